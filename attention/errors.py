@@ -1,0 +1,27 @@
+"""The two ways to say no. Both carry one line for the user and, where there is one, the next step."""
+
+
+class KvfoldError(Exception):
+    """An error meant for the user's eyes: what, the values, the rule; `hint` says what to do next."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Refusal(KvfoldError, ValueError):
+    """Wrong as seen from the arguments and the config alone: nothing was read, nothing was written (exit code 2)."""
+
+    exit_code = 2
+
+
+class Failure(KvfoldError, RuntimeError):
+    """Failed on weights, text or machine (exit code 1)."""
+
+
+class GateMissed(KvfoldError):
+    """The work was done and measured worse than the caller allowed (exit code 3)."""
+
+    exit_code = 3

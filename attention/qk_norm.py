@@ -1,0 +1,45 @@
+"""The normalisation that some families put on queries and keys before (or after) they turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """RMSNorm or LayerNorm of queries or keys.
+
+    Attributes:
+        kind: "rms", or "layer" (the mean is taken off first).
+        scope: "head" normalises each head by itself over D; "all" takes all heads of a token as one vector.
+        gain: `[1, D]` where every head shares one gain, else `[heads, D]`.
+        bias: As `gain`, or None.
+        eps: Added to the variance.
+        gain_offset: 1 where the checkpoint stores gain − 1 (Gemma).
+        after_rotary: Whether it comes after the rotation (HunYuan) instead of before it.
+    """
+
+    kind: Literal["rms", "layer"]
+    scope: Literal["head", "all"]
+    gain: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+    gain_offset: float = 0.0
+    after_rotary: bool = False
+
+    @property
+    def per_head_gains(self) -> bool:
+        """Whether heads have gains of their own, which a merge of heads has to merge too."""
+        return self.gain.shape[0] > 1 or self.scope == "all"
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Normalise `states [B, heads, T, D]`."""
+        axes = (-1,) if self.scope == "head" else (-3, -1)
+        if self.kind == "layer":
+            states = states - states.mean(axes, keepdim=True)
+        states = states * torch.rsqrt(states.square().mean(axes, keepdim=True) + self.eps)
+        states = states * (self.gain.to(states.dtype) + self.gain_offset)[:, None]  # [heads or 1, 1, D]
+        return states if self.bias is None else states + self.bias.to(states.dtype)[:, None]

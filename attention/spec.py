@@ -1,0 +1,90 @@
+"""AttentionSpec: the numbers that decide how large a KV cache is, and the only formula that says how large.
+
+It knows sizes, no weights and no files. Whoever prints, plans or checks KV bytes asks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attention.errors import Refusal
+
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one value of `dtype` ("float32", "float16" or "bfloat16")."""
+    try:
+        return _BYTES[dtype]
+    except KeyError:
+        raise Refusal(f"no KV cache is kept in {dtype!r} (choose {', '.join(_BYTES)})") from None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The attention of a whole model: `num_layers` layers of `num_heads` query and `num_kv_heads` KV heads of `head_dim`."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise Refusal(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads: "
+                f"the KV heads must divide the query heads"
+            )
+
+    @classmethod
+    def from_config(cls, config: Any) -> AttentionSpec:
+        """Read a transformers config (its text part, if it has several).
+
+        Raises:
+            Refusal: The config has no attention heads, or caches a latent instead of heads.
+        """
+        config = config.get_text_config(decoder=True)
+        if getattr(config, "kv_lora_rank", None):
+            raise Refusal(
+                f"model type {config.model_type!r} is multi-head latent attention already "
+                f"(kv_lora_rank {config.kv_lora_rank}); kvfold reads MHA and GQA sources"
+            )
+        heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+        if not isinstance(heads, int) or not isinstance(width, int):
+            raise Refusal(f"model type {config.model_type!r} has no single number of attention heads in its config")
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or width // heads
+        if not isinstance(kv_heads, int):
+            raise Refusal(f"model type {config.model_type!r} has a different number of KV heads in every layer: {kv_heads}")
+        return cls(config.num_hidden_layers, heads, kv_heads, head_dim)
+
+    @property
+    def kind(self) -> str:
+        """ "MHA", "GQA-8" or "MQA"."""
+        if self.num_kv_heads == self.num_heads:
+            return "MHA"
+        return "MQA" if self.num_kv_heads == 1 else f"GQA-{self.num_kv_heads}"
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers that the KV cache holds for one token, all layers: a key and a value of D for each KV head."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+
+    def bytes_per_token(self, dtype: str) -> int:
+        """Bytes that the KV cache holds for one token, all layers, kept in `dtype`."""
+        return self.values_per_token * dtype_bytes(dtype)
+
+    def grouped(self, groups: int) -> AttentionSpec:
+        """The same attention with its KV heads merged into `groups`.
+
+        Raises:
+            Refusal: `groups` does not divide the KV heads, or exceeds them.
+        """
+        heads = self.num_kv_heads
+        choices = [g for g in range(1, heads + 1) if heads % g == 0]
+        if groups not in choices:
+            rule = f"{groups} does not divide {heads}" if 0 < groups < heads else f"it must be between 1 and {heads}"
+            listed = ", ".join(map(str, choices[:-1])) + (" or " if choices[1:] else "") + str(choices[-1])
+            raise Refusal(f"cannot make {groups} groups from {heads} KV heads: {rule} (choose {listed})")
+        return replace(self, num_kv_heads=groups)

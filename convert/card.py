@@ -1,0 +1,74 @@
+"""The model card of a converted checkpoint: README.md with the front matter that the Hub reads."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from convert.plan import Plan
+
+
+def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
+    """README.md for a conversion.
+
+    Args:
+        plan: What was done.
+        record: conversion.json, without its `run`: the card holds nothing that differs from run to run.
+        directory: The source's files; a licence that its card names is inherited.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    template = environment.from_string(files("convert").joinpath("card.md.j2").read_text(encoding="utf-8"))
+    evaluation = record.get("evaluation")
+    source, converted = evaluation["models"] if evaluation else (None, None)
+    return template.render(
+        front_matter=_front_matter(plan, directory),
+        kind=plan.target.kind,
+        before_kind=plan.before.kind,
+        base=plan.source.repository or plan.source.name,
+        link=f"https://huggingface.co/{plan.source.repository}" if plan.source.repository else None,
+        summary=f"method `{plan.method.name}`, {plan.method.summary}" if record["method"] else "a copy, bit for bit",
+        command=_command(record["recipe"]),
+        bytes=record["kv_bytes_per_token"],
+        plan=plan,
+        record=record,
+        evaluation=evaluation,
+        protocol=evaluation["protocol"] if evaluation else None,
+        source=source,
+        converted=converted,
+        model_type=plan.source.model_type,
+    )
+
+
+def _command(recipe: dict[str, dict[str, Any]]) -> str:
+    ((command, options),) = recipe.items()
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if name != "model"]
+    return f"convert {command} {options['model']} OUTPUT {' '.join(flags)}"
+
+
+def _front_matter(plan: Plan, directory: Path) -> str:
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=plan.source.repository,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["kvfold", plan.command, plan.method.name],
+        license=_inherited_licence(directory),
+    )
+    return f"---\n{data.to_yaml()}\n---\n"
+
+
+def _inherited_licence(directory: Path) -> str | None:
+    from huggingface_hub import ModelCard
+
+    card = directory / "README.md"
+    if not card.is_file():
+        return None
+    try:
+        data = ModelCard.load(card, ignore_metadata_errors=True).data
+    except ValueError:  # a README whose front matter is not what the Hub expects names no licence to us
+        return None
+    return data.get("license")

@@ -1,0 +1,245 @@
+"""Reading and writing checkpoint files: source shards mapped, never loaded; output shards streamed, then read back.
+
+It knows tensors by name, and nothing of attention. safetensors' own `save_file` copies a whole shard into memory
+first; the format is a JSON header and the bytes, so writing them here is what keeps memory at a few megabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from attention.errors import Failure
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+_CHUNK = 16 * 2**20  # values that are checked, cast and written at a time
+_SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def stored_as(self, dtype: torch.dtype | None) -> TensorInfo:
+        """The same under `--dtype`: floats are cast, everything else stays."""
+        return TensorInfo(self.shape, dtype) if dtype and self.dtype in _CASTABLE else self
+
+
+class Reader:
+    """The tensors of a checkpoint directory, single file or sharded, `.safetensors` or weights-only `.bin`.
+
+    Attributes:
+        infos: Every tensor's shape and dtype, in file order.
+        files: The weight files, in order.
+        aliases: Tensors of a `.bin` that share memory with an earlier one, and that one's name; not in `infos`.
+
+    Raises:
+        Failure: A shard is missing, damaged or not what the index says.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._place: dict[str, str] = {}
+        self._open: tuple[str, Any] | None = None
+        self.infos: dict[str, TensorInfo] = {}
+        self.aliases: dict[str, str] = {}
+        self.files, index = _weight_files(directory)
+        for file in self.files:
+            for name, info in self._headers(file):
+                self.infos[name], self._place[name] = info, file
+        if index is not None:
+            self._check_index(index)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor, as a view of its mapped file. One file is open at a time."""
+        return self._shard(self._place[name]).get_tensor(name)
+
+    def fingerprint(self) -> dict[str, list[int]]:
+        """Size and modification time of each file: what a resumed run must find unchanged."""
+        stats = {file: (self._directory / file).stat() for file in self.files}
+        return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
+
+    def _headers(self, file: str) -> Iterator[tuple[str, TensorInfo]]:
+        shard = self._shard(file)
+        if isinstance(shard, _Pickle):
+            self.aliases |= shard.aliases
+            yield from ((name, TensorInfo(tuple(t.shape), t.dtype)) for name, t in shard.tensors.items())
+            return
+        for name in shard.offset_keys():
+            part = shard.get_slice(name)
+            if part.get_dtype() not in _DTYPES:
+                raise Failure(f"{file}: tensor {name} has dtype {part.get_dtype()}, which kvfold cannot copy")
+            yield name, TensorInfo(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+
+    def _shard(self, file: str) -> Any:
+        if self._open is None or self._open[0] != file:
+            self._open = None  # unmap the last file before the next is mapped
+            path = self._directory / file
+            self._open = (file, _Pickle(path) if file.endswith(".bin") else _open_safetensors(path))
+        return self._open[1]
+
+    def _check_index(self, index: Mapping[str, str]) -> None:
+        for name, file in index.items():
+            if self._place.get(name) != file and name not in self.aliases:
+                raise Failure(f"the index puts tensor {name} into {file}, and that file has no such tensor")
+        if extra := sorted(set(self.infos) - set(index)):
+            raise Failure(f"{self._place[extra[0]]} holds tensor {extra[0]}, and the index does not list it")
+
+
+class _Pickle:
+    """A `.bin` shard read with weights_only, mapped; tensors that share storage with an earlier one are aliases."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # unpickling can fail in any way
+            reason = " ".join(str(error).split())[:160]
+            raise Failure(
+                f"{path.name} is no weights-only pickle: {reason}", hint="convert it to safetensors where it came from"
+            ) from None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        seen: dict[tuple[int, tuple[int, ...]], str] = {}
+        for name, tensor in loaded.items():
+            key = (tensor.data_ptr(), tuple(tensor.shape))
+            if key in seen:
+                self.aliases[name] = seen[key]
+            else:
+                self.tensors[name] = tensor
+                seen[key] = name
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise Failure(
+            f"{path.name} is truncated or damaged: {error}", hint="compare its size and hash with where it came from"
+        ) from None
+
+
+def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The weight files that transformers would load, and the index if there is one."""
+    for single in (_SAFETENSORS, _PICKLES):
+        index_path = directory / f"{single}.index.json"
+        if (directory / single).is_file():
+            return [single], None
+        if index_path.is_file():
+            try:
+                index = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError):
+                raise Failure(f"{index_path.name} is no weight index: it needs a weight_map") from None
+            files = sorted(set(index.values()))
+            if missing := [file for file in files if not (directory / file).is_file()]:
+                raise Failure(f"{directory} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:3])}")
+            return files, index
+    raise Failure(f"{directory} holds neither {_SAFETENSORS} nor {_PICKLES}, nor an index of either")
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+    """Write one safetensors file, read it back, compare every byte with what was meant, then give it its name.
+
+    Args:
+        path: The final name; until the comparison has passed, the file is called `<name>.tmp`.
+        tensors: Any mixture of mapped and computed tensors.
+        dtype: What floats are cast to, or None to keep each as it is.
+
+    Raises:
+        Failure: A value is not finite (as read, or after the cast), or the file does not read back as written.
+        OSError: The disk is full or broken.
+    """
+    # Wide dtypes first, as safetensors itself orders them, so that every tensor is aligned for mapping.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        header = _header(ordered, dtype)
+        file.write(struct.pack("<Q", len(header)) + header)
+        for name, tensor in ordered.items():
+            for chunk in _chunks(tensor, dtype):
+                if chunk.is_floating_point() and chunk.dtype.itemsize > 1 and not torch.isfinite(chunk).all():
+                    raise _not_finite(name, tensor, dtype)
+                file.write(_bytes(chunk))
+    _verify(temporary, ordered, dtype)
+    temporary.replace(path)
+
+
+def _header(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        info = TensorInfo(tuple(tensor.shape), tensor.dtype).stored_as(dtype)
+        end = offset + info.nbytes
+        entries[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(entries, separators=(",", ":")).encode()
+    return encoded + b" " * (-len(encoded) % 8)
+
+
+def _chunks(tensor: torch.Tensor, dtype: torch.dtype | None) -> Iterable[torch.Tensor]:
+    """`tensor` flat, in pieces, as they will be stored."""
+    target = TensorInfo(tuple(tensor.shape), tensor.dtype).stored_as(dtype).dtype
+    return (chunk.to(target) for chunk in tensor.contiguous().flatten().split(_CHUNK))
+
+
+def _bytes(chunk: torch.Tensor) -> memoryview:
+    return memoryview(chunk.view(torch.uint8).numpy())
+
+
+def _not_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Failure:
+    if dtype and torch.isfinite(tensor).all():
+        return Failure(
+            f"tensor {name} overflows in {str(dtype).removeprefix('torch.')}: its largest value is {tensor.abs().max():g}",
+            hint="use --dtype bfloat16 or float32",
+        )
+    return Failure(f"tensor {name} holds NaN or infinite values", hint="the source checkpoint is damaged; get it again")
+
+
+def _verify(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+    written = _open_safetensors(path)
+    if set(written.keys()) != set(tensors):
+        raise Failure(f"{path.name} does not read back: its tensors are not the ones written")
+    for name, tensor in tensors.items():
+        back = written.get_tensor(name)
+        same = back.shape == tensor.shape and all(
+            torch.equal(read.view(torch.uint8), meant.view(torch.uint8))
+            for read, meant in zip(back.flatten().split(_CHUNK), _chunks(tensor, dtype), strict=True)
+        )
+        if not same:
+            raise Failure(f"{path.name} does not read back: {name} differs", hint="the disk or the memory is failing")
+
+
+def write_index(directory: Path, shards: Mapping[str, Iterable[str]], total_bytes: int) -> None:
+    """`model.safetensors.index.json` for shards given as file → tensor names."""
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / f"{_SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def shard_names(count: int) -> list[str]:
+    """File names of `count` shards, as transformers expects them."""
+    if count == 1:
+        return [_SAFETENSORS]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

@@ -1,0 +1,221 @@
+"""The command line: parses, calls one function of the library, prints. Data goes to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+from attention.errors import KvfoldError
+from convert import options
+from convert.methods import METHODS
+from eval.protocol import PROTOCOLS
+from eval.text import DATASETS
+
+INTERRUPTED = 130
+
+
+class Commands(click.Group):
+    """A group that turns known errors into one line, a hint and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvfoldError as error:
+            if ctx.meta.get("kvfold.verbose"):
+                traceback.print_exc()
+            click.echo(f"error: {error}", err=True)
+            if error.hint:
+                click.echo(f"hint: {error.hint}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted; a conversion is finished by the same command with --resume", err=True)
+            ctx.exit(INTERRUPTED)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of this file: the main ones first
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="kvfold", prog_name="kvfold")
+def main() -> None:
+    """Convert a Hugging Face checkpoint to a smaller KV cache, and measure what it cost.
+
+    MODEL is a checkpoint directory or a Hub id, with an optional @revision.
+    """
+
+
+def _show(facts: Any, text: str, as_json: bool) -> None:
+    click.echo(json.dumps(facts, indent=2) if as_json else text)
+
+
+def _quieten(verbose: bool) -> None:
+    """Keep transformers' own warnings and bars off the terminal unless they are asked for."""
+    click.get_current_context().meta["kvfold.verbose"] = verbose  # shared with the group, which handles errors
+    if not verbose:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+
+def _convert(command: str, groups: int, method: str, **given: Any) -> None:
+    from convert.describe import plan_text
+    from convert.execute import execute
+    from convert.plan import Output, plan_grouped
+    from eval.source import Source
+    from eval.text import read_file
+
+    _quieten(given["verbose"])
+    source = Source.parse(given["model"], given["trust_remote_code"])
+    where = Output(*(given[name] for name in ("output", "dtype", "max_shard_size", "overwrite", "resume")))
+    plan = plan_grouped(command, source, groups, method, given["seed"], given["device"], where)
+    if not given["dry_run"]:
+        text = read_file(given["evaluate"]) if given["evaluate"] else None
+        execute(plan, text, given["quiet"])
+    _show(plan.as_dict(), plan_text(plan, done=not given["dry_run"]), given["as_json"])
+
+
+@main.command()
+@options.conversion
+@click.option("--groups", type=int, required=True, metavar="N", help="KV heads of the result; divides those of MODEL.")
+@click.option("--method", type=click.Choice(METHODS), default=METHODS[0], show_default=True, help="How heads are merged.")
+def gqa(groups: int, method: str, **given: Any) -> None:
+    """Convert MODEL to grouped-query attention with N KV heads, and write it to OUTPUT.
+
+    Example: convert gqa --groups 8 meta-llama/Llama-2-7b-hf llama-2-7b-gqa8
+    """
+    _convert("gqa", groups, method, **given)
+
+
+@main.command()
+@options.conversion
+@click.option("--method", type=click.Choice(METHODS), default=METHODS[0], show_default=True, help="How heads are merged.")
+def mqa(method: str, **given: Any) -> None:
+    """Convert MODEL to multi-query attention, one KV head: gqa --groups 1.
+
+    Example: convert mqa ./my-model my-model-mqa
+    """
+    _convert("mqa", 1, method, **given)
+
+
+@main.command(name="eval")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="UTF-8 text.")
+@click.option("--dataset", type=click.Choice(DATASETS), help="A named text; needs pip install 'kvfold[data]'.")
+@click.option("--protocol", type=click.Choice(PROTOCOLS), default=PROTOCOLS[0], show_default=True, help="How text is cut.")
+@click.option("--context", type=click.IntRange(2), metavar="N", help="Tokens per block.  [default: 2048, or the models' limit]")
+@click.option("--max-tokens", type=click.IntRange(2), metavar="N", help="Use only the first N tokens of the text.")
+@click.option("--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × the first's.")
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write report.json, .md and .html.")
+@click.option("--dtype", type=click.Choice(("auto", *options.DTYPES)), default="auto", show_default=True, help="Arithmetic.")
+@options.device
+@options.common
+def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **given: Any) -> None:
+    """Perplexity, KL and KV bytes per token of each MODEL; the first is the source of the others.
+
+    Example: convert eval ./my-model my-model-gqa8 --text held-out.txt --output report
+    """
+    from eval import report
+    from eval.evaluate import Settings, require_ratio, run
+    from eval.source import Source
+
+    _quieten(given["verbose"])
+    if (text is None) == (dataset is None):
+        raise click.UsageError("give either --text FILE or --dataset NAME")
+    sources = [Source.parse(model, given["trust_remote_code"]) for model in models]
+    names = ("protocol", "context", "max_tokens", "dtype", "device", "quiet")
+    found = run(sources, text or str(dataset), Settings(**{name: given[name] for name in names}))
+    _show(found, report.to_markdown(found), given["as_json"])
+    if given["output"]:
+        paths = report.write(found, given["output"])
+        click.echo(f"written: {', '.join(str(path) for path in paths.values())}", err=True)
+    require_ratio(found, given["max_perplexity_ratio"])
+
+
+@main.command()
+@options.model
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once.")
+@click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens of each.  [default: the model's limit]")
+@click.option("--dtype", type=click.Choice(options.DTYPES), help="Of weights and cache.  [default: as in MODEL]")
+@click.option("--gpu", "gpus", type=options.Gpu(), multiple=True, metavar="NAME=GB", help="Instead of the known GPUs; repeatable.")
+@click.option("--gpu-share", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="Usable memory.")
+@options.common
+def plan(model: str, context: int | None, dtype: str | None, gpus: tuple[tuple[str, float], ...], **given: Any) -> None:
+    """KV memory of MODEL and of each possible target, and which GPUs they fit on; reads only the config.
+
+    Example: convert plan meta-llama/Llama-2-7b-hf --batch 16 --context 4096 --gpu A6000=48
+    """
+    from convert.describe import capacity, capacity_text
+    from eval.capacity import GPUS
+    from eval.source import Source
+
+    _quieten(given["verbose"])
+    source = Source.parse(model, given["trust_remote_code"])
+    size = context or source.max_positions or 2048
+    facts = capacity(source, dtype or source.dtype, given["batch"], size, dict(gpus) or GPUS, given["gpu_share"])
+    _show(facts, capacity_text(facts), given["as_json"])
+
+
+@main.command()
+@options.model
+@options.common
+def inspect(model: str, trust_remote_code: bool, as_json: bool, verbose: bool, **given: Any) -> None:
+    """Heads, rotary embedding, biases, family, hosts and cache of MODEL; reads only the config.
+
+    Example: convert inspect Qwen/Qwen2.5-7B@main
+    """
+    from convert.describe import inspection, inspection_text
+    from eval.source import Source
+
+    _quieten(verbose)
+    facts = inspection(Source.parse(model, trust_remote_code))
+    _show(facts, inspection_text(facts), as_json)
+
+
+@main.command()
+@options.plain
+def families(as_json: bool, **given: Any) -> None:
+    """Which families can be converted to what, and the class that carries the result.
+
+    Example: convert families
+    """
+    from convert.describe import support, support_text
+
+    rows = support()
+    _show(rows, support_text(rows), as_json)
+
+
+@main.command()
+@click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override an option of the recipe; repeatable.")
+def run(recipe: Path, settings: tuple[str, ...]) -> None:
+    """Run commands from a YAML RECIPE, or repeat a conversion from its conversion.json.
+
+    Example: convert run my-model-gqa8/conversion.json --set output=again
+    """
+    from convert.recipe import command_lines, read
+
+    for arguments in command_lines(read(recipe), settings, main):
+        click.echo(f"convert {' '.join(arguments)}", err=True)
+        main.main(arguments, prog_name="convert", standalone_mode=False)
+
+
+@main.command()
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), default="kvfold-demo", show_default=True, help="Replaced if it is an earlier demo's.")
+@options.plain
+def demo(output: Path, as_json: bool, verbose: bool, quiet: bool) -> None:
+    """Take the bundled MHA model through conversion, evaluation and report; offline, under two minutes.
+
+    Example: convert demo
+    """
+    from convert.demo.showcase import showcase
+    from eval import report
+
+    _quieten(verbose)
+    found, page = showcase(output, quiet)
+    _show(found, report.to_markdown(found), as_json)
+    click.echo(f"report: {page}", err=True)

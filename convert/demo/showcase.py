@@ -1,0 +1,49 @@
+"""`convert demo`: the bundled MHA checkpoint through every conversion that there is, and into one report."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+from attention.errors import Refusal
+from convert.demo.corpus import HELD_OUT, held_out_text
+from convert.execute import execute
+from convert.plan import Output, plan_grouped
+from eval import report
+from eval.evaluate import Settings, evaluate
+from eval.source import Source
+from eval.text import Text
+
+MODEL = Path(__file__).parent / "model"
+_TARGETS = (("mean", 4), ("mean", 2), ("mean", 1), ("first", 4), ("first", 2), ("first", 1))
+_TOKENS = 32_768
+
+
+def showcase(output: Path, quiet: bool = False) -> tuple[dict[str, Any], Path]:
+    """Convert, evaluate on library modules that were held out of training, and write the report.
+
+    Args:
+        output: Receives one directory per conversion, and `report/`. An earlier demo's is replaced.
+        quiet: No progress bars.
+
+    Returns:
+        The report, and the path of its HTML page.
+
+    Raises:
+        Refusal: `output` holds something else.
+    """
+    if output.is_dir() and any(output.iterdir()):
+        if not (output / "report" / "report.json").is_file():
+            raise Refusal(f"{output} exists and is no earlier demo", hint="choose another --output")
+        shutil.rmtree(output)
+    source = Source.parse(str(MODEL))
+    converted = []
+    for method, groups in _TARGETS:
+        path = output / f"gqa{groups}-{method}"
+        execute(plan_grouped("gqa", source, groups, method, 0, "cpu", Output(path)), quiet=True)
+        converted.append(Source.parse(str(path)))
+    text = Text(f"Python {platform.python_version()}: {', '.join(HELD_OUT)}", held_out_text())
+    found = evaluate([source, *converted], text, Settings(max_tokens=_TOKENS, device="cpu", quiet=quiet))
+    return found, report.write(found, output / "report")["report.html"]

@@ -1,0 +1,134 @@
+"""What the read-only commands say: `inspect`, `plan` and `families`. Configs are read; weights never are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from attention.spec import AttentionSpec
+from convert.families import FAMILIES
+from convert.hosts import HOSTS
+from convert.plan import Plan, readable
+from eval.capacity import count_parameters, fit, with_kv_heads
+from eval.source import Source
+from eval.tables import table
+
+
+def inspection(source: Source) -> dict[str, Any]:
+    """Heads, rotary, biases, family, hosts and cache of a checkpoint, from its config."""
+    family = readable(source)
+    spec = family.spec(source.config)
+    return {
+        "model": source.reference,
+        "family": family.model_type,
+        "layout": family.layout,
+        "attention": spec.kind,
+        "layers": spec.num_layers,
+        "query_heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_positions": source.max_positions,
+        **family.describe(source.config),
+        "cache_dtype": source.dtype,
+        "kv_bytes_per_token": spec.bytes_per_token(source.dtype),
+        "groups_possible": [target.num_kv_heads for target in targets(spec)],
+        "hosts": {kind: _hosts(source, kind, spec) for kind in HOSTS},
+    }
+
+
+def _hosts(source: Source, kind: str, spec: AttentionSpec) -> str:
+    family = readable(source)
+    for host in HOSTS[kind]:
+        if host.refuses(family, source.config, spec.grouped(1)) is None:
+            return f"{host.name}, loads in {host.loads_in}"
+    return "none"
+
+
+def inspection_text(facts: Mapping[str, Any]) -> str:
+    """The same for a terminal."""
+    rows = []
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            value = "; ".join(f"{k}: {v}" for k, v in value.items()) or "nothing"
+        elif isinstance(value, list):
+            value = ", ".join(map(str, value))
+        elif value is None or value is False:
+            value = "no" if value is False else "none"
+        rows.append((key.replace("_", " "), "yes" if value is True else str(value)))
+    return table(("", "value"), rows)
+
+
+def targets(spec: AttentionSpec) -> list[AttentionSpec]:
+    """The source itself, then every smaller number of KV heads it can be given."""
+    heads = spec.num_kv_heads
+    return [spec.grouped(groups) for groups in range(heads, 0, -1) if heads % groups == 0]
+
+
+def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping[str, float], share: float) -> dict[str, Any]:
+    """What the source and each possible target take, and where that fits."""
+    spec = readable(source).spec(source.config)
+    rows = []
+    for target in targets(spec):
+        parameters = count_parameters(with_kv_heads(source.config, target))
+        rows.append(asdict(fit(target, parameters, dtype, batch, context, gpus, share)) | {"parameters": parameters})
+    return {
+        "model": source.reference,
+        "dtype": dtype,
+        "batch": batch,
+        "context": context,
+        "max_positions": source.max_positions,
+        "gpu_gigabytes": dict(gpus),
+        "gpu_share": share,
+        "targets": rows,
+    }
+
+
+def capacity_text(facts: Mapping[str, Any]) -> str:
+    """The same for a terminal: one row per target, the first the source."""
+    gpus = facts["gpu_gigabytes"]
+    header = ["attention", "KV bytes/token", "KV cache GB", "weights GB", *(f"{name} {size:g} GB" for name, size in gpus.items())]
+    rows = []
+    for i, row in enumerate(facts["targets"]):
+        cells = [row["kind"] + (" (source)" if i == 0 else ""), str(row["kv_bytes_per_token"])]
+        cells += [f"{row['kv_bytes'] / 1e9:.1f}", f"{row['weight_bytes'] / 1e9:.1f}"]
+        rows.append(cells + [_fit_cell(row["fits"][name], row["longest_context"][name]) for name in gpus])
+    limit = f", the model is made for {facts['max_positions']} positions" if facts["max_positions"] else ""
+    return (
+        f"{facts['model']} in {facts['dtype']}, batch {facts['batch']}, context {facts['context']}{limit}\n\n"
+        + table(header, rows, right=range(1, len(header)))
+        + f"\n\nGB = 10⁹ bytes. A GPU column says whether weights and cache take at most {facts['gpu_share']:.0%} of its memory"
+        f" at this context, and the longest context for which they do at this batch."
+    )
+
+
+def _fit_cell(fits: bool, longest: int) -> str:
+    if longest == 0:
+        return "no"
+    return f"{'yes' if fits else 'no'}, to {longest}"
+
+
+def support() -> list[dict[str, str]]:
+    """One row per family: the host of each kind of target."""
+    return [
+        {"family": name, "layout": family.layout, **{kind: ", ".join(host.name for host in hosts) for kind, hosts in HOSTS.items()}}
+        for name, family in sorted(FAMILIES.items())
+    ]
+
+
+def support_text(rows: list[dict[str, str]]) -> str:
+    """The same for a terminal."""
+    return table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def plan_text(plan: Plan, done: bool) -> str:
+    """A conversion for a terminal: what was done, or with `--dry-run` what would be."""
+    facts = plan.as_dict()
+    before, after = facts["kv_bytes_per_token_before"], facts["kv_bytes_per_token_after"]
+    lines = [
+        f"{facts['source']} → {facts['target']}, method {facts['method']} ({plan.method.summary})",
+        f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {facts['cache_dtype']})",
+        *facts["notes"],
+        f"{'written to' if done else 'would be written to'} {facts['output']}, loads in {facts['loads_in']} as {facts['family']}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,25 @@
+"""The registry of families: every model type that can be read, by its name in config.json."""
+
+from __future__ import annotations
+
+from attention.errors import Refusal
+from convert.families import separate
+from convert.families.base import Attention, Family
+
+FAMILIES: dict[str, Family] = {row.model_type: row for row in separate.ROWS}
+
+__all__ = ["FAMILIES", "Attention", "Family", "family_of"]
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a config's `model_type`.
+
+    Raises:
+        Refusal: There is none; the message lists those that there are.
+    """
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    raise Refusal(
+        f"model type {model_type!r} is not supported",
+        hint=f"supported: {', '.join(sorted(FAMILIES))} (see `convert families`)",
+    )

@@ -1,0 +1,291 @@
+"""Families that keep four separate projections: `self_attn.{q,k,v,o}_proj`, heads stacked in the output rows.
+
+A family is a row of `ROWS`: where its class departs from Llama. What a class does beyond the canonical record
+(windows, soft-capping, …) is named there too, so that a host other than the source's own class can refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from attention import rope
+from attention.qk_norm import QKNorm
+from attention.rope import Pairing
+from attention.spec import AttentionSpec
+from convert.families.base import Attention
+
+
+@dataclass(frozen=True)
+class NormRow:
+    """Where a family keeps its QK-norm.
+
+    Attributes:
+        storage: "shared" one `[D]` for all heads; "flat" one `[heads * D]`, normalised over all heads; "matrix" one
+            `[heads, D]`; "list" one `[D]` per head, under `norms.{head}`.
+        switch: The config field that turns it on; always on if None.
+        eps: The config field of its epsilon.
+        gain_offset: 1 where gain − 1 is stored.
+    """
+
+    q: str = "q_norm"
+    k: str = "k_norm"
+    kind: Literal["rms", "layer"] = "rms"
+    storage: Literal["shared", "flat", "matrix", "list"] = "shared"
+    switch: str | None = None
+    eps: str = "rms_norm_eps"
+    bias: bool = False
+    gain_offset: float = 0.0
+    after_rotary: bool = False
+
+    def names(self, name: str, heads: int) -> list[str]:
+        return [f"{name}.norms.{h}" for h in range(heads)] if self.storage == "list" else [name]
+
+    def shape(self, heads: int, head_dim: int) -> tuple[int, ...]:
+        return {"flat": (heads * head_dim,), "matrix": (heads, head_dim)}.get(self.storage, (head_dim,))
+
+    def read(self, tensors: Mapping[str, torch.Tensor], name: str, heads: int, head_dim: int, eps: float) -> QKNorm:
+        def stack(kind: str) -> torch.Tensor:
+            parts = [tensors[f"{part}.{kind}"] for part in self.names(name, heads)]
+            whole = parts[0] if len(parts) == 1 else torch.stack(parts)
+            return whole.view(-1, head_dim)  # [1 or heads, D]
+
+        return QKNorm(
+            self.kind,
+            "all" if self.storage == "flat" else "head",
+            stack("weight"),
+            stack("bias") if self.bias else None,
+            eps,
+            self.gain_offset,
+            self.after_rotary,
+        )
+
+    def write(self, norm: QKNorm, name: str, heads: int) -> dict[str, torch.Tensor]:
+        out = {}
+        for kind, values in (("weight", norm.gain), ("bias", norm.bias)):
+            if values is not None:
+                names = self.names(name, heads)
+                parts = values.unbind() if self.storage == "list" else [values]
+                head_dim = values.shape[-1]
+                out |= {f"{n}.{kind}": p.reshape(self.shape(heads, head_dim)) for n, p in zip(names, parts, strict=True)}
+        return out
+
+
+def _everywhere(config: Any, layer: int) -> bool:
+    return True
+
+
+def _no_rope_layers(config: Any, layer: int) -> bool:
+    return bool(config.no_rope_layers[layer])  # 1 means that the layer has RoPE, despite the name
+
+
+def _sliding_layers(config: Any, layer: int) -> bool:
+    return config.sliding_window is not None and config.layer_types[layer] == "sliding_attention"
+
+
+def _sliding_or_no_window(config: Any, layer: int) -> bool:
+    return config.sliding_window is None or config.layer_types[layer] == "sliding_attention"
+
+
+@dataclass(frozen=True)
+class SeparateProjections:
+    """One row: a model type and where it departs from Llama.
+
+    Attributes:
+        qkv_bias: Whether Q, K and V have biases; a string names the config field that says so. Likewise `o_bias`.
+        o_name: The output projection's name.
+        norm: Its QK-norm.
+        pairing: Which dims turn together.
+        scale: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
+        rotates: Which layers have RoPE.
+        beyond: Config fields that, when set, make the class do more than the record says.
+    """
+
+    model_type: str
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    o_name: str = "o_proj"
+    norm: NormRow | None = None
+    pairing: Pairing = "half"
+    scale: str | None = None
+    scale_power: float = 1.0
+    rotates: Callable[[Any, int], bool] = _everywhere
+    beyond: tuple[str, ...] = ()
+
+    layout = "separate projections"
+
+    def spec(self, config: Any) -> AttentionSpec:
+        return AttentionSpec.from_config(config)
+
+    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
+        spec, width = self.spec(config), config.hidden_size
+        heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
+        qkv_bias, o_bias = self._flag(config, self.qkv_bias), self._flag(config, self.o_bias)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, count in heads.items():
+            shapes[f"{name}.weight"] = (count * spec.head_dim, width)
+            if qkv_bias:
+                shapes[f"{name}.bias"] = (count * spec.head_dim,)
+        shapes[f"{self.o_name}.weight"] = (width, spec.num_heads * spec.head_dim)
+        if o_bias:
+            shapes[f"{self.o_name}.bias"] = (width,)
+        if norm := self._norm(config):
+            for name, count in ((norm.q, spec.num_heads), (norm.k, spec.num_kv_heads)):
+                for part in norm.names(name, count):
+                    for kind in ("weight", "bias") if norm.bias else ("weight",):
+                        shapes[f"{part}.{kind}"] = norm.shape(count, spec.head_dim)
+        return {self._prefix(layer) + name: shape for name, shape in shapes.items()}
+
+    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
+        spec, prefix = self.spec(config), self._prefix(layer)
+        local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        depth = (-1, spec.head_dim)  # [heads * D, …] -> [heads, D, …]
+        bias = {p: local[f"{p}_proj.bias"].unflatten(0, depth) for p in "qkv" if f"{p}_proj.bias" in local}
+        norm = self._norm(config)
+        norms: dict[str, QKNorm] = {}
+        if norm:
+            eps = getattr(config, norm.eps)
+            norms["q_norm"] = norm.read(local, norm.q, spec.num_heads, spec.head_dim, eps)
+            norms["k_norm"] = norm.read(local, norm.k, spec.num_kv_heads, spec.head_dim, eps)
+        return Attention(
+            q=local["q_proj.weight"].unflatten(0, depth),
+            k=local["k_proj.weight"].unflatten(0, depth),
+            v=local["v_proj.weight"].unflatten(0, depth),
+            o=local[f"{self.o_name}.weight"].unflatten(1, depth),
+            scale=self._scale(config, spec.head_dim),
+            rotary=self._rotary(config, spec.head_dim, layer),
+            **{f"{p}_bias": b for p, b in bias.items()},
+            o_bias=local.get(f"{self.o_name}.bias"),
+            **norms,
+        )
+
+    def join(self, attention: Attention, layer: int) -> dict[str, torch.Tensor]:
+        a = attention
+        local = {f"{p}_proj.weight": w.flatten(0, 1) for p, w in (("q", a.q), ("k", a.k), ("v", a.v))}
+        biases = (("q", a.q_bias), ("k", a.k_bias), ("v", a.v_bias))
+        local |= {f"{p}_proj.bias": b.flatten() for p, b in biases if b is not None}
+        local[f"{self.o_name}.weight"] = a.o.flatten(1)
+        if a.o_bias is not None:
+            local[f"{self.o_name}.bias"] = a.o_bias
+        if self.norm and a.q_norm and a.k_norm:
+            local |= self.norm.write(a.q_norm, self.norm.q, a.q.shape[0])
+            local |= self.norm.write(a.k_norm, self.norm.k, a.k.shape[0])
+        return {self._prefix(layer) + name: tensor for name, tensor in local.items()}
+
+    def merges_norm_gains(self, config: Any) -> bool:
+        norm = self._norm(config)
+        return norm is not None and norm.storage != "shared"
+
+    def describe(self, config: Any) -> dict[str, Any]:
+        norm, spec = self._norm(config), self.spec(config)
+        turning = [layer for layer in range(spec.num_layers) if self.rotates(config, layer)]
+        rotary = self._rotary(config, spec.head_dim, turning[0]) if turning else None
+        parameters = getattr(config, "rope_parameters", None) or {}
+        return {
+            "qkv_bias": self._flag(config, self.qkv_bias),
+            "o_bias": self._flag(config, self.o_bias),
+            "qk_norm": f"{norm.kind}, {norm.storage} gains" if norm else None,
+            "rotary_dims": rotary.dims if rotary else 0,
+            "rotary_pairing": rotary.pairing if rotary else None,
+            "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
+            "layers_with_rotary": len(turning),
+            "softmax_scale": self._scale(config, spec.head_dim),
+            "beyond": {f: getattr(config, f) for f in self.beyond if getattr(config, f, None) not in (None, False)},
+        }
+
+    @staticmethod
+    def _prefix(layer: int) -> str:
+        return f"model.layers.{layer}.self_attn."
+
+    @staticmethod
+    def _flag(config: Any, flag: bool | str) -> bool:
+        return bool(getattr(config, flag)) if isinstance(flag, str) else flag
+
+    def _norm(self, config: Any) -> NormRow | None:
+        on = self.norm and (self.norm.switch is None or getattr(config, self.norm.switch))
+        return self.norm if on else None
+
+    def _scale(self, config: Any, head_dim: int) -> float:
+        if self.scale is None:
+            return float(head_dim**-0.5)
+        return float(getattr(config, self.scale) ** self.scale_power)
+
+    def _rotary(self, config: Any, head_dim: int, layer: int) -> rope.Rotary | None:
+        if not self.rotates(config, layer):
+            return None
+        layer_types = getattr(config, "layer_types", None)
+        return rope.from_config(config, head_dim, self.pairing, layer_types[layer] if layer_types else None)
+
+
+def _row(model_type: str, /, **differences: Any) -> SeparateProjections:
+    return SeparateProjections(model_type, **differences)
+
+
+_WINDOW = ("sliding_window",)
+_ATTENTION_BIAS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_GEMMA2 = {**_ATTENTION_BIAS, "scale": "query_pre_attn_scalar", "scale_power": -0.5}
+
+ROWS = [
+    _row("llama", **_ATTENTION_BIAS),
+    _row("arcee", **_ATTENTION_BIAS),
+    _row("cwm", beyond=_WINDOW),
+    _row("mistral", beyond=_WINDOW),
+    _row("ministral", beyond=_WINDOW),
+    _row("mixtral", beyond=_WINDOW),
+    _row("qwen2", qkv_bias=True, beyond=("use_sliding_window",)),
+    _row("qwen2_moe", qkv_bias="qkv_bias", beyond=("use_sliding_window",)),
+    _row("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=("use_sliding_window",)),
+    _row("qwen3_moe", **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
+    _row("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
+    _row("smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=("use_sliding_window",)),
+    _row("granite", **_ATTENTION_BIAS, scale="attention_multiplier"),
+    _row("granitemoe", **_ATTENTION_BIAS, scale="attention_multiplier"),
+    _row("hyperclovax", **_ATTENTION_BIAS, scale="attention_multiplier"),
+    _row("gemma", **_ATTENTION_BIAS),
+    _row("gemma2", **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
+    _row("vaultgemma", **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
+    _row("gemma3_text", **_GEMMA2, norm=NormRow(gain_offset=1.0), beyond=("attn_logit_softcapping", *_WINDOW)),
+    _row("olmo", **_ATTENTION_BIAS, beyond=("clip_qkv",)),
+    _row("olmo2", **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
+    _row("olmo3", **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=_WINDOW),
+    _row("olmoe", **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
+    _row("exaone4", norm=NormRow(), rotates=_sliding_or_no_window, beyond=_WINDOW),
+    _row("apertus", **_ATTENTION_BIAS, norm=NormRow()),
+    _row(
+        "hunyuan_v1_dense",
+        **_ATTENTION_BIAS,
+        norm=NormRow("query_layernorm", "key_layernorm", after_rotary=True),
+    ),
+    _row("jais2", **_ATTENTION_BIAS),
+    _row("starcoder2", qkv_bias="use_bias", o_bias="use_bias", beyond=_WINDOW),
+    _row("nemotron", **_ATTENTION_BIAS),
+    _row(
+        "stablelm",
+        qkv_bias="use_qkv_bias",
+        norm=NormRow(
+            "q_layernorm", "k_layernorm", kind="layer", storage="list", switch="qk_layernorm", eps="layer_norm_eps"
+        ),
+    ),
+    _row(
+        "phi",
+        qkv_bias=True,
+        o_bias=True,
+        o_name="dense",
+        norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
+    ),
+    _row("phimoe", **_ATTENTION_BIAS, beyond=_WINDOW),
+    _row(
+        "cohere",
+        **_ATTENTION_BIAS,
+        norm=NormRow(kind="layer", storage="matrix", switch="use_qk_norm", eps="layer_norm_eps"),
+        pairing="interleaved",
+    ),
+    _row("cohere2", **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=_WINDOW),
+    _row("glm", qkv_bias="attention_bias", pairing="interleaved"),
+    _row("glm4", qkv_bias="attention_bias", pairing="interleaved"),
+    _row("helium", qkv_bias="attention_bias", pairing="interleaved"),
+    _row("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),
+]

@@ -1,0 +1,10 @@
+"""The registry of hosts: which classes can carry each kind of target."""
+
+from __future__ import annotations
+
+from convert.hosts import source_class
+from convert.hosts.base import Host
+
+HOSTS: dict[str, tuple[Host, ...]] = {"gqa": (source_class.HOST,), "mqa": (source_class.HOST,)}
+
+__all__ = ["HOSTS", "Host"]

@@ -1,0 +1,32 @@
+"""The source's own class, with fewer KV heads: the host of GQA and MQA wherever that class knows `num_key_value_heads`.
+
+Whatever else the class does (windows, soft-capping, MoE, …) stays as it was, because nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attention.spec import AttentionSpec
+from convert.families import Attention, Family
+
+
+class SourceClass:
+    name = "its own class"
+    loads_in = "transformers"
+
+    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
+        return None
+
+    def config(self, raw: Mapping[str, Any], target: AttentionSpec) -> dict[str, Any]:
+        # Both are written even where they equal a default, since the defaults differ between classes and engines.
+        return {**raw, "num_key_value_heads": target.num_kv_heads, "head_dim": target.head_dim}
+
+    def tensors(self, family: Family, attention: Attention, layer: int) -> dict[str, torch.Tensor]:
+        return family.join(attention, layer)
+
+
+HOST = SourceClass()

@@ -1,0 +1,118 @@
+"""What a plan will write, known from file headers alone: units of tensors, checked against the config, dealt to shards.
+
+It reads no weights; names, shapes and dtypes are all it sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attention.errors import Failure
+from convert.checkpoint import Reader, TensorInfo
+from convert.families import Attention
+from convert.methods.base import Draw
+from convert.plan import Plan
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tensors that are written together: one that is copied, or (with `layer`) one layer's attention.
+
+    Attributes:
+        outputs: Name → what will be stored.
+        layer: The decoder layer whose attention it is, or None.
+    """
+
+    outputs: dict[str, TensorInfo]
+    layer: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.outputs.values())
+
+
+def stored_dtype(plan: Plan) -> torch.dtype | None:
+    """What floats are stored in, or None where each tensor keeps its own dtype."""
+    return getattr(torch, plan.output.dtype) if plan.output.dtype else None
+
+
+def units_of(plan: Plan, reader: Reader) -> list[Unit]:
+    """What will be written, in the source's order, checked against the headers of its files."""
+    config, spec = plan.source.config, plan.before
+    stored = stored_dtype(plan)
+    layer_of: dict[str, int] = {}
+    for layer in range(spec.num_layers):
+        expected = plan.family.shapes(config, layer)
+        _check_layer(plan, reader, layer, expected)
+        layer_of |= dict.fromkeys(expected, layer)
+    _check_depth(plan, reader)
+    units: list[Unit] = []
+    placed: set[int] = set()
+    for name, info in reader.infos.items():
+        layer_index = layer_of.get(name)
+        if layer_index is None:
+            units.append(Unit({name: info.stored_as(stored)}))
+        elif layer_index not in placed:
+            placed.add(layer_index)
+            units.append(Unit(_layer_outputs(plan, reader, layer_index, stored), layer_index))
+    return units
+
+
+def _check_layer(plan: Plan, reader: Reader, layer: int, expected: dict[str, tuple[int, ...]]) -> None:
+    where = f"layer {layer} of {plan.source.reference}"
+    for name, shape in expected.items():
+        if name not in reader.infos:
+            raise Failure(f"{where} lacks tensor {name}", hint="config.json and the weights are not of the same model")
+        found = reader.infos[name].shape
+        if found != shape:
+            raise Failure(
+                f"config.json and the weights disagree: {name} is {list(found)}, by the config it is {list(shape)}",
+                hint="compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights",
+            )
+    module = next(iter(expected)).rsplit(".", 2)[0] + "."
+    extra = [n for n in reader.infos if n.startswith(module) and n not in expected and not n.endswith("inv_freq")]
+    if extra:
+        raise Failure(
+            f"{where} has tensor {extra[0]}, which {plan.family.model_type} with this config does not",
+            hint="converting would drop it; check the biases and norms that config.json switches on",
+        )
+
+
+def _check_depth(plan: Plan, reader: Reader) -> None:
+    """Attention beyond the last layer of the config would be copied unconverted: refuse it."""
+    layers = plan.before.num_layers
+    beyond = [name.replace(".0.", f".{layers}.", 1) for name in plan.family.shapes(plan.source.config, 0)]
+    if found := [name for name in beyond if name in reader.infos]:
+        raise Failure(f"config.json gives {layers} layers, and the weights hold {found[0]}")
+
+
+def _layer_outputs(plan: Plan, reader: Reader, layer: int, stored: torch.dtype | None) -> dict[str, TensorInfo]:
+    """Names, shapes and dtypes of a converted layer, found by running the plan on tensors without data."""
+    names = plan.family.shapes(plan.source.config, layer)
+    empty = {name: torch.empty(reader.infos[name].shape, dtype=reader.infos[name].dtype, device="meta") for name in names}
+    before = plan.family.split(empty, plan.source.config, layer)
+    converted = plan.host.tensors(plan.family, convert_layer(plan, before, Draw(torch.Generator(), 0.0)), layer)
+    return {name: TensorInfo(tuple(t.shape), t.dtype).stored_as(stored) for name, t in converted.items()}
+
+
+def convert_layer(plan: Plan, before: Attention, draw: Draw) -> Attention:
+    """The plan's method on one layer; the layer itself where there is nothing to merge, so that it is copied bit for bit."""
+    groups = plan.target.num_kv_heads
+    return before if groups == before.num_kv_heads else plan.method.merge(before, groups, draw)
+
+
+def deal(units: list[Unit], limit: int) -> list[list[Unit]]:
+    """Fill shards in order; a unit larger than the limit gets a shard of its own."""
+    shards: list[list[Unit]] = [[]]
+    size = 0
+    for unit in units:
+        if shards[-1] and size + unit.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(unit)
+        size += unit.nbytes
+    return shards
+
+

@@ -1,0 +1,71 @@
+"""What every method of merging KV heads has in common: its signature, its registry entry, pooling within groups.
+
+A method is a pure function of one layer's record. It sees no names, files, configs or command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from attention.qk_norm import QKNorm
+from convert.families.base import Attention
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where a method that needs chance takes it from: one generator per layer, and the width of a fresh weight."""
+
+    generator: torch.Generator
+    initializer_range: float
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registry entry.
+
+    Attributes:
+        name: As on the command line.
+        summary: One line for help, plans and cards.
+        source: The paper, or "".
+        merge: `(attention with G KV heads, groups, draw) -> attention with `groups` KV heads`; groups divides G.
+    """
+
+    name: str
+    summary: str
+    source: str
+    merge: Callable[[Attention, int, Draw], Attention]
+
+
+Pool = Callable[[torch.Tensor], torch.Tensor]
+
+
+def pool_kv(attention: Attention, groups: int, pool: Pool) -> Attention:
+    """Merge adjacent KV heads by one rule for everything that has a row per KV head: K, V, their biases, their norm.
+
+    Args:
+        attention: Its k and v are `[G, D, E]`.
+        groups: How many KV heads remain; divides G.
+        pool: Reduces axis 1 of an fp32 `[groups, G / groups, …]`.
+    """
+
+    def merged(rows: torch.Tensor) -> torch.Tensor:
+        return pool(rows.float().unflatten(0, (groups, -1))).to(rows.dtype)
+
+    return replace(
+        attention,
+        k=merged(attention.k),
+        v=merged(attention.v),
+        k_bias=None if attention.k_bias is None else merged(attention.k_bias),
+        v_bias=None if attention.v_bias is None else merged(attention.v_bias),
+        k_norm=merged_norm(attention.k_norm, merged),
+    )
+
+
+def merged_norm(norm: QKNorm | None, merged: Callable[[torch.Tensor], torch.Tensor]) -> QKNorm | None:
+    """The key norm of merged heads: shared gains stay, gains of their own are merged like the heads they belong to."""
+    if norm is None or not norm.per_head_gains:
+        return norm
+    return replace(norm, gain=merged(norm.gain), bias=None if norm.bias is None else merged(norm.bias))

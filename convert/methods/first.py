@@ -1,0 +1,14 @@
+"""`first`: every group shares its first member's K and V head (an ablation of the GQA paper, arXiv 2305.13245)."""
+
+from __future__ import annotations
+
+from convert.families.base import Attention
+from convert.methods.base import Draw, Method, pool_kv
+
+
+def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
+    """K̂_g = K of the group's first head, and likewise V and their biases; bits as they are."""
+    return pool_kv(attention, groups, lambda members: members[:, 0])
+
+
+METHOD = Method("first", "first head of each group", "arXiv:2305.13245", merge)

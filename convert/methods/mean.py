@@ -1,0 +1,22 @@
+"""`mean`: every group shares the mean of its members' K and V heads (GQA paper, arXiv 2305.13245)."""
+
+from __future__ import annotations
+
+import torch
+
+from convert.families.base import Attention
+from convert.methods.base import Draw, Method, pool_kv
+
+
+def _mean(members: torch.Tensor) -> torch.Tensor:
+    first = members[:, :1]
+    # Around the first member, so that equal members give back exactly themselves whatever their number.
+    return (first + (members - first).mean(1, keepdim=True)).squeeze(1)
+
+
+def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
+    """K̂_g = mean over the group of K_i, and likewise V and their biases; fp32. Equal heads merge without loss."""
+    return pool_kv(attention, groups, _mean)
+
+
+METHOD = Method("mean", "mean of each group's heads", "arXiv:2305.13245", merge)

@@ -1,0 +1,37 @@
+"""`random`: fresh K and V heads, the control of the GQA paper (arXiv 2305.13245). It keeps nothing of the source's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from convert.families.base import Attention
+from convert.methods.base import Draw, Method, merged_norm
+
+
+def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
+    """K̂_g, V̂_g ~ N(0, initializer_range²), biases 0, the gains of merged key norms 1: as a new layer would start."""
+
+    def fresh(rows: torch.Tensor) -> torch.Tensor:
+        # Drawn on the CPU in fp32 whatever the device and dtype, so that a seed means the same weights everywhere.
+        normal = torch.randn(groups, *rows.shape[1:], generator=draw.generator)
+        return (normal * draw.initializer_range).to(rows)
+
+    def zeros(rows: torch.Tensor | None) -> torch.Tensor | None:
+        return None if rows is None else rows.new_zeros(groups, *rows.shape[1:])
+
+    norm = merged_norm(attention.k_norm, lambda rows: rows.new_zeros(groups, *rows.shape[1:]))
+    if norm is not None and norm is not attention.k_norm:
+        norm = replace(norm, gain=norm.gain + (1 - norm.gain_offset))
+    return replace(
+        attention,
+        k=fresh(attention.k),
+        v=fresh(attention.v),
+        k_bias=zeros(attention.k_bias),
+        v_bias=zeros(attention.v_bias),
+        k_norm=norm,
+    )
+
+
+METHOD = Method("random", "fresh random heads (a control: expect a ruined model)", "arXiv:2305.13245", merge)

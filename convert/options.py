@@ -1,0 +1,85 @@
+"""Options that several commands share, and the types of their values. No heavy import: `--help` waits for nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import click
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+DTYPES = ("float32", "bfloat16", "float16")
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Size(click.ParamType):
+    """Bytes with a unit: 5GB, 500MB, 1.5GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B)\s*", str(value), re.IGNORECASE)
+        size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+        if size < 1:
+            self.fail(f"{value!r} is no size: give a number and a unit, as in 5GB or 500MB", param, ctx)
+        return size
+
+
+class Gpu(click.ParamType):
+    """NAME=GB."""
+
+    name = "gpu"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
+        name, _, size = str(value).rpartition("=")
+        try:
+            gigabytes = float(size)
+        except ValueError:
+            gigabytes = 0.0
+        if not name or not gigabytes > 0:
+            self.fail(f"{value!r} is no GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
+        return name, gigabytes
+
+
+def _all(*decorators: Decorator) -> Decorator:
+    return lambda command: reduce(lambda f, decorate: decorate(f), reversed(decorators), command)
+
+
+model = click.argument("model")
+json_output = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+remote_code = click.option(
+    "--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint. Read it first."
+)
+_verbosity = _all(
+    click.option("-v", "--verbose", is_flag=True, help="Show libraries' warnings, and tracebacks of known errors."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress bars and no remarks."),
+)
+common = _all(json_output, remote_code, _verbosity)
+plain = _all(json_output, _verbosity)
+
+device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, …")
+
+conversion = _all(
+    click.argument("model"),
+    click.argument("output", type=click.Path(path_type=Path)),
+    click.option("--dtype", type=click.Choice(DTYPES), help="Store floats in this dtype.  [default: as in MODEL]"),
+    device,
+    click.option("--seed", default=0, show_default=True, help="For methods that draw numbers."),
+    click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest weight file."),
+    click.option("--overwrite", is_flag=True, help="Replace a checkpoint at OUTPUT once the new one is whole."),
+    click.option("--resume", is_flag=True, help="Finish an interrupted conversion to OUTPUT."),
+    click.option("--dry-run", is_flag=True, help="Print the plan and stop; reads no weights."),
+    click.option(
+        "--evaluate",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Measure perplexity on this held-out text and put it into the model card.",
+    ),
+    common,
+)

@@ -1,0 +1,136 @@
+"""From arguments to a Plan: data that says what will be done. Whatever can be refused without weights is refused here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attention.errors import Refusal
+from attention.spec import AttentionSpec
+from convert.families import Family, family_of
+from convert.hosts import HOSTS, Host
+from convert import methods
+from convert.methods.base import Method
+from convert.workdir import check_output
+from eval.device import require_device
+from eval.source import Source
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where and how the result is written.
+
+    Attributes:
+        path: OUTPUT.
+        dtype: What floats are stored in; None keeps each tensor's own.
+        max_shard_size: Bytes.
+        overwrite: Replace a checkpoint at `path`.
+        resume: Continue an unfinished conversion to `path`.
+    """
+
+    path: Path
+    dtype: str | None = None
+    max_shard_size: int = 5 * 10**9
+    overwrite: bool = False
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion, decided. `command` names the kind of target: "gqa" or "mqa"."""
+
+    command: str
+    source: Source
+    family: Family
+    before: AttentionSpec
+    target: AttentionSpec
+    method: Method
+    host: Host
+    output: Output
+    seed: int
+    device: str
+    notes: tuple[str, ...]
+
+    @property
+    def cache_dtype(self) -> str:
+        """The dtype that the result's cache is counted in."""
+        return self.output.dtype or self.source.dtype
+
+    def recipe(self) -> dict[str, Any]:
+        """What the bytes depend on, as `convert run` takes it back; OUTPUT is not part of it."""
+        return {
+            self.command: {
+                "model": self.source.reference,
+                **({"groups": self.target.num_kv_heads} if self.command == "gqa" else {}),
+                "method": self.method.name,
+                "seed": self.seed,
+                "max_shard_size": f"{self.output.max_shard_size}B",
+                **({"dtype": self.output.dtype} if self.output.dtype else {}),
+            }
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json` and people: numbers as numbers."""
+        return {
+            "command": self.command,
+            "model": self.source.reference,
+            "family": self.family.model_type,
+            "source": self.before.kind,
+            "target": self.target.kind,
+            "query_heads": self.before.num_heads,
+            "kv_heads_before": self.before.num_kv_heads,
+            "kv_heads_after": self.target.num_kv_heads,
+            "method": self.method.name,
+            "host": self.host.name,
+            "loads_in": self.host.loads_in,
+            "cache_dtype": self.cache_dtype,
+            "kv_bytes_per_token_before": self.before.bytes_per_token(self.source.dtype),
+            "kv_bytes_per_token_after": self.target.bytes_per_token(self.cache_dtype),
+            "output": str(self.output.path),
+            "notes": list(self.notes),
+        }
+
+
+def readable(source: Source) -> Family:
+    """The family of a source that can be converted at all.
+
+    Raises:
+        Refusal: It wants to run code, is quantised, is MLA already, or is of no known family.
+    """
+    source.refuse_remote_code()
+    if source.raw.get("quantization_config"):
+        kind = source.raw["quantization_config"].get("quant_method", "unknown")
+        raise Refusal(f"{source.reference} is quantised ({kind})", hint="convert the original checkpoint, then quantise")
+    if source.raw.get("kv_lora_rank"):
+        AttentionSpec.from_config(source.config)  # refuses, naming the rank
+    return family_of(source.model_type)
+
+
+def plan_grouped(command: str, source: Source, groups: int, method: str, seed: int, device: str, output: Output) -> Plan:
+    """Plan a conversion to `groups` KV heads.
+
+    Raises:
+        Refusal: With the reason and the next step.
+    """
+    require_device(device)
+    family = readable(source)
+    before = family.spec(source.config)
+    target = before.grouped(groups)
+    refusals = []
+    for host in HOSTS[command]:
+        if reason := host.refuses(family, source.config, target):
+            refusals.append(f"{host.name}: {reason}")
+            continue
+        check_output(output.path, source.directory, output.overwrite, output.resume)
+        notes = _notes(family, source, before, target)
+        return Plan(command, source, family, before, target, methods.load(method), host, output, seed, device, notes)
+    raise Refusal(f"no host carries {target.kind} of {family.model_type}: {'; '.join(refusals)}")
+
+
+def _notes(family: Family, source: Source, before: AttentionSpec, target: AttentionSpec) -> tuple[str, ...]:
+    if target == before:
+        return (f"{before.num_kv_heads} KV heads are what the source has: every tensor is copied bit for bit",)
+    if family.merges_norm_gains(source.config):
+        return ("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group",)
+    return ()

@@ -1,0 +1,1 @@
+"""What a converted model loses and costs. Import from its modules; nothing here shadows the builtin `eval`."""

@@ -1,0 +1,89 @@
+"""What fits where: KV memory and weights of each attention kind, from a config alone, against the memory of GPUs.
+
+A gigabyte is 10⁹ bytes throughout, as on the box of a GPU. No weight is read: parameters are counted on the meta device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attention.spec import AttentionSpec, dtype_bytes
+
+GPUS: dict[str, float] = {
+    "RTX 4090": 24,
+    "RTX 5090": 32,
+    "A100/A800/H800": 80,
+    "H20": 96,
+    "H200": 141,
+}
+GIGABYTE = 10**9
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One attention kind of one model on one GPU, or on several.
+
+    Attributes:
+        kind: "MHA", "GQA-8", …
+        kv_bytes_per_token: One sequence, all layers.
+        kv_bytes: At the batch and context asked for.
+        weight_bytes: All parameters.
+        longest_context: Per GPU, the tokens per sequence that fit beside the weights at this batch; 0 if the weights do not.
+        fits: Per GPU, whether the context asked for does.
+    """
+
+    kind: str
+    kv_bytes_per_token: int
+    kv_bytes: int
+    weight_bytes: int
+    longest_context: dict[str, int]
+    fits: dict[str, bool]
+
+
+def count_parameters(config: Any) -> int:
+    """Parameters of the causal LM that `config` describes, tied ones once; allocates nothing."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def with_kv_heads(config: Any, spec: AttentionSpec) -> Any:
+    """A copy of `config` with `spec`'s KV heads."""
+    changed = copy.deepcopy(config)
+    changed.num_key_value_heads, changed.head_dim = spec.num_kv_heads, spec.head_dim
+    return changed
+
+
+def fit(
+    spec: AttentionSpec, parameters: int, dtype: str, batch: int, context: int, gpus: Mapping[str, float], share: float
+) -> Fit:
+    """Size one attention kind.
+
+    Args:
+        spec: Its numbers.
+        parameters: Of the whole model with it.
+        dtype: Of weights and cache.
+        batch: Sequences at once.
+        context: Tokens of each.
+        gpus: Name to gigabytes.
+        share: Of a GPU's memory that weights and cache may take; the rest is for activations and the CUDA context.
+    """
+    per_token = spec.bytes_per_token(dtype)
+    weights = parameters * dtype_bytes(dtype)
+    room = {name: share * size * GIGABYTE - weights for name, size in gpus.items()}
+    longest = {name: max(0, int(free // (batch * per_token))) for name, free in room.items()}
+    return Fit(
+        kind=spec.kind,
+        kv_bytes_per_token=per_token,
+        kv_bytes=per_token * batch * context,
+        weight_bytes=weights,
+        longest_context=longest,
+        fits={name: tokens >= context for name, tokens in longest.items()},
+    )

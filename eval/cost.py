@@ -1,0 +1,45 @@
+"""What a model's KV cache takes: predicted by the one formula, and measured from a live cache object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attention.errors import Failure
+from attention.spec import AttentionSpec, dtype_bytes
+
+_PROMPT = 16  # shorter than any sliding window in use, so that every layer keeps every token
+
+
+def measured_bytes_per_token(model: Any, dtype: str) -> float:
+    """Bytes per token of the cache that `model` itself fills over a short prompt, scaled to be kept in `dtype`.
+
+    The model may run in another dtype than its checkpoint is kept in (fp32 on a CPU): values are counted, and priced
+    in `dtype`.
+    """
+    ids = torch.zeros(1, _PROMPT, dtype=torch.long, device=model.device)
+    with torch.inference_mode():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    values = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers if layer.keys is not None)
+    return values / _PROMPT * dtype_bytes(dtype)
+
+
+def cache_figures(model: Any, spec: AttentionSpec, dtype: str, source_bytes: int) -> dict[str, Any]:
+    """The cost part of one report entry; `source_bytes` are the source's per token.
+
+    Raises:
+        Failure: Prediction and measurement disagree: then neither may be reported.
+    """
+    predicted, measured = spec.bytes_per_token(dtype), measured_bytes_per_token(model, dtype)
+    if measured != predicted:
+        raise Failure(
+            f"the live cache of {type(model).__name__} holds {measured:g} bytes per token where its config predicts {predicted}",
+            hint="this class caches something that kvfold does not know; please report the model type",
+        )
+    return {
+        "cache_dtype": dtype,
+        "kv_bytes_per_token": predicted,
+        "kv_bytes_measured": measured,
+        "cache_ratio": predicted / source_bytes,
+    }

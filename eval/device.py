@@ -1,0 +1,27 @@
+"""Which device a command may use."""
+
+from __future__ import annotations
+
+from attention.errors import Failure, Refusal
+
+
+def require_device(name: str) -> None:
+    """Check a `--device` argument: "auto", "cpu", "cuda", "cuda:1", ….
+
+    Raises:
+        Refusal: It is no device name.
+        Failure: This machine has no such device.
+    """
+    import torch
+
+    if name == "auto":
+        return
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise Refusal(f"no device {name!r} (choose auto, cpu, cuda or cuda:N)") from None
+    if kind not in ("cpu", "cuda"):
+        raise Refusal(f"device {name!r} is not supported (choose auto, cpu, cuda or cuda:N)")
+    index = torch.device(name).index or 0
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise Failure(f"this machine has no device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s)")

@@ -1,0 +1,191 @@
+"""Models and a text in, a report out: loads each model, scores it beside its source, measures its cache."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from attention.errors import Failure, GateMissed, Refusal
+from attention.spec import AttentionSpec
+from eval.cost import cache_figures
+from eval.device import require_device
+from eval.perplexity import compare, protocol_record
+from eval.protocol import Protocol
+from eval.source import Source
+from eval.text import Text, Tokens, load_dataset, read_file, tokenize
+
+_DEFAULT_CONTEXT = 2048
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to evaluate.
+
+    Attributes:
+        protocol: One of `eval.protocol.PROTOCOLS`.
+        context: Tokens per block; None for min(2048, the smallest position limit of the models).
+        max_tokens: Evaluate on so many tokens from the text's start; None for all.
+        dtype: Arithmetic of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
+        device: "auto", "cpu", "cuda", "cuda:1", …; "auto" spreads over what there is with accelerate's device map.
+        quiet: No progress bars.
+    """
+
+    protocol: str = "paper"
+    context: int | None = None
+    max_tokens: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    quiet: bool = False
+
+
+def run(sources: Sequence[Source], text: Path | str, settings: Settings) -> dict[str, Any]:
+    """`evaluate` on a file or a named dataset, which is read only once the configs have been accepted."""
+    check(sources, settings)
+    return evaluate(sources, read_file(text) if isinstance(text, Path) else load_dataset(text), settings)
+
+
+def require_ratio(report: dict[str, Any], limit: float | None) -> None:
+    """Hold every model's perplexity to `limit` times the source's.
+
+    Raises:
+        GateMissed: One exceeds it.
+    """
+    source, *others = report["models"]
+    for entry in others if limit is not None else []:
+        ratio = entry["perplexity"] / source["perplexity"]
+        if ratio > limit:
+            raise GateMissed(f"perplexity of {entry['name']} is {ratio:.4g} × that of {source['name']}, the limit is {limit:g} ×")
+
+
+def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[str, Any]:
+    """Evaluate the first model as the source and the others against it.
+
+    Returns:
+        The report: `{"kvfold", "protocol", "models"}` as DESIGN.md gives it.
+
+    Raises:
+        Refusal: The models' configs do not allow the comparison.
+        Failure: A model cannot be loaded, or its figures cannot be trusted.
+    """
+    protocol = check(sources, settings)
+    tokens = _tokens(sources[0], text, settings.max_tokens)
+    blocks = protocol.blocks(tokens)
+    total = sum(len(block.ids) - block.first for block in blocks)
+    entries: list[dict[str, Any]] = []
+    with load(sources[0], settings) as source:
+        record = protocol_record(protocol, tokens, str(source.dtype).removeprefix("torch."))
+        pairs: list[Source | None] = [*sources[1:]] or [None]
+        for other in pairs:
+            with load(other, settings) if other else contextlib.nullcontext(None) as model:
+                name = (other or sources[0]).name
+                with _bar(total, name, settings.quiet) as bar:
+                    theirs, ours = compare(source, model, blocks, bar.update)
+                if not entries:
+                    entries.append({**_identity(sources[0]), **theirs.as_figures(tokens, theirs), **_cost(sources[0], source)})
+                if other:
+                    source_bytes = entries[0]["kv_bytes_per_token"]
+                    entries.append(
+                        {**_identity(other), **ours.as_figures(tokens, theirs), **_cost(other, model, source_bytes)}
+                    )
+    return {"kvfold": version("kvfold"), "protocol": record, "models": entries}
+
+
+def check(sources: Sequence[Source], settings: Settings) -> Protocol:
+    """Everything that can be refused from configs: the protocol at the context that all models allow."""
+    require_device(settings.device)
+    vocabularies = {source.config.get_text_config(decoder=True).vocab_size for source in sources}
+    if len(vocabularies) > 1:
+        listed = ", ".join(f"{s.name} {s.config.get_text_config(decoder=True).vocab_size}" for s in sources)
+        raise Refusal(f"models with different vocabularies cannot be compared: {listed}")
+    for source in sources:
+        AttentionSpec.from_config(source.config)
+    limits = [limit for source in sources if (limit := source.max_positions)]
+    context = settings.context or min([_DEFAULT_CONTEXT, *limits])
+    if limits and context > min(limits):
+        raise Refusal(
+            f"a context of {context} tokens exceeds the {min(limits)} positions of the model",
+            hint=f"use --context {min(limits)} or less",
+        )
+    return Protocol.named(settings.protocol, context)
+
+
+@contextlib.contextmanager
+def load(source: Source, settings: Settings) -> Iterator[Any]:
+    """The model of `source` in eval mode, freed when the block ends.
+
+    On a CPU it is loaded whole. Elsewhere accelerate's device map spreads it over GPUs, main memory and, beyond
+    those, a temporary directory.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = settings.device if settings.device != "auto" else ("auto" if torch.cuda.is_available() else "cpu")
+    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if device == "cpu" else source.dtype)
+    with tempfile.TemporaryDirectory(prefix="kvfold-offload-") as offload:
+        placement = {} if device == "cpu" else {"device_map": device, "offload_folder": offload}
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.fetch(),
+                dtype=getattr(torch, dtype),
+                trust_remote_code=source.trust_remote_code,
+                output_loading_info=True,
+                **placement,
+            )
+        except Failure:
+            raise
+        except Exception as error:  # safetensors, torch, transformers and the file system all have their own
+            reason = " ".join(str(error).split())[:300]
+            raise Failure(f"cannot load {source.reference}: {reason}") from None
+        if info["missing_keys"] or info["mismatched_keys"]:
+            bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+            # transformers fills such weights with random numbers and carries on; a figure from that would be false.
+            raise Failure(f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …")
+        yield model.eval()
+
+
+def _tokens(source: Source, text: Text, max_tokens: int | None) -> Tokens:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.fetch(), trust_remote_code=source.trust_remote_code)
+    except Failure:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise Failure(f"cannot load the tokenizer of {source.reference}: {reason}") from None
+    tokens = tokenize(text, tokenizer)
+    limit = source.config.get_text_config(decoder=True).vocab_size
+    if int(tokens.ids.max()) >= limit:
+        raise Failure(f"the tokenizer of {source.reference} makes ids up to {int(tokens.ids.max())}, its model has {limit}")
+    return tokens if max_tokens is None else replace(tokens, ids=tokens.ids[:max_tokens])
+
+
+def _identity(source: Source) -> dict[str, Any]:
+    spec = AttentionSpec.from_config(source.config)
+    return {"name": source.name, "path": source.reference, "kind": spec.kind, **_provenance(source)}
+
+
+def _provenance(source: Source) -> dict[str, Any]:
+    """What the model's own conversion.json says of how it was made, if there is one."""
+    path = source.fetch() / "conversion.json"
+    made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {"method": made.get("method"), "calibration_hash": made.get("calibration_hash")}
+
+
+def _cost(source: Source, model: Any, source_bytes: int | None = None) -> dict[str, Any]:
+    spec = AttentionSpec.from_config(source.config)
+    return cache_figures(model, spec, source.dtype, source_bytes or spec.bytes_per_token(source.dtype))
+
+
+def _bar(total: int, name: str, quiet: bool) -> Any:
+    # None: tqdm draws only where stderr is a terminal.
+    return tqdm(total=total, desc=f"evaluate {name}", unit="tok", file=sys.stderr, disable=True if quiet else None)

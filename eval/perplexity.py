@@ -1,0 +1,131 @@
+"""Perplexity under a named protocol, and how far a model has moved from its source (KL, top-1 agreement).
+
+Sums of nats are accumulated in fp64 over fp32 log-probabilities and divided once; nothing is averaged per sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import nll_loss
+
+from attention.errors import Failure
+from eval.protocol import Block, Protocol
+from eval.text import Tokens
+
+# Logits of one forward pass, in values (128 MB in fp32): decides how many blocks go through together.
+_LOGITS_AT_ONCE = 2**25
+
+
+@dataclass
+class Score:
+    """Running sums over scored tokens: nats, KL(source ‖ model) and argmax agreement with the source."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    kl: float = 0.0
+    agreed: int = 0
+
+    def add(self, found: torch.Tensor, expected: torch.Tensor, targets: torch.Tensor) -> None:
+        """Count fp32 log-probabilities `found` against the source's `expected`, `[N, vocabulary]`, and `targets [N]`."""
+        self.nats += nll_loss(found, targets.to(found.device), reduction="none").double().sum().item()
+        self.tokens += targets.numel()
+        self.kl += (expected.exp() * (expected - found)).sum(-1).double().sum().item()
+        self.agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            raise Failure(f"perplexity overflows at {self.loss:.0f} nats per token: the model's output is garbage") from None
+
+    def bits_per_byte(self, tokens: Tokens) -> float:
+        """Mean loss in bits times tokens per byte of the whole text: comparable between tokenizers."""
+        return self.loss / math.log(2) * tokens.per_byte
+
+    def as_figures(self, tokens: Tokens, source: Score) -> dict[str, Any]:
+        """The quality part of one report entry."""
+        return {
+            "perplexity": self.perplexity,
+            "loss_nats": self.loss - source.loss,
+            "bits_per_byte": self.bits_per_byte(tokens),
+            "tokens": self.tokens,
+            "kl_to_source": self.kl / self.tokens,
+            "top1_agreement": self.agreed / self.tokens,
+        }
+
+
+def compare(
+    source: Any, model: Any | None, blocks: list[Block], progress: Callable[[int], object] = lambda tokens: None
+) -> tuple[Score, Score]:
+    """Score the source and, on the same blocks, one converted model.
+
+    Args:
+        source: A causal LM in eval mode.
+        model: Another with the same vocabulary; None scores the source alone, against itself.
+        blocks: From `Protocol.blocks`.
+        progress: Called with the number of further tokens scored.
+
+    Returns:
+        The source's score and the model's.
+
+    Raises:
+        Failure: A model's logits are not finite.
+    """
+    theirs, ours = Score(), Score()
+    with torch.inference_mode():
+        for ids, first in _batches(blocks, source.config.get_text_config(decoder=True).vocab_size):
+            targets = ids[:, first:].flatten()
+            expected = _log_probabilities(source, ids, first, "the source")
+            found = expected if model is None else _log_probabilities(model, ids, first, "the converted model")
+            theirs.add(expected, expected, targets)
+            ours.add(found.to(expected.device), expected, targets)
+            progress(targets.numel())
+    return theirs, ours
+
+
+def _batches(blocks: list[Block], vocabulary: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Blocks of one shape stacked to `[B, T]`, as many as logits allow, with the index of the first scored token."""
+    waiting: list[Block] = []
+    for block in [*blocks, None]:
+        full = waiting and (len(waiting) + 1) * len(waiting[0].ids) * vocabulary > _LOGITS_AT_ONCE
+        alike = waiting and block and (len(block.ids), block.first) == (len(waiting[0].ids), waiting[0].first)
+        if waiting and (full or not alike):
+            yield torch.stack([w.ids for w in waiting]), waiting[0].first
+            waiting = []
+        if block:
+            waiting.append(block)
+
+
+def _log_probabilities(model: Any, ids: torch.Tensor, first: int, who: str) -> torch.Tensor:
+    """fp32 log-probabilities `[N, vocabulary]` at the N positions of `ids [B, T]` that are scored."""
+    logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, first - 1 : -1].float()
+    if not torch.isfinite(logits).all():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise Failure(
+            f"the logits of {who} are not finite in {dtype}",
+            hint="evaluate in another --dtype (float32 is safest); if they still are not, its weights are damaged",
+        )
+    return logits.log_softmax(-1).flatten(0, 1)
+
+
+def protocol_record(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:
+    """The protocol part of a report: everything that a figure depends on beside the model."""
+    return {
+        **asdict(protocol),
+        "dtype": dtype,
+        "text": tokens.name,
+        "text_hash": tokens.hash,
+        "tokens": len(tokens.ids),
+        "bytes_in_text": tokens.text_bytes,
+    }

@@ -1,0 +1,159 @@
+"""Where a MODEL argument lives: a directory, or a Hub id with an optional `@revision`. Reads configs, no weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attention.errors import Failure, Refusal
+
+# What a conversion or an evaluation needs of a Hub repository: no GGUF, no ONNX, no original-format weights.
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*", "README.md"]
+_PICKLES = ["pytorch_model*.bin"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint as its user named it.
+
+    Attributes:
+        reference: The argument as typed.
+        directory: The local directory, or None for a Hub id.
+        repository: The Hub id, or None.
+        revision: What followed the `@`, or None.
+        trust_remote_code: Whether code beside the weights may run.
+    """
+
+    reference: str
+    directory: Path | None
+    repository: str | None
+    revision: str | None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def parse(cls, reference: str, trust_remote_code: bool = False) -> Source:
+        """Tell a directory from a Hub id; touches neither network nor weights.
+
+        Raises:
+            Refusal: It looks like a path, and no such directory exists.
+        """
+        path = Path(reference).expanduser()
+        if path.is_dir():
+            return cls(reference, path, None, None, trust_remote_code)
+        repository, _, revision = reference.partition("@")
+        looks_local = reference.startswith((".", "/", "~")) or repository.count("/") > 1 or path.exists() or not repository
+        if looks_local:
+            raise Refusal(f"no model directory {reference!r}", hint="give a directory with a config.json, or a Hub id")
+        return cls(reference, None, repository, revision or None, trust_remote_code)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path or id, for tables."""
+        return self.directory.resolve().name if self.directory else self.reference.split("/")[-1]
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """config.json as it stands."""
+        path = self._config_path
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise Refusal(f"{self.reference} has no config.json", hint="is it a Hugging Face checkpoint?") from None
+        except (ValueError, OSError) as error:
+            raise Refusal(f"cannot read {path}: {error}") from None
+        if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+            raise Refusal(f"{path} names no model_type")
+        return raw
+
+    @property
+    def model_type(self) -> str:
+        return str(self.raw["model_type"])
+
+    def refuse_remote_code(self) -> None:
+        """Raise if the checkpoint brings its own code and the user has not agreed to run it."""
+        if self.raw.get("auto_map") and not self.trust_remote_code:
+            raise Refusal(
+                f"{self.reference} wants to run code of its own (auto_map in config.json)",
+                hint="read that code, then give --trust-remote-code",
+            )
+
+    @cached_property
+    def config(self) -> Any:
+        """The transformers config, with its defaults filled in."""
+        from transformers import AutoConfig
+
+        self.refuse_remote_code()
+        try:
+            # By type and values, not by path: a Hub config needs no second look at the network.
+            if self.raw.get("auto_map"):
+                return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
+            values = {key: value for key, value in self.raw.items() if key != "model_type"}
+            return AutoConfig.for_model(self.model_type, **values)
+        except KeyError as error:
+            raise Refusal(f"config.json of {self.reference} lacks {error}") from None
+        except Exception as error:  # transformers validates configs with several exception types of its own
+            reason = " ".join(str(error).split())[:300]
+            raise Refusal(f"transformers does not accept the config of {self.reference}: {reason}") from None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the config gives its weights; float32 if it gives none, as transformers assumes."""
+        raw = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
+        return str(raw).removeprefix("torch.")
+
+    @property
+    def max_positions(self) -> int | None:
+        """The most positions that the model has been made for, or None if its config does not say."""
+        value = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return value if isinstance(value, int) else None
+
+    def fetch(self) -> Path:
+        """The directory with all its files, downloaded if need be.
+
+        Raises:
+            Failure: The Hub could not be reached, or has no such repository, revision or weights.
+        """
+        if self.directory:
+            return self.directory
+        return self._download(_WANTED) if self._has_safetensors() else self._download(_WANTED + _PICKLES)
+
+    @property
+    def commit(self) -> str | None:
+        """The Hub commit that `raw` was read at, or None for a directory."""
+        return self._config_path.parent.name if self.repository else None
+
+    @cached_property
+    def _config_path(self) -> Path:
+        if self.directory:
+            return self.directory / "config.json"
+        return self._download(["config.json"]) / "config.json"
+
+    def _has_safetensors(self) -> bool:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
+        try:
+            files = HfApi().list_repo_files(str(self.repository), revision=self.revision)
+        except OfflineModeIsEnabled:
+            return True  # then the local cache decides what there is
+        except Exception as error:
+            raise self._unreachable(error) from None
+        return any(name.endswith(".safetensors") for name in files)
+
+    def _download(self, patterns: list[str]) -> Path:
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(str(self.repository), revision=self.revision, allow_patterns=patterns))
+        except Exception as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> Failure:
+        reason = " ".join(str(error).split())[:200]
+        return Failure(
+            f"cannot get {self.reference!r} from the Hub: {reason}",
+            hint="no directory of that name exists either; check the spelling, the network and `hf auth login`",
+        )

@@ -1,0 +1,107 @@
+"""Text to evaluate on: a file or a named dataset, encoded once, with a hash of its tokens. It knows no model."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention.errors import Failure, Refusal
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Text:
+    """A named piece of plain text."""
+
+    name: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise Failure(f"{self.name} is empty: there is nothing to evaluate on")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text under one tokenizer.
+
+    Attributes:
+        name: The text's.
+        ids: `[tokens]`, int64, without special tokens: the text, or as much of its start as is evaluated.
+        text_bytes: UTF-8 bytes of the whole text.
+        per_byte: Tokens per byte of the whole text.
+        bos: The id of the begin-of-sequence token if the tokenizer puts one before a text, else None.
+    """
+
+    name: str
+    ids: torch.Tensor
+    text_bytes: int
+    per_byte: float
+    bos: int | None
+
+    @property
+    def hash(self) -> str:
+        """ "sha256:…" over the ids as little-endian int32."""
+        return "sha256:" + hashlib.sha256(self.ids.numpy().astype("<i4").tobytes()).hexdigest()
+
+
+# name → (Hub id, configuration, split, column, what joins its rows), as the perplexity tables of papers use it.
+_DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "text", "\n\n")}
+DATASETS = tuple(_DATASETS)
+
+
+def read_file(path: Path) -> Text:
+    """A UTF-8 text file.
+
+    Raises:
+        Failure: It cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        return Text(path.name, path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise Failure(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise Failure(f"cannot read {path}: {error.strerror}") from None
+
+
+def load_dataset(name: str) -> Text:
+    """A named dataset (`DATASETS`), through the `datasets` package.
+
+    Raises:
+        Refusal: No such name.
+        Failure: The package is missing, or the dataset cannot be had.
+    """
+    if name not in _DATASETS:
+        raise Refusal(f"no dataset {name!r} (choose {', '.join(DATASETS)})", hint="any other text: --text FILE")
+    try:
+        import datasets
+    except ImportError:
+        raise Failure("--dataset needs the package datasets", hint="pip install 'kvfold[data]', or use --text FILE") from None
+    repository, configuration, split, column, joint = _DATASETS[name]
+    try:
+        rows = datasets.load_dataset(repository, configuration, split=split)[column]
+    except Exception as error:  # whatever the network, the Hub or the cache raises
+        reason = " ".join(str(error).split())[:200]
+        raise Failure(f"cannot load the dataset {repository}: {reason}", hint="download it once, or use --text FILE") from None
+    return Text(f"{name} ({configuration}, {split})", joint.join(rows))
+
+
+def tokenize(text: Text, tokenizer: Any) -> Tokens:
+    """Encode the whole text as one; whether a BOS belongs before it is asked of the tokenizer.
+
+    The text is never cut first: a cut can change tokens, and the tokenizers library takes about half a second for a
+    megabyte, SentencePiece-style vocabularies included.
+    """
+    import torch
+
+    ids = tokenizer(text.text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < 2:
+        raise Failure(f"{text.name} has {len(ids)} token(s): perplexity needs at least 2")
+    opening = tokenizer("a")["input_ids"][:1]
+    bos = tokenizer.bos_token_id if opening == [tokenizer.bos_token_id] else None
+    size = len(text.text.encode())
+    return Tokens(text.name, torch.tensor(ids), size, len(ids) / size, bos)
