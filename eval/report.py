@@ -1,7 +1,7 @@
 """Renders a report (DESIGN.md, section 8) as JSON, Markdown and one self-contained HTML page.
 
-A report is a plain dict; this module measures nothing and knows neither models nor tokenizers. One list of columns feeds
-the Markdown and the HTML table, so the two cannot drift apart.
+A report is a plain dict; this module measures nothing and knows neither models nor tokenizers. One list of columns
+feeds the Markdown and the HTML table, so the two cannot drift apart.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _divergence(value: float) -> str:
 COLUMNS = (
     Column("model", False, lambda m: m["name"]),
     Column("attention", False, lambda m: m["kind"]),
-    Column("method", False, lambda m: m["method"] or "–"),
+    Column("method", False, lambda m: m["method"] or "-"),
     Column("KV bytes/token", True, lambda m: f"{m['kv_bytes_per_token']:,}"),
     Column("of source", True, lambda m: f"{m['cache_ratio']:.2%}".replace("%", " %")),
     Column("perplexity", True, lambda m: _perplexity(m["perplexity"])),
@@ -87,7 +87,7 @@ def to_json(report: Report) -> str:
         except ValueError:
             raise Failure(
                 f"cannot write the report: {key} of {owner} is {value}, but every number must be finite",
-                hint="logits that overflow or hold NaN give this: evaluate with --dtype float32; if it stays, convert again",
+                hint="overflowing or NaN logits give this: evaluate with --dtype float32; if it stays, convert again",
             ) from None
     return json.dumps(report, indent=2, allow_nan=False) + "\n"
 
@@ -134,37 +134,43 @@ def _protocol_items(report: Report) -> list[tuple[str, str]]:
     for key, value in report["protocol"].items():
         if not isinstance(value, dict | list | tuple):
             is_count = isinstance(value, int) and not isinstance(value, bool)
-            text = "–" if value is None else f"{value:,}" if is_count else _printable(str(value))
+            text = "-" if value is None else f"{value:,}" if is_count else _printable(str(value))
             items.append((labels.get(key, key.replace("_", " ")), text))
     return items
 
 
 def _summary(report: Report) -> str:
-    """The result in one plain sentence."""
+    """The result in one plain sentence; no-break spaces keep a number with what belongs to it."""
     source, *others = report["models"]
+    before = f"perplexity {_perplexity(source['perplexity'])}"
+    name = _printable(source["name"])
     if not others:
-        size, value = source["kv_bytes_per_token"], _perplexity(source["perplexity"])
-        return f"{source['name']} has perplexity {value} and caches {size:,} KV bytes per token; nothing is compared."
-
-    def numbers(model: Model, of: str = " of the KV cache", perplexity: str = "") -> str:
-        share, loss = f"{100 * model['cache_ratio']:.3g}", f"{model['loss_nats']:+.2f}"
-        # No-break spaces keep a number with its unit.
-        return f"{share}\N{NO-BREAK SPACE}%{of} at {loss} nats ({perplexity}{_perplexity(model['perplexity'])})"
+        return (
+            f"{name} has {before} at {source['kv_bytes_per_token']:,} KV bytes per token; nothing is compared with it."
+        )
 
     def title(model: Model) -> str:
-        return f"{model['kind']} ({model['method']})" if model["method"] else str(model["kind"])
+        return _printable(f"{model['kind']} ({model['method']})" if model["method"] else model["kind"])
+
+    def share(model: Model) -> str:
+        return f"{100 * model['cache_ratio']:.3g}\N{NO-BREAK SPACE}%"
+
+    def loss(model: Model) -> str:
+        return f"{_fixed(model['loss_nats'], '+.3f')}\N{NO-BREAK SPACE}nats"
 
     # A model that saves nothing is no result, unless there is nothing else.
     smaller = [model for model in others if model["cache_ratio"] < 1] or others
     best = min(smaller, key=lambda m: (m["loss_nats"], m["cache_ratio"]))
     least = min(smaller, key=lambda m: (m["cache_ratio"], m["loss_nats"]))
-    result = numbers(best, perplexity=f"perplexity {_perplexity(source['perplexity'])} → ")
+    after = f"→\N{NO-BREAK SPACE}{_perplexity(best['perplexity'])}"
+    result = f"keeps {share(best)} of the KV cache at {loss(best)} ({before} {after})"
     if len(others) == 1:
-        return f"{title(best)} keeps {result}."
-    scope = f"Of {len(others)} models compared with {source['name']}, {title(best)} loses least"
+        return f"{title(best)} {result}."
+    scope = f"Of {len(others)} models compared with {name}, {title(best)} loses least"
     if best is least:
-        return f"{scope} and caches least: it keeps {result}."
-    return f"{scope}: it keeps {result}; {title(least)} caches least: {numbers(least, of='', perplexity='perplexity ')}."
+        return f"{scope} and caches least: it {result}."
+    rest = f"{share(least)} at {loss(least)} (perplexity {_perplexity(least['perplexity'])})"
+    return f"{scope}: it {result}; {title(least)} caches least: {rest}."
 
 
 def to_html(report: Report) -> str:
@@ -178,7 +184,7 @@ def to_html(report: Report) -> str:
     page = environment.from_string(text).render(
         source=_printable(report["models"][0]["name"]),
         version=report["kvfold"],
-        summary=_printable(_summary(report)),
+        summary=_summary(report),
         curves=[(name, *size, _curve(report["models"], name, *size)) for name, size in sizes.items()],
         columns=COLUMNS,
         rows=_rows(report),
@@ -188,7 +194,7 @@ def to_html(report: Report) -> str:
     return page + "\n"
 
 
-# What the page's style sheet colours, in light and dark. Drawn in a stand-in colour each, then replaced by `var(--role)`.
+# What the page's style sheet colours, in light and dark. Each is drawn in a stand-in, which `var(--role)` replaces.
 ROLES = ("ink", "muted", "grid", *(f"series-{i}" for i in range(8)))
 COLOURS = {role: f"#0102{index:02x}" for index, role in enumerate(ROLES)}
 MARKERS = "osD^vPX"  # seven shapes beside eight colours: 56 methods before a pair repeats
@@ -220,7 +226,8 @@ def _curve(models: list[Model], salt: str, width: int, height: int) -> str:
         figure.legend(loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.2)
         figure.draw_without_rendering()  # fixes where everything lies, so that labels can avoid each other
         figure.set_layout_engine("none")
-        _label(axes, [model["kind"] + (" (source)" if model is models[0] else "") for model in models], points)
+        kinds = [_printable(model["kind"]) for model in models]
+        _label(axes, [f"{kinds[0]} (source)", *kinds[1:]], points)
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     svg = stream.getvalue()
@@ -241,8 +248,8 @@ def _plot(axes: Axes, models: list[Model]) -> list[tuple[float, float]]:
     methods = dict.fromkeys(model["method"] for model in models[1:])
     for index, method in enumerate(methods):
         curve = sorted(p for p, model in zip(points[1:], models[1:], strict=True) if model["method"] == method)
-        style = {"color": COLOURS[f"series-{index % 8}"], "marker": MARKERS[index % len(MARKERS)]}
-        axes.plot(*zip(*curve, strict=True), **style, linewidth=1.5, markersize=6, label=method or "not converted")
+        colour, marker, label = COLOURS[f"series-{index % 8}"], MARKERS[index % len(MARKERS)], method or "not converted"
+        axes.plot(*zip(*curve, strict=True), color=colour, marker=marker, markersize=6, label=_printable(label))
     log_x, log_y = _scale(axes, 0, [x for x, _ in points]), _scale(axes, 1, [y for _, y in points])
     axes.set_xlabel(f"KV bytes per token ({name}{', log scale' if log_x else ''})")
     axes.set_title(f"perplexity{' (log scale)' if log_y else ''}", loc="left")
@@ -250,7 +257,7 @@ def _plot(axes: Axes, models: list[Model]) -> list[tuple[float, float]]:
 
 
 def _scale(axes: Axes, which: int, values: list[float]) -> bool:
-    """Sets limits and ticks of axis `which` (0: x, 1: y), logarithmic where the values span more than a factor of four."""
+    """Sets limits and ticks of axis `which` (0: x, 1: y), logarithmic from a span of four on."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
     axis, low, high = (axes.xaxis, axes.yaxis)[which], min(values), max(values)
@@ -258,14 +265,14 @@ def _scale(axes: Axes, which: int, values: list[float]) -> bool:
     if log:
         (axes.set_xscale, axes.set_yscale)[which]("log")
         pad = (high / low) ** 0.12
-        low, high = low / pad, high * pad
+        low, high = low / pad**1.5, high * pad  # labels find room below the source
         # Caches come in powers of two.
         subs = (1, 2, 3, 5, 7) if high < 15 * low else (1, 2, 5) if high < 300 * low else (1,)
         axis.set_major_locator(LogLocator(2, numticks=7) if which == 0 else LogLocator(10, subs, numticks=12))
     else:
         # A cache is read as a share of the source's, hence from 0; perplexities that agree must not be torn apart.
         pad = 0.15 * max(high - low, 0.02 * high)
-        low, high = (0.0, 1.12 * high) if which == 0 else (low - pad, high + pad)
+        low, high = (0.0, 1.12 * high) if which == 0 else (low - 1.5 * pad, high + pad)
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 5, 8, 10] if which == 0 else [1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(EngFormatter(sep="") if log and high > 1e4 else lambda value, _: f"{value:,.6g}")
     axes.minorticks_off()
@@ -286,23 +293,24 @@ def _label(axes: Axes, labels: list[str], points: list[tuple[float, float]]) -> 
         text = axes.annotate(label, point, fontsize=11)
         width, height = text.get_window_extent().size
         text.remove()
-        best, (right, up), box = math.inf, (0.0, 0.0), Bbox.null()
-        for reach, turn in itertools.product((8, 12, 18, 26, 36, 48, 62, 78, 96), range(16)):
-            angle = turn * math.pi / 8
+        best, offset, box, leader = math.inf, (0.0, 0.0), Bbox.null(), list[tuple[float, float]]()
+        for reach, turn in itertools.product((8, 12, 18, 26, 36, 48, 62, 78, 96, 120, 150), range(24)):
+            angle = turn * math.pi / 12
             shift = (reach + width / 2) * math.cos(angle), (reach + height / 2) * math.sin(angle)
             place = Bbox.from_bounds(x + shift[0] - width / 2, y + shift[1] - height / 2, width, height)
             outside = axes.bbox.count_contains([place.min, place.max]) < 2
-            leader = _along([(x, y), (x + shift[0], y + shift[1])]) if reach > 12 else []
-            hidden = place.count_overlaps(dots + boxes) + sum(other.count_contains(leader) > 0 for other in boxes)
-            cost = reach + 4 * place.count_contains(inked) + 1000 * (hidden + outside)
+            line = _along([(x, y), (x + shift[0], y + shift[1])]) if reach > 12 else []
+            crossed = sum(other.count_contains(line) > 0 for other in boxes)
+            cost = reach + 4 * place.count_contains(inked) + 200 * crossed + 1000 * place.count_overlaps(dots)
+            cost += 10_000 * (place.count_overlaps(boxes) + outside)
             if cost < best:
-                best, (right, up), box, line = cost, shift, place, leader
+                best, offset, box, leader = cost, shift, place, line
         # A label far from its point needs a line to it.
         arrow = {"arrowstyle": "-", "color": COLOURS["muted"], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 4}
-        style = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 11}
-        axes.annotate(label, point, (right, up), **style, arrowprops=arrow if line else None)
+        text = axes.annotate(label, point, offset, textcoords="offset points", arrowprops=arrow if leader else None)
+        text.set(ha="center", va="center", fontsize=11)
         boxes.append(box)
-        inked += line
+        inked += leader
 
 
 def _along(corners: Any) -> list[tuple[float, float]]:

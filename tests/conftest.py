@@ -1,0 +1,66 @@
+"""Tiny random checkpoints of every family, made on the fly; no network, no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tiny import duplicate_kv_heads, save_tokenizer, tiny_config, tiny_model
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The directory of real checkpoints and texts beside the repository; skips where there is none."""
+    path = Path(__file__).parents[2] / "shared"
+    if not path.is_dir():
+        pytest.skip("needs the shared checkpoints beside the repository")
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """Save a tiny random checkpoint: `checkpoint("llama", duplicated=2, shard="20KB", num_attention_heads=4)`."""
+
+    def make(model_type: str = "llama", name: str = "source", duplicated: int = 1, shard: str = "5GB", **changes: Any) -> Path:
+        model = tiny_model(tiny_config(model_type, **changes))
+        if duplicated > 1:
+            duplicate_kv_heads(model, duplicated)
+        path = tmp_path / name
+        model.save_pretrained(path, max_shard_size=shard)
+        save_tokenizer(path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def logits() -> Callable[..., torch.Tensor]:
+    """Logits of a checkpoint on fixed tokens, fp32."""
+
+    def run(path: Path | str) -> torch.Tensor:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        ids = torch.randint(4, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+        with torch.inference_mode():
+            return model(ids).logits
+
+    return run
+
+
+@pytest.fixture
+def convert() -> Callable[..., Result]:
+    """Run the command line in this process: `convert("gqa", path, out, "--groups", 2)`."""
+    from convert.cli import main
+
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(main, [str(a) for a in arguments])
+
+    return run
