@@ -84,7 +84,9 @@ def _convert(command: str, groups: int, method: str, **given: Any) -> None:
 @click.option("--groups", type=int, required=True, metavar="N", help="KV heads of the result; divides those of MODEL.")
 @click.option("--method", type=click.Choice(METHODS), default=METHODS[0], show_default=True, help="How heads are merged.")
 def gqa(groups: int, method: str, **given: Any) -> None:
-    """Convert MODEL to grouped-query attention with N KV heads, and write it to OUTPUT.
+    """Convert MODEL to grouped-query attention.
+
+    Its KV heads are merged into N, and the result is written to OUTPUT, which loads in stock transformers.
 
     Example: convert gqa --groups 8 meta-llama/Llama-2-7b-hf llama-2-7b-gqa8
     """
@@ -95,7 +97,9 @@ def gqa(groups: int, method: str, **given: Any) -> None:
 @options.conversion
 @click.option("--method", type=click.Choice(METHODS), default=METHODS[0], show_default=True, help="How heads are merged.")
 def mqa(method: str, **given: Any) -> None:
-    """Convert MODEL to multi-query attention, one KV head: gqa --groups 1.
+    """Convert MODEL to multi-query attention.
+
+    The same as gqa --groups 1.
 
     Example: convert mqa ./my-model my-model-mqa
     """
@@ -115,7 +119,9 @@ def mqa(method: str, **given: Any) -> None:
 @options.device
 @options.common
 def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **given: Any) -> None:
-    """Perplexity, KL and KV bytes per token of each MODEL; the first is the source of the others.
+    """Perplexity and KV bytes per token of MODELs.
+
+    The first MODEL is the source: the others are compared with it (loss in nats, KL, top-1 agreement).
 
     Example: convert eval ./my-model my-model-gqa8 --text held-out.txt --output report
     """
@@ -145,7 +151,9 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
 @click.option("--gpu-share", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="Usable memory.")
 @options.common
 def plan(model: str, context: int | None, dtype: str | None, gpus: tuple[tuple[str, float], ...], **given: Any) -> None:
-    """KV memory of MODEL and of each possible target, and which GPUs they fit on; reads only the config.
+    """KV memory of each target, and where it fits.
+
+    Reads only the config of MODEL.
 
     Example: convert plan meta-llama/Llama-2-7b-hf --batch 16 --context 4096 --gpu A6000=48
     """
@@ -164,7 +172,9 @@ def plan(model: str, context: int | None, dtype: str | None, gpus: tuple[tuple[s
 @options.model
 @options.common
 def inspect(model: str, trust_remote_code: bool, as_json: bool, verbose: bool, **given: Any) -> None:
-    """Heads, rotary embedding, biases, family, hosts and cache of MODEL; reads only the config.
+    """What MODEL is and what it can become.
+
+    Heads, rotary embedding, biases, family, hosts and cache, from its config alone.
 
     Example: convert inspect Qwen/Qwen2.5-7B@main
     """
@@ -179,7 +189,9 @@ def inspect(model: str, trust_remote_code: bool, as_json: bool, verbose: bool, *
 @main.command()
 @options.plain
 def families(as_json: bool, **given: Any) -> None:
-    """Which families can be converted to what, and the class that carries the result.
+    """List the families that can be converted.
+
+    And, for each target, the class that carries the result.
 
     Example: convert families
     """
@@ -193,7 +205,9 @@ def families(as_json: bool, **given: Any) -> None:
 @click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override an option of the recipe; repeatable.")
 def run(recipe: Path, settings: tuple[str, ...]) -> None:
-    """Run commands from a YAML RECIPE, or repeat a conversion from its conversion.json.
+    """Run commands from a YAML file.
+
+    RECIPE is one step or a list of steps, each {command: {option: value}}; or the conversion.json of a checkpoint.
 
     Example: convert run my-model-gqa8/conversion.json --set output=again
     """
@@ -208,7 +222,9 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), default="kvfold-demo", show_default=True, help="Replaced if it is an earlier demo's.")
 @options.plain
 def demo(output: Path, as_json: bool, verbose: bool, quiet: bool) -> None:
-    """Take the bundled MHA model through conversion, evaluation and report; offline, under two minutes.
+    """Convert and evaluate the bundled model.
+
+    A small MHA checkpoint goes through every conversion, evaluation and report; offline, under two minutes.
 
     Example: convert demo
     """

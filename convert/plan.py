@@ -65,7 +65,7 @@ class Plan:
                 **({"groups": self.target.num_kv_heads} if self.command == "gqa" else {}),
                 "method": self.method.name,
                 "seed": self.seed,
-                "max_shard_size": f"{self.output.max_shard_size}B",
+                "max_shard_size": _with_unit(self.output.max_shard_size),
                 **({"dtype": self.output.dtype} if self.output.dtype else {}),
             }
         }
@@ -90,6 +90,12 @@ class Plan:
             "output": str(self.output.path),
             "notes": list(self.notes),
         }
+
+
+def _with_unit(size: int) -> str:
+    """5000000000 as "5GB", exactly: in the largest unit that divides it."""
+    unit, name = next((u, n) for u, n in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"), (1, "B")) if size % u == 0)
+    return f"{size // unit}{name}"
 
 
 def readable(source: Source) -> Family:

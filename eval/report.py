@@ -142,7 +142,7 @@ def _protocol_items(report: Report) -> list[tuple[str, str]]:
 def _summary(report: Report) -> str:
     """The result in one plain sentence; no-break spaces keep a number with what belongs to it."""
     source, *others = report["models"]
-    before = f"perplexity {_perplexity(source['perplexity'])}"
+    before = f"perplexity\N{NO-BREAK SPACE}{_perplexity(source['perplexity'])}"
     name = _printable(source["name"])
     if not others:
         return (
@@ -169,7 +169,7 @@ def _summary(report: Report) -> str:
     scope = f"Of {len(others)} models compared with {name}, {title(best)} loses least"
     if best is least:
         return f"{scope} and caches least: it {result}."
-    rest = f"{share(least)} at {loss(least)} (perplexity {_perplexity(least['perplexity'])})"
+    rest = f"{share(least)} at {loss(least)} (perplexity\N{NO-BREAK SPACE}{_perplexity(least['perplexity'])})"
     return f"{scope}: it {result}; {title(least)} caches least: {rest}."
 
 
@@ -229,9 +229,9 @@ def _curve(models: list[Model], salt: str, width: int, height: int) -> str:
         kinds = [_printable(model["kind"]) for model in models]
         _label(axes, [f"{kinds[0]} (source)", *kinds[1:]], points)
         stream = io.StringIO()
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(stream, format="svg", transparent=True)
     svg = stream.getvalue()
-    svg = svg[svg.index("<g id=") : svg.rindex("</svg>")]
+    svg = svg[svg.index("<g id=") : svg.rindex("</svg>")]  # before it: the document type and a dated note
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # numbered the same in both drawings, and nothing refers to them
     for role, colour in COLOURS.items():
         svg = svg.replace(colour, f"var(--{role})")
@@ -301,7 +301,7 @@ def _label(axes: Axes, labels: list[str], points: list[tuple[float, float]]) -> 
             outside = axes.bbox.count_contains([place.min, place.max]) < 2
             line = _along([(x, y), (x + shift[0], y + shift[1])]) if reach > 12 else []
             crossed = sum(other.count_contains(line) > 0 for other in boxes)
-            cost = reach + 4 * place.count_contains(inked) + 200 * crossed + 1000 * place.count_overlaps(dots)
+            cost = reach + 4 * place.padded(2).count_contains(inked) + 200 * crossed + 1000 * place.count_overlaps(dots)
             cost += 10_000 * (place.count_overlaps(boxes) + outside)
             if cost < best:
                 best, offset, box, leader = cost, shift, place, line

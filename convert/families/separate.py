@@ -193,7 +193,7 @@ class SeparateProjections:
             "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
             "layers_with_rotary": len(turning),
             "softmax_scale": self._scale(config, spec.head_dim),
-            "beyond": {f: getattr(config, f) for f in self.beyond if getattr(config, f, None) not in (None, False)},
+            "also": {f: getattr(config, f) for f in self.beyond if getattr(config, f, None) not in (None, False)},
         }
 
     @staticmethod
