@@ -37,7 +37,14 @@ def grouped_attention(
         k: `[G, D, E]`.
         v: `[G, D, E]`.
         o: `[E, H, D]`.
-        q_bias: `[H, D]`; k_bias and v_bias: `[G, D]`; o_bias: `[E]`.
+        scale: What logits are multiplied by.
+        rotary: How queries and keys turn, or None.
+        q_bias: `[H, D]` or None.
+        k_bias: `[G, D]` or None.
+        v_bias: `[G, D]` or None.
+        o_bias: `[E]` or None.
+        q_norm: Normalisation of queries, or None.
+        k_norm: Normalisation of keys, or None.
 
     Returns:
         `[B, T, E]`.

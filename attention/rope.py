@@ -50,6 +50,7 @@ def from_config(config: Any, head_dim: int, pairing: Pairing = "half", layer_typ
     Args:
         config: Its `rope_parameters` are read (rope_theta, rope_type, partial_rotary_factor and scaling).
         head_dim: D.
+        pairing: Which dims turn together; configs do not say.
         layer_type: Which entry to take where the config gives each layer type ("full_attention", …) its own.
     """
     parameters = config.rope_parameters

@@ -61,7 +61,7 @@ class AttentionSpec:
 
     @property
     def kind(self) -> str:
-        """ "MHA", "GQA-8" or "MQA"."""
+        """One of "MHA", "GQA-8" (with the number of KV heads) and "MQA"."""
         if self.num_kv_heads == self.num_heads:
             return "MHA"
         return "MQA" if self.num_kv_heads == 1 else f"GQA-{self.num_kv_heads}"

@@ -7,6 +7,7 @@ first; the format is a JSON header and the bytes, so writing them here is what k
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -179,7 +180,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
         file.write(struct.pack("<Q", len(header)) + header)
         for name, tensor in ordered.items():
             for chunk in _chunks(tensor, dtype):
-                if chunk.is_floating_point() and chunk.dtype.itemsize > 1 and not torch.isfinite(chunk).all():
+                if not _finite(chunk):
                     raise _not_finite(name, tensor, dtype)
                 file.write(_bytes(chunk))
     _verify(temporary, ordered, dtype)
@@ -204,8 +205,22 @@ def _chunks(tensor: torch.Tensor, dtype: torch.dtype | None) -> Iterable[torch.T
     return (chunk.to(target) for chunk in tensor.contiguous().flatten().split(_CHUNK))
 
 
+def _finite(chunk: torch.Tensor) -> bool:
+    """Whether all values are finite. One vectorised pass: `isfinite` makes three of them, 25 times slower in bfloat16."""
+    if not chunk.is_floating_point() or chunk.dtype.itemsize == 1 or not chunk.numel():
+        return True
+    return all(math.isfinite(bound) for bound in torch.aminmax(chunk))  # NaN goes through to both bounds
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two flat tensors hold the same bytes; eight at a time, since `equal` compares value by value."""
+    a, b = a.view(torch.uint8), b.view(torch.uint8)
+    whole = len(a) // 8 * 8
+    return torch.equal(a[:whole].view(torch.int64), b[:whole].view(torch.int64)) and torch.equal(a[whole:], b[whole:])
+
+
 def _bytes(chunk: torch.Tensor) -> memoryview:
-    return memoryview(chunk.view(torch.uint8).numpy())
+    return memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
 
 
 def _not_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Failure:
@@ -224,8 +239,7 @@ def _verify(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype 
     for name, tensor in tensors.items():
         back = written.get_tensor(name)
         same = back.shape == tensor.shape and all(
-            torch.equal(read.view(torch.uint8), meant.view(torch.uint8))
-            for read, meant in zip(back.flatten().split(_CHUNK), _chunks(tensor, dtype), strict=True)
+            _same(read, meant) for read, meant in zip(back.flatten().split(_CHUNK), _chunks(tensor, dtype), strict=True)
         )
         if not same:
             raise Failure(f"{path.name} does not read back: {name} differs", hint="the disk or the memory is failing")

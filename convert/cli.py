@@ -48,6 +48,11 @@ def main() -> None:
     """
 
 
+_method = click.option(
+    "--method", type=click.Choice(METHODS), default=METHODS[0], show_default=True, help="How heads are merged."
+)
+
+
 def _show(facts: Any, text: str, as_json: bool) -> None:
     click.echo(json.dumps(facts, indent=2) if as_json else text)
 
@@ -80,9 +85,9 @@ def _convert(command: str, groups: int, method: str, **given: Any) -> None:
 
 
 @main.command()
-@options.conversion
 @click.option("--groups", type=int, required=True, metavar="N", help="KV heads of the result; divides those of MODEL.")
-@click.option("--method", type=click.Choice(METHODS), default=METHODS[0], show_default=True, help="How heads are merged.")
+@_method
+@options.conversion
 def gqa(groups: int, method: str, **given: Any) -> None:
     """Convert MODEL to grouped-query attention.
 
@@ -94,8 +99,8 @@ def gqa(groups: int, method: str, **given: Any) -> None:
 
 
 @main.command()
+@_method
 @options.conversion
-@click.option("--method", type=click.Choice(METHODS), default=METHODS[0], show_default=True, help="How heads are merged.")
 def mqa(method: str, **given: Any) -> None:
     """Convert MODEL to multi-query attention.
 
@@ -113,8 +118,12 @@ def mqa(method: str, **given: Any) -> None:
 @click.option("--protocol", type=click.Choice(PROTOCOLS), default=PROTOCOLS[0], show_default=True, help="How text is cut.")
 @click.option("--context", type=click.IntRange(2), metavar="N", help="Tokens per block.  [default: 2048, or the models' limit]")
 @click.option("--max-tokens", type=click.IntRange(2), metavar="N", help="Use only the first N tokens of the text.")
-@click.option("--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × the first's.")
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write report.json, .md and .html.")
+@click.option(
+    "--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × the first's."
+)
+@click.option(
+    "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write report.json, .md and .html."
+)
 @click.option("--dtype", type=click.Choice(("auto", *options.DTYPES)), default="auto", show_default=True, help="Arithmetic.")
 @options.device
 @options.common
@@ -147,7 +156,9 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once.")
 @click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens of each.  [default: the model's limit]")
 @click.option("--dtype", type=click.Choice(options.DTYPES), help="Of weights and cache.  [default: as in MODEL]")
-@click.option("--gpu", "gpus", type=options.Gpu(), multiple=True, metavar="NAME=GB", help="Instead of the known GPUs; repeatable.")
+@click.option(
+    "--gpu", "gpus", type=options.Gpu(), multiple=True, metavar="NAME=GB", help="Instead of the known GPUs; repeatable."
+)
 @click.option("--gpu-share", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="Usable memory.")
 @options.common
 def plan(model: str, context: int | None, dtype: str | None, gpus: tuple[tuple[str, float], ...], **given: Any) -> None:
@@ -219,7 +230,13 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
 
 
 @main.command()
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), default="kvfold-demo", show_default=True, help="Replaced if it is an earlier demo's.")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="kvfold-demo",
+    show_default=True,
+    help="Replaced if it is an earlier demo's.",
+)
 @options.plain
 def demo(output: Path, as_json: bool, verbose: bool, quiet: bool) -> None:
     """Convert and evaluate the bundled model.
@@ -235,3 +252,7 @@ def demo(output: Path, as_json: bool, verbose: bool, quiet: bool) -> None:
     found, page = showcase(output, quiet)
     _show(found, report.to_markdown(found), as_json)
     click.echo(f"report: {page}", err=True)
+
+
+if __name__ == "__main__":
+    main(prog_name="convert")

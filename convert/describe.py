@@ -87,7 +87,13 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
 def capacity_text(facts: Mapping[str, Any]) -> str:
     """The same for a terminal: one row per target, the first the source."""
     gpus = facts["gpu_gigabytes"]
-    header = ["attention", "KV bytes/token", "KV cache GB", "weights GB", *(f"{name} {size:g} GB" for name, size in gpus.items())]
+    header = [
+        "attention",
+        "KV bytes/token",
+        "KV cache GB",
+        "weights GB",
+        *(f"{name} {size:g} GB" for name, size in gpus.items()),
+    ]
     rows = []
     for i, row in enumerate(facts["targets"]):
         cells = [row["kind"] + (" (source)" if i == 0 else ""), str(row["kv_bytes_per_token"])]
@@ -111,7 +117,11 @@ def _fit_cell(fits: bool, longest: int) -> str:
 def support() -> list[dict[str, str]]:
     """One row per family: the host of each kind of target."""
     return [
-        {"family": name, "layout": family.layout, **{kind: ", ".join(host.name for host in hosts) for kind, hosts in HOSTS.items()}}
+        {
+            "family": name,
+            "layout": family.layout,
+            **{kind: ", ".join(host.name for host in hosts) for kind, hosts in HOSTS.items()},
+        }
         for name, family in sorted(FAMILIES.items())
     ]
 
@@ -125,10 +135,11 @@ def plan_text(plan: Plan, done: bool) -> str:
     """A conversion for a terminal: what was done, or with `--dry-run` what would be."""
     facts = plan.as_dict()
     before, after = facts["kv_bytes_per_token_before"], facts["kv_bytes_per_token_after"]
+    where = "written to" if done else "would be written to"
     lines = [
         f"{facts['source']} → {facts['target']}, method {facts['method']} ({plan.method.summary})",
         f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {facts['cache_dtype']})",
         *facts["notes"],
-        f"{'written to' if done else 'would be written to'} {facts['output']}, loads in {facts['loads_in']} as {facts['family']}",
+        f"{where} {facts['output']}, loads in {facts['loads_in']} as {facts['family']}",
     ]
     return "\n".join(lines)

@@ -102,7 +102,7 @@ def _write_weights(plan: Plan, reader: Reader, units: list[Unit], work: WorkDire
                 write_shard(work.path / name, tensors, stored_dtype(plan))
                 work.note(name, note)
             else:
-                note = done[name]
+                note = done[name] or []
                 bar.update(len(note))
             layers += note
     if len(shards) > 1:
@@ -140,8 +140,9 @@ def _error(before: torch.Tensor, after: torch.Tensor) -> float:
     """Squared distance of each source head `[G, D, E]` from the one that replaces it, relative to its own square."""
     if after is before:
         return 0.0
-    heads, groups = before.float().unflatten(0, (after.shape[0], -1)), after.float()[:, None]
-    return ((heads - groups).square().sum() / heads.square().sum().clamp_min(1e-30)).item()
+    difference = before.unflatten(0, (after.shape[0], -1)) - after.float()[:, None]  # fp32, whatever the heads are in
+    own = torch.linalg.vector_norm(before, dtype=torch.float32).clamp_min(1e-30)
+    return float((torch.linalg.vector_norm(difference) / own) ** 2)
 
 
 def _write_config(plan: Plan, path: Path) -> None:

@@ -114,5 +114,3 @@ def deal(units: list[Unit], limit: int) -> list[list[Unit]]:
         shards[-1].append(unit)
         size += unit.nbytes
     return shards
-
-

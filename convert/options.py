@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[int]):
     """Bytes with a unit: 5GB, 500MB, 1.5GiB."""
 
     name = "size"
@@ -31,7 +31,7 @@ class Size(click.ParamType):
         return size
 
 
-class Gpu(click.ParamType):
+class Gpu(click.ParamType[tuple[str, float]]):
     """NAME=GB."""
 
     name = "gpu"

@@ -8,9 +8,9 @@ from typing import Any
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
+from convert import methods
 from convert.families import Family, family_of
 from convert.hosts import HOSTS, Host
-from convert import methods
 from convert.methods.base import Method
 from convert.workdir import check_output
 from eval.device import require_device

@@ -30,8 +30,14 @@ def read(path: Path) -> list[tuple[str, dict[str, Any]]]:
     steps = data if isinstance(data, list) else [data]
     for step in steps:
         if not (isinstance(step, dict) and len(step) == 1 and isinstance(next(iter(step.values())), dict)):
-            raise Refusal(f"{path} is no recipe: each step is one command with its options", hint="gqa: {model: …, output: …, groups: 8}")
-    return [(str(name), {str(key).replace("-", "_"): value for key, value in given.items()}) for s in steps for name, given in s.items()]
+            raise Refusal(
+                f"{path} is no recipe: each step is one command with its options", hint="gqa: {model: …, output: …, groups: 8}"
+            )
+    return [
+        (str(name), {str(key).replace("-", "_"): value for key, value in given.items()})
+        for s in steps
+        for name, given in s.items()
+    ]
 
 
 def command_lines(steps: list[tuple[str, dict[str, Any]]], settings: Sequence[str], group: click.Group) -> Iterator[list[str]]:

@@ -8,6 +8,7 @@ import torch
 
 from attention.errors import Failure
 from attention.spec import AttentionSpec, dtype_bytes
+from eval.device import input_device
 
 _PROMPT = 16  # shorter than any sliding window in use, so that every layer keeps every token
 
@@ -18,10 +19,11 @@ def measured_bytes_per_token(model: Any, dtype: str) -> float:
     The model may run in another dtype than its checkpoint is kept in (fp32 on a CPU): values are counted, and priced
     in `dtype`.
     """
-    ids = torch.zeros(1, _PROMPT, dtype=torch.long, device=model.device)
+    ids = torch.zeros(1, _PROMPT, dtype=torch.long, device=input_device(model))
     with torch.inference_mode():
         cache = model(input_ids=ids, use_cache=True).past_key_values
-    values = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers if layer.keys is not None)
+    kept = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]  # linear attention has no keys
+    values = sum(layer.keys.numel() + layer.values.numel() for layer in kept)
     return values / _PROMPT * dtype_bytes(dtype)
 
 
@@ -34,7 +36,7 @@ def cache_figures(model: Any, spec: AttentionSpec, dtype: str, source_bytes: int
     predicted, measured = spec.bytes_per_token(dtype), measured_bytes_per_token(model, dtype)
     if measured != predicted:
         raise Failure(
-            f"the live cache of {type(model).__name__} holds {measured:g} bytes per token where its config predicts {predicted}",
+            f"the live cache of {type(model).__name__} holds {measured:g} bytes per token, its config predicts {predicted}",
             hint="this class caches something that kvfold does not know; please report the model type",
         )
     return {

@@ -1,6 +1,8 @@
-"""Which device a command may use."""
+"""Which device a command may use, and where a loaded model takes its input."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from attention.errors import Failure, Refusal
 
@@ -25,3 +27,8 @@ def require_device(name: str) -> None:
     index = torch.device(name).index or 0
     if kind == "cuda" and index >= torch.cuda.device_count():
         raise Failure(f"this machine has no device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s)")
+
+
+def input_device(model: Any) -> Any:
+    """The device that the token ids of `model` belong on; where an offloaded embedding is a mere placeholder, its hooks'."""
+    return model.device if model.device.type != "meta" else model._hf_hook.execution_device

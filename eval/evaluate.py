@@ -63,7 +63,9 @@ def require_ratio(report: dict[str, Any], limit: float | None) -> None:
     for entry in others if limit is not None else []:
         ratio = entry["perplexity"] / source["perplexity"]
         if ratio > limit:
-            raise GateMissed(f"perplexity of {entry['name']} is {ratio:.4g} × that of {source['name']}, the limit is {limit:g} ×")
+            raise GateMissed(
+                f"perplexity of {entry['name']} is {ratio:.4g} × that of {source['name']}, the limit is {limit:g} ×"
+            )
 
 
 def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[str, Any]:
@@ -93,9 +95,8 @@ def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[
                     entries.append({**_identity(sources[0]), **theirs.as_figures(tokens, theirs), **_cost(sources[0], source)})
                 if other:
                     source_bytes = entries[0]["kv_bytes_per_token"]
-                    entries.append(
-                        {**_identity(other), **ours.as_figures(tokens, theirs), **_cost(other, model, source_bytes)}
-                    )
+                    entries.append({**_identity(other), **ours.as_figures(tokens, theirs), **_cost(other, model, source_bytes)})
+            del model  # or it would still be there while the next one is loaded
     return {"kvfold": version("kvfold"), "protocol": record, "models": entries}
 
 
@@ -107,9 +108,11 @@ def check(sources: Sequence[Source], settings: Settings) -> Protocol:
         listed = ", ".join(f"{s.name} {s.config.get_text_config(decoder=True).vocab_size}" for s in sources)
         raise Refusal(f"models with different vocabularies cannot be compared: {listed}")
     for source in sources:
-        AttentionSpec.from_config(source.config)
+        AttentionSpec.from_config(source.config).bytes_per_token(source.dtype)
+    if settings.max_tokens is not None and settings.max_tokens < 2:
+        raise Refusal(f"perplexity needs at least 2 tokens, not {settings.max_tokens}")
     limits = [limit for source in sources if (limit := source.max_positions)]
-    context = settings.context or min([_DEFAULT_CONTEXT, *limits])
+    context = min([_DEFAULT_CONTEXT, *limits]) if settings.context is None else settings.context
     if limits and context > min(limits):
         raise Refusal(
             f"a context of {context} tokens exceeds the {min(limits)} positions of the model",
@@ -148,7 +151,9 @@ def load(source: Source, settings: Settings) -> Iterator[Any]:
         if info["missing_keys"] or info["mismatched_keys"]:
             bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
             # transformers fills such weights with random numbers and carries on; a figure from that would be false.
-            raise Failure(f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …")
+            raise Failure(
+                f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …"
+            )
         yield model.eval()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import nll_loss
 
 from attention.errors import Failure
+from eval.device import input_device
 from eval.protocol import Block, Protocol
 from eval.text import Tokens
 
@@ -109,7 +110,7 @@ def _batches(blocks: list[Block], vocabulary: int) -> Iterator[tuple[torch.Tenso
 
 def _log_probabilities(model: Any, ids: torch.Tensor, first: int, who: str) -> torch.Tensor:
     """fp32 log-probabilities `[N, vocabulary]` at the N positions of `ids [B, T]` that are scored."""
-    logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, first - 1 : -1].float()
+    logits = model(input_ids=ids.to(input_device(model)), use_cache=False).logits[:, first - 1 : -1].float()
     if not torch.isfinite(logits).all():
         dtype = str(model.dtype).removeprefix("torch.")
         raise Failure(

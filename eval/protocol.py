@@ -35,6 +35,8 @@ class Protocol:
     @classmethod
     def named(cls, name: str, context: int) -> Protocol:
         """One of `PROTOCOLS` at a context length."""
+        if name not in PROTOCOLS:
+            raise Refusal(f"no protocol {name!r} (choose {', '.join(PROTOCOLS)})")
         if context < 2:
             raise Refusal(f"a context of {context} predicts nothing: it must be at least 2 tokens")
         if name == "sliding":

@@ -145,9 +145,7 @@ def _summary(report: Report) -> str:
     before = f"perplexity\N{NO-BREAK SPACE}{_perplexity(source['perplexity'])}"
     name = _printable(source["name"])
     if not others:
-        return (
-            f"{name} has {before} at {source['kv_bytes_per_token']:,} KV bytes per token; nothing is compared with it."
-        )
+        return f"{name} has {before} at {source['kv_bytes_per_token']:,} KV bytes per token; nothing is compared with it."
 
     def title(model: Model) -> str:
         return _printable(f"{model['kind']} ({model['method']})" if model["method"] else model["kind"])

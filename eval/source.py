@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,8 +41,10 @@ class Source:
         Raises:
             Refusal: It looks like a path, and no such directory exists.
         """
-        path = Path(reference).expanduser()
-        if path.is_dir():
+        path = Path(reference)
+        with contextlib.suppress(RuntimeError):  # ~ of a user that this machine does not know
+            path = path.expanduser()
+        if reference and path.is_dir():
             return cls(reference, path, None, None, trust_remote_code)
         repository, _, revision = reference.partition("@")
         looks_local = reference.startswith((".", "/", "~")) or repository.count("/") > 1 or path.exists() or not repository
@@ -129,7 +132,8 @@ class Source:
     def _config_path(self) -> Path:
         if self.directory:
             return self.directory / "config.json"
-        return self._download(["config.json"]) / "config.json"
+        code = ["*.py"] if self.trust_remote_code else []  # a config of its own class needs that class
+        return self._download(["config.json", *code]) / "config.json"
 
     def _has_safetensors(self) -> bool:
         from huggingface_hub import HfApi

@@ -45,7 +45,7 @@ class Tokens:
 
     @property
     def hash(self) -> str:
-        """ "sha256:…" over the ids as little-endian int32."""
+        """`sha256:` and the hex digest over the ids as little-endian int32."""
         return "sha256:" + hashlib.sha256(self.ids.numpy().astype("<i4").tobytes()).hexdigest()
 
 

@@ -116,7 +116,8 @@ def main() -> None:
     tokenizer.save_pretrained(args.output)
     record = {
         "python": platform.python_version(), "torch": torch.__version__, "seed": args.seed, "steps": args.steps,
-        "tokens_per_step": BATCH * CONTEXT, "training_tokens": len(ids), "validation_modules": VALIDATION, "held_out_modules": HELD_OUT,
+        "tokens_per_step": BATCH * CONTEXT, "training_tokens": len(ids),
+        "validation_modules": VALIDATION, "held_out_modules": HELD_OUT,
         "training_token_hash": "sha256:" + hashlib.sha256(ids.to(torch.int32).numpy().tobytes()).hexdigest(),
         "validation_loss": curve,
     }  # fmt: skip

@@ -64,7 +64,7 @@ class NormRow:
         )
 
     def write(self, norm: QKNorm, name: str, heads: int) -> dict[str, torch.Tensor]:
-        out = {}
+        out: dict[str, torch.Tensor] = {}
         for kind, values in (("weight", norm.gain), ("bias", norm.bias)):
             if values is not None:
                 names = self.names(name, heads)
@@ -145,11 +145,7 @@ class SeparateProjections:
         depth = (-1, spec.head_dim)  # [heads * D, …] -> [heads, D, …]
         bias = {p: local[f"{p}_proj.bias"].unflatten(0, depth) for p in "qkv" if f"{p}_proj.bias" in local}
         norm = self._norm(config)
-        norms: dict[str, QKNorm] = {}
-        if norm:
-            eps = getattr(config, norm.eps)
-            norms["q_norm"] = norm.read(local, norm.q, spec.num_heads, spec.head_dim, eps)
-            norms["k_norm"] = norm.read(local, norm.k, spec.num_kv_heads, spec.head_dim, eps)
+        eps = getattr(config, norm.eps) if norm else 0.0
         return Attention(
             q=local["q_proj.weight"].unflatten(0, depth),
             k=local["k_proj.weight"].unflatten(0, depth),
@@ -157,9 +153,12 @@ class SeparateProjections:
             o=local[f"{self.o_name}.weight"].unflatten(1, depth),
             scale=self._scale(config, spec.head_dim),
             rotary=self._rotary(config, spec.head_dim, layer),
-            **{f"{p}_bias": b for p, b in bias.items()},
+            q_bias=bias.get("q"),
+            k_bias=bias.get("k"),
+            v_bias=bias.get("v"),
             o_bias=local.get(f"{self.o_name}.bias"),
-            **norms,
+            q_norm=norm.read(local, norm.q, spec.num_heads, spec.head_dim, eps) if norm else None,
+            k_norm=norm.read(local, norm.k, spec.num_kv_heads, spec.head_dim, eps) if norm else None,
         )
 
     def join(self, attention: Attention, layer: int) -> dict[str, torch.Tensor]:
@@ -265,9 +264,7 @@ ROWS = [
     _row(
         "stablelm",
         qkv_bias="use_qkv_bias",
-        norm=NormRow(
-            "q_layernorm", "k_layernorm", kind="layer", storage="list", switch="qk_layernorm", eps="layer_norm_eps"
-        ),
+        norm=NormRow("q_layernorm", "k_layernorm", kind="layer", storage="list", switch="qk_layernorm", eps="layer_norm_eps"),
     ),
     _row(
         "phi",

@@ -15,6 +15,8 @@ from convert.families import Attention, Family
 
 
 class SourceClass:
+    """Changes two keys of the config, and the tensors that follow from them."""
+
     name = "its own class"
     loads_in = "transformers"
 

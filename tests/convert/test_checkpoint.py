@@ -46,7 +46,7 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
 
 def test_writing_in_small_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shard(tmp_path / "whole.safetensors", TENSORS, torch.bfloat16)
-    monkeypatch.setattr("convert.checkpoint._CHUNK", 3)
+    monkeypatch.setattr("convert.checkpoint._CHUNK", 8)
     write_shard(tmp_path / "chunks.safetensors", TENSORS, torch.bfloat16)
     assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "chunks.safetensors").read_bytes()
 

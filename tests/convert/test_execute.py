@@ -109,7 +109,9 @@ def test_real_checkpoint_with_pairwise_equal_heads(shared: Path, convert: Conver
 
 def test_companions_are_copied_byte_for_byte_and_the_rest_is_not(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
-    (source / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')  # transformers refuses to save this
+    (source / "generation_config.json").write_text(
+        '{"do_sample": false, "temperature": 0.6}'
+    )  # transformers refuses to save this
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "LICENSE").write_text("ours")
     (source / "README.md").write_text("---\nlicense: mit\n---\n# Source\n")
@@ -222,7 +224,9 @@ print(tuple(keys.shape))
     assert done.stdout.strip().endswith("(1, 2, 5, 8)")
 
 
-def test_evaluating_fills_the_card_and_never_the_work_directory_name(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+def test_evaluating_fills_the_card_and_never_the_work_directory_name(
+    checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
     (tmp_path / "text.txt").write_text("a line of text, and another\n" * 40)
     ok(convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--evaluate", tmp_path / "text.txt", "-q"))
     card = (tmp_path / "out" / "README.md").read_text()
@@ -383,7 +387,10 @@ def nan_in(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
 K = "model.layers.1.self_attn.k_proj"
 BAD = {
     "missing tensor": (lambda t: t.pop(f"{K}.weight"), f"lacks tensor {K}.weight"),
-    "wrong shape": (lambda t: t.update({f"{K}.weight": torch.ones(16, 64)}), f"disagree: {K}.weight is [16, 64], by the config it is [32, 64]"),
+    "wrong shape": (
+        lambda t: t.update({f"{K}.weight": torch.ones(16, 64)}),
+        f"disagree: {K}.weight is [16, 64], by the config it is [32, 64]",
+    ),
     "NaN where heads merge": (nan_in(f"{K}.weight"), f"tensor {K}.weight holds NaN or infinite values"),
     "NaN elsewhere": (nan_in("model.norm.weight"), "tensor model.norm.weight holds NaN or infinite values"),
     "a bias that the config denies": (lambda t: t.update({f"{K}.bias": torch.ones(32)}), f"has tensor {K}.bias, which llama"),

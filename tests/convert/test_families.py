@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import tiny_config, tiny_model
 
 from attention.errors import Refusal
 from attention.reference import grouped_attention
@@ -36,7 +36,9 @@ def attention_calls(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(
-            lambda module, args, kwargs, out: calls.append((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], out[0])),
+            lambda module, args, kwargs, out: calls.append(
+                (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], out[0])
+            ),
             with_kwargs=True,
         )
     with torch.inference_mode():
@@ -75,7 +77,11 @@ def test_join_is_the_inverse_of_split(model_type: str, data: st.DataObject) -> N
     share = data.draw(st.integers(1, 3), "query heads per KV head")
     head_dim = 2 * data.draw(st.integers(2, 5), "half of D")
     heads = groups * share
-    width = heads * head_dim if model_type in ("stablelm", "phi", "olmoe", "helium") else heads * data.draw(st.integers(1, 6), "E / H")
+    width = (
+        heads * head_dim
+        if model_type in ("stablelm", "phi", "olmoe", "helium")
+        else heads * data.draw(st.integers(1, 6), "E / H")
+    )
     config = tiny_config(
         model_type,
         **{switch: data.draw(st.booleans(), switch) for switch in SWITCHES},

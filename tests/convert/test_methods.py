@@ -16,7 +16,9 @@ from convert.methods import METHODS, load
 from convert.methods.base import Draw
 
 
-def record(heads: int = 8, groups: int = 4, norm: str | None = None, seed: int = 0, dtype: torch.dtype = torch.float32) -> Attention:
+def record(
+    heads: int = 8, groups: int = 4, norm: str | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Attention:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:

@@ -48,8 +48,7 @@ def a_report(count: int) -> dict[str, Any]:
     source = a_model("llama", "MHA", None, 24576, 0.0)
     methods = ["mean", "aligned", "weighted"]
     others = [
-        a_model(f"llama-{i}", f"MLA-{512 - i}+64", methods[i % 3], 12288 - 128 * i, 0.2 + 0.001 * i)
-        for i in range(count - 1)
+        a_model(f"llama-{i}", f"MLA-{512 - i}+64", methods[i % 3], 12288 - 128 * i, 0.2 + 0.001 * i) for i in range(count - 1)
     ]
     protocol = {
         "name": "paper",
@@ -88,7 +87,8 @@ class Page(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> closes another tag"
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] in ("td", "th"):
@@ -212,9 +212,7 @@ def test_html_is_one_well_formed_page(count: int) -> None:
     text = reports.to_html(report)
     page = Page(text)
     assert ("html", {"lang": "en"}) in page.tags
-    assert [attrs["scope"] for tag, attrs in page.tags if tag == "th"] == ["col"] * len(reports.COLUMNS) + [
-        "row"
-    ] * count
+    assert [attrs["scope"] for tag, attrs in page.tags if tag == "th"] == ["col"] * len(reports.COLUMNS) + ["row"] * count
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     used = set(re.findall(r"url\(#(\w+)\)", text)) | set(re.findall(r'href="#(\w+)"', text))
@@ -295,9 +293,7 @@ def test_chart_labels_neither_overlap_nor_leave_the_drawing(count: int) -> None:
                 half = len(label) * 11 * 0.55 / 2  # about what a sans-serif of 11 pixels takes
                 boxes[label] = (x - half, y - 8, x + half, y)
         assert len(boxes) == count
-        assert all(
-            left >= 0 and right <= width and top >= 0 and low <= height for left, top, right, low in boxes.values()
-        )
+        assert all(left >= 0 and right <= width and top >= 0 and low <= height for left, top, right, low in boxes.values())
         for (one, a), (other, b) in combinations(boxes.items(), 2):
             apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
             assert apart, f"{one} and {other} overlap"
@@ -361,15 +357,13 @@ def test_write_of_a_bad_report_leaves_the_old_one(tmp_path: Path) -> None:
 
 def test_a_failed_replace_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "report.md").mkdir()  # a directory in the way
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match=r"report\.md"):
         reports.write(a_report(2), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
 
 
 def test_import_is_cheap() -> None:
     root = Path(reports.__file__).parents[1]
-    code = (
-        "import sys, eval.report; sys.exit(str(sorted({'matplotlib', 'jinja2', 'torch', 'numpy'} & set(sys.modules))))"
-    )
+    code = "import sys, eval.report; sys.exit(str(sorted({'matplotlib', 'jinja2', 'torch', 'numpy'} & set(sys.modules))))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
     assert run.stderr.strip() == "[]"

@@ -1,0 +1,168 @@
+"""The oracle itself, against torch: grouped attention and QK-norm. Families are held against it elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
+
+from attention.qk_norm import QKNorm
+from attention.reference import grouped_attention
+from attention.rope import Rotary
+
+WIDTH = 12
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def weights(heads: int, groups: int, dim: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    return {
+        "q": random(heads, dim, WIDTH, seed=seed),
+        "k": random(groups, dim, WIDTH, seed=seed + 1),
+        "v": random(groups, dim, WIDTH, seed=seed + 2),
+        "o": random(WIDTH, heads, dim, seed=seed + 3),
+    }
+
+
+def biases(heads: int, groups: int, dim: int, seed: int = 9) -> dict[str, torch.Tensor]:
+    return {
+        "q_bias": random(heads, dim, seed=seed),
+        "k_bias": random(groups, dim, seed=seed + 1),
+        "v_bias": random(groups, dim, seed=seed + 2),
+        "o_bias": random(WIDTH, seed=seed + 3),
+    }
+
+
+def turning(pairs: int) -> Rotary:
+    return Rotary(10.0 ** -torch.arange(pairs, dtype=torch.float64))
+
+
+def norm(scope: Any, heads: int, dim: int, kind: Any = "rms", **changes: Any) -> QKNorm:
+    return QKNorm(kind, scope, random(heads, dim, seed=20), None, **({"eps": 1e-5} | changes))
+
+
+@given(
+    groups=st.integers(1, 4), share=st.integers(1, 4), dim=st.integers(1, 9), length=st.integers(1, 9), seed=st.integers(0, 99)
+)
+def test_attention_is_that_of_torch(groups: int, share: int, dim: int, length: int, seed: int) -> None:
+    heads, x = groups * share, random(2, length, WIDTH, seed=seed)
+    w, b = weights(heads, groups, dim, seed), biases(heads, groups, dim, seed)
+
+    def project(name: str) -> torch.Tensor:
+        return linear(x, w[name].flatten(0, 1), b[f"{name}_bias"].flatten()).unflatten(-1, (-1, dim)).transpose(1, 2)
+
+    context = scaled_dot_product_attention(
+        project("q"), project("k"), project("v"), is_causal=True, scale=0.37, enable_gqa=True
+    )
+    expected = linear(context.transpose(1, 2).flatten(2), w["o"].flatten(1), b["o_bias"])
+    torch.testing.assert_close(grouped_attention(x, **w, **b, scale=0.37), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("position", [1, 4, 7])
+def test_a_future_token_changes_nothing_before_it(position: int) -> None:
+    x, changed = random(1, 8, WIDTH), random(1, 8, WIDTH)
+    changed[:, position] += 1
+    settings: dict[str, Any] = {"scale": 0.5, "rotary": turning(2)} | weights(4, 2, 6) | biases(4, 2, 6)
+    before, after = grouped_attention(x, **settings), grouped_attention(changed, **settings)
+    assert torch.equal(before[:, :position], after[:, :position])
+    assert ((before[:, position:] - after[:, position:]).abs().amax(-1) > 1e-6).all()
+
+
+def test_a_bias_is_a_weight_on_a_constant_input() -> None:
+    x, w, b = random(2, 7, WIDTH), weights(4, 2, 6), biases(4, 2, 6)
+    with_constant = {name: torch.cat((w[name], b[f"{name}_bias"][..., None]), -1) for name in "qkv"}
+    expected = grouped_attention(
+        torch.cat((x, torch.ones(2, 7, 1)), -1), **with_constant, o=w["o"], scale=0.5, rotary=turning(3)
+    )
+    found = grouped_attention(x, **w, **b, scale=0.5, rotary=turning(3))
+    torch.testing.assert_close(found, expected + b["o_bias"], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["q_bias", "k_bias", "v_bias", "o_bias"])
+def test_every_bias_matters(name: str) -> None:
+    x, w, b = random(1, 7, WIDTH), weights(4, 2, 6), biases(4, 2, 6)
+    without = {key: value for key, value in b.items() if key != name}
+    settings: dict[str, Any] = {"scale": 0.5, "rotary": turning(3)}
+    difference = grouped_attention(x, **w, **b, **settings) - grouped_attention(x, **w, **without, **settings)
+    assert difference.abs().max() > 1e-2
+
+
+def test_a_key_bias_cancels_where_nothing_turns() -> None:
+    x, w = random(1, 7, WIDTH), weights(4, 2, 6)
+    biased = grouped_attention(x, **w, k_bias=random(2, 6, seed=5), scale=0.5)
+    torch.testing.assert_close(biased, grouped_attention(x, **w, scale=0.5), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before rotary", "after rotary"])
+def test_queries_and_keys_are_normalised_on_the_right_side_of_the_rotation(after: bool) -> None:
+    x, w, turn, length = random(2, 7, WIDTH), weights(4, 2, 6), turning(3), 7
+    q_norm, k_norm = norm("head", 1, 6, after_rotary=after), norm("all", 2, 6, after_rotary=after)
+
+    def place(name: str, normalise: QKNorm) -> torch.Tensor:
+        states = torch.einsum("bte,hde->bhtd", x, w[name])
+        positions = torch.arange(length)
+        return normalise(turn.rotate(states, positions)) if after else turn.rotate(normalise(states), positions)
+
+    values = torch.einsum("bte,hde->bhtd", x, w["v"])
+    context = scaled_dot_product_attention(
+        place("q", q_norm), place("k", k_norm), values, is_causal=True, scale=0.5, enable_gqa=True
+    )
+    expected = torch.einsum("bhtd,ehd->bte", context, w["o"])
+    settings: dict[str, Any] = {"scale": 0.5, "rotary": turn}
+    found = grouped_attention(x, **w, **settings, q_norm=q_norm, k_norm=k_norm)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    other = dataclasses.replace(q_norm, after_rotary=not after)
+    assert not torch.allclose(found, grouped_attention(x, **w, **settings, q_norm=other, k_norm=k_norm))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_per_head_with_one_gain_is_that_of_torch(kind: Any, biased: bool, offset: float) -> None:
+    states, gain, bias = random(2, 4, 5, 6), random(1, 6, seed=1), random(1, 6, seed=2) if biased else None
+    found = QKNorm(kind, "head", gain, bias, 1e-3, offset)(states)
+    weight = gain[0] + offset
+    expected = (
+        rms_norm(states, (6,), weight, 1e-3) + (bias[0] if bias is not None else 0)
+        if kind == "rms"
+        else layer_norm(states, (6,), weight, bias[0] if bias is not None else None, 1e-3)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_per_head_with_gains_per_head_is_that_of_torch(kind: Any) -> None:
+    states, gain, bias = random(2, 4, 5, 6), random(4, 6, seed=1), random(4, 6, seed=2)
+    found = QKNorm(kind, "head", gain, bias, 1e-3)(states)
+    for head in range(4):
+        if kind == "rms":
+            expected = rms_norm(states[:, head], (6,), gain[head], 1e-3) + bias[head]
+        else:
+            expected = layer_norm(states[:, head], (6,), gain[head], bias[head], 1e-3)
+        torch.testing.assert_close(found[:, head], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_over_all_heads_is_that_of_torch_on_the_flat_vector(kind: Any) -> None:
+    states, gain, bias = random(2, 4, 5, 6), random(4, 6, seed=1), random(4, 6, seed=2)
+    flat = states.transpose(1, 2).flatten(2)
+    if kind == "rms":
+        expected = rms_norm(flat, (24,), gain.flatten(), 1e-3) + bias.flatten()
+    else:
+        expected = layer_norm(flat, (24,), gain.flatten(), bias.flatten(), 1e-3)
+    found = QKNorm(kind, "all", gain, bias, 1e-3)(states).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_heads_have_gains_of_their_own_where_they_are_stored_or_normalised_together() -> None:
+    assert not norm("head", 1, 6).per_head_gains
+    assert norm("head", 4, 6).per_head_gains
+    assert norm("all", 4, 6).per_head_gains
+    assert norm("all", 1, 6).per_head_gains

@@ -1,0 +1,176 @@
+"""Rotary embedding: the rotation itself, its two pairings, and frequencies against transformers' own modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_config
+
+from attention.rope import Pairing, Rotary, from_config
+
+PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rotary(pairs: int, pairing: Pairing = "half", factor: float = 1.0) -> Rotary:
+    return Rotary(10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs), pairing, factor)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+def test_rotation_preserves_norms_up_to_the_attention_factor(pairing: Pairing, factor: float) -> None:
+    states = random(2, 3, 7, 16)
+    turned = rotary(8, pairing, factor).rotate(states, torch.arange(7) * 1000)
+    torch.testing.assert_close(turned.norm(dim=-1), factor * states.norm(dim=-1), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@given(seed=st.integers(0, 99), here=st.integers(0, 5000), there=st.integers(0, 5000), shift=st.integers(0, 5000))
+def test_inner_products_depend_only_on_the_distance(pairing: Pairing, seed: int, here: int, there: int, shift: int) -> None:
+    turn, q, k = rotary(4, pairing), random(1, 8, seed=seed), random(1, 8, seed=seed + 100)
+
+    def score(at_q: int, at_k: int) -> float:
+        return (turn.rotate(q, torch.tensor([at_q])) * turn.rotate(k, torch.tensor([at_k]))).sum().item()
+
+    assert score(here, there) == pytest.approx(score(here + shift, there + shift), abs=1e-9)
+
+
+def test_inner_products_change_with_the_distance() -> None:
+    turn, q, k = rotary(4), random(1, 8), random(1, 8, seed=1)
+    at = turn.rotate(k.expand(9, 8), torch.arange(9)) @ q[0]
+    assert at.unique().numel() == 9
+
+
+def test_a_pair_turns_as_a_complex_number() -> None:
+    turn, states, positions = rotary(5, "interleaved"), random(2, 3, 6, 10), torch.arange(3, 9)
+    expected = torch.view_as_complex(states.unflatten(-1, (5, 2))) * torch.exp(1j * positions[:, None] * turn.frequencies)
+    torch.testing.assert_close(turn.rotate(states, positions), torch.view_as_real(expected).flatten(-2), rtol=1e-12, atol=1e-12)
+
+
+def test_half_pairing_is_what_llama_does() -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    config = tiny_config("llama", head_dim=16)
+    q, k, positions = random(2, 8, 20, 16).float(), random(2, 4, 20, 16, seed=1).float(), torch.arange(20)
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
+    expected_q, expected_k = apply_rotary_pos_emb(q, k, cos, sin)
+    turn = from_config(config, 16)
+    torch.testing.assert_close(turn.rotate(q, positions), expected_q, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(turn.rotate(k, positions), expected_k, rtol=1e-5, atol=1e-5)
+
+
+@given(pairs=st.integers(1, 12), rest=st.integers(0, 5), seed=st.integers(0, 99))
+def test_the_pairings_agree_after_a_permutation(pairs: int, rest: int, seed: int) -> None:
+    states, positions = random(2, 5, 2 * pairs + rest, seed=seed), torch.arange(5) * 7
+    order = torch.cat((torch.arange(0, 2 * pairs, 2), torch.arange(1, 2 * pairs, 2), torch.arange(2 * pairs, 2 * pairs + rest)))
+    interleaved = rotary(pairs, "interleaved").rotate(states, positions)
+    assert torch.equal(rotary(pairs, "half").rotate(states[..., order], positions), interleaved[..., order])
+
+
+def test_the_pairings_differ_without_it() -> None:
+    states, positions = random(5, 8), torch.arange(1, 6)
+    assert not torch.allclose(rotary(4, "half").rotate(states, positions), rotary(4, "interleaved").rotate(states, positions))
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_partial_rotary_turns_the_first_dims_and_leaves_the_rest(pairing: Pairing) -> None:
+    states, positions, turn = random(2, 3, 6, 20), torch.arange(1, 7), rotary(4, pairing, factor=1.5)
+    turned = turn.rotate(states, positions)
+    assert turn.dims == 8
+    assert torch.equal(turned[..., 8:], states[..., 8:])
+    assert torch.equal(turned[..., :8], turn.rotate(states[..., :8], positions))
+    assert (turned[..., :8] != states[..., :8]).all()
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_position_zero_is_the_identity(pairing: Pairing) -> None:
+    states = random(2, 4, 1, 12)
+    assert torch.equal(rotary(4, pairing).rotate(states, torch.zeros(1, dtype=torch.long)), states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_states_keep_their_dtype(dtype: torch.dtype) -> None:
+    assert rotary(4).rotate(random(3, 8).to(dtype), torch.arange(3)).dtype == dtype
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_theta": 5000.0},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "longrope": {
+        "short_factor": [1.0 + 0.1 * i for i in range(32)],
+        "long_factor": [2.0 + 0.5 * i for i in range(32)],
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_frequencies_and_attention_factor_are_those_of_transformers(kind: str) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = {"rope_theta": 10000.0, "rope_type": kind, **SCALINGS[kind]}
+    config = tiny_config("llama", head_dim=64, rope_parameters=parameters)
+    module, ours = LlamaRotaryEmbedding(config), from_config(config, 64)
+    assert ours.frequencies.dtype == torch.float64
+    torch.testing.assert_close(ours.frequencies, module.inv_freq.double(), rtol=1e-6, atol=0)
+    assert ours.attention_factor == pytest.approx(module.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCALINGS if kind != "default"])
+def test_scaling_is_seen(kind: str) -> None:
+    parameters = {"rope_theta": 10000.0, "rope_type": kind, **SCALINGS[kind]}
+    scaled = from_config(tiny_config("llama", head_dim=64, rope_parameters=parameters), 64)
+    plain = from_config(tiny_config("llama", head_dim=64), 64)
+    assert not torch.allclose(scaled.frequencies, plain.frequencies, rtol=1e-3)
+    assert (scaled.attention_factor != 1) == (kind in ("yarn", "longrope"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "embedding", "factor"), [("phi", "PhiRotaryEmbedding", 0.5), ("glm", "GlmRotaryEmbedding", 0.25)]
+)
+def test_partial_rotary_of_a_config_is_that_of_its_class(model_type: str, embedding: str, factor: float) -> None:
+    import importlib
+
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    width = {"hidden_size": 8 * 32} if model_type == "phi" else {}
+    parameters = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": factor}
+    config = tiny_config(model_type, head_dim=32, **width, rope_parameters=parameters)
+    theirs, ours = getattr(module, embedding)(config), from_config(config, 32)
+    assert ours.dims == 32 * factor
+    torch.testing.assert_close(ours.frequencies, theirs.inv_freq.double(), rtol=1e-6, atol=0)
+
+
+def test_layer_types_turn_at_frequencies_of_their_own() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+    parameters = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = tiny_config("gemma3_text", head_dim=16, layer_types=layer_types, rope_parameters=parameters)
+    module = Gemma3RotaryEmbedding(config)
+    for layer_type in parameters:
+        ours = from_config(config, 16, layer_type=layer_type).frequencies
+        torch.testing.assert_close(ours, getattr(module, f"{layer_type}_inv_freq").double(), rtol=1e-6, atol=0)
+
+
+def test_a_layer_type_without_an_entry_takes_the_common_one() -> None:
+    config = tiny_config("llama", rope_parameters={"rope_theta": 777.0, "rope_type": "linear", "factor": 2.0})
+    named = from_config(config, 8, layer_type="full_attention").frequencies
+    assert torch.equal(named, from_config(config, 8).frequencies)
+
+
+def test_the_pairing_is_the_callers() -> None:
+    for parameters in ({"rope_theta": 1e4, "rope_type": "default"}, {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}):
+        assert from_config(tiny_config("llama", rope_parameters=parameters), 8, "interleaved").pairing == "interleaved"

@@ -1,0 +1,139 @@
+"""The one formula of KV bytes, the names of attention kinds, and what can be grouped."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_config
+
+from attention.errors import Refusal
+from attention.spec import AttentionSpec, dtype_bytes
+
+LLAMA_2_7B = AttentionSpec(num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128)
+LLAMA_3_8B = AttentionSpec(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "expected"),
+    [
+        (LLAMA_2_7B, "bfloat16", 524_288),
+        (LLAMA_2_7B, "float16", 524_288),
+        (LLAMA_2_7B, "float32", 1_048_576),
+        (LLAMA_3_8B, "bfloat16", 131_072),
+        (LLAMA_2_7B.grouped(1), "bfloat16", 16_384),
+    ],
+)
+def test_bytes_per_token_of_known_models(spec: AttentionSpec, dtype: str, expected: int) -> None:
+    assert spec.bytes_per_token(dtype) == expected
+
+
+def test_a_token_costs_one_key_and_one_value_of_every_kv_head_in_every_layer() -> None:
+    assert AttentionSpec(num_layers=3, num_heads=20, num_kv_heads=5, head_dim=7).values_per_token == 3 * (5 + 5) * 7
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "bf16", "torch.bfloat16", ""])
+def test_a_dtype_that_no_cache_is_kept_in_is_refused(dtype: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        LLAMA_2_7B.bytes_per_token(dtype)
+    assert str(caught.value) == f"no KV cache is kept in {dtype!r} (choose float32, float16, bfloat16)"
+
+
+def test_bytes_of_dtypes() -> None:
+    assert {name: dtype_bytes(name) for name in ("float32", "float16", "bfloat16")} == {
+        "float32": 4,
+        "float16": 2,
+        "bfloat16": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "kind"), [(32, 32, "MHA"), (32, 16, "GQA-16"), (32, 2, "GQA-2"), (32, 1, "MQA"), (1, 1, "MHA")]
+)
+def test_kinds_are_named_after_their_kv_heads(heads: int, kv_heads: int, kind: str) -> None:
+    assert AttentionSpec(num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=64).kind == kind
+
+
+@pytest.mark.parametrize("kv_heads", [3, 16, 0, -2])
+def test_kv_heads_that_do_not_divide_the_query_heads_are_refused(kv_heads: int) -> None:
+    with pytest.raises(Refusal, match=f"8 query heads cannot share {kv_heads} KV heads"):
+        AttentionSpec(num_layers=1, num_heads=8, num_kv_heads=kv_heads, head_dim=64)
+
+
+@given(heads=st.integers(1, 96), share=st.integers(1, 4), groups=st.integers(-3, 200))
+def test_exactly_the_divisors_of_the_kv_heads_can_be_grouped(heads: int, share: int, groups: int) -> None:
+    spec = AttentionSpec(num_layers=2, num_heads=heads * share, num_kv_heads=heads, head_dim=16)
+    if groups > 0 and heads / groups == heads // groups:
+        assert spec.grouped(groups) == AttentionSpec(2, heads * share, groups, 16)
+        assert spec.grouped(groups).bytes_per_token("float16") * heads == spec.bytes_per_token("float16") * groups
+    else:
+        with pytest.raises(Refusal, match=f"^cannot make {groups} groups from {heads} KV heads: "):
+            spec.grouped(groups)
+
+
+@pytest.mark.parametrize(
+    ("spec", "groups", "message"),
+    [
+        (LLAMA_2_7B, 6, "cannot make 6 groups from 32 KV heads: 6 does not divide 32 (choose 1, 2, 4, 8, 16 or 32)"),
+        (LLAMA_2_7B, 64, "cannot make 64 groups from 32 KV heads: it must be between 1 and 32 (choose 1, 2, 4, 8, 16 or 32)"),
+        (LLAMA_2_7B, 0, "cannot make 0 groups from 32 KV heads: it must be between 1 and 32 (choose 1, 2, 4, 8, 16 or 32)"),
+        (LLAMA_3_8B, 16, "cannot make 16 groups from 8 KV heads: it must be between 1 and 8 (choose 1, 2, 4 or 8)"),
+        (LLAMA_2_7B.grouped(1), 2, "cannot make 2 groups from 1 KV heads: it must be between 1 and 1 (choose 1)"),
+    ],
+)
+def test_a_refused_grouping_names_values_rule_and_choices(spec: AttentionSpec, groups: int, message: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        spec.grouped(groups)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "expected"),
+    [
+        ("llama", {"num_key_value_heads": 8}, AttentionSpec(3, 8, 8, 8)),
+        ("llama", {"num_key_value_heads": 2, "head_dim": 24}, AttentionSpec(3, 8, 2, 24)),
+        ("llama", {"num_key_value_heads": 1, "head_dim": None}, AttentionSpec(3, 8, 1, 8)),
+        ("gpt2", {"n_embd": 96, "n_layer": 5, "n_head": 6}, AttentionSpec(5, 6, 6, 16)),
+        ("gpt_neox", {"num_key_value_heads": None, "head_dim": None}, AttentionSpec(3, 8, 8, 8)),
+    ],
+    ids=["MHA", "GQA with a head_dim of its own", "MQA without head_dim", "neither KV heads nor head_dim", "both None"],
+)
+def test_sizes_are_read_from_a_config(model_type: str, changes: dict[str, Any], expected: AttentionSpec) -> None:
+    if model_type == "gpt2":
+        from transformers import GPT2Config
+
+        config: Any = GPT2Config(**changes)
+    else:
+        config = tiny_config(model_type, **changes)
+    assert AttentionSpec.from_config(config) == expected
+
+
+def test_a_config_with_parts_is_read_at_its_text_part() -> None:
+    from transformers import Gemma3Config
+
+    text = {"num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "hidden_size": 48}
+    assert AttentionSpec.from_config(Gemma3Config(text_config=text)) == AttentionSpec(4, 6, 3, 32)
+
+
+def test_a_latent_attention_is_refused_as_a_source() -> None:
+    with pytest.raises(Refusal, match=r"'deepseek_v3' is multi-head latent attention already \(kv_lora_rank 512\)"):
+        AttentionSpec.from_config(tiny_config("deepseek_v3", kv_lora_rank=512))
+
+
+def test_a_config_without_attention_heads_is_refused() -> None:
+    from transformers import MambaConfig
+
+    with pytest.raises(Refusal, match="model type 'mamba' has no single number of attention heads"):
+        AttentionSpec.from_config(MambaConfig())
+
+
+def test_a_config_with_other_kv_heads_in_every_layer_is_refused() -> None:
+    config = SimpleNamespace(
+        model_type="openelm", hidden_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=[4, 2]
+    )
+    config.get_text_config = lambda decoder: config
+    with pytest.raises(Refusal, match=r"'openelm' has a different number of KV heads in every layer: \[4, 2\]"):
+        AttentionSpec.from_config(config)

@@ -1,0 +1,65 @@
+"""The bundled checkpoint and what the demo makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from convert.demo.corpus import HELD_OUT, VALIDATION, held_out_text, training_documents
+from convert.demo.showcase import MODEL
+
+
+def test_the_bundled_checkpoint_is_small_and_truly_multi_head() -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    assert config["num_attention_heads"] == config["num_key_value_heads"] >= 8
+    assert config["num_hidden_layers"] >= 6
+    assert config["max_position_embeddings"] == 512
+    assert config["dtype"] == "bfloat16"
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 12_000_000
+
+
+def test_its_training_is_on_record_and_had_flattened() -> None:
+    record = json.loads((MODEL / "training.json").read_text())
+    assert record["python"]
+    assert record["training_token_hash"].startswith("sha256:")
+    losses = [point["loss"] for point in record["validation_loss"]]
+    assert losses[0] - losses[-1] > 1
+    assert abs(losses[-1] - losses[-2]) < 0.02
+
+
+def test_held_out_modules_are_not_in_the_training_text() -> None:
+    documents = "\n".join(training_documents())
+    assert len(documents) > 1_000_000
+    for module in HELD_OUT + VALIDATION:
+        source = held_out_text((module,))
+        assert len(source) > 5_000
+        lines = [line for line in source.splitlines() if len(line) > 60]
+        seen = sum(line in documents for line in lines)
+        assert seen < 0.05 * len(lines), module
+
+
+def test_the_demo_converts_evaluates_and_reports(
+    convert: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convert.demo.showcase._TOKENS", 2048)
+    result = convert("demo", "--output", tmp_path / "demo", "--json", "-q")
+    assert result.exit_code == 0, result.output
+    assert "report.html" in result.stderr
+    source, *others = json.loads(result.stdout)["models"]
+    assert source["kind"] == "MHA"
+    assert source["perplexity"] < 40
+    by_method = {(entry["method"], entry["kind"]): entry for entry in others}
+    for method in ("mean", "first"):
+        losses = [by_method[method, kind]["loss_nats"] for kind in ("GQA-4", "GQA-2", "MQA")]
+        assert 0 < losses[0] < losses[2]
+    again = convert("demo", "--output", tmp_path / "demo", "--json", "-q")
+    assert json.loads(again.stdout) == json.loads(result.stdout)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("")
+    refused = convert("demo", "--output", tmp_path / "mine")
+    assert refused.exit_code == 2
+    assert "is no earlier demo" in refused.stderr
