@@ -30,5 +30,5 @@ def require_device(name: str) -> None:
 
 
 def input_device(model: Any) -> Any:
-    """The device that the token ids of `model` belong on; where an offloaded embedding is a mere placeholder, its hooks'."""
+    """Where the token ids of `model` go: to its device or, if its embedding is offloaded, to where its hooks compute."""
     return model.device if model.device.type != "meta" else model._hf_hook.execution_device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Sequence
 
 
@@ -13,13 +15,26 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
         rows: Cells, as many as columns.
         right: Indices of the columns that are aligned right (numbers).
     """
-    grid = [list(header), *(list(row) for row in rows)]
-    grid = [[cell.replace("|", "\\|") for cell in row] for row in grid]
-    widths = [max(3, *(len(row[i]) for row in grid)) for i in range(len(header))]
+    # Backslashes keep a name from breaking the table or turning into markup.
+    grid = [list(header), *([re.sub(r"([\\`*\[\]<>|~])", r"\\\1", cell) for cell in row] for row in rows)]
+    widths = [max(3, *(_width(row[i]) for row in grid)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        padded = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        padded = []
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+            gap = " " * (width - _width(cell))
+            padded.append(gap + cell if i in right else cell + gap)
         return f"| {' | '.join(padded)} |"
 
-    rule = ["-" * (w - 1) + ":" if i in right else "-" * w for i, w in enumerate(widths)]
+    rule = ["-" * (w - 1) + (":" if i in right else "-") for i, w in enumerate(widths)]
     return "\n".join([line(grid[0]), f"| {' | '.join(rule)} |", *map(line, grid[1:])])
+
+
+def printable(text: str) -> str:
+    """Names and paths come from users: line breaks, terminal escapes and bidi controls must not reach the output."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _width(text: str) -> int:
+    """Terminal columns, not characters: East Asian wide characters take two, combining marks none."""
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)

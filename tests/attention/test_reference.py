@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
 
@@ -48,6 +48,7 @@ def norm(scope: Any, heads: int, dim: int, kind: Any = "rms", **changes: Any) ->
     return QKNorm(kind, scope, random(heads, dim, seed=20), None, **({"eps": 1e-5} | changes))
 
 
+@settings(deadline=None)
 @given(
     groups=st.integers(1, 4), share=st.integers(1, 4), dim=st.integers(1, 9), length=st.integers(1, 9), seed=st.integers(0, 99)
 )
@@ -69,8 +70,8 @@ def test_attention_is_that_of_torch(groups: int, share: int, dim: int, length: i
 def test_a_future_token_changes_nothing_before_it(position: int) -> None:
     x, changed = random(1, 8, WIDTH), random(1, 8, WIDTH)
     changed[:, position] += 1
-    settings: dict[str, Any] = {"scale": 0.5, "rotary": turning(2)} | weights(4, 2, 6) | biases(4, 2, 6)
-    before, after = grouped_attention(x, **settings), grouped_attention(changed, **settings)
+    options: dict[str, Any] = {"scale": 0.5, "rotary": turning(2)} | weights(4, 2, 6) | biases(4, 2, 6)
+    before, after = grouped_attention(x, **options), grouped_attention(changed, **options)
     assert torch.equal(before[:, :position], after[:, :position])
     assert ((before[:, position:] - after[:, position:]).abs().amax(-1) > 1e-6).all()
 
@@ -89,8 +90,8 @@ def test_a_bias_is_a_weight_on_a_constant_input() -> None:
 def test_every_bias_matters(name: str) -> None:
     x, w, b = random(1, 7, WIDTH), weights(4, 2, 6), biases(4, 2, 6)
     without = {key: value for key, value in b.items() if key != name}
-    settings: dict[str, Any] = {"scale": 0.5, "rotary": turning(3)}
-    difference = grouped_attention(x, **w, **b, **settings) - grouped_attention(x, **w, **without, **settings)
+    options: dict[str, Any] = {"scale": 0.5, "rotary": turning(3)}
+    difference = grouped_attention(x, **w, **b, **options) - grouped_attention(x, **w, **without, **options)
     assert difference.abs().max() > 1e-2
 
 
@@ -115,11 +116,11 @@ def test_queries_and_keys_are_normalised_on_the_right_side_of_the_rotation(after
         place("q", q_norm), place("k", k_norm), values, is_causal=True, scale=0.5, enable_gqa=True
     )
     expected = torch.einsum("bhtd,ehd->bte", context, w["o"])
-    settings: dict[str, Any] = {"scale": 0.5, "rotary": turn}
-    found = grouped_attention(x, **w, **settings, q_norm=q_norm, k_norm=k_norm)
+    options: dict[str, Any] = {"scale": 0.5, "rotary": turn}
+    found = grouped_attention(x, **w, **options, q_norm=q_norm, k_norm=k_norm)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     other = dataclasses.replace(q_norm, after_rotary=not after)
-    assert not torch.allclose(found, grouped_attention(x, **w, **settings, q_norm=other, k_norm=k_norm))
+    assert not torch.allclose(found, grouped_attention(x, **w, **options, q_norm=other, k_norm=k_norm))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
 
@@ -32,6 +32,7 @@ def test_rotation_preserves_norms_up_to_the_attention_factor(pairing: Pairing, f
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
+@settings(deadline=None)
 @given(seed=st.integers(0, 99), here=st.integers(0, 5000), there=st.integers(0, 5000), shift=st.integers(0, 5000))
 def test_inner_products_depend_only_on_the_distance(pairing: Pairing, seed: int, here: int, there: int, shift: int) -> None:
     turn, q, k = rotary(4, pairing), random(1, 8, seed=seed), random(1, 8, seed=seed + 100)
@@ -66,6 +67,7 @@ def test_half_pairing_is_what_llama_does() -> None:
     torch.testing.assert_close(turn.rotate(k, positions), expected_k, rtol=1e-5, atol=1e-5)
 
 
+@settings(deadline=None)
 @given(pairs=st.integers(1, 12), rest=st.integers(0, 5), seed=st.integers(0, 99))
 def test_the_pairings_agree_after_a_permutation(pairs: int, rest: int, seed: int) -> None:
     states, positions = random(2, 5, 2 * pairs + rest, seed=seed), torch.arange(5) * 7

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
 
@@ -63,6 +63,7 @@ def test_kv_heads_that_do_not_divide_the_query_heads_are_refused(kv_heads: int) 
         AttentionSpec(num_layers=1, num_heads=8, num_kv_heads=kv_heads, head_dim=64)
 
 
+@settings(deadline=None)
 @given(heads=st.integers(1, 96), share=st.integers(1, 4), groups=st.integers(-3, 200))
 def test_exactly_the_divisors_of_the_kv_heads_can_be_grouped(heads: int, share: int, groups: int) -> None:
     spec = AttentionSpec(num_layers=2, num_heads=heads * share, num_kv_heads=heads, head_dim=16)

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from attention.errors import Failure
+from eval import curve
 from eval import report as reports
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -275,8 +276,8 @@ def test_all_colours_of_the_drawings_come_from_the_style_sheet() -> None:
         painted = set(re.findall(r"(?:fill|stroke): ?([^;\"]+)", source))
         roles = {paint.removeprefix("var(--").removesuffix(")") for paint in painted - {"none"}}
         assert {"ink", "muted", "grid", "series-0", "series-2"} <= roles
-        assert roles <= set(reports.ROLES)
-    for role in reports.ROLES:
+        assert roles <= set(curve.ROLES)
+    for role in curve.ROLES:
         assert f"--{role}:" in light
         assert f"--{role}:" in dark
 

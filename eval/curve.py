@@ -1,0 +1,143 @@
+"""The quality-versus-cache curve of a report: perplexity against KV bytes per token, as the inside of an inline SVG."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from eval.tables import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Model = dict[str, Any]
+
+# What the page's style sheet colours, in light and dark. Each is drawn in a stand-in, which `var(--role)` replaces.
+ROLES = ("ink", "muted", "grid", *(f"series-{i}" for i in range(8)))
+COLOURS = {role: f"#0102{index:02x}" for index, role in enumerate(ROLES)}
+MARKERS = "osD^vPX"  # seven shapes beside eight colours: 56 methods before a pair repeats
+STYLE = {
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), COLOURS["grid"]),
+    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), COLOURS["muted"]),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    "text.color": COLOURS["ink"],
+    "text.parse_math": False,  # a `$` in a name is a dollar
+    "font.size": 12,
+    "axes.titlesize": "medium",
+    "axes.grid": True,
+    "svg.fonttype": "none",  # real text: the page's font and colours, selectable
+}
+
+
+def draw(models: list[Model], salt: str, width: int, height: int) -> str:
+    """The inside of an SVG of `width` by `height`: perplexity against KV bytes per token, one series a method."""
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    # "default" undoes the reader's matplotlibrc; a salt per drawing keeps the ids apart that share a page.
+    with matplotlib.style.context(["default", {**STYLE, "svg.hashsalt": salt}]):
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+        axes = figure.add_subplot()
+        points = _plot(axes, models)
+        names = [line.get_label() for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+        columns = min(len(names), max(1, width // (9 * max(len(str(name)) for name in names) + 30)))
+        figure.legend(loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.2)
+        figure.draw_without_rendering()  # fixes where everything lies, so that labels can avoid each other
+        figure.set_layout_engine("none")
+        kinds = [printable(model["kind"]) for model in models]
+        _label(axes, [f"{kinds[0]} (source)", *kinds[1:]], points)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True)
+    svg = stream.getvalue()
+    svg = svg[svg.index("<g id=") : svg.rindex("</svg>")]  # before it: the document type and a dated note
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # numbered the same in both drawings, and nothing refers to them
+    for role, colour in COLOURS.items():
+        svg = svg.replace(colour, f"var(--{role})")
+    return svg
+
+
+def _plot(axes: Axes, models: list[Model]) -> list[tuple[float, float]]:
+    """Draws axes, guide line and series; returns the point of each model in data coordinates."""
+    smallest = min(model["kv_bytes_per_token"] for model in models)
+    unit, name = next((u, n) for u, n in ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes")) if smallest >= u or u == 1)
+    points = [(model["kv_bytes_per_token"] / unit, float(model["perplexity"])) for model in models]
+    axes.axhline(points[0][1], color=COLOURS["muted"], linestyle=(0, (4, 4)), linewidth=1)
+    axes.plot(*points[0], "o", color=COLOURS["ink"], markerfacecolor="none", markersize=9, label="source")
+    methods = dict.fromkeys(model["method"] for model in models[1:])
+    for index, method in enumerate(methods):
+        curve = sorted(p for p, model in zip(points[1:], models[1:], strict=True) if model["method"] == method)
+        colour, marker, label = COLOURS[f"series-{index % 8}"], MARKERS[index % len(MARKERS)], method or "not converted"
+        axes.plot(*zip(*curve, strict=True), color=colour, marker=marker, markersize=6, label=printable(label))
+    log_x, log_y = _scale(axes, 0, [x for x, _ in points]), _scale(axes, 1, [y for _, y in points])
+    axes.set_xlabel(f"KV bytes per token ({name}{', log scale' if log_x else ''})")
+    axes.set_title(f"perplexity{' (log scale)' if log_y else ''}", loc="left")
+    return points
+
+
+def _scale(axes: Axes, which: int, values: list[float]) -> bool:
+    """Sets limits and ticks of axis `which` (0: x, 1: y), logarithmic from a span of four on."""
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
+
+    axis, low, high = (axes.xaxis, axes.yaxis)[which], min(values), max(values)
+    log = high > 4 * low > 0
+    if log:
+        (axes.set_xscale, axes.set_yscale)[which]("log")
+        pad = (high / low) ** 0.12
+        low, high = low / pad**1.5, high * pad  # labels find room below the source
+        # Caches come in powers of two.
+        subs = (1, 2, 3, 5, 7) if high < 15 * low else (1, 2, 5) if high < 300 * low else (1,)
+        axis.set_major_locator(LogLocator(2, numticks=7) if which == 0 else LogLocator(10, subs, numticks=12))
+    else:
+        # A cache is read as a share of the source's, hence from 0; perplexities that agree must not be torn apart.
+        pad = 0.15 * max(high - low, 0.02 * high)
+        low, high = (0.0, 1.12 * high) if which == 0 else (low - 1.5 * pad, high + pad)
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 5, 8, 10] if which == 0 else [1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(EngFormatter(sep="") if log and high > 1e4 else lambda value, _: f"{value:,.6g}")
+    axes.minorticks_off()
+    (axes.set_xlim, axes.set_ylim)[which](low, high)
+    return log
+
+
+def _label(axes: Axes, labels: list[str], points: list[tuple[float, float]]) -> None:
+    """Puts a label beside each point, where it hides no label and no point, and as little of the lines as can be."""
+    from matplotlib.transforms import Bbox
+
+    pixels = axes.transData.transform(points)
+    dots, boxes = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in pixels], list[Bbox]()
+    inked = [p for line in axes.get_lines() for p in _along(line.get_transform().transform(line.get_xydata()))]
+    for index, (label, point, (x, y)) in enumerate(zip(labels, points, pixels, strict=True)):
+        if any(label == labels[other] and math.dist((x, y), pixels[other]) < 12 for other in range(index)):
+            continue  # one label serves all points of its kind that lie on each other
+        text = axes.annotate(label, point, fontsize=11)
+        width, height = text.get_window_extent().size
+        text.remove()
+        best, offset, box, leader = math.inf, (0.0, 0.0), Bbox.null(), list[tuple[float, float]]()
+        for reach, turn in itertools.product((8, 12, 18, 26, 36, 48, 62, 78, 96, 120, 150), range(24)):
+            angle = turn * math.pi / 12
+            shift = (reach + width / 2) * math.cos(angle), (reach + height / 2) * math.sin(angle)
+            place = Bbox.from_bounds(x + shift[0] - width / 2, y + shift[1] - height / 2, width, height)
+            outside = axes.bbox.count_contains([place.min, place.max]) < 2
+            line = _along([(x, y), (x + shift[0], y + shift[1])]) if reach > 12 else []
+            crossed = sum(other.count_contains(line) > 0 for other in boxes)
+            cost = reach + 4 * place.padded(2).count_contains(inked) + 200 * crossed + 1000 * place.count_overlaps(dots)
+            cost += 10_000 * (place.count_overlaps(boxes) + outside)
+            if cost < best:
+                best, offset, box, leader = cost, shift, place, line
+        # A label far from its point needs a line to it.
+        arrow = {"arrowstyle": "-", "color": COLOURS["muted"], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 4}
+        text = axes.annotate(label, point, offset, textcoords="offset points", arrowprops=arrow if leader else None)
+        text.set(ha="center", va="center", fontsize=11)
+        boxes.append(box)
+        inked += leader
+
+
+def _along(corners: Any) -> list[tuple[float, float]]:
+    """Points every few pixels along the line through `corners`."""
+    points = []
+    for (x0, y0), (x1, y1) in itertools.pairwise(corners):
+        steps = 1 + int(math.hypot(x1 - x0, y1 - y0) / 4)
+        points += [(x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps + 1)]
+    return points
