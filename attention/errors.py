@@ -1,4 +1,4 @@
-"""The two ways to say no. Both carry one line for the user and, where there is one, the next step."""
+"""The ways in which a command ends early. Each carries one line for the user and, where there is one, the next step."""
 
 
 class KvfoldError(Exception):
@@ -19,6 +19,12 @@ class Refusal(KvfoldError, ValueError):
 
 class Failure(KvfoldError, RuntimeError):
     """Failed on weights, text or machine (exit code 1)."""
+
+
+class Interrupted(KvfoldError):
+    """The user stopped it (exit code 130)."""
+
+    exit_code = 130
 
 
 class GateMissed(KvfoldError):

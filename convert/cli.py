@@ -9,13 +9,11 @@ from typing import Any
 
 import click
 
-from attention.errors import KvfoldError
+from attention.errors import Interrupted, KvfoldError
 from convert import options
 from convert.methods import METHODS
 from eval.protocol import PROTOCOLS
 from eval.text import DATASETS
-
-INTERRUPTED = 130
 
 
 class Commands(click.Group):
@@ -32,8 +30,8 @@ class Commands(click.Group):
                 click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("interrupted; a conversion is finished by the same command with --resume", err=True)
-            ctx.exit(INTERRUPTED)
+            click.echo("error: interrupted", err=True)
+            ctx.exit(Interrupted.exit_code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of this file: the main ones first
@@ -226,7 +224,9 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
 
     for arguments in command_lines(read(recipe), settings, main):
         click.echo(f"convert {' '.join(arguments)}", err=True)
-        main.main(arguments, prog_name="convert", standalone_mode=False)
+        # Outside standalone mode click returns the code that a command exits with.
+        if code := main.main(arguments, prog_name="convert", standalone_mode=False):
+            click.get_current_context().exit(code)
 
 
 @main.command()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from attention.errors import Failure, KvfoldError
+from attention.errors import Failure, Interrupted, KvfoldError
 from convert.card import model_card
 from convert.checkpoint import Reader, shard_names, write_index, write_shard
 from convert.layout import Unit, convert_layer, deal, stored_dtype, units_of
@@ -51,7 +51,7 @@ def execute(plan: Plan, evaluate_on: Text | None = None, quiet: bool = False) ->
         KvfoldError: With nothing left at OUTPUT; the work directory stays only if `--resume` can use it.
     """
     started, clock = datetime.now(UTC), time.monotonic()
-    directory = plan.source.fetch()
+    directory = plan.source.files
     reader = Reader(directory)
     units = units_of(plan, reader)
     work = WorkDirectory(plan.output.path, {"recipe": plan.recipe(), "files": reader.fingerprint()}, plan.output.resume)
@@ -73,6 +73,8 @@ def execute(plan: Plan, evaluate_on: Text | None = None, quiet: bool = False) ->
     except KvfoldError:
         work.discard()
         raise
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted", hint="the same command with --resume finishes the conversion") from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise Failure(

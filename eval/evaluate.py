@@ -137,7 +137,7 @@ def load(source: Source, settings: Settings) -> Iterator[Any]:
         placement = {} if device == "cpu" else {"device_map": device, "offload_folder": offload}
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
-                source.fetch(),
+                source.files,
                 dtype=getattr(torch, dtype),
                 trust_remote_code=source.trust_remote_code,
                 output_loading_info=True,
@@ -161,7 +161,7 @@ def _tokens(source: Source, text: Text, max_tokens: int | None) -> Tokens:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.fetch(), trust_remote_code=source.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source.files, trust_remote_code=source.trust_remote_code)
     except Failure:
         raise
     except Exception as error:
@@ -181,7 +181,7 @@ def _identity(source: Source) -> dict[str, Any]:
 
 def _provenance(source: Source) -> dict[str, Any]:
     """What the model's own conversion.json says of how it was made, if there is one."""
-    path = source.fetch() / "conversion.json"
+    path = source.files / "conversion.json"
     made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {"method": made.get("method"), "calibration_hash": made.get("calibration_hash")}
 

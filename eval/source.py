@@ -113,7 +113,8 @@ class Source:
         value = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return value if isinstance(value, int) else None
 
-    def fetch(self) -> Path:
+    @cached_property
+    def files(self) -> Path:
         """The directory with all its files, downloaded if need be.
 
         Raises:

@@ -134,6 +134,16 @@ def test_a_conversion_is_repeated_from_its_record(checkpoint: Make, convert: Con
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
 
 
+def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    steps = [{"gqa": {"model": str(source), "output": str(tmp_path / str(g)), "groups": g}} for g in (2, 3, 1)]
+    (tmp_path / "recipe.yaml").write_text(json.dumps(steps))
+    result = convert("run", tmp_path / "recipe.yaml")
+    assert result.exit_code == 2
+    assert "cannot make 3 groups" in result.stderr
+    assert [(tmp_path / str(g)).exists() for g in (2, 3, 1)] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [

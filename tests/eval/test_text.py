@@ -59,7 +59,7 @@ def test_a_file_that_is_not_there_fails_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(Failure, match="cannot read .*: Is a directory"):
+    with pytest.raises(Failure, match=r"cannot read .*: Is a directory"):
         read_file(tmp_path)
 
 
