@@ -120,9 +120,7 @@ def main() -> None:
         print(f"start:   {start:.2f} s of it are Python's imports and the plan (convert gqa --dry-run)")
         print(f"ratio:   {statistics.median(ratios):.2f} (pair by pair: {', '.join(f'{r:.2f}' for r in ratios)})")
         print(f"ratio without the start: {statistics.median(net):.2f} ({', '.join(f'{r:.2f}' for r in net)})")
-        print(
-            f"memory:  peak {max(peaks):.0f} MB anonymous, imports alone {imports:.0f} MB, beyond them {max(peaks) - imports:.0f} MB"
-        )
+        print(f"memory:  {max(peaks):.0f} MB anonymous at the peak, of it {imports:.0f} MB for the imports alone")
 
 
 if __name__ == "__main__":
