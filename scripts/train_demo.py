@@ -1,6 +1,6 @@
-"""Train the checkpoint bundled in `convert/demo/model`: a small true-MHA Llama and its tokenizer.
+"""Train the checkpoint bundled in `convert/demo/python-5m-mha`: a small true-MHA Llama and its tokenizer.
 
-    python scripts/train_demo.py convert/demo/model [--steps 2400] [--seed 0]
+    python scripts/train_demo.py convert/demo/python-5m-mha [--steps 2400] [--seed 0]
 
 The text is the installed Python's own (convert/demo/corpus.py); modules named there are held out. On two CPU cores
 the default takes about an hour. `training.json` beside the weights records the Python version, the hash of the

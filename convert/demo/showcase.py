@@ -16,9 +16,9 @@ from eval.evaluate import Settings, evaluate
 from eval.source import Source
 from eval.text import Text
 
-MODEL = Path(__file__).parent / "model"
+MODEL = Path(__file__).parent / "python-5m-mha"
 _TARGETS = (("mean", 4), ("mean", 2), ("mean", 1), ("first", 4), ("first", 2), ("first", 1))
-_TOKENS = 32_768
+_TOKENS = 16_384
 
 
 def showcase(output: Path, quiet: bool = False) -> tuple[dict[str, Any], Path]:
