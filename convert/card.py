@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from convert.plan import Plan
 
@@ -29,7 +32,9 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         before_kind=plan.before.kind,
         base=plan.source.repository or plan.source.name,
         link=f"https://huggingface.co/{plan.source.repository}" if plan.source.repository else None,
-        summary=f"method `{plan.method.name}`, {plan.method.summary}" if record["method"] else "a copy, bit for bit",
+        summary=f"method `{plan.method.name}`, {plan.method.summary} ({plan.method.source})"
+        if record["method"]
+        else record["notes"][0],
         command=_command(record["recipe"]),
         bytes=record["kv_bytes_per_token"],
         plan=plan,
@@ -44,8 +49,8 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
 
 def _command(recipe: dict[str, dict[str, Any]]) -> str:
     ((command, options),) = recipe.items()
-    flags = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if name != "model"]
-    return f"convert {command} {options['model']} OUTPUT {' '.join(flags)}"
+    flags = [part for name, value in options.items() if name != "model" for part in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(["convert", command, options["model"], "OUTPUT", *flags])
 
 
 def _front_matter(plan: Plan, directory: Path) -> str:
@@ -69,6 +74,6 @@ def _inherited_licence(directory: Path) -> str | None:
         return None
     try:
         data = ModelCard.load(card, ignore_metadata_errors=True).data
-    except ValueError:  # a README whose front matter is not what the Hub expects names no licence to us
+    except (ValueError, yaml.YAMLError):  # front matter that is not what the Hub expects names no licence to us
         return None
     return data.get("license")

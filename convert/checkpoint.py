@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ _DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+_CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 16 * 2**20  # values that are checked, cast and written at a time
+_AGAIN = "the files are not of one checkpoint; get it again from where it came from"
+_FAILING = "the disk or the memory is failing"
 _SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
 
 
@@ -52,7 +55,7 @@ class Reader:
     Attributes:
         infos: Every tensor's shape and dtype, in file order.
         files: The weight files, in order.
-        aliases: Tensors of a `.bin` that share memory with an earlier one, and that one's name; not in `infos`.
+        aliases: Tensors of a `.bin` that are an earlier one under another name, and that one's name.
 
     Raises:
         Failure: A shard is missing, damaged or not what the index says.
@@ -101,33 +104,35 @@ class Reader:
 
     def _check_index(self, index: Mapping[str, str]) -> None:
         for name, file in index.items():
-            if self._place.get(name) != file and name not in self.aliases:
-                raise Failure(f"the index puts tensor {name} into {file}, and that file has no such tensor")
+            if self._place.get(name) != file:
+                raise Failure(f"the index puts tensor {name} into {file}, and that file has no such tensor", hint=_AGAIN)
         if extra := sorted(set(self.infos) - set(index)):
-            raise Failure(f"{self._place[extra[0]]} holds tensor {extra[0]}, and the index does not list it")
+            raise Failure(f"{self._place[extra[0]]} holds tensor {extra[0]}, and the index does not list it", hint=_AGAIN)
 
 
 class _Pickle:
-    """A `.bin` shard read with weights_only, mapped; tensors that share storage with an earlier one are aliases."""
+    """A `.bin` shard read with weights_only, mapped where its format allows; equal views of one storage are aliases."""
 
     def __init__(self, path: Path) -> None:
         try:
-            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            # Files from before torch 1.6 are no zip archives, and cannot be mapped.
+            loaded = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         except Exception as error:  # unpickling can fail in any way
             reason = " ".join(str(error).split())[:160]
             raise Failure(
                 f"{path.name} is no weights-only pickle: {reason}", hint="convert it to safetensors where it came from"
             ) from None
-        self.tensors: dict[str, torch.Tensor] = {}
+        if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+            raise Failure(
+                f"{path.name} holds more than named tensors", hint="save the model's state_dict alone, as safetensors"
+            )
+        self.tensors: dict[str, torch.Tensor] = loaded
         self.aliases: dict[str, str] = {}
-        seen: dict[tuple[int, tuple[int, ...]], str] = {}
+        seen: dict[Any, str] = {}
         for name, tensor in loaded.items():
-            key = (tensor.data_ptr(), tuple(tensor.shape))
-            if key in seen:
-                self.aliases[name] = seen[key]
-            else:
-                self.tensors[name] = tensor
-                seen[key] = name
+            first = seen.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
+            if first != name:
+                self.aliases[name] = first
 
     def get_tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -138,7 +143,7 @@ def _open_safetensors(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise Failure(
-            f"{path.name} is truncated or damaged: {error}", hint="compare its size and hash with where it came from"
+            f"{path.name} is truncated or damaged: {error}", hint="compare its size with where it came from, and get it again"
         ) from None
 
 
@@ -152,57 +157,66 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
             try:
                 index = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError):
-                raise Failure(f"{index_path.name} is no weight index: it needs a weight_map") from None
+                raise Failure(f"{index_path.name} is no weight index: it needs a weight_map", hint=_AGAIN) from None
             files = sorted(set(index.values()))
             if missing := [file for file in files if not (directory / file).is_file()]:
-                raise Failure(f"{directory} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:3])}")
+                named = ", ".join(missing[:3]) + (", …" if missing[3:] else "")
+                raise Failure(f"{directory} lacks {len(missing)} of {len(files)} weight files: {named}", hint="get them again")
             return files, index
-    raise Failure(f"{directory} holds neither {_SAFETENSORS} nor {_PICKLES}, nor an index of either")
+    raise Failure(
+        f"{directory} holds neither {_SAFETENSORS} nor {_PICKLES}, nor an index of either",
+        hint="kvfold reads checkpoints as transformers' save_pretrained writes them",
+    )
 
 
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+def write_shard(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    progress: Callable[[int], object] = lambda written: None,
+) -> None:
     """Write one safetensors file, read it back, compare every byte with what was meant, then give it its name.
 
     Args:
         path: The final name; until the comparison has passed, the file is called `<name>.tmp`.
         tensors: Any mixture of mapped and computed tensors.
-        dtype: What floats are cast to, or None to keep each as it is.
+        dtypes: What each is stored in.
+        progress: Called with the number of further bytes written.
 
     Raises:
         Failure: A value is not finite (as read, or after the cast), or the file does not read back as written.
         OSError: The disk is full or broken.
     """
     # Wide dtypes first, as safetensors itself orders them, so that every tensor is aligned for mapping.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    ordered = dict(sorted(tensors.items(), key=lambda item: -dtypes[item[0]].itemsize))
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
-        header = _header(ordered, dtype)
+        header = _header(ordered, dtypes)
         file.write(struct.pack("<Q", len(header)) + header)
         for name, tensor in ordered.items():
-            for chunk in _chunks(tensor, dtype):
+            for chunk in _chunks(tensor, dtypes[name]):
                 if not _finite(chunk):
-                    raise _not_finite(name, tensor, dtype)
+                    raise _not_finite(name, tensor, dtypes[name])
                 file.write(_bytes(chunk))
-    _verify(temporary, ordered, dtype)
+                progress(chunk.nbytes)
+    _verify(temporary, ordered, dtypes)
     temporary.replace(path)
 
 
-def _header(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> bytes:
+def _header(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
-        info = TensorInfo(tuple(tensor.shape), tensor.dtype).stored_as(dtype)
-        end = offset + info.nbytes
-        entries[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [offset, end]}
+        end = offset + tensor.numel() * dtypes[name].itemsize
+        entries[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(entries, separators=(",", ":")).encode()
     return encoded + b" " * (-len(encoded) % 8)
 
 
-def _chunks(tensor: torch.Tensor, dtype: torch.dtype | None) -> Iterable[torch.Tensor]:
+def _chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterable[torch.Tensor]:
     """`tensor` flat, in pieces, as they will be stored."""
-    target = TensorInfo(tuple(tensor.shape), tensor.dtype).stored_as(dtype).dtype
-    return (chunk.to(target) for chunk in tensor.contiguous().flatten().split(_CHUNK))
+    return (chunk.to(dtype) for chunk in tensor.contiguous().flatten().split(_CHUNK))
 
 
 def _finite(chunk: torch.Tensor) -> bool:
@@ -215,6 +229,8 @@ def _finite(chunk: torch.Tensor) -> bool:
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two flat tensors hold the same bytes; eight at a time, since `equal` compares value by value."""
     a, b = a.view(torch.uint8), b.view(torch.uint8)
+    if a.storage_offset() % 8 or b.storage_offset() % 8:
+        return torch.equal(a, b)
     whole = len(a) // 8 * 8
     return torch.equal(a[:whole].view(torch.int64), b[:whole].view(torch.int64)) and torch.equal(a[whole:], b[whole:])
 
@@ -223,26 +239,26 @@ def _bytes(chunk: torch.Tensor) -> memoryview:
     return memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
 
 
-def _not_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Failure:
-    if dtype and torch.isfinite(tensor).all():
+def _not_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Failure:
+    if torch.isfinite(tensor).all():
+        largest, kind = tensor.abs().max(), str(dtype).removeprefix("torch.")
         return Failure(
-            f"tensor {name} overflows in {str(dtype).removeprefix('torch.')}: its largest value is {tensor.abs().max():g}",
-            hint="use --dtype bfloat16 or float32",
+            f"tensor {name} overflows in {kind}: its largest value is {largest:g}", hint="use --dtype bfloat16 or float32"
         )
     return Failure(f"tensor {name} holds NaN or infinite values", hint="the source checkpoint is damaged; get it again")
 
 
-def _verify(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+def _verify(path: Path, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
     written = _open_safetensors(path)
     if set(written.keys()) != set(tensors):
-        raise Failure(f"{path.name} does not read back: its tensors are not the ones written")
+        raise Failure(f"{path.name} does not read back: its tensors are not the ones written", hint=_FAILING)
     for name, tensor in tensors.items():
         back = written.get_tensor(name)
         same = back.shape == tensor.shape and all(
-            _same(read, meant) for read, meant in zip(back.flatten().split(_CHUNK), _chunks(tensor, dtype), strict=True)
+            _same(read, meant) for read, meant in zip(back.flatten().split(_CHUNK), _chunks(tensor, dtypes[name]), strict=True)
         )
         if not same:
-            raise Failure(f"{path.name} does not read back: {name} differs", hint="the disk or the memory is failing")
+            raise Failure(f"{path.name} does not read back: {name} differs", hint=_FAILING)
 
 
 def write_index(directory: Path, shards: Mapping[str, Iterable[str]], total_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import traceback
 from pathlib import Path
@@ -29,6 +30,11 @@ class Commands(click.Group):
             if error.hint:
                 click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # the reader of a pipe has gone; click ends quietly
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("error: interrupted", err=True)
             ctx.exit(Interrupted.exit_code)
@@ -139,6 +145,9 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
     _quieten(given["verbose"])
     if (text is None) == (dataset is None):
         raise click.UsageError("give either --text FILE or --dataset NAME")
+    limit = given["max_perplexity_ratio"]
+    if limit is not None and (len(models) < 2 or not limit > 0):
+        raise click.UsageError("--max-perplexity-ratio needs two models or more, and a ratio above 0")
     sources = [Source.parse(model, given["trust_remote_code"]) for model in models]
     names = ("protocol", "context", "max_tokens", "dtype", "device", "quiet")
     found = run(sources, text or str(dataset), Settings(**{name: given[name] for name in names}))
@@ -146,7 +155,7 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
     if given["output"]:
         paths = report.write(found, given["output"])
         click.echo(f"written: {', '.join(str(path) for path in paths.values())}", err=True)
-    require_ratio(found, given["max_perplexity_ratio"])
+    require_ratio(found, limit)
 
 
 @main.command()
@@ -235,7 +244,7 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
     type=click.Path(file_okay=False, path_type=Path),
     default="kvfold-demo",
     show_default=True,
-    help="Replaced if it is an earlier demo's.",
+    help="Where everything goes.",
 )
 @options.plain
 def demo(output: Path, as_json: bool, verbose: bool, quiet: bool) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from attention.spec import AttentionSpec
-from convert.families import FAMILIES
+from convert.families import FAMILIES, Family
 from convert.hosts import HOSTS
 from convert.plan import Plan, readable
 from eval.capacity import count_parameters, fit, with_kv_heads
@@ -67,10 +68,12 @@ def targets(spec: AttentionSpec) -> list[AttentionSpec]:
 
 def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping[str, float], share: float) -> dict[str, Any]:
     """What the source and each possible target take, and where that fits."""
-    spec = readable(source).spec(source.config)
+    family = readable(source)
+    spec = family.spec(source.config)
+    whole, own = count_parameters(source.config, source.trust_remote_code), _attention_parameters(family, source.config)
     rows = []
     for target in targets(spec):
-        parameters = count_parameters(with_kv_heads(source.config, target))
+        parameters = whole - own + _attention_parameters(family, with_kv_heads(source.config, target))
         rows.append(asdict(fit(target, parameters, dtype, batch, context, gpus, share)) | {"parameters": parameters})
     return {
         "model": source.reference,
@@ -82,6 +85,11 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
         "gpu_share": share,
         "targets": rows,
     }
+
+
+def _attention_parameters(family: Family, config: Any) -> int:
+    layers = range(family.spec(config).num_layers)
+    return sum(math.prod(shape) for layer in layers for shape in family.shapes(config, layer).values())
 
 
 def capacity_text(facts: Mapping[str, Any]) -> str:

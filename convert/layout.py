@@ -11,8 +11,6 @@ import torch
 
 from attention.errors import Failure
 from convert.checkpoint import Reader, TensorInfo
-from convert.families import Attention
-from convert.methods.base import Draw
 from convert.plan import Plan
 
 
@@ -33,30 +31,27 @@ class Unit:
         return sum(info.nbytes for info in self.outputs.values())
 
 
-def stored_dtype(plan: Plan) -> torch.dtype | None:
-    """What floats are stored in, or None where each tensor keeps its own dtype."""
-    return getattr(torch, plan.output.dtype) if plan.output.dtype else None
-
-
 def units_of(plan: Plan, reader: Reader) -> list[Unit]:
     """What will be written, in the source's order, checked against the headers of its files."""
-    config, spec = plan.source.config, plan.before
-    stored = stored_dtype(plan)
+    config = plan.source.config
+    stored = getattr(torch, plan.output.dtype) if plan.output.dtype else None
     layer_of: dict[str, int] = {}
-    for layer in range(spec.num_layers):
+    for layer in range(plan.before.num_layers):
         expected = plan.family.shapes(config, layer)
         _check_layer(plan, reader, layer, expected)
         layer_of |= dict.fromkeys(expected, layer)
     _check_depth(plan, reader)
+    tied = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
     units: list[Unit] = []
     placed: set[int] = set()
     for name, info in reader.infos.items():
         layer_index = layer_of.get(name)
-        if layer_index is None:
+        if layer_index is not None:
+            if layer_index not in placed:
+                placed.add(layer_index)
+                units.append(Unit(_layer_outputs(plan, reader, layer_index, stored), layer_index))
+        elif not (tied and name in reader.aliases):  # a tied head shares the embedding's memory: it is written once
             units.append(Unit({name: info.stored_as(stored)}))
-        elif layer_index not in placed:
-            placed.add(layer_index)
-            units.append(Unit(_layer_outputs(plan, reader, layer_index, stored), layer_index))
     return units
 
 
@@ -72,6 +67,7 @@ def _check_layer(plan: Plan, reader: Reader, layer: int, expected: dict[str, tup
                 hint="compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights",
             )
     module = next(iter(expected)).rsplit(".", 2)[0] + "."
+    # Old checkpoints keep RoPE's frequencies, which classes compute nowadays; they are copied like any other tensor.
     extra = [n for n in reader.infos if n.startswith(module) and n not in expected and not n.endswith("inv_freq")]
     if extra:
         raise Failure(
@@ -85,22 +81,18 @@ def _check_depth(plan: Plan, reader: Reader) -> None:
     layers = plan.before.num_layers
     beyond = [name.replace(".0.", f".{layers}.", 1) for name in plan.family.shapes(plan.source.config, 0)]
     if found := [name for name in beyond if name in reader.infos]:
-        raise Failure(f"config.json gives {layers} layers, and the weights hold {found[0]}")
+        raise Failure(
+            f"config.json gives {layers} layers, and the weights hold {found[0]}",
+            hint="set num_hidden_layers to what the weights have",
+        )
 
 
 def _layer_outputs(plan: Plan, reader: Reader, layer: int, stored: torch.dtype | None) -> dict[str, TensorInfo]:
-    """Names, shapes and dtypes of a converted layer, found by running the plan on tensors without data."""
-    names = plan.family.shapes(plan.source.config, layer)
-    empty = {name: torch.empty(reader.infos[name].shape, dtype=reader.infos[name].dtype, device="meta") for name in names}
-    before = plan.family.split(empty, plan.source.config, layer)
-    converted = plan.host.tensors(plan.family, convert_layer(plan, before, Draw(torch.Generator(), 0.0)), layer)
-    return {name: TensorInfo(tuple(t.shape), t.dtype).stored_as(stored) for name, t in converted.items()}
-
-
-def convert_layer(plan: Plan, before: Attention, draw: Draw) -> Attention:
-    """The plan's method on one layer; the layer itself where there is nothing to merge, so that it is copied bit for bit."""
-    groups = plan.target.num_kv_heads
-    return before if groups == before.num_kv_heads else plan.method.merge(before, groups, draw)
+    """A converted layer's tensors. Each keeps the dtype of the source's of that name, or of its first projection."""
+    first = next(iter(plan.family.shapes(plan.source.config, layer)))
+    shapes = plan.host.shapes(plan.family, plan.source.config, plan.target, layer)
+    dtypes = {name: reader.infos.get(name, reader.infos[first]).dtype for name in shapes}
+    return {name: TensorInfo(shape, dtypes[name]).stored_as(stored) for name, shape in shapes.items()}
 
 
 def deal(units: list[Unit], limit: int) -> list[list[Unit]]:

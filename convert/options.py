@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Size(click.ParamType[int]):
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic only from click 8.4 on
     """Bytes with a unit: 5GB, 500MB, 1.5GiB."""
 
     name = "size"
@@ -31,7 +31,7 @@ class Size(click.ParamType[int]):
         return size
 
 
-class Gpu(click.ParamType[tuple[str, float]]):
+class Gpu(click.ParamType):  # type: ignore[type-arg]
     """NAME=GB."""
 
     name = "gpu"
@@ -70,8 +70,12 @@ conversion = _all(
     click.argument("output", type=click.Path(path_type=Path)),
     click.option("--dtype", type=click.Choice(DTYPES), help="Store floats in this dtype.  [default: as in MODEL]"),
     device,
-    click.option("--seed", default=0, show_default=True, help="For methods that draw numbers."),
-    click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest weight file."),
+    click.option(
+        "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="For methods that draw numbers."
+    ),
+    click.option(
+        "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Begin a new weight file beyond this."
+    ),
     click.option("--overwrite", is_flag=True, help="Replace a checkpoint at OUTPUT once the new one is whole."),
     click.option("--resume", is_flag=True, help="Finish an interrupted conversion to OUTPUT."),
     click.option("--dry-run", is_flag=True, help="Print the plan and stop; reads no weights."),

@@ -61,7 +61,7 @@ class Plan:
         """What the bytes depend on, as `convert run` takes it back; OUTPUT is not part of it."""
         return {
             self.command: {
-                "model": self.source.reference,
+                "model": f"{self.source.repository}@{self.source.commit}" if self.source.repository else self.source.reference,
                 **({"groups": self.target.num_kv_heads} if self.command == "gqa" else {}),
                 "method": self.method.name,
                 "seed": self.seed,
@@ -106,7 +106,8 @@ def readable(source: Source) -> Family:
     """
     source.refuse_remote_code()
     if source.raw.get("quantization_config"):
-        kind = source.raw["quantization_config"].get("quant_method", "unknown")
+        quantisation = source.raw["quantization_config"]
+        kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation
         raise Refusal(f"{source.reference} is quantised ({kind})", hint="convert the original checkpoint, then quantise")
     if source.raw.get("kv_lora_rank"):
         AttentionSpec.from_config(source.config)  # refuses, naming the rank
@@ -129,14 +130,15 @@ def plan_grouped(command: str, source: Source, groups: int, method: str, seed: i
             refusals.append(f"{host.name}: {reason}")
             continue
         check_output(output.path, source.directory, output.overwrite, output.resume)
-        notes = _notes(family, source, before, target)
+        notes = _notes(family, source, before, target, output.dtype)
         return Plan(command, source, family, before, target, methods.load(method), host, output, seed, device, notes)
     raise Refusal(f"no host carries {target.kind} of {family.model_type}: {'; '.join(refusals)}")
 
 
-def _notes(family: Family, source: Source, before: AttentionSpec, target: AttentionSpec) -> tuple[str, ...]:
+def _notes(family: Family, source: Source, before: AttentionSpec, target: AttentionSpec, dtype: str | None) -> tuple[str, ...]:
     if target == before:
-        return (f"{before.num_kv_heads} KV heads are what the source has: every tensor is copied bit for bit",)
+        how = f"every tensor is cast to {dtype} and otherwise" if dtype else "every tensor is copied bit for bit,"
+        return (f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged",)
     if family.merges_norm_gains(source.config):
         return ("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group",)
     return ()

@@ -27,7 +27,7 @@ def read(path: Path) -> list[tuple[str, dict[str, Any]]]:
         raise Refusal(f"{path} is no YAML: {' '.join(str(error).split())[:200]}") from None
     if isinstance(data, dict) and "recipe" in data and "kvfold" in data:
         data = data["recipe"]  # a conversion.json
-    steps = data if isinstance(data, list) else [data]
+    steps = data if isinstance(data, list) and data else [data]
     for step in steps:
         if not (isinstance(step, dict) and len(step) == 1 and isinstance(next(iter(step.values())), dict)):
             raise Refusal(
@@ -61,6 +61,7 @@ def command_lines(steps: list[tuple[str, dict[str, Any]]], settings: Sequence[st
         if unknown := sorted(set(given) - set(known)):
             raise Refusal(f"convert {name} has no option {unknown[0]!r} (it has {', '.join(sorted(known))})")
         chosen = given | {key: value for key, value in overrides.items() if key in known}
+        chosen = {key: value for key, value in chosen.items() if value is not None}
         yield [name, *(argument for key, value in chosen.items() for argument in _arguments(known[key], value))]
 
 
@@ -90,5 +91,5 @@ def _arguments(parameter: click.Parameter, value: Any) -> list[str]:
         return values
     flag = max(parameter.opts, key=len)
     if isinstance(parameter, click.Option) and parameter.is_flag:
-        return [flag] if str(value).lower() in ("true", "1", "yes") else []
+        return [flag] if click.BOOL.convert(value, parameter, None) else []
     return [part for v in values for part in (flag, v)]

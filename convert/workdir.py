@@ -1,25 +1,29 @@
-"""Where a conversion happens until it is whole: a directory beside OUTPUT that is renamed to OUTPUT at the end.
+"""Where a conversion happens until it is whole: `OUTPUT.partial`, whose checkpoint is renamed to OUTPUT at the end.
 
-Nothing in it can be loaded before the rename, because config.json is written last. An interrupted run leaves it for
-`--resume`; a refused one removes it.
+An interrupted run leaves it for `--resume`; a refused one removes it. Only what carries this file's own marks is ever
+deleted.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Refusal
 
-_PLAN, _NOTES = "plan.json", "notes"
+# In the work directory: the plan, a note for each finished shard, and the checkpoint as it grows.
+_PLAN, _NOTES, _CHECKPOINT = "plan.json", "notes", "checkpoint"
 
 
 def partial_path(output: Path) -> Path:
-    """The work directory of OUTPUT."""
-    return output.with_name(output.name + ".partial")
+    """The work directory of OUTPUT, beside it."""
+    whole = Path(os.path.abspath(output))  # noqa: PTH100 — "." and ".." have no name of their own; links stay links
+    return whole.with_name(whole.name + ".partial")
 
 
 def check_output(output: Path, source: Path | None, overwrite: bool, resume: bool) -> None:
@@ -31,90 +35,115 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
         overwrite: Whether an existing checkpoint may be replaced.
         resume: Whether an unfinished conversion may be continued.
     """
-    if source:
-        whole, ours = source.resolve(), output.resolve()
-        if whole == ours or whole in ours.parents or ours in whole.parents:
-            raise Refusal(f"OUTPUT {output} and MODEL {source} lie inside each other", hint="choose an OUTPUT beside MODEL")
+    if output.is_symlink() and not output.exists():
+        raise Refusal(f"OUTPUT {output} is a link to nothing", hint="remove the link, or choose another OUTPUT")
     if output.is_file():
         raise Refusal(f"OUTPUT {output} is a file", hint="give a directory that does not exist yet")
+    partial = partial_path(output)
+    for ours in (output.resolve(), partial.resolve()) if source else ():
+        whole = source.resolve() if source else ours
+        if whole == ours or whole in ours.parents or ours in whole.parents:
+            raise Refusal(f"OUTPUT {output} and MODEL {source} lie inside each other", hint="choose an OUTPUT beside MODEL")
     if output.is_dir() and any(output.iterdir()):
         if not overwrite:
             raise Refusal(f"OUTPUT {output} exists already", hint="choose another, or replace it with --overwrite")
         if not (output / "config.json").is_file():
             raise Refusal(f"OUTPUT {output} is no checkpoint, so --overwrite leaves it alone", hint="choose another OUTPUT")
-    partial = partial_path(output)
-    if partial.exists() and not (resume or overwrite):
-        raise Refusal(
-            f"{partial} holds an unfinished conversion", hint="finish it with --resume, or start again with --overwrite"
-        )
+    if partial.exists():
+        if not _is_ours(partial):
+            raise Refusal(f"{partial} is in the way, and no conversion made it", hint="move it, or choose another OUTPUT")
+        if not (resume or overwrite):
+            raise Refusal(
+                f"{partial} holds an unfinished conversion", hint="finish it with --resume, or start again with --overwrite"
+            )
+
+
+def _is_ours(partial: Path) -> bool:
+    """Whether a run of kvfold made this directory, perhaps killed before it had written the plan."""
+    return partial.is_dir() and {p.name for p in partial.iterdir()} <= {_PLAN, f"{_PLAN}.tmp", _NOTES, _CHECKPOINT}
 
 
 class WorkDirectory:
     """The directory of one conversion, opened for a plan.
 
     Args:
-        output: Where it will end up.
+        output: Where the checkpoint will end up.
         plan: Everything the bytes depend on. A resumed run must bring the same.
         resume: Continue what is there, if the plan is the same.
 
     Attributes:
-        path: The work directory.
+        path: The checkpoint as it grows.
     """
 
     def __init__(self, output: Path, plan: Mapping[str, Any], resume: bool) -> None:
         self._output = output
-        self.path = partial_path(output)
+        self._root = partial_path(output)
+        self.path, self._notes = self._root / _CHECKPOINT, self._root / _NOTES
         known = self._known_plan() if resume else None
         if known is not None and known != plan:
-            differs = sorted(key for key in {*known, *plan} if known.get(key) != plan.get(key))
+            changed = sorted(key for key in {*known, *plan} if known.get(key) != plan.get(key))
+            values = "; ".join(f"{key}: {known.get(key)} then, {plan.get(key)} now" for key in changed)
             raise Refusal(
-                f"{self.path} was begun with other settings: {', '.join(differs)} differ",
+                f"{self._root} was begun with other settings: {values}",
                 hint="repeat the first command with --resume, or start again with --overwrite",
             )
-        if known is None and self.path.exists():
-            shutil.rmtree(self.path)
-        (self.path / _NOTES).mkdir(parents=True, exist_ok=True)
-        (self.path / _PLAN).write_text(json.dumps(plan, indent=1), encoding="utf-8")
+        if known is None and self._root.exists():
+            shutil.rmtree(self._root)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._notes.mkdir(exist_ok=True)
+        _write_whole(self._root / _PLAN, plan)
 
     def _known_plan(self) -> Any:
         try:
-            return json.loads((self.path / _PLAN).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # killed before or while the plan was written: nothing was done yet
+            return json.loads((self._root / _PLAN).read_text(encoding="utf-8"))
+        except FileNotFoundError:  # killed before the plan was written: nothing was done yet
             return None
 
     def done(self, shard: str) -> Any | None:
-        """What was noted of a finished shard, or None. A shard bears its name only once it has been verified."""
-        note = self.path / _NOTES / f"{shard}.json"
-        if not (self.path / shard).is_file() or not note.is_file():
+        """What was noted of a finished shard, or None. A shard is noted only once it has been verified."""
+        try:
+            note = json.loads((self._notes / f"{shard}.json").read_text(encoding="utf-8"))
+            whole = (self.path / shard).stat().st_size == note["bytes"]
+        except FileNotFoundError:
             return None
-        return json.loads(note.read_text(encoding="utf-8"))
+        return note["value"] if whole else None
 
     def note(self, shard: str, value: Any) -> None:
         """Keep `value` for a finished shard, so that a resumed run can still report it."""
-        temporary = self.path / _NOTES / f"{shard}.tmp"
-        temporary.write_text(json.dumps(value), encoding="utf-8")
-        temporary.replace(temporary.with_suffix(".json"))
+        _write_whole(self._notes / f"{shard}.json", {"bytes": (self.path / shard).stat().st_size, "value": value})
 
     def require_space(self, needed: int) -> None:
-        """Fail before the first byte if the disk cannot take `needed` bytes."""
+        """Fail before the first byte if the disk cannot take `needed` bytes; finished shards stay for `--resume`."""
         free = shutil.disk_usage(self.path).free
-        if needed > free:
-            raise Failure(
-                f"no space: {self.path.parent} has {free / 1e9:.2f} GB free, the conversion needs {needed / 1e9:.2f} GB",
-                hint="free some, or choose an OUTPUT on another disk",
-            )
+        if needed <= free:
+            return
+        where = self._root.parent
+        resumable = any(self._notes.iterdir())
+        if not resumable:
+            self.discard()
+        raise Failure(
+            f"no space: {where} has {free / 1e9:.3f} GB free, the conversion needs {needed / 1e9:.3f} GB",
+            hint="free some, then use --resume" if resumable else "free some, or choose an OUTPUT on another disk",
+        )
 
     def discard(self) -> None:
         """Remove everything: the run was refused."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        shutil.rmtree(self._root, ignore_errors=True)
 
     def publish(self) -> None:
-        """Become OUTPUT. An OUTPUT that is to be replaced steps aside first and goes last."""
-        shutil.rmtree(self.path / _NOTES)
-        (self.path / _PLAN).unlink()
-        old = self._output.with_name(self._output.name + ".old")
-        if self._output.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            self._output.rename(old)
-        self.path.rename(self._output)
-        shutil.rmtree(old, ignore_errors=True)
+        """Put the checkpoint at OUTPUT. One that is to be replaced steps aside first, and goes last."""
+        output = Path(os.path.abspath(self._output))  # noqa: PTH100
+        if output.exists():
+            aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+            output.rename(aside / "replaced")
+            self.path.rename(output)
+            shutil.rmtree(aside)
+        else:
+            self.path.rename(output)
+        shutil.rmtree(self._root)
+
+
+def _write_whole(path: Path, value: Any) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    temporary.replace(path)

@@ -43,13 +43,13 @@ class Fit:
     fits: dict[str, bool]
 
 
-def count_parameters(config: Any) -> int:
+def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
     """Parameters of the causal LM that `config` describes, tied ones once; allocates nothing."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -10,7 +10,7 @@ from attention.errors import Failure
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.device import input_device
 
-_PROMPT = 16  # shorter than any sliding window in use, so that every layer keeps every token
+_PROMPT = 16
 
 
 def measured_bytes_per_token(model: Any, dtype: str) -> float:
@@ -19,12 +19,18 @@ def measured_bytes_per_token(model: Any, dtype: str) -> float:
     The model may run in another dtype than its checkpoint is kept in (fp32 on a CPU): values are counted, and priced
     in `dtype`.
     """
-    ids = torch.zeros(1, _PROMPT, dtype=torch.long, device=input_device(model))
+    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or _PROMPT + 1
+    prompt = max(1, min(_PROMPT, window - 1))  # within the window every layer keeps every token
+    ids = torch.zeros(1, prompt, dtype=torch.long, device=input_device(model))
     with torch.inference_mode():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
+        cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+    if cache is None:
+        raise Failure(
+            f"{type(model).__name__} keeps no KV cache", hint="kvfold evaluates decoder-only models; is this an encoder?"
+        )
     kept = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]  # linear attention has no keys
     values = sum(layer.keys.numel() + layer.values.numel() for layer in kept)
-    return values / _PROMPT * dtype_bytes(dtype)
+    return values / prompt * dtype_bytes(dtype)
 
 
 def cache_figures(model: Any, spec: AttentionSpec, dtype: str, source_bytes: int) -> dict[str, Any]:

@@ -71,6 +71,8 @@ def require_ratio(report: dict[str, Any], limit: float | None) -> None:
 def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[str, Any]:
     """Evaluate the first model as the source and the others against it.
 
+    Two models are in memory at a time, the source and one other; the source runs again for each.
+
     Returns:
         The report: `{"kvfold", "protocol", "models"}` as DESIGN.md gives it.
 
@@ -78,35 +80,49 @@ def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[
         Refusal: The models' configs do not allow the comparison.
         Failure: A model cannot be loaded, or its figures cannot be trusted.
     """
-    protocol = check(sources, settings)
-    tokens = _tokens(sources[0], text, settings.max_tokens)
+    protocol, tokens = prepare(sources, text, settings)
     blocks = protocol.blocks(tokens)
     total = sum(len(block.ids) - block.first for block in blocks)
+    first, *others = sources
     entries: list[dict[str, Any]] = []
-    with load(sources[0], settings) as source:
+    with load(first, settings) as source:
         record = protocol_record(protocol, tokens, str(source.dtype).removeprefix("torch."))
-        pairs: list[Source | None] = [*sources[1:]] or [None]
-        for other in pairs:
-            with load(other, settings) if other else contextlib.nullcontext(None) as model:
-                name = (other or sources[0]).name
-                with _bar(total, name, settings.quiet) as bar:
+        # What can fail for reasons in a model's config or files comes before the long part.
+        fixed = {**_identity(first), **_cost(first, source)}
+        compared: list[Source | None] = [*others] or [None]
+        for other in compared:
+            with load(other, settings) if other else contextlib.nullcontext() as model:
+                theirs_fixed = {**_identity(other), **_cost(other, model, fixed["kv_bytes_per_token"])} if other else {}
+                with _bar(total, (other or first).name, settings.quiet) as bar:
                     theirs, ours = compare(source, model, blocks, bar.update)
-                if not entries:
-                    entries.append({**_identity(sources[0]), **theirs.as_figures(tokens, theirs), **_cost(sources[0], source)})
-                if other:
-                    source_bytes = entries[0]["kv_bytes_per_token"]
-                    entries.append({**_identity(other), **ours.as_figures(tokens, theirs), **_cost(other, model, source_bytes)})
             del model  # or it would still be there while the next one is loaded
+            if not entries:
+                entries.append(fixed | theirs.as_figures(tokens, theirs))
+            if other:
+                entries.append(theirs_fixed | ours.as_figures(tokens, theirs))
     return {"kvfold": version("kvfold"), "protocol": record, "models": entries}
+
+
+def prepare(sources: Sequence[Source], text: Text, settings: Settings) -> tuple[Protocol, Tokens]:
+    """Everything that can go wrong before a model is loaded: configs, tokenizer, text."""
+    protocol = check(sources, settings)
+    tokens = _tokens(sources[0], text, settings.max_tokens)
+    protocol.blocks(tokens)
+    return protocol, tokens
 
 
 def check(sources: Sequence[Source], settings: Settings) -> Protocol:
     """Everything that can be refused from configs: the protocol at the context that all models allow."""
     require_device(settings.device)
+    for source in sources:
+        _require_causal(source)
     vocabularies = {source.config.get_text_config(decoder=True).vocab_size for source in sources}
     if len(vocabularies) > 1:
         listed = ", ".join(f"{s.name} {s.config.get_text_config(decoder=True).vocab_size}" for s in sources)
-        raise Refusal(f"models with different vocabularies cannot be compared: {listed}")
+        raise Refusal(
+            f"models with different vocabularies cannot be compared: {listed}",
+            hint="evaluate each by itself, bits/byte compares",
+        )
     for source in sources:
         AttentionSpec.from_config(source.config).bytes_per_token(source.dtype)
     if settings.max_tokens is not None and settings.max_tokens < 2:
@@ -121,20 +137,31 @@ def check(sources: Sequence[Source], settings: Settings) -> Protocol:
     return Protocol.named(settings.protocol, context)
 
 
+def _require_causal(source: Source) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
+    if getattr(source.config, "is_encoder_decoder", False) or not known:
+        raise Refusal(
+            f"{source.reference} is no decoder-only language model (model type {source.model_type!r})",
+            hint="perplexity is defined for models that AutoModelForCausalLM loads",
+        )
+
+
 @contextlib.contextmanager
 def load(source: Source, settings: Settings) -> Iterator[Any]:
     """The model of `source` in eval mode, freed when the block ends.
 
-    On a CPU it is loaded whole. Elsewhere accelerate's device map spreads it over GPUs, main memory and, beyond
-    those, a temporary directory.
+    With "cpu" it is loaded whole. Otherwise accelerate's device map spreads it over GPUs, main memory and, beyond those,
+    a temporary directory.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    device = settings.device if settings.device != "auto" else ("auto" if torch.cuda.is_available() else "cpu")
-    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if device == "cpu" else source.dtype)
+    on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
+    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if on_cpu else source.dtype)
     with tempfile.TemporaryDirectory(prefix="kvfold-offload-") as offload:
-        placement = {} if device == "cpu" else {"device_map": device, "offload_folder": offload}
+        placement = {} if settings.device == "cpu" else {"device_map": settings.device, "offload_folder": offload}
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 source.files,
@@ -147,12 +174,13 @@ def load(source: Source, settings: Settings) -> Iterator[Any]:
             raise
         except Exception as error:  # safetensors, torch, transformers and the file system all have their own
             reason = " ".join(str(error).split())[:300]
-            raise Failure(f"cannot load {source.reference}: {reason}") from None
+            raise Failure(f"cannot load {source.reference}: {reason}", hint="is the checkpoint whole? -v shows more") from error
         if info["missing_keys"] or info["mismatched_keys"]:
             bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
             # transformers fills such weights with random numbers and carries on; a figure from that would be false.
             raise Failure(
-                f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …"
+                f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …",
+                hint="config.json and the weights are not of the same model",
             )
         yield model.eval()
 
@@ -166,11 +194,16 @@ def _tokens(source: Source, text: Text, max_tokens: int | None) -> Tokens:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise Failure(f"cannot load the tokenizer of {source.reference}: {reason}") from None
+        raise Failure(
+            f"cannot load the tokenizer of {source.reference}: {reason}", hint="copy the tokenizer's files beside the weights"
+        ) from error
     tokens = tokenize(text, tokenizer)
     limit = source.config.get_text_config(decoder=True).vocab_size
     if int(tokens.ids.max()) >= limit:
-        raise Failure(f"the tokenizer of {source.reference} makes ids up to {int(tokens.ids.max())}, its model has {limit}")
+        raise Failure(
+            f"the tokenizer of {source.reference} makes ids up to {int(tokens.ids.max())}, its model knows {limit}",
+            hint="the tokenizer's files are not this model's",
+        )
     return tokens if max_tokens is None else replace(tokens, ids=tokens.ids[:max_tokens])
 
 
@@ -182,7 +215,11 @@ def _identity(source: Source) -> dict[str, Any]:
 def _provenance(source: Source) -> dict[str, Any]:
     """What the model's own conversion.json says of how it was made, if there is one."""
     path = source.files / "conversion.json"
-    made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        made = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        made = None
+    made = made if isinstance(made, dict) and "kvfold" in made else {}  # another tool's file of that name says nothing
     return {"method": made.get("method"), "calibration_hash": made.get("calibration_hash")}
 
 

@@ -20,6 +20,8 @@ from eval.text import Tokens
 
 # Logits of one forward pass, in values (128 MB in fp32): decides how many blocks go through together.
 _LOGITS_AT_ONCE = 2**25
+# Logits that are made log-probabilities and compared at a time: those steps need several fp32 copies.
+_ROWS_AT_ONCE = 2**24
 
 
 @dataclass
@@ -31,12 +33,18 @@ class Score:
     kl: float = 0.0
     agreed: int = 0
 
-    def add(self, found: torch.Tensor, expected: torch.Tensor, targets: torch.Tensor) -> None:
-        """Count fp32 log-probabilities `found` against the source's `expected`, `[N, vocabulary]`, and `targets [N]`."""
+    def add(self, found: torch.Tensor, expected: torch.Tensor | None, targets: torch.Tensor) -> None:
+        """Count fp32 log-probabilities `[N, vocabulary]` of `targets [N]`, `found` against what the source `expected`.
+
+        None means that `found` are the source's own.
+        """
         self.nats += nll_loss(found, targets.to(found.device), reduction="none").double().sum().item()
         self.tokens += targets.numel()
-        self.kl += (expected.exp() * (expected - found)).sum(-1).double().sum().item()
-        self.agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
+        if expected is None:
+            self.agreed += targets.numel()
+        else:
+            self.kl += (expected.exp() * (expected - found)).sum(-1).double().sum().item()
+            self.agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
 
     @property
     def loss(self) -> float:
@@ -84,13 +92,18 @@ def compare(
         Failure: A model's logits are not finite.
     """
     theirs, ours = Score(), Score()
+    vocabulary = source.config.get_text_config(decoder=True).vocab_size
     with torch.inference_mode():
-        for ids, first in _batches(blocks, source.config.get_text_config(decoder=True).vocab_size):
+        for ids, first in _batches(blocks, vocabulary):
+            expected = _logits(source, ids, first)
+            found = None if model is None else _logits(model, ids, first)
             targets = ids[:, first:].flatten()
-            expected = _log_probabilities(source, ids, first, "the source")
-            found = expected if model is None else _log_probabilities(model, ids, first, "the converted model")
-            theirs.add(expected, expected, targets)
-            ours.add(found.to(expected.device), expected, targets)
+            for rows in torch.arange(len(targets)).split(max(1, _ROWS_AT_ONCE // vocabulary)):
+                part = slice(int(rows[0]), int(rows[-1]) + 1)
+                before = _log_probabilities(expected[part], source)
+                theirs.add(before, None, targets[part])
+                after = before if found is None else _log_probabilities(found[part], model).to(before.device)
+                ours.add(after, None if found is None else before, targets[part])
             progress(targets.numel())
     return theirs, ours
 
@@ -108,16 +121,20 @@ def _batches(blocks: list[Block], vocabulary: int) -> Iterator[tuple[torch.Tenso
             waiting.append(block)
 
 
-def _log_probabilities(model: Any, ids: torch.Tensor, first: int, who: str) -> torch.Tensor:
-    """fp32 log-probabilities `[N, vocabulary]` at the N positions of `ids [B, T]` that are scored."""
-    logits = model(input_ids=ids.to(input_device(model)), use_cache=False).logits[:, first - 1 : -1].float()
+def _logits(model: Any, ids: torch.Tensor, first: int) -> torch.Tensor:
+    """Logits `[N, vocabulary]`, in the model's dtype, at the N positions of `ids [B, T]` that are scored."""
+    return model(input_ids=ids.to(input_device(model)), use_cache=False).logits[:, first - 1 : -1].flatten(0, 1)
+
+
+def _log_probabilities(logits: torch.Tensor, model: Any) -> torch.Tensor:
+    """fp32 log-probabilities of some rows of logits."""
     if not torch.isfinite(logits).all():
         dtype = str(model.dtype).removeprefix("torch.")
         raise Failure(
-            f"the logits of {who} are not finite in {dtype}",
+            f"the logits of {model.name_or_path} are not finite in {dtype}",
             hint="evaluate in another --dtype (float32 is safest); if they still are not, its weights are damaged",
         )
-    return logits.log_softmax(-1).flatten(0, 1)
+    return logits.float().log_softmax(-1)
 
 
 def protocol_record(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:

@@ -24,13 +24,13 @@ class Protocol:
             "sliding": blocks overlap by half, so that every token has context.
         context: Tokens of one block, BOS included.
         stride: New tokens that each block scores; `context` where blocks do not overlap.
-        bos: "start": the text begins with BOS if the tokenizer wants one. "block": every block does. "none": never.
+        bos: "start": the text begins with BOS if the tokenizer wants one. "block": every block does.
     """
 
     name: str
     context: int
     stride: int
-    bos: Literal["start", "block", "none"]
+    bos: Literal["start", "block"]
 
     @classmethod
     def named(cls, name: str, context: int) -> Protocol:
@@ -56,7 +56,7 @@ class Protocol:
                 f"protocol {self.name!r} opens every block with a BOS token, and the model's tokenizer adds none",
                 hint="use --protocol paper",
             )
-        opening = torch.tensor([] if tokens.bos is None or self.bos == "none" else [tokens.bos], dtype=torch.long)
+        opening = torch.tensor([] if tokens.bos is None else [tokens.bos], dtype=torch.long)
         if self.bos == "block":
             parts = tokens.ids.split(self.context - 1)
             blocks = [Block(torch.cat((opening, part)), 1) for part in parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +12,14 @@ from typing import Any
 
 from attention.errors import Failure, Refusal
 
-# What a conversion or an evaluation needs of a Hub repository: no GGUF, no ONNX, no original-format weights.
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*", "README.md"]
+# What a conversion or an evaluation needs of a Hub repository: no other formats, no folders of other models.
+_WANTED = [
+    "model*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken",
+    "additional_chat_templates/*.jinja", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*", "README.md",
+]  # fmt: skip
+_UNWANTED = ["[!a]*/*", "a[!d]*/*", "model.fp*"]  # folders but additional_chat_templates; variants
 _PICKLES = ["pytorch_model*.bin"]
+_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,9 @@ class Source:
         except FileNotFoundError:
             raise Refusal(f"{self.reference} has no config.json", hint="is it a Hugging Face checkpoint?") from None
         except (ValueError, OSError) as error:
-            raise Refusal(f"cannot read {path}: {error}") from None
+            raise Refusal(f"cannot read {path}: {error}", hint="it must be a JSON object") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
-            raise Refusal(f"{path} names no model_type")
+            raise Refusal(f"{path} names no model_type", hint="is it the config of a Hugging Face checkpoint?")
         return raw
 
     @property
@@ -96,16 +102,31 @@ class Source:
             values = {key: value for key, value in self.raw.items() if key != "model_type"}
             return AutoConfig.for_model(self.model_type, **values)
         except KeyError as error:
-            raise Refusal(f"config.json of {self.reference} lacks {error}") from None
+            raise Refusal(f"config.json of {self.reference} lacks {error}", hint="complete it") from None
         except Exception as error:  # transformers validates configs with several exception types of its own
             reason = " ".join(str(error).split())[:300]
-            raise Refusal(f"transformers does not accept the config of {self.reference}: {reason}") from None
+            raise Refusal(
+                f"transformers does not accept the config of {self.reference}: {reason}", hint="mend that in its config.json"
+            ) from error
 
-    @property
+    @cached_property
     def dtype(self) -> str:
-        """The dtype that the config gives its weights; float32 if it gives none, as transformers assumes."""
-        raw = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
-        return str(raw).removeprefix("torch.")
+        """The dtype of the weights: what the config says, else what the first weight file holds, else float32."""
+        named = self.raw.get("dtype") or self.raw.get("torch_dtype") or self._dtype_of_weights() or "float32"
+        return str(named).removeprefix("torch.")
+
+    def _dtype_of_weights(self) -> str | None:
+        """From the header of a local safetensors file; other sources are not opened for this."""
+        path = next(iter(sorted(self.directory.glob("model*.safetensors"))), None) if self.directory else None
+        if path is None:
+            return None
+        with path.open("rb") as file:
+            try:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+                found = {entry.get("dtype") for name, entry in header.items() if name != "__metadata__"}
+            except (struct.error, ValueError, AttributeError, MemoryError, OverflowError):
+                return None  # a damaged file is for those to name who read its weights
+        return next((name for short, name in _FLOATS.items() if short in found), None)
 
     @property
     def max_positions(self) -> int | None:
@@ -122,7 +143,7 @@ class Source:
         """
         if self.directory:
             return self.directory
-        return self._download(_WANTED) if self._has_safetensors() else self._download(_WANTED + _PICKLES)
+        return self._download(_WANTED if self._has_safetensors() else _WANTED + _PICKLES, self.commit)
 
     @property
     def commit(self) -> str | None:
@@ -134,27 +155,27 @@ class Source:
         if self.directory:
             return self.directory / "config.json"
         code = ["*.py"] if self.trust_remote_code else []  # a config of its own class needs that class
-        return self._download(["config.json", *code]) / "config.json"
+        return self._download(["config.json", *code], self.revision) / "config.json"
 
     def _has_safetensors(self) -> bool:
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import OfflineModeIsEnabled
 
         try:
-            files = HfApi().list_repo_files(str(self.repository), revision=self.revision)
-        except OfflineModeIsEnabled:
-            return True  # then the local cache decides what there is
-        except Exception as error:
-            raise self._unreachable(error) from None
+            files = HfApi().list_repo_files(str(self.repository), revision=self.commit)
+        except Exception:  # offline, or the network fails: then the local cache decides what there is
+            return True
         return any(name.endswith(".safetensors") for name in files)
 
-    def _download(self, patterns: list[str]) -> Path:
+    def _download(self, patterns: list[str], revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            return Path(snapshot_download(str(self.repository), revision=self.revision, allow_patterns=patterns))
+            path = snapshot_download(
+                str(self.repository), revision=revision, allow_patterns=patterns, ignore_patterns=_UNWANTED
+            )
         except Exception as error:
             raise self._unreachable(error) from None
+        return Path(path)
 
     def _unreachable(self, error: Exception) -> Failure:
         reason = " ".join(str(error).split())[:200]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import platform
-import shutil
 from pathlib import Path
 from typing import Any
 
-from attention.errors import Refusal
 from convert.demo.corpus import HELD_OUT, held_out_text
 from convert.execute import execute
 from convert.plan import Output, plan_grouped
@@ -25,24 +23,17 @@ def showcase(output: Path, quiet: bool = False) -> tuple[dict[str, Any], Path]:
     """Convert, evaluate on library modules that were held out of training, and write the report.
 
     Args:
-        output: Receives one directory per conversion, and `report/`. An earlier demo's is replaced.
+        output: Receives one directory per conversion, and `report/`; those of an earlier demo are replaced.
         quiet: No progress bars.
 
     Returns:
         The report, and the path of its HTML page.
-
-    Raises:
-        Refusal: `output` holds something else.
     """
-    if output.is_dir() and any(output.iterdir()):
-        if not (output / "report" / "report.json").is_file():
-            raise Refusal(f"{output} exists and is no earlier demo", hint="choose another --output")
-        shutil.rmtree(output)
     source = Source.parse(str(MODEL))
     converted = []
     for method, groups in _TARGETS:
         path = output / f"gqa{groups}-{method}"
-        execute(plan_grouped("gqa", source, groups, method, 0, "cpu", Output(path)), quiet=True)
+        execute(plan_grouped("gqa", source, groups, method, 0, "cpu", Output(path, overwrite=True)), quiet=True)
         converted.append(Source.parse(str(path)))
     text = Text(f"Python {platform.python_version()}: {', '.join(HELD_OUT)}", held_out_text())
     found = evaluate([source, *converted], text, Settings(max_tokens=_TOKENS, device="cpu", quiet=quiet))

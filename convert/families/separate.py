@@ -219,70 +219,66 @@ class SeparateProjections:
         return rope.from_config(config, head_dim, self.pairing, layer_types[layer] if layer_types else None)
 
 
-def _row(model_type: str, /, **differences: Any) -> SeparateProjections:
-    return SeparateProjections(model_type, **differences)
-
-
 _WINDOW = ("sliding_window",)
-_ATTENTION_BIAS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_GEMMA2 = {**_ATTENTION_BIAS, "scale": "query_pre_attn_scalar", "scale_power": -0.5}
+_ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scale": "query_pre_attn_scalar", "scale_power": -0.5}
 
 ROWS = [
-    _row("llama", **_ATTENTION_BIAS),
-    _row("arcee", **_ATTENTION_BIAS),
-    _row("cwm", beyond=_WINDOW),
-    _row("mistral", beyond=_WINDOW),
-    _row("ministral", beyond=_WINDOW),
-    _row("mixtral", beyond=_WINDOW),
-    _row("qwen2", qkv_bias=True, beyond=("use_sliding_window",)),
-    _row("qwen2_moe", qkv_bias="qkv_bias", beyond=("use_sliding_window",)),
-    _row("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=("use_sliding_window",)),
-    _row("qwen3_moe", **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
-    _row("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
-    _row("smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=("use_sliding_window",)),
-    _row("granite", **_ATTENTION_BIAS, scale="attention_multiplier"),
-    _row("granitemoe", **_ATTENTION_BIAS, scale="attention_multiplier"),
-    _row("hyperclovax", **_ATTENTION_BIAS, scale="attention_multiplier"),
-    _row("gemma", **_ATTENTION_BIAS),
-    _row("gemma2", **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
-    _row("vaultgemma", **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
-    _row("gemma3_text", **_GEMMA2, norm=NormRow(gain_offset=1.0), beyond=("attn_logit_softcapping", *_WINDOW)),
-    _row("olmo", **_ATTENTION_BIAS, beyond=("clip_qkv",)),
-    _row("olmo2", **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
-    _row("olmo3", **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=_WINDOW),
-    _row("olmoe", **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
-    _row("exaone4", norm=NormRow(), rotates=_sliding_or_no_window, beyond=_WINDOW),
-    _row("apertus", **_ATTENTION_BIAS, norm=NormRow()),
-    _row(
+    SeparateProjections("llama", **_ATTENTION_BIAS),
+    SeparateProjections("arcee", **_ATTENTION_BIAS),
+    SeparateProjections("cwm", beyond=_WINDOW),
+    SeparateProjections("mistral", beyond=_WINDOW),
+    SeparateProjections("ministral", beyond=_WINDOW),
+    SeparateProjections("mixtral", beyond=_WINDOW),
+    SeparateProjections("qwen2", qkv_bias=True, beyond=("use_sliding_window",)),
+    SeparateProjections("qwen2_moe", qkv_bias="qkv_bias", beyond=("use_sliding_window",)),
+    SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=("use_sliding_window",)),
+    SeparateProjections("qwen3_moe", **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
+    SeparateProjections("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
+    SeparateProjections("smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=("use_sliding_window",)),
+    SeparateProjections("granite", **_ATTENTION_BIAS, scale="attention_multiplier"),
+    SeparateProjections("granitemoe", **_ATTENTION_BIAS, scale="attention_multiplier"),
+    SeparateProjections("hyperclovax", **_ATTENTION_BIAS, scale="attention_multiplier"),
+    SeparateProjections("gemma", **_ATTENTION_BIAS),
+    SeparateProjections("gemma2", **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
+    SeparateProjections("vaultgemma", **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
+    SeparateProjections("gemma3_text", **_GEMMA2, norm=NormRow(gain_offset=1.0), beyond=("attn_logit_softcapping", *_WINDOW)),
+    SeparateProjections("olmo", **_ATTENTION_BIAS, beyond=("clip_qkv",)),
+    SeparateProjections("olmo2", **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
+    SeparateProjections("olmo3", **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=_WINDOW),
+    SeparateProjections("olmoe", **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
+    SeparateProjections("exaone4", norm=NormRow(), rotates=_sliding_or_no_window, beyond=_WINDOW),
+    SeparateProjections("apertus", **_ATTENTION_BIAS, norm=NormRow()),
+    SeparateProjections(
         "hunyuan_v1_dense",
         **_ATTENTION_BIAS,
         norm=NormRow("query_layernorm", "key_layernorm", after_rotary=True),
     ),
-    _row("jais2", **_ATTENTION_BIAS),
-    _row("starcoder2", qkv_bias="use_bias", o_bias="use_bias", beyond=_WINDOW),
-    _row("nemotron", **_ATTENTION_BIAS),
-    _row(
+    SeparateProjections("jais2", **_ATTENTION_BIAS),
+    SeparateProjections("starcoder2", qkv_bias="use_bias", o_bias="use_bias", beyond=_WINDOW),
+    SeparateProjections("nemotron", **_ATTENTION_BIAS),
+    SeparateProjections(
         "stablelm",
         qkv_bias="use_qkv_bias",
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", storage="list", switch="qk_layernorm", eps="layer_norm_eps"),
     ),
-    _row(
+    SeparateProjections(
         "phi",
         qkv_bias=True,
         o_bias=True,
         o_name="dense",
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
     ),
-    _row("phimoe", **_ATTENTION_BIAS, beyond=_WINDOW),
-    _row(
+    SeparateProjections("phimoe", **_ATTENTION_BIAS, beyond=_WINDOW),
+    SeparateProjections(
         "cohere",
         **_ATTENTION_BIAS,
         norm=NormRow(kind="layer", storage="matrix", switch="use_qk_norm", eps="layer_norm_eps"),
         pairing="interleaved",
     ),
-    _row("cohere2", **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=_WINDOW),
-    _row("glm", qkv_bias="attention_bias", pairing="interleaved"),
-    _row("glm4", qkv_bias="attention_bias", pairing="interleaved"),
-    _row("helium", qkv_bias="attention_bias", pairing="interleaved"),
-    _row("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),
+    SeparateProjections("cohere2", **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=_WINDOW),
+    SeparateProjections("glm", qkv_bias="attention_bias", pairing="interleaved"),
+    SeparateProjections("glm4", qkv_bias="attention_bias", pairing="interleaved"),
+    SeparateProjections("helium", qkv_bias="attention_bias", pairing="interleaved"),
+    SeparateProjections("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),
 ]

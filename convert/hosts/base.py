@@ -28,5 +28,8 @@ class Host(Protocol):
     def config(self, raw: Mapping[str, Any], target: AttentionSpec) -> dict[str, Any]:
         """The new config.json, from the source's as it was read."""
 
+    def shapes(self, family: Family, config: Any, target: AttentionSpec, layer: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what `tensors` will give for a source of `config`."""
+
     def tensors(self, family: Family, attention: Attention, layer: int) -> dict[str, torch.Tensor]:
         """The layer's attention under the names that the class expects."""

@@ -12,6 +12,7 @@ import torch
 
 from attention.spec import AttentionSpec
 from convert.families import Attention, Family
+from eval.capacity import with_kv_heads
 
 
 class SourceClass:
@@ -26,6 +27,9 @@ class SourceClass:
     def config(self, raw: Mapping[str, Any], target: AttentionSpec) -> dict[str, Any]:
         # Both are written even where they equal a default, since the defaults differ between classes and engines.
         return {**raw, "num_key_value_heads": target.num_kv_heads, "head_dim": target.head_dim}
+
+    def shapes(self, family: Family, config: Any, target: AttentionSpec, layer: int) -> dict[str, tuple[int, ...]]:
+        return family.shapes(with_kv_heads(config, target), layer)
 
     def tensors(self, family: Family, attention: Attention, layer: int) -> dict[str, torch.Tensor]:
         return family.join(attention, layer)

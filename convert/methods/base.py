@@ -45,6 +45,8 @@ Pool = Callable[[torch.Tensor], torch.Tensor]
 def pool_kv(attention: Attention, groups: int, pool: Pool) -> Attention:
     """Merge adjacent KV heads by one rule for everything that has a row per KV head: K, V, their biases, their norm.
 
+    What is merged comes back in fp32, to be cast once, when it is written.
+
     Args:
         attention: Its k and v are `[G, D, E]`.
         groups: How many KV heads remain; divides G.
@@ -52,7 +54,7 @@ def pool_kv(attention: Attention, groups: int, pool: Pool) -> Attention:
     """
 
     def merged(rows: torch.Tensor) -> torch.Tensor:
-        return pool(rows.float().unflatten(0, (groups, -1))).to(rows.dtype)
+        return pool(rows.float().unflatten(0, (groups, -1)))
 
     return replace(
         attention,

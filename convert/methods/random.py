@@ -16,7 +16,7 @@ def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
     def fresh(rows: torch.Tensor) -> torch.Tensor:
         # Drawn on the CPU in fp32 whatever the device and dtype, so that a seed means the same weights everywhere.
         normal = torch.randn(groups, *rows.shape[1:], generator=draw.generator)
-        return (normal * draw.initializer_range).to(rows)
+        return (normal * draw.initializer_range).to(rows.device)
 
     def zeros(rows: torch.Tensor | None) -> torch.Tensor | None:
         return None if rows is None else rows.new_zeros(groups, *rows.shape[1:])

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention.errors import Failure
-from convert.checkpoint import Reader, shard_names, write_index, write_shard
+from convert.checkpoint import Reader, TensorInfo, shard_names, write_index, write_shard
 
 TENSORS = {
     "a.weight": torch.randn(4, 6),
@@ -20,6 +20,12 @@ TENSORS = {
     "e.scalar": torch.tensor(2.5),
     "f.empty": torch.empty(0, 3),
 }
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    """`write_shard`, with floats in `dtype`."""
+    infos = {name: TensorInfo(tuple(t.shape), t.dtype).stored_as(dtype) for name, t in tensors.items()}
+    write_shard(path, tensors, {name: info.dtype for name, info in infos.items()})
 
 
 def sharded(path: Path, shards: dict[str, dict[str, torch.Tensor]], index: dict[str, str] | None = None) -> Path:
@@ -35,7 +41,7 @@ def two_shards(path: Path, index: dict[str, str] | None = None) -> Path:
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
-    write_shard(tmp_path / "model.safetensors", TENSORS, None)
+    write(tmp_path / "model.safetensors", TENSORS)
     back = load_file(tmp_path / "model.safetensors")
     assert back.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
@@ -45,14 +51,14 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
 
 
 def test_writing_in_small_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_shard(tmp_path / "whole.safetensors", TENSORS, torch.bfloat16)
+    write(tmp_path / "whole.safetensors", TENSORS, torch.bfloat16)
     monkeypatch.setattr("convert.checkpoint._CHUNK", 8)
-    write_shard(tmp_path / "chunks.safetensors", TENSORS, torch.bfloat16)
+    write(tmp_path / "chunks.safetensors", TENSORS, torch.bfloat16)
     assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "chunks.safetensors").read_bytes()
 
 
 def test_a_dtype_casts_floats_and_nothing_else(tmp_path: Path) -> None:
-    write_shard(tmp_path / "m.safetensors", TENSORS, torch.float16)
+    write(tmp_path / "m.safetensors", TENSORS, torch.float16)
     back = load_file(tmp_path / "m.safetensors")
     assert torch.equal(back["a.weight"], TENSORS["a.weight"].half())
     assert torch.equal(back["b.weight"], TENSORS["b.weight"].half())
@@ -63,7 +69,7 @@ def test_a_dtype_casts_floats_and_nothing_else(tmp_path: Path) -> None:
 def test_views_are_written_as_they_look(tmp_path: Path) -> None:
     whole = torch.randn(6, 4)
     views = {"transposed": whole.T, "strided": whole[::2]}
-    write_shard(tmp_path / "m.safetensors", views, None)
+    write(tmp_path / "m.safetensors", views)
     back = load_file(tmp_path / "m.safetensors")
     assert torch.equal(back["transposed"], whole.T)
     assert torch.equal(back["strided"], whole[::2])
@@ -74,13 +80,13 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path, value: float) ->
     bad = torch.ones(40)
     bad[-1] = value
     with pytest.raises(Failure, match="tensor bad holds NaN or infinite values"):
-        write_shard(tmp_path / "m.safetensors", {"good": torch.ones(2), "bad": bad}, None)
+        write(tmp_path / "m.safetensors", {"good": torch.ones(2), "bad": bad})
     assert not (tmp_path / "m.safetensors").exists()
 
 
 def test_a_cast_that_overflows_says_so(tmp_path: Path) -> None:
     with pytest.raises(Failure, match="tensor big overflows in float16: its largest value is 100000") as caught:
-        write_shard(tmp_path / "m.safetensors", {"big": torch.tensor([1e5])}, torch.float16)
+        write(tmp_path / "m.safetensors", {"big": torch.tensor([1e5])}, torch.float16)
     assert "bfloat16" in str(caught.value.hint)
 
 
@@ -97,7 +103,7 @@ def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(checkpoint, "_open_safetensors", flip_last_byte)
     with pytest.raises(Failure, match="does not read back: x differs"):
-        write_shard(tmp_path / "m.safetensors", {"x": torch.ones(9)}, None)
+        write(tmp_path / "m.safetensors", {"x": torch.ones(9)})
     assert not (tmp_path / "m.safetensors").exists()
 
 
@@ -161,8 +167,31 @@ def test_a_weights_only_pickle_is_read_and_shared_tensors_once(tmp_path: Path) -
     torch.save({"embed": shared, "own": torch.ones(2), "head": shared}, tmp_path / "pytorch_model.bin")
     reader = Reader(tmp_path)
     assert torch.equal(reader["embed"], shared)
-    assert list(reader.infos) == ["embed", "own"]
+    assert list(reader.infos) == ["embed", "own", "head"]
     assert reader.aliases == {"head": "embed"}
+
+
+def test_other_views_of_one_storage_are_no_aliases(tmp_path: Path) -> None:
+    square = torch.randn(3, 3)
+    torch.save({"a": square, "b": square.T, "c": square[:2]}, tmp_path / "pytorch_model.bin")
+    assert Reader(tmp_path).aliases == {}
+
+
+def test_a_pickle_from_before_zip_archives_is_read(tmp_path: Path) -> None:
+    torch.save({"x": torch.arange(5.0)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(Reader(tmp_path)["x"], torch.arange(5.0))
+
+
+def test_a_training_state_is_not_taken_for_weights(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"x": torch.ones(1)}, "epoch": 3}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Failure, match="holds more than named tensors"):
+        Reader(tmp_path)
+
+
+def test_a_view_at_an_odd_offset_is_written(tmp_path: Path) -> None:
+    whole = torch.arange(9).to(torch.bfloat16)
+    write(tmp_path / "m.safetensors", {"x": whole[1:8]})
+    assert torch.equal(load_file(tmp_path / "m.safetensors")["x"], whole[1:8])
 
 
 def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:

@@ -176,6 +176,10 @@ def test_a_pickle_source_becomes_safetensors(checkpoint: Make, convert: Convert,
     torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-4, atol=1e-4)
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert list(record["tensors"]["dropped"]) == ["lm_head.weight"]
+    raw = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (source / "config.json").write_text(json.dumps(raw))
+    ok(convert("gqa", source, tmp_path / "untied", "--groups", 2))
+    assert "lm_head.weight" in weights(tmp_path / "untied"), "an untied head is not dropped for sharing memory in a file"
 
 
 def test_a_dtype_is_stored_and_written_into_the_config(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -183,6 +187,47 @@ def test_a_dtype_is_stored_and_written_into_the_config(checkpoint: Make, convert
     assert {t.dtype for t in weights(tmp_path / "out").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["kv_bytes_per_token"]["after"] == 3 * 2 * 2 * 8 * 2
+
+
+def test_merged_heads_are_rounded_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    ok(convert("gqa", source, tmp_path / "half", "--groups", 4, "--dtype", "bfloat16"))
+    ok(convert("gqa", tmp_path / "half", tmp_path / "wide", "--groups", 2, "--dtype", "float32"))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rows = weights(tmp_path / "half")[name].float().unflatten(0, (2, 2, 8))
+    torch.testing.assert_close(weights(tmp_path / "wide")[name], rows.mean(1).flatten(0, 1), rtol=1e-6, atol=0)
+
+
+def test_a_cast_is_not_called_a_copy(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    result = ok(convert("gqa", source, tmp_path / "out", "--groups", 4, "--dtype", "bfloat16"))
+    assert "every tensor is cast to bfloat16" in result.stdout
+    tensors = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]
+    assert sorted(tensors["cast"]) == sorted(weights(source))
+    assert tensors["converted"] == tensors["copied"] == []
+
+
+def test_heads_that_had_tensors_of_their_own_are_accounted_for(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint("stablelm", qk_layernorm=True)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
+    ok(convert("gqa", source, tmp_path / "same", "--groups", 4))
+    tensors = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]
+    assert sorted([*tensors["converted"], *tensors["copied"], *tensors["dropped"]]) == sorted(weights(source))
+    assert len(tensors["dropped"]) == 3 * 2
+    assert not any("q_layernorm" in name for name in tensors["converted"])
+    same = json.loads((tmp_path / "same" / "conversion.json").read_text())
+    assert same["method"] is None
+    assert same["tensors"]["converted"] == []
+
+
+def test_a_dtype_replaces_the_old_name_of_the_key(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    raw = json.loads((source / "config.json").read_text()) | {"torch_dtype": "float32"}
+    (source / "config.json").write_text(json.dumps(raw))
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--dtype", "bfloat16"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "torch_dtype" not in config
 
 
 def test_the_config_changes_in_two_keys_only(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -232,7 +277,7 @@ def test_evaluating_fills_the_card_and_never_the_work_directory_name(
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Perplexity under protocol `paper`: text.txt, context 128" in card
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert [m["name"] for m in record["evaluation"]["models"]] == ["source", "converted"]
+    assert [(m["name"], m["method"]) for m in record["evaluation"]["models"]] == [("source", None), ("converted", "mean")]
     assert ".partial" not in card + json.dumps(record)
 
 
@@ -243,13 +288,13 @@ import os, signal, sys
 import convert.execute as execute
 from convert.cli import main
 write, count = execute.write_shard, 0
-def interrupted(path, tensors, dtype):
+def interrupted(path, *rest):
     global count
     count += 1
     if count == 3:
         path.with_name(path.name + ".tmp").write_bytes(b"half of a sha")
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-    write(path, tensors, dtype)
+    write(path, *rest)
 execute.write_shard = interrupted
 main(sys.argv[2:], prog_name="convert")
 """
@@ -279,18 +324,19 @@ def test_an_interrupted_run_leaves_nothing_loadable_and_resumes(
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     partial = tmp_path / "out.partial"
+    unfinished = partial / "checkpoint"
     assert not out.exists()
-    assert len(list(partial.glob("*.safetensors"))) == 2
-    assert not (partial / "config.json").exists()
+    assert len(list(unfinished.glob("*.safetensors"))) == 2
+    assert not (unfinished / "config.json").exists()
 
     refused = convert(*command)
     assert refused.exit_code == 2
     assert "holds an unfinished conversion" in refused.stderr
     different = convert(*command[:4], 1, *command[5:], "--resume")
     assert different.exit_code == 2
-    assert "recipe differ" in different.stderr
+    assert "groups: 2 then, 1 now" in different.stderr
 
-    finished = {path.name: path.stat().st_mtime_ns for path in partial.glob("*.safetensors")}
+    finished = {path.name: path.stat().st_mtime_ns for path in unfinished.glob("*.safetensors")}
     ok(convert(*command, "--resume"))
     assert not partial.exists()
     assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items()), "a finished shard was written again"
@@ -314,10 +360,10 @@ def test_a_full_disk_leaves_the_work_for_resume(
     source, command = checkpoint(), ("--groups", 2, "--max-shard-size", "20KB")
     written = []
 
-    def fills_up(path: Path, tensors: Any, dtype: Any) -> None:
+    def fills_up(path: Path, *rest: Any) -> None:
         if len(written) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, tensors, dtype)
+        write(path, *rest)
         written.append(path)
 
     write = execute.write_shard
@@ -328,9 +374,51 @@ def test_a_full_disk_leaves_the_work_for_resume(
     assert "No space left on device" in result.stderr
     assert "--resume" in result.stderr
     assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+        still = convert("gqa", source, tmp_path / "out", *command, "--resume")
+    assert still.exit_code == 1
+    assert "then use --resume" in still.stderr
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "out.partial" / "checkpoint").glob("*.safetensors")}
+    assert len(finished) == 2
     ok(convert("gqa", source, tmp_path / "out", *command, "--resume"))
+    assert all((tmp_path / "out" / path.name).stat().st_mtime_ns == when for path, when in finished.items())
     ok(convert("gqa", source, tmp_path / "whole", *command))
     same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_shard_that_lost_its_end_is_written_again(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, command = checkpoint(), ["--groups", 2, "--max-shard-size", "20KB"]
+    arguments = [str(a) for a in ("gqa", source, tmp_path / "out", *command)]
+    subprocess.run([sys.executable, "-c", INTERRUPTED, "SIGKILL", *arguments], capture_output=True, check=False)
+    first = min((tmp_path / "out.partial" / "checkpoint").glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-7])
+    ok(convert(*arguments, "--resume"))
+    ok(convert("gqa", source, tmp_path / "whole", *command))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_what_is_not_ours_is_never_deleted(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    for name in ("out.partial", "out.old", ".out.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("years")
+    for flags in ([], ["--resume"], ["--overwrite"]):
+        result = convert("gqa", source, tmp_path / "out", "--groups", 2, *flags)
+        assert result.exit_code == 2
+        assert "no conversion made it" in result.stderr
+    (tmp_path / "out.partial" / "thesis.txt").rename(tmp_path / "thesis.txt")
+    for flags in ([], ["--overwrite"]):
+        ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--overwrite"))
+    assert (tmp_path / "out.old" / "thesis.txt").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "out.old", ".out.old", "thesis.txt"}
+
+
+@pytest.mark.parametrize("name", ["out.partial", "out.old"])
+def test_a_source_named_like_our_own_directories_survives(name: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint(name=name)
+    convert("gqa", source, tmp_path / "out", "--groups", 2, "--overwrite")
+    assert (source / "model.safetensors").exists()
 
 
 def test_too_little_space_is_seen_before_the_first_byte(
@@ -350,7 +438,8 @@ def test_a_source_that_changed_is_not_resumed(checkpoint: Make, convert: Convert
     (partial / "plan.json").write_text(json.dumps({"recipe": {}, "files": {}}))
     result = convert("gqa", source, tmp_path / "out", "--groups", 2, "--resume")
     assert result.exit_code == 2
-    assert "files, recipe differ" in result.stderr
+    assert "was begun with other settings" in result.stderr
+    assert "groups: None then, 2 now" in result.stderr
 
 
 def test_overwrite_replaces_a_checkpoint_and_nothing_else(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

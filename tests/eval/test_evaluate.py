@@ -8,6 +8,7 @@ import math
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from eval.text import Text
 Checkpoint = Callable[..., Path]
 
 TEXT = Text("novel.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
-SHORT = Settings(context=32, quiet=True)
+SHORT = Settings(context=32, device="cpu", quiet=True)
 
 
 @pytest.fixture
@@ -127,10 +128,10 @@ def test_how_a_model_was_made_is_taken_from_its_own_record(pair: list[Source]) -
 
 
 def test_only_so_many_tokens_are_evaluated(pair: list[Source]) -> None:
-    report = evaluate(pair, TEXT, Settings(context=32, max_tokens=64, quiet=True))
+    report = evaluate(pair, TEXT, replace(SHORT, max_tokens=64))
     assert report["protocol"]["tokens"] == 64
     assert [entry["tokens"] for entry in report["models"]] == [62, 62]
-    assert report == evaluate(pair, TEXT, Settings(context=32, max_tokens=64, quiet=True))
+    assert report == evaluate(pair, TEXT, replace(SHORT, max_tokens=64))
     begun = evaluate(pair, Text("novel.txt", TEXT.text[:64]), SHORT)
     assert (
         report["protocol"]["text_hash"]
@@ -271,7 +272,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_fails(checkpoint: Checkpoi
 
 def test_the_bos_protocol_needs_a_tokenizer_that_adds_one(pair: list[Source]) -> None:
     with pytest.raises(Failure, match="opens every block with a BOS token"):
-        evaluate(pair, TEXT, Settings(protocol="bos", context=32))
+        evaluate(pair, TEXT, replace(SHORT, protocol="bos"))
 
 
 def judged(**perplexities: float) -> dict[str, Any]:
@@ -298,7 +299,7 @@ def test_models_run_in_the_dtype_asked_for_and_in_fp32_on_a_cpu(pair: list[Sourc
     with load(pair[1], Settings(dtype=dtype, device="cpu")) as model:
         assert model.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         assert not model.training
-    report = evaluate(pair, TEXT, Settings(context=32, dtype=dtype, device="cpu", quiet=True))
+    report = evaluate(pair, TEXT, replace(SHORT, dtype=dtype))
     assert report["protocol"]["dtype"] == ("bfloat16" if dtype == "bfloat16" else "float32")
 
 
@@ -363,7 +364,7 @@ def test_a_model_spread_by_a_device_map_scores_as_one_in_memory(
     # There need be no GPU for the path that one would open: accelerate computes on the CPU what lies on disk.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spread)
-    found = evaluate([source, small], TEXT, SHORT)
+    found = evaluate([source, small], TEXT, replace(SHORT, device="auto"))
     assert placed == [("auto", True), ("auto", True)]
     assert not list((tmp_path / "temporary").iterdir())
     for ours, theirs in zip(found["models"], expected["models"], strict=True):
@@ -390,7 +391,7 @@ def test_a_model_on_a_cpu_is_loaded_whole(pair: list[Source], monkeypatch: pytes
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
 def test_a_gpu_scores_as_a_cpu_does(pair: list[Source], device: str) -> None:
-    on_gpu = evaluate(pair, TEXT, Settings(context=32, dtype="float32", device=device, quiet=True))
-    on_cpu = evaluate(pair, TEXT, Settings(context=32, dtype="float32", device="cpu", quiet=True))
+    on_gpu = evaluate(pair, TEXT, replace(SHORT, dtype="float32", device=device))
+    on_cpu = evaluate(pair, TEXT, replace(SHORT, dtype="float32"))
     for ours, theirs in zip(on_gpu["models"], on_cpu["models"], strict=True):
         assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-3)
