@@ -17,7 +17,7 @@ _WANTED = [
     "model*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken",
     "additional_chat_templates/*.jinja", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*", "README.md",
 ]  # fmt: skip
-_UNWANTED = ["[!a]*/*", "a[!d]*/*", "model.fp*"]  # folders but additional_chat_templates; variants
+_UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # folders but additional_chat_templates; variants
 _PICKLES = ["pytorch_model*.bin"]
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 

@@ -408,14 +408,16 @@ def test_what_is_not_ours_is_never_deleted(checkpoint: Make, convert: Convert, t
         assert result.exit_code == 2
         assert "no conversion made it" in result.stderr
     (tmp_path / "out.partial" / "thesis.txt").rename(tmp_path / "thesis.txt")
-    for flags in ([], ["--overwrite"]):
+    for _ in range(2):
         ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--overwrite"))
     assert (tmp_path / "out.old" / "thesis.txt").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "out.old", ".out.old", "thesis.txt"}
 
 
 @pytest.mark.parametrize("name", ["out.partial", "out.old"])
-def test_a_source_named_like_our_own_directories_survives(name: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+def test_a_source_named_like_our_own_directories_survives(
+    name: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
     source = checkpoint(name=name)
     convert("gqa", source, tmp_path / "out", "--groups", 2, "--overwrite")
     assert (source / "model.safetensors").exists()

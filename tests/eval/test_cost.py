@@ -74,3 +74,18 @@ def test_a_model_with_layers_that_cache_no_keys_fails_with_both_numbers() -> Non
     model = tiny_model(tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"]))
     with pytest.raises(Failure, match=r"holds 128 bytes per token.* predicts 384"):
         cache_figures(model, AttentionSpec.from_config(model.config), "bfloat16", source_bytes=384)
+
+
+def test_an_encoder_has_no_cache_to_measure() -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    model = BertLMHeadModel(
+        BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=32)
+    )
+    with pytest.raises(Failure, match="BertLMHeadModel keeps no KV cache"):
+        measured_bytes_per_token(model.eval(), "float32")
+
+
+def test_a_very_short_window_is_measured_within_it() -> None:
+    model = tiny_model(tiny_config("mistral", sliding_window=8))
+    assert measured_bytes_per_token(model, "float32") == 3 * 2 * 4 * 8 * 4

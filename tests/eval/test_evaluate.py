@@ -120,7 +120,7 @@ def test_a_copy_of_the_source_is_at_no_distance(pair: list[Source], checkpoint: 
 
 def test_how_a_model_was_made_is_taken_from_its_own_record(pair: list[Source]) -> None:
     assert pair[1].directory is not None
-    made = {"method": "mean", "calibration_hash": "sha256:0", "seed": 0}
+    made = {"kvfold": "0.1.0", "method": "mean", "calibration_hash": "sha256:0"}
     (pair[1].directory / "conversion.json").write_text(json.dumps(made), encoding="utf-8")
     source, converted = evaluate(pair, TEXT, SHORT)["models"]
     assert (source["method"], source["calibration_hash"]) == (None, None)
@@ -266,7 +266,7 @@ def test_a_checkpoint_without_a_tokenizer_fails_with_its_model(pair: list[Source
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_fails(checkpoint: Checkpoint) -> None:
     source = Source.parse(str(checkpoint(vocab_size=50)))
-    with pytest.raises(Failure, match=r"the tokenizer of .*source makes ids up to \d+, its model has 50"):
+    with pytest.raises(Failure, match=r"the tokenizer of .*source makes ids up to \d+, its model knows 50"):
         evaluate([source], TEXT, SHORT)
 
 
@@ -395,3 +395,17 @@ def test_a_gpu_scores_as_a_cpu_does(pair: list[Source], device: str) -> None:
     on_cpu = evaluate(pair, TEXT, replace(SHORT, dtype="float32"))
     for ours, theirs in zip(on_gpu["models"], on_cpu["models"], strict=True):
         assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-3)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"method": "theirs"}'])
+def test_another_tools_record_says_nothing(pair: list[Source], content: str) -> None:
+    assert pair[1].directory is not None
+    (pair[1].directory / "conversion.json").write_text(content, encoding="utf-8")
+    assert evaluate(pair, TEXT, SHORT)["models"][1]["method"] is None
+
+
+@pytest.mark.parametrize("model_type", ["t5", "vit"])
+def test_what_is_no_decoder_is_refused(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    with pytest.raises(Refusal, match="is no decoder-only language model"):
+        evaluate([Source.parse(str(tmp_path))], TEXT, SHORT)

@@ -167,6 +167,7 @@ def test_progress_counts_the_scored_tokens(source: Any, protocol: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_that_are_not_finite_fail_with_the_dtype_and_a_next_step(damaged: str, dtype: torch.dtype) -> None:
     models = [tiny_model(tiny_config("llama", num_hidden_layers=1)).to(dtype) for _ in range(2)]
+    models[0].name_or_path, models[1].name_or_path = "the source", "the converted model"
     models[damaged == "the converted model"].lm_head.weight.data[5] = math.inf
     with pytest.raises(Failure) as caught:
         compare(*models, Protocol.named("paper", 8).blocks(text(20)))

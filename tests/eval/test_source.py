@@ -183,7 +183,7 @@ def test_a_config_of_its_own_class_is_read_when_agreed_to(
     (published / "own.py").write_text(CODE, encoding="utf-8")
     (published / "model.safetensors").write_bytes(b"large")
 
-    def download(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         for pattern in allow_patterns:
             for file in published.glob(pattern):
                 (tmp_path / "snapshot").mkdir(exist_ok=True)
@@ -235,17 +235,20 @@ def test_a_hub_repository_is_read_at_the_commit_that_was_downloaded(tmp_path: Pa
 
     asked: list[tuple[str, str | None, list[str]]] = []
 
-    def download(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((repository, revision, allow_patterns))
         (tmp_path / "abc123").mkdir(exist_ok=True)
         (tmp_path / "abc123" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
         return str(tmp_path / "abc123")
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, revision: ["model.safetensors"])
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     source = Source.parse("nobody/model@v2")
     assert source.model_type == "llama"
     assert source.commit == "abc123"
     assert asked == [("nobody/model", "v2", ["config.json"])]
+    assert source.files == tmp_path / "abc123"
+    assert asked[1][:2] == ("nobody/model", "abc123"), "the weights must be of the commit whose config was read"
 
 
 @pytest.mark.parametrize(
@@ -258,12 +261,48 @@ def test_pickled_weights_are_downloaded_only_where_there_are_no_others(
 
     asked: list[str] = []
 
-    def download(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.extend(allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, revision: files)
     assert Source.parse("nobody/model").files == tmp_path
-    assert "*.safetensors" in asked
+    assert "model*.safetensors" in asked
     assert ("pytorch_model*.bin" in asked) == pickles
+
+
+def test_of_a_hub_repository_only_what_a_conversion_needs_is_downloaded() -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    from eval import source
+
+    wanted = [
+        "config.json", "generation_config.json", "model.safetensors", "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json", "merges.txt",
+        "chat_template.jinja", "additional_chat_templates/tool.jinja", "LICENSE", "README.md",
+    ]  # fmt: skip
+    unwanted = [
+        "consolidated.safetensors", "model.fp16.safetensors", "onnx/model.onnx", "original/params.json", "model-q4.gguf",
+        "text_encoder/model.safetensors", "pytorch_model.bin", ".gitattributes", "adapter/adapter_config.json",
+        "flax_model.msgpack",
+    ]  # fmt: skip
+    patterns = {"allow_patterns": source._WANTED, "ignore_patterns": source._UNWANTED}
+    assert list(filter_repo_objects(wanted + unwanted, **patterns)) == wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_config_without_dtype_takes_it_from_the_weights(dtype: str, configured: Any) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    source = configured(model_type="llama", dtype=None)
+    weights = {"ids": torch.arange(3), "x": torch.ones(2, dtype=getattr(torch, dtype))}
+    save_file(weights, Path(source.reference) / "model.safetensors")
+    assert source.dtype == dtype
+
+
+def test_a_damaged_weight_file_tells_no_dtype(configured: Any) -> None:
+    source = configured(model_type="llama", dtype=None)
+    (Path(source.reference) / "model.safetensors").write_bytes(b"\xff" * 64)
+    assert source.dtype == "float32"
