@@ -27,7 +27,7 @@ _DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_CHUNK = 16 * 2**20  # values that are checked, cast and written at a time
+_CHUNK = 2**20  # values that are checked, cast and written at a time: few enough to stay in the cache
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
 _FAILING = "the disk or the memory is failing"
 _SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"

@@ -157,9 +157,12 @@ def _error(before: torch.Tensor, after: torch.Tensor) -> float:
     """Squared distance of each source head `[G, D, E]` from the one that replaces it, relative to its own square."""
     if after is before:
         return 0.0
-    difference = before.unflatten(0, (after.shape[0], -1)) - after.float()[:, None]  # fp32, whatever the heads are in
-    own = torch.linalg.vector_norm(before, dtype=torch.float32).clamp_min(1e-30)
-    return float((torch.linalg.vector_norm(difference) / own) ** 2)
+    distance = own = 0.0
+    for heads, shared in zip(before.unflatten(0, (after.shape[0], -1)), after.float(), strict=True):
+        members = heads.float()  # group by group: what is copied to fp32 stays small
+        own += float(torch.linalg.vector_norm(members) ** 2)
+        distance += float(torch.linalg.vector_norm(members - shared) ** 2)
+    return distance / own if own else 0.0
 
 
 def _write_config(plan: Plan, path: Path) -> None:

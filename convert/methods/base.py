@@ -50,11 +50,12 @@ def pool_kv(attention: Attention, groups: int, pool: Pool) -> Attention:
     Args:
         attention: Its k and v are `[G, D, E]`.
         groups: How many KV heads remain; divides G.
-        pool: Reduces axis 1 of an fp32 `[groups, G / groups, …]`.
+        pool: Makes one head of a group's, fp32 `[G / groups, …]`.
     """
 
     def merged(rows: torch.Tensor) -> torch.Tensor:
-        return pool(rows.float().unflatten(0, (groups, -1)))
+        # Group by group: what is copied to fp32 stays small.
+        return torch.stack([pool(members.float()) for members in rows.unflatten(0, (groups, -1))])
 
     return replace(
         attention,

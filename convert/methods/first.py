@@ -8,7 +8,7 @@ from convert.methods.base import Draw, Method, pool_kv
 
 def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
     """K̂_g = K of the group's first head, and likewise V and their biases; bits as they are."""
-    return pool_kv(attention, groups, lambda members: members[:, 0])
+    return pool_kv(attention, groups, lambda members: members[0])
 
 
 METHOD = Method("first", "first head of each group", "arXiv:2305.13245", merge)

@@ -9,9 +9,8 @@ from convert.methods.base import Draw, Method, pool_kv
 
 
 def _mean(members: torch.Tensor) -> torch.Tensor:
-    first = members[:, :1]
     # Around the first member, so that equal members give back exactly themselves whatever their number.
-    return (first + (members - first).mean(1, keepdim=True)).squeeze(1)
+    return members[0] + (members - members[0]).mean(0)
 
 
 def merge(attention: Attention, groups: int, draw: Draw) -> Attention:

@@ -45,7 +45,7 @@ def test_held_out_modules_are_not_in_the_training_text() -> None:
 def test_the_demo_converts_evaluates_and_reports(
     convert: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convert.demo.showcase._TOKENS", 2048)
+    monkeypatch.setattr("convert.demo.showcase.held_out_text", lambda modules: held_out_text(("statistics",))[:8_000])
     result = convert("demo", "--output", tmp_path / "demo", "--json", "-q")
     assert result.exit_code == 0, result.output
     assert "report.html" in result.stderr
