@@ -55,7 +55,7 @@ def grouped_attention(
         return states if bias is None else states + bias[:, None]
 
     queries, keys, values = project(q, q_bias), project(k, k_bias), project(v, v_bias)
-    positions = torch.arange(x.shape[1])
+    positions = torch.arange(x.shape[1], device=x.device)
 
     def place(states: torch.Tensor, norm: QKNorm | None) -> torch.Tensor:
         if norm and not norm.after_rotary:

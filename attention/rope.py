@@ -1,6 +1,7 @@
 """Rotary position embedding: which dims of a head turn, how fast, and how they pair up (RoFormer, arXiv 2104.09864).
 
-Frequencies come from transformers' own tables, so that every scaling type of a config means here what it means there.
+Scaled frequencies come from transformers' own table of scaling types. A class that scales in a way of its own
+(HunYuan's `alpha`, Phi-3.5-MoE's `mscale`) is not described by it.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ class Rotary:
         axis = -2 if self.pairing == "half" else -1
         shape = (2, len(self.frequencies)) if self.pairing == "half" else (len(self.frequencies), 2)
         first, second = turning.unflatten(-1, shape).unbind(axis)  # [..., T, P/2] each
-        angles = positions[:, None].double() * self.frequencies  # [T, P/2]
+        angles = positions[:, None].double() * self.frequencies.to(positions.device)  # [T, P/2]
         cos, sin = ((f(angles) * self.attention_factor).to(states.dtype) for f in (torch.cos, torch.sin))
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), axis).flatten(-2)
         return torch.cat((turned, still), -1)
 
 
-def from_config(config: Any, head_dim: int, pairing: Pairing = "half", layer_type: str | None = None) -> Rotary:
+def from_config(
+    config: Any, head_dim: int, pairing: Pairing = "half", layer_type: str | None = None, partial: bool = False
+) -> Rotary:
     """The rotary embedding that a transformers config describes.
 
     Args:
@@ -52,6 +55,7 @@ def from_config(config: Any, head_dim: int, pairing: Pairing = "half", layer_typ
         head_dim: D.
         pairing: Which dims turn together; configs do not say.
         layer_type: Which entry to take where the config gives each layer type ("full_attention", …) its own.
+        partial: Whether the class heeds `partial_rotary_factor` without scaling; most do not.
     """
     parameters = config.rope_parameters
     if layer_type in parameters:
@@ -60,7 +64,7 @@ def from_config(config: Any, head_dim: int, pairing: Pairing = "half", layer_typ
         layer_type = None
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+        dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0)) if partial else head_dim
         exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
         return Rotary(parameters["rope_theta"] ** -exponents, pairing)
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)

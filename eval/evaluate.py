@@ -182,6 +182,12 @@ def load(source: Source, settings: Settings) -> Iterator[Any]:
                 f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …",
                 hint="config.json and the weights are not of the same model",
             )
+        if info["unexpected_keys"] and not settings.quiet:
+            unused = sorted(map(str, info["unexpected_keys"]))
+            print(
+                f"note: {type(model).__name__} has no use for {len(unused)} tensors of {source.name}: {unused[0]}, …",
+                file=sys.stderr,
+            )
         yield model.eval()
 
 

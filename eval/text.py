@@ -22,7 +22,7 @@ class Text:
 
     def __post_init__(self) -> None:
         if not self.text.strip():
-            raise Failure(f"{self.name} is empty: there is nothing to evaluate on")
+            raise Failure(f"{self.name} is empty: there is nothing to evaluate on", hint="give a text of some thousand words")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,12 @@ def read_file(path: Path) -> Text:
         Failure: It cannot be read, is not UTF-8, or is empty.
     """
     try:
-        return Text(path.name, path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8", newline="") as file:  # line ends as they are
+            return Text(path.name, file.read())
     except UnicodeDecodeError as error:
-        raise Failure(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise Failure(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", hint="convert it: iconv -t UTF-8"
+        ) from None
     except OSError as error:
         raise Failure(f"cannot read {path}: {error.strerror}") from None
 
@@ -100,7 +103,7 @@ def tokenize(text: Text, tokenizer: Any) -> Tokens:
 
     ids = tokenizer(text.text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < 2:
-        raise Failure(f"{text.name} has {len(ids)} token(s): perplexity needs at least 2")
+        raise Failure(f"{text.name} has {len(ids)} token(s): perplexity needs at least 2", hint="give a longer text")
     opening = tokenizer("a")["input_ids"][:1]
     bos = tokenizer.bos_token_id if opening == [tokenizer.bos_token_id] else None
     size = len(text.text.encode())

@@ -100,6 +100,7 @@ class SeparateProjections:
         norm: Its QK-norm.
         pairing: Which dims turn together.
         scale: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
+        partial_rotary: Whether only the share `partial_rotary_factor` of D turns.
         rotates: Which layers have RoPE.
         beyond: Config fields that, when set, make the class do more than the record says.
     """
@@ -112,6 +113,7 @@ class SeparateProjections:
     pairing: Pairing = "half"
     scale: str | None = None
     scale_power: float = 1.0
+    partial_rotary: bool = False
     rotates: Callable[[Any, int], bool] = _everywhere
     beyond: tuple[str, ...] = ()
 
@@ -216,7 +218,8 @@ class SeparateProjections:
         if not self.rotates(config, layer):
             return None
         layer_types = getattr(config, "layer_types", None)
-        return rope.from_config(config, head_dim, self.pairing, layer_types[layer] if layer_types else None)
+        layer_type = layer_types[layer] if layer_types else None
+        return rope.from_config(config, head_dim, self.pairing, layer_type, self.partial_rotary)
 
 
 _WINDOW = ("sliding_window",)
@@ -256,15 +259,17 @@ ROWS = [
     ),
     SeparateProjections("jais2", **_ATTENTION_BIAS),
     SeparateProjections("starcoder2", qkv_bias="use_bias", o_bias="use_bias", beyond=_WINDOW),
-    SeparateProjections("nemotron", **_ATTENTION_BIAS),
+    SeparateProjections("nemotron", **_ATTENTION_BIAS, partial_rotary=True),
     SeparateProjections(
         "stablelm",
         qkv_bias="use_qkv_bias",
+        partial_rotary=True,
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", storage="list", switch="qk_layernorm", eps="layer_norm_eps"),
     ),
     SeparateProjections(
         "phi",
         qkv_bias=True,
+        partial_rotary=True,
         o_bias=True,
         o_name="dense",
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
@@ -277,8 +282,8 @@ ROWS = [
         pairing="interleaved",
     ),
     SeparateProjections("cohere2", **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=_WINDOW),
-    SeparateProjections("glm", qkv_bias="attention_bias", pairing="interleaved"),
-    SeparateProjections("glm4", qkv_bias="attention_bias", pairing="interleaved"),
+    SeparateProjections("glm", qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
+    SeparateProjections("glm4", qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
     SeparateProjections("helium", qkv_bias="attention_bias", pairing="interleaved"),
     SeparateProjections("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),
 ]

@@ -147,7 +147,7 @@ def test_partial_rotary_of_a_config_is_that_of_its_class(model_type: str, embedd
     width = {"hidden_size": 8 * 32} if model_type == "phi" else {}
     parameters = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": factor}
     config = tiny_config(model_type, head_dim=32, **width, rope_parameters=parameters)
-    theirs, ours = getattr(module, embedding)(config), from_config(config, 32)
+    theirs, ours = getattr(module, embedding)(config), from_config(config, 32, partial=True)
     assert ours.dims == 32 * factor
     torch.testing.assert_close(ours.frequencies, theirs.inv_freq.double(), rtol=1e-6, atol=0)
 
