@@ -1,6 +1,6 @@
 # Everything happens in .venv, made on first use with any Python >= 3.11: `make demo`, `make test`, `make lint`, `make bench`.
 # Versions are those of constraints.txt, the ones that the tests have passed with.
-PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
+PYTHON ?= $(shell for p in python3 python python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 
