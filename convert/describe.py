@@ -143,10 +143,11 @@ def plan_text(plan: Plan, done: bool) -> str:
     """A conversion for a terminal: what was done, or with `--dry-run` what would be."""
     facts = plan.as_dict()
     before, after = facts["kv_bytes_per_token_before"], facts["kv_bytes_per_token_after"]
+    kept = facts["cache_dtype"] if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
     where = "written to" if done else "would be written to"
     lines = [
         f"{facts['source']} → {facts['target']}, method {facts['method']} ({plan.method.summary})",
-        f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {facts['cache_dtype']})",
+        f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {kept})",
         *facts["notes"],
         f"{where} {facts['output']}, loads in {facts['loads_in']} as {facts['family']}",
     ]

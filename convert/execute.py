@@ -78,7 +78,9 @@ def execute(plan: Plan, evaluate_on: Text | None = None, quiet: bool = False) ->
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the conversion") from None
     except OSError as error:
-        raise Failure(f"conversion stopped: {error}", hint="mend that, then repeat the command with --resume") from None
+        raise Failure(
+            f"conversion to {plan.output.path} stopped: {error}", hint="mend that, then repeat the command with --resume"
+        ) from None
 
 
 def _decides(plan: Plan, reader: Reader) -> dict[str, Any]:
