@@ -7,7 +7,6 @@ deleted.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ _PLAN, _NOTES, _CHECKPOINT = "plan.json", "notes", "checkpoint"
 
 def partial_path(output: Path) -> Path:
     """The work directory of OUTPUT, beside it."""
-    whole = Path(os.path.abspath(output))  # noqa: PTH100 — "." and ".." have no name of their own; links stay links
+    whole = output.resolve()  # "." has no name of its own, and what a link points to may be on another disk
     return whole.with_name(whole.name + ".partial")
 
 
@@ -132,7 +131,7 @@ class WorkDirectory:
 
     def publish(self) -> None:
         """Put the checkpoint at OUTPUT. One that is to be replaced steps aside first, and goes last."""
-        output = Path(os.path.abspath(self._output))  # noqa: PTH100
+        output = self._output.resolve()
         if output.exists():
             aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
             output.rename(aside / "replaced")

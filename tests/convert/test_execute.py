@@ -414,6 +414,19 @@ def test_what_is_not_ours_is_never_deleted(checkpoint: Make, convert: Convert, t
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "out.old", ".out.old", "thesis.txt"}
 
 
+def test_an_output_that_is_a_link_is_written_where_it_points(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    (tmp_path / "disk" / "out").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
+    ok(convert("gqa", source, tmp_path / "link", "--groups", 2))
+    ok(convert("gqa", source, tmp_path / "link", "--groups", 1, "--overwrite"))
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "disk" / "out" / "config.json").read_text())["num_key_value_heads"] == 1
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["out"]
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert "is a link to nothing" in convert("gqa", source, tmp_path / "dangling", "--groups", 2).stderr
+
+
 @pytest.mark.parametrize("name", ["out.partial", "out.old"])
 def test_a_source_named_like_our_own_directories_survives(
     name: str, checkpoint: Make, convert: Convert, tmp_path: Path
