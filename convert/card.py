@@ -49,7 +49,10 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
 
 def _command(recipe: dict[str, dict[str, Any]]) -> str:
     ((command, options),) = recipe.items()
-    flags = [part for name, value in options.items() if name != "model" for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags: list[str] = []
+    for name, value in options.items():
+        if name != "model":
+            flags += [f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(["convert", command, options["model"], "OUTPUT", *flags])
 
 
@@ -60,7 +63,7 @@ def _front_matter(plan: Plan, directory: Path) -> str:
         base_model=plan.source.repository,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["kvfold", plan.command, plan.method.name],
+        tags=["kvfold", plan.command, *([plan.applied_method] if plan.applied_method else [])],
         license=_inherited_licence(directory),
     )
     return f"---\n{data.to_yaml()}\n---\n"

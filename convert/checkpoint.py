@@ -158,6 +158,8 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
                 index = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError):
                 raise Failure(f"{index_path.name} is no weight index: it needs a weight_map", hint=_AGAIN) from None
+            if not all(isinstance(file, str) for file in index.values()):
+                raise Failure(f"{index_path.name} is no weight index: it must name a file for each tensor", hint=_AGAIN)
             files = sorted(set(index.values()))
             if missing := [file for file in files if not (directory / file).is_file()]:
                 named = ", ".join(missing[:3]) + (", …" if missing[3:] else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import traceback
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,8 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
     _show(found, report.to_markdown(found), given["as_json"])
     if given["output"]:
         paths = report.write(found, given["output"])
-        click.echo(f"written: {', '.join(str(path) for path in paths.values())}", err=True)
+        if not given["quiet"]:
+            click.echo(f"written: {', '.join(str(path) for path in paths.values())}", err=True)
     require_ratio(found, limit)
 
 
@@ -232,7 +234,7 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
     from convert.recipe import command_lines, read
 
     for arguments in command_lines(read(recipe), settings, main):
-        click.echo(f"convert {' '.join(arguments)}", err=True)
+        click.echo(shlex.join(["convert", *arguments]), err=True)
         # Outside standalone mode click returns the code that a command exits with.
         if code := main.main(arguments, prog_name="convert", standalone_mode=False):
             click.get_current_context().exit(code)

@@ -34,12 +34,11 @@ def inspection(source: Source) -> dict[str, Any]:
         "cache_dtype": source.dtype,
         "kv_bytes_per_token": spec.bytes_per_token(source.dtype),
         "groups_possible": [target.num_kv_heads for target in targets(spec)],
-        "hosts": {kind: _hosts(source, kind, spec) for kind in HOSTS},
+        "hosts": {kind: _host(source, family, spec, kind) for kind in HOSTS},
     }
 
 
-def _hosts(source: Source, kind: str, spec: AttentionSpec) -> str:
-    family = readable(source)
+def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str:
     for host in HOSTS[kind]:
         if host.refuses(family, source.config, spec.grouped(1)) is None:
             return f"{host.name}, loads in {host.loads_in}"
@@ -144,9 +143,10 @@ def plan_text(plan: Plan, done: bool) -> str:
     facts = plan.as_dict()
     before, after = facts["kv_bytes_per_token_before"], facts["kv_bytes_per_token_after"]
     kept = facts["cache_dtype"] if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
+    how = f"method {plan.method.name} ({plan.method.summary})" if plan.applied_method else "nothing to merge"
     where = "written to" if done else "would be written to"
     lines = [
-        f"{facts['source']} → {facts['target']}, method {facts['method']} ({plan.method.summary})",
+        f"{facts['source']} → {facts['target']}, {how}",
         f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {kept})",
         *facts["notes"],
         f"{where} {facts['output']}, loads in {facts['loads_in']} as {facts['family']}",

@@ -87,7 +87,19 @@ def _decides(plan: Plan, reader: Reader) -> dict[str, Any]:
     """Everything that the bytes depend on, for `--resume` to compare."""
     ((command, options),) = plan.recipe().items()
     source = str(plan.source.directory.resolve()) if plan.source.directory else options["model"]
-    return {**options, "command": command, "model": source, "device": plan.device, "files": reader.fingerprint()}
+    return {
+        **options,
+        "command": command,
+        "model": source,
+        "device": plan.device,
+        "config": plan.source.raw,
+        "files": reader.fingerprint(),
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("kvfold", "torch", "transformers", "safetensors")}
 
 
 def _write_weights(plan: Plan, reader: Reader, units: list[Unit], work: WorkDirectory, quiet: bool) -> list[dict[str, Any]]:
@@ -194,7 +206,7 @@ def _record(plan: Plan, reader: Reader, units: list[Unit], layers: list[dict[str
         "kvfold": version("kvfold"),
         "source": {"model": plan.source.reference, "revision": plan.source.commit, "kind": plan.before.kind},
         "kind": plan.target.kind,
-        "method": plan.method.name if plan.target != plan.before else None,
+        "method": plan.applied_method,
         "recipe": plan.recipe(),
         "kv_bytes_per_token": {
             "before": plan.before.bytes_per_token(plan.source.dtype),
@@ -210,7 +222,7 @@ def _record(plan: Plan, reader: Reader, units: list[Unit], layers: list[dict[str
             "copied": sorted(written.keys() - converted - cast),
             "dropped": {name: _why_dropped(name, reader) for name in sorted(reader.infos.keys() - written.keys())},
         },
-        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
+        "versions": _versions(),
     }
 
 
@@ -222,9 +234,15 @@ def _why_dropped(name: str, reader: Reader) -> str:
 
 def _evaluate(plan: Plan, path: Path, text: Text, settings: Settings) -> dict[str, Any]:
     result = Source.parse(str(path), plan.source.trust_remote_code)
-    report = evaluate([plan.source, result], text, settings)
+    try:
+        report = evaluate([plan.source, result], text, settings)
+    except Failure as error:
+        raise Failure(
+            f"the conversion is done, its evaluation failed: {error}",
+            hint="the same command with --resume and without --evaluate publishes it",
+        ) from error
     source, converted = report["models"]
     # The work directory's own name means nothing later, and conversion.json is not there yet to name the method.
     source |= {"name": "source", "path": plan.source.reference}
-    converted |= {"name": "converted", "path": "OUTPUT", "method": plan.method.name}
+    converted |= {"name": "converted", "path": "OUTPUT", "method": plan.applied_method}
     return report

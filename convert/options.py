@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from functools import reduce
@@ -42,7 +43,7 @@ class Gpu(click.ParamType):  # type: ignore[type-arg]
             gigabytes = float(size)
         except ValueError:
             gigabytes = 0.0
-        if not name or not gigabytes > 0:
+        if not name or not 0 < gigabytes < math.inf:
             self.fail(f"{value!r} is no GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
         return name, gigabytes
 

@@ -57,6 +57,11 @@ class Plan:
         """The dtype that the result's cache is counted in."""
         return self.output.dtype or self.source.dtype
 
+    @property
+    def applied_method(self) -> str | None:
+        """The method's name, or None where there is nothing to merge."""
+        return self.method.name if self.target != self.before else None
+
     def recipe(self) -> dict[str, Any]:
         """What the bytes depend on, as `convert run` takes it back; OUTPUT is not part of it."""
         return {
@@ -67,6 +72,7 @@ class Plan:
                 "seed": self.seed,
                 "max_shard_size": _with_unit(self.output.max_shard_size),
                 **({"dtype": self.output.dtype} if self.output.dtype else {}),
+                **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
             }
         }
 
@@ -81,7 +87,7 @@ class Plan:
             "query_heads": self.before.num_heads,
             "kv_heads_before": self.before.num_kv_heads,
             "kv_heads_after": self.target.num_kv_heads,
-            "method": self.method.name,
+            "method": self.applied_method,
             "host": self.host.name,
             "loads_in": self.host.loads_in,
             "cache_dtype": self.cache_dtype,

@@ -29,15 +29,12 @@ def read(path: Path) -> list[tuple[str, dict[str, Any]]]:
         data = data["recipe"]  # a conversion.json
     steps = data if isinstance(data, list) and data else [data]
     for step in steps:
-        if not (isinstance(step, dict) and len(step) == 1 and isinstance(next(iter(step.values())), dict)):
+        if not (isinstance(step, dict) and len(step) == 1 and isinstance(next(iter(step.values())), dict | None)):
             raise Refusal(
                 f"{path} is no recipe: each step is one command with its options", hint="gqa: {model: …, output: …, groups: 8}"
             )
-    return [
-        (str(name), {str(key).replace("-", "_"): value for key, value in given.items()})
-        for s in steps
-        for name, given in s.items()
-    ]
+    commands = [(str(name), given or {}) for step in steps for name, given in step.items()]
+    return [(name, {str(key).replace("-", "_"): value for key, value in given.items()}) for name, given in commands]
 
 
 def command_lines(steps: list[tuple[str, dict[str, Any]]], settings: Sequence[str], group: click.Group) -> Iterator[list[str]]:
@@ -86,6 +83,9 @@ def _parameters(name: str, group: click.Group) -> dict[str, click.Parameter]:
 
 
 def _arguments(parameter: click.Parameter, value: Any) -> list[str]:
+    many = parameter.nargs == -1 or getattr(parameter, "multiple", False)
+    if isinstance(value, dict) or (isinstance(value, list) and not many):
+        raise Refusal(f"{parameter.name} of a recipe takes one value, not {value!r}")
     values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
     if isinstance(parameter, click.Argument):
         return values

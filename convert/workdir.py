@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,10 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
     """
     if output.is_symlink() and not output.exists():
         raise Refusal(f"OUTPUT {output} is a link to nothing", hint="remove the link, or choose another OUTPUT")
-    if output.is_file():
-        raise Refusal(f"OUTPUT {output} is a file", hint="give a directory that does not exist yet")
+    if output.is_file() or any(parent.is_file() for parent in output.parents):
+        raise Refusal(f"OUTPUT {output} is a file, or lies in one", hint="give a directory that does not exist yet")
+    if not output.resolve().name or not _is_unicode(output):
+        raise Refusal(f"OUTPUT {str(output)!r} is no name for a directory", hint="choose another")
     partial = partial_path(output)
     for ours in (output.resolve(), partial.resolve()) if source else ():
         whole = source.resolve() if source else ours
@@ -46,9 +47,9 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
     if output.is_dir() and any(output.iterdir()):
         if not overwrite:
             raise Refusal(f"OUTPUT {output} exists already", hint="choose another, or replace it with --overwrite")
-        if not (output / "config.json").is_file():
+        if not _is_checkpoint(output):
             raise Refusal(f"OUTPUT {output} is no checkpoint, so --overwrite leaves it alone", hint="choose another OUTPUT")
-    if partial.exists():
+    if partial.exists() or partial.is_symlink():
         if not _is_ours(partial):
             raise Refusal(f"{partial} is in the way, and no conversion made it", hint="move it, or choose another OUTPUT")
         if not (resume or overwrite):
@@ -58,8 +59,29 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
 
 
 def _is_ours(partial: Path) -> bool:
-    """Whether a run of kvfold made this directory, perhaps killed before it had written the plan."""
-    return partial.is_dir() and {p.name for p in partial.iterdir()} <= {_PLAN, f"{_PLAN}.tmp", _NOTES, _CHECKPOINT}
+    """Whether a run of kvfold made this directory: it holds a plan, the first thing that is written, or nothing yet."""
+    if partial.is_symlink() or not partial.is_dir():
+        return False
+    return (partial / _PLAN).is_file() or {path.name for path in partial.iterdir()} <= {f"{_PLAN}.tmp"}
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    """Whether a directory holds a model: a config of some model type, and weights."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    weights = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
+    return isinstance(config, dict) and "model_type" in config and bool(weights)
+
+
+def _is_unicode(path: Path) -> bool:
+    """Whether safetensors can open files in it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class WorkDirectory:
@@ -81,21 +103,22 @@ class WorkDirectory:
         known = self._known_plan() if resume else None
         if known is not None and known != plan:
             changed = sorted(key for key in {*known, *plan} if known.get(key) != plan.get(key))
-            values = "; ".join(f"{key}: {known.get(key)} then, {plan.get(key)} now" for key in changed)
+            values = "; ".join(f"{key}: {_short(known.get(key))} then, {_short(plan.get(key))} now" for key in changed)
             raise Refusal(
                 f"{self._root} was begun with other settings: {values}",
                 hint="repeat the first command with --resume, or start again with --overwrite",
             )
         if known is None and self._root.exists():
             shutil.rmtree(self._root)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._notes.mkdir(exist_ok=True)
+        self._root.mkdir(parents=True, exist_ok=True)
         _write_whole(self._root / _PLAN, plan)
+        self.path.mkdir(exist_ok=True)
+        self._notes.mkdir(exist_ok=True)
 
     def _known_plan(self) -> Any:
         try:
             return json.loads((self._root / _PLAN).read_text(encoding="utf-8"))
-        except FileNotFoundError:  # killed before the plan was written: nothing was done yet
+        except (FileNotFoundError, ValueError):  # killed before it was written, or lost with the power: begin again
             return None
 
     def done(self, shard: str) -> Any | None:
@@ -103,7 +126,7 @@ class WorkDirectory:
         try:
             note = json.loads((self._notes / f"{shard}.json").read_text(encoding="utf-8"))
             whole = (self.path / shard).stat().st_size == note["bytes"]
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):
             return None
         return note["value"] if whole else None
 
@@ -133,13 +156,13 @@ class WorkDirectory:
         """Put the checkpoint at OUTPUT. One that is to be replaced steps aside first, and goes last."""
         output = self._output.resolve()
         if output.exists():
-            aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-            output.rename(aside / "replaced")
-            self.path.rename(output)
-            shutil.rmtree(aside)
-        else:
-            self.path.rename(output)
-        shutil.rmtree(self._root)
+            output.rename(self._root / "replaced")
+        self.path.rename(output)
+        shutil.rmtree(self._root, ignore_errors=True)  # OUTPUT is whole by now
+
+
+def _short(value: Any) -> str:
+    return "others" if isinstance(value, dict) else str(value)
 
 
 def _write_whole(path: Path, value: Any) -> None:

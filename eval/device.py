@@ -19,13 +19,12 @@ def require_device(name: str) -> None:
     if name == "auto":
         return
     try:
-        kind = torch.device(name).type
+        kind, index = torch.device(name).type, torch.device(name).index
     except RuntimeError:
         raise Refusal(f"no device {name!r} (choose auto, cpu, cuda or cuda:N)") from None
-    if kind not in ("cpu", "cuda"):
+    if kind not in ("cpu", "cuda") or (kind == "cpu" and index is not None):
         raise Refusal(f"device {name!r} is not supported (choose auto, cpu, cuda or cuda:N)")
-    index = torch.device(name).index or 0
-    if kind == "cuda" and index >= torch.cuda.device_count():
+    if kind == "cuda" and (index or 0) >= torch.cuda.device_count():
         raise Failure(f"this machine has no device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s)")
 
 

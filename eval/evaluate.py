@@ -174,7 +174,9 @@ def load(source: Source, settings: Settings) -> Iterator[Any]:
             raise
         except Exception as error:  # safetensors, torch, transformers and the file system all have their own
             reason = " ".join(str(error).split())[:300]
-            raise Failure(f"cannot load {source.reference}: {reason}", hint="is the checkpoint whole? -v shows more") from error
+            raise Failure(
+                f"cannot load {source.reference}: {type(error).__name__}: {reason}", hint="is it whole? -v shows more"
+            ) from error
         if info["missing_keys"] or info["mismatched_keys"]:
             bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
             # transformers fills such weights with random numbers and carries on; a figure from that would be false.

@@ -61,7 +61,9 @@ class Source:
     @property
     def name(self) -> str:
         """The last part of the path or id, for tables."""
-        return self.directory.resolve().name if self.directory else self.reference.split("/")[-1]
+        if self.directory:
+            return self.directory.name or self.directory.resolve().name  # "." and ".." have none of their own
+        return str(self.repository).split("/")[-1] + (f"@{self.revision}" if self.revision else "")
 
     @cached_property
     def raw(self) -> dict[str, Any]:

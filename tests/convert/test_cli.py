@@ -134,6 +134,11 @@ def test_a_conversion_is_repeated_from_its_record(checkpoint: Make, convert: Con
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
 
 
+def test_a_command_without_options_is_a_recipe(convert: Convert, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("families:\n")
+    assert "| llama" in convert("run", tmp_path / "recipe.yaml").stdout
+
+
 def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
     steps = [{"gqa": {"model": str(source), "output": str(tmp_path / str(g)), "groups": g}} for g in (2, 3, 1)]
@@ -152,6 +157,8 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
         ("shrink: {model: x}", "a recipe cannot run 'shrink' (choose demo, eval, families, gqa, inspect, mqa, plan)"),
         ("run: {recipe: x}", "a recipe cannot run 'run'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
+        ("gqa: {model: x, output: y, groups: [4, 2]}", "groups of a recipe takes one value, not [4, 2]"),
+        ("[]", "is no recipe"),
     ],
 )
 def test_a_bad_recipe_is_refused(recipe: str, message: str, convert: Convert, tmp_path: Path) -> None:
@@ -212,6 +219,7 @@ def test_paths_that_cannot_be_used(checkpoint: Make, convert: Convert, tmp_path:
     refused(convert("gqa", source, source / "inside", "--groups", 1), 2, "lie inside each other")
     (tmp_path / "file").write_text("")
     refused(convert("gqa", source, tmp_path / "file", "--groups", 1), 2, "is a file")
+    refused(convert("gqa", source, tmp_path / "file" / "out", "--groups", 1), 2, "is a file, or lies in one")
     refused(convert("gqa", "some/where", tmp_path / "out", "--groups", 1), 1, "cannot get 'some/where' from the Hub")
 
 
@@ -221,6 +229,8 @@ def test_devices_and_sizes_that_do_not_exist(checkpoint: Make, convert: Convert,
     refused(convert("gqa", source, out, "--groups", 1, "--device", "cuda:99"), 1, "this machine has no device 'cuda:99'")
     refused(convert("gqa", source, out, "--groups", 1, "--max-shard-size", "5 parsecs"), 2, "is no size")
     refused(convert("plan", source, "--gpu", "large"), 2, "is no GPU")
+    refused(convert("plan", source, "--gpu", "large=inf"), 2, "is no GPU")
+    refused(convert("gqa", source, out, "--groups", 1, "--device", "cpu:3"), 2, "device 'cpu:3' is not supported")
 
 
 def test_texts_that_cannot_be_evaluated(checkpoint: Make, convert: Convert, text: Path, tmp_path: Path) -> None:

@@ -400,18 +400,19 @@ def test_a_shard_that_lost_its_end_is_written_again(checkpoint: Make, convert: C
 
 def test_what_is_not_ours_is_never_deleted(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
-    for name in ("out.partial", "out.old", ".out.old"):
-        (tmp_path / name).mkdir()
+    for name in ("out.partial", "out.old", ".out.old", "other.partial/notes"):
+        (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "thesis.txt").write_text("years")
     for flags in ([], ["--resume"], ["--overwrite"]):
         result = convert("gqa", source, tmp_path / "out", "--groups", 2, *flags)
         assert result.exit_code == 2
         assert "no conversion made it" in result.stderr
+    assert convert("gqa", source, tmp_path / "other", "--groups", 2, "--overwrite").exit_code == 2
     (tmp_path / "out.partial" / "thesis.txt").rename(tmp_path / "thesis.txt")
     for _ in range(2):
         ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--overwrite"))
     assert (tmp_path / "out.old" / "thesis.txt").exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "out.old", ".out.old", "thesis.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "out.old", ".out.old", "thesis.txt", "other.partial"}
 
 
 def test_an_output_that_is_a_link_is_written_where_it_points(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -446,6 +447,38 @@ def test_too_little_space_is_seen_before_the_first_byte(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_config_that_changed_is_not_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, command = checkpoint(), ["--groups", 2, "--max-shard-size", "20KB"]
+    arguments = [str(a) for a in ("gqa", source, tmp_path / "out", *command)]
+    subprocess.run([sys.executable, "-c", INTERRUPTED, "SIGKILL", *arguments], capture_output=True, check=False)
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 0.5}))
+    result = convert(*arguments, "--resume")
+    assert result.exit_code == 2
+    assert "config" in result.stderr
+    (source / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "out.partial" / "plan.json").write_text("")  # as a power failure may leave it: begin again
+    ok(convert(*arguments, "--resume"))
+
+
+def test_a_failed_evaluation_does_not_lose_the_conversion(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attention.errors import Failure
+
+    def fails(*_: Any) -> None:
+        raise Failure("the logits are not finite")
+
+    source = checkpoint()
+    (tmp_path / "text.txt").write_text("a line of text, and another\n" * 40)
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute.evaluate", fails)
+        result = convert("gqa", source, tmp_path / "out", "--groups", 2, "--evaluate", tmp_path / "text.txt")
+    assert result.exit_code == 1
+    assert "the conversion is done, its evaluation failed: the logits are not finite" in result.stderr
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--resume"))
+
+
 def test_a_source_that_changed_is_not_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
     partial = tmp_path / "out.partial"
@@ -473,6 +506,9 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(checkpoint: Make, conv
     assert result.exit_code == 2
     assert "is no checkpoint" in result.stderr
     assert (home / "thesis.txt").read_text() == "years"
+    (home / "config.json").write_text('{"name": "a web application"}')
+    assert "is no checkpoint" in convert("gqa", source, home, "--groups", 1, "--overwrite").stderr
+    assert (home / "thesis.txt").exists()
 
 
 # ---- bad weights ---------------------------------------------------------------------------------------------------
