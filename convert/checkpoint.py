@@ -1,7 +1,7 @@
 """Reading and writing checkpoint files: source shards mapped, never loaded; output shards streamed, then read back.
 
 It knows tensors by name, and nothing of attention. safetensors' own `save_file` copies a whole shard into memory
-first; the format is a JSON header and the bytes, so writing them here is what keeps memory at a few megabytes.
+first; the format is a JSON header and the bytes, and writing them here keeps what is merely copied out of memory.
 """
 
 from __future__ import annotations

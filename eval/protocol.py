@@ -40,7 +40,7 @@ class Protocol:
         if context < 2:
             raise Refusal(f"a context of {context} predicts nothing: it must be at least 2 tokens")
         if name == "sliding":
-            return cls(name, context, max(1, context // 2), "start")
+            return cls(name, context, context // 2, "start")
         return cls(name, context, context, "block" if name == "bos" else "start")
 
     def blocks(self, tokens: Tokens) -> list[Block]:
