@@ -1,4 +1,4 @@
-"""Naive grouped attention, spelled out in whatever precision its arguments have: the oracle of every test.
+"""Naive grouped and latent attention, spelled out in whatever precision its arguments have: the oracle of every test.
 
 It is slow and obviously right; nothing but tests and checks should call it.
 """
@@ -66,9 +66,72 @@ def grouped_attention(
 
     share = q.shape[0] // k.shape[0]
     queries, keys = place(queries, q_norm), place(keys, k_norm).repeat_interleave(share, 1)
-    scores = torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale
-    future = positions[None, :] > positions[:, None]
-    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    weights = _causal_softmax(torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale)
     context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(share, 1))
     out = torch.einsum("bhtd,ehd->bte", context, o)
     return out if o_bias is None else out + o_bias
+
+
+def latent_attention(
+    x: torch.Tensor,
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_rope: torch.Tensor,
+    down: torch.Tensor,
+    up_k: torch.Tensor,
+    up_v: torch.Tensor,
+    o: torch.Tensor,
+    *,
+    scale: float,
+    rotary: Rotary,
+    q_nope_bias: torch.Tensor | None = None,
+    q_rope_bias: torch.Tensor | None = None,
+    k_rope_bias: torch.Tensor | None = None,
+    o_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434), without a latent norm.
+
+    The latent of token s is c_s = down x_s; head h scores it by q_nopeᵀ up_k c_s plus the rotated q_ropeᵀ k_rope, and
+    reads up_v c_s.
+
+    Args:
+        x: `[B, T, E]`, the normalised input of the block, positions 0 to T−1.
+        q_nope: `[H, D, E]`.
+        q_rope: `[H, P, E]`.
+        k_rope: `[P, E]`, the one rotary key of all heads.
+        down: `[R, E]`.
+        up_k: `[H, D, R]`.
+        up_v: `[H, D, R]`.
+        o: `[E, H, D]`.
+        scale: What logits are multiplied by.
+        rotary: How the P dims turn.
+        q_nope_bias: `[H, D]` or None.
+        q_rope_bias: `[H, P]` or None.
+        k_rope_bias: `[P]` or None.
+        o_bias: `[E]` or None.
+
+    Returns:
+        `[B, T, E]`.
+    """
+
+    def project(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        states = torch.einsum("bte,hde->bhtd", x, weight)
+        return states if bias is None else states + bias[:, None]
+
+    positions = torch.arange(x.shape[1], device=x.device)
+    key = project(k_rope[None], None if k_rope_bias is None else k_rope_bias[None])
+    turning = torch.einsum(
+        "bhtp,bsp->bhts", rotary.rotate(project(q_rope, q_rope_bias), positions), rotary.rotate(key, positions)[:, 0]
+    )
+    latent = torch.einsum("bse,re->bsr", x, down)
+    still = torch.einsum("bhtd,hdr,bsr->bhts", project(q_nope, q_nope_bias), up_k, latent)
+    weights = _causal_softmax((still + turning) * scale)
+    context = torch.einsum("bhts,hdr,bsr->bhtd", weights, up_v, latent)
+    out = torch.einsum("bhtd,ehd->bte", context, o)
+    return out if o_bias is None else out + o_bias
+
+
+def _causal_softmax(scores: torch.Tensor) -> torch.Tensor:
+    """`scores [B, H, T, T]`; token t sees tokens 0 to t."""
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(future, -math.inf).softmax(-1)

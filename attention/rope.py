@@ -6,6 +6,7 @@ Scaled frequencies come from transformers' own table of scaling types. A class t
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,11 +24,15 @@ class Rotary:
         frequencies: `[P/2]` radians per token, fp64.
         pairing: Which two dims form pair i of P/2: "half" (i, i + P/2), as Llama; "interleaved" (2i, 2i + 1), as GPT-J.
         attention_factor: What cosine and sine are multiplied by (YaRN, LongRoPE); 1 otherwise.
+        long_frequencies: `[P/2]`, which replace `frequencies` in sequences of more than `long_beyond` tokens (LongRoPE).
+        long_beyond: Tokens.
     """
 
     frequencies: torch.Tensor
     pairing: Pairing = "half"
     attention_factor: float = 1.0
+    long_frequencies: torch.Tensor | None = None
+    long_beyond: int | None = None
 
     @property
     def dims(self) -> int:
@@ -37,12 +42,48 @@ class Rotary:
         """Turn `states [..., T, D]` by `positions [T]`; the dims beyond P come back as they are."""
         turning, still = states[..., : self.dims], states[..., self.dims :]
         axis = -2 if self.pairing == "half" else -1
-        shape = (2, len(self.frequencies)) if self.pairing == "half" else (len(self.frequencies), 2)
-        first, second = turning.unflatten(-1, shape).unbind(axis)  # [..., T, P/2] each
-        angles = positions[:, None].double() * self.frequencies.to(positions.device)  # [T, P/2]
+        first, second = turning.unflatten(-1, self._shape).unbind(axis)  # [..., T, P/2] each
+        angles = positions[:, None].double() * self._frequencies(positions).to(positions.device)  # [T, P/2]
         cos, sin = ((f(angles) * self.attention_factor).to(states.dtype) for f in (torch.cos, torch.sin))
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), axis).flatten(-2)
         return torch.cat((turned, still), -1)
+
+    def to_complex(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pairs of rows as complex numbers: RoPE multiplies number l of a head by e^(iθ_l t).
+
+        Args:
+            rows: `[heads, D, …]`, what makes each dim of each head.
+
+        Returns:
+            `[heads, P/2, …]` complex, and the `[heads, D − P, …]` rows that do not turn.
+        """
+        turning, still = rows[:, : self.dims], rows[:, self.dims :]
+        axis = 1 if self.pairing == "half" else 2
+        return torch.complex(*turning.unflatten(1, self._shape).unbind(axis)), still
+
+    def from_complex(self, numbers: torch.Tensor, still: torch.Tensor | None = None) -> torch.Tensor:
+        """The inverse of `to_complex`."""
+        axis = 1 if self.pairing == "half" else 2
+        turning = torch.stack((numbers.real, numbers.imag), axis).flatten(1, 2)
+        return turning if still is None else torch.cat((turning, still), 1)
+
+    def select(self, pairs: list[int], pairing: Pairing) -> Rotary:
+        """The rotary embedding of dims that turn with the frequencies of `pairs`, in that order, repeated ones too.
+
+        The attention factor is left behind: whoever selects has to multiply the keys by its square.
+        """
+        long = None if self.long_frequencies is None else self.long_frequencies[pairs]
+        return Rotary(self.frequencies[pairs], pairing, 1.0, long, self.long_beyond)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        pairs = len(self.frequencies)
+        return (2, pairs) if self.pairing == "half" else (pairs, 2)
+
+    def _frequencies(self, positions: torch.Tensor) -> torch.Tensor:
+        if self.long_frequencies is None or self.long_beyond is None or int(positions.max()) < self.long_beyond:
+            return self.frequencies
+        return self.long_frequencies
 
 
 def from_config(
@@ -67,5 +108,9 @@ def from_config(
         dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0)) if partial else head_dim
         exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
         return Rotary(parameters["rope_theta"] ** -exponents, pairing)
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
-    return Rotary(frequencies.double(), pairing, float(factor))
+    scaled = functools.partial(ROPE_INIT_FUNCTIONS[kind], config, torch.device("cpu"), layer_type=layer_type)
+    frequencies, factor = scaled()
+    if kind != "longrope":
+        return Rotary(frequencies.double(), pairing, float(factor))
+    beyond = parameters["original_max_position_embeddings"]
+    return Rotary(frequencies.double(), pairing, float(factor), scaled(seq_len=beyond + 1)[0].double(), beyond)

@@ -23,12 +23,23 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention of a whole model: `num_layers` layers of `num_heads` query and `num_kv_heads` KV heads of `head_dim`."""
+    """The attention of a whole model: `num_layers` layers of `num_heads` query heads, and what they keep of a token.
+
+    Attributes:
+        num_layers: L.
+        num_heads: H.
+        num_kv_heads: G keys and values of `head_dim`. With a latent, which all heads share, it is H.
+        head_dim: D.
+        kv_lora_rank: R, the values of the latent that is kept instead of keys and values (MLA); None without one.
+        qk_rope_head_dim: P, the values of the rotary key that is kept beside the latent.
+    """
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int = 0
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -42,17 +53,14 @@ class AttentionSpec:
         """Read a transformers config (its text part, if it has several).
 
         Raises:
-            Refusal: The config has no attention heads, or caches a latent instead of heads.
+            Refusal: The config has no attention heads.
         """
         config = config.get_text_config(decoder=True)
-        if getattr(config, "kv_lora_rank", None):
-            raise Refusal(
-                f"model type {config.model_type!r} is multi-head latent attention already "
-                f"(kv_lora_rank {config.kv_lora_rank}); kvfold reads MHA and GQA sources"
-            )
         heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
         if not isinstance(heads, int) or not isinstance(width, int):
             raise Refusal(f"model type {config.model_type!r} has no single number of attention heads in its config")
+        if rank := getattr(config, "kv_lora_rank", None):
+            return cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, config.qk_rope_head_dim)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or width // heads
         if not isinstance(kv_heads, int):
@@ -61,14 +69,18 @@ class AttentionSpec:
 
     @property
     def kind(self) -> str:
-        """One of "MHA", "GQA-8" (with the number of KV heads) and "MQA"."""
+        """One of "MHA", "GQA-8" (with the number of KV heads), "MQA" and "MLA-512+64" (rank and rotary dims)."""
+        if self.kv_lora_rank is not None:
+            return f"MLA-{self.kv_lora_rank}+{self.qk_rope_head_dim}"
         if self.num_kv_heads == self.num_heads:
             return "MHA"
         return "MQA" if self.num_kv_heads == 1 else f"GQA-{self.num_kv_heads}"
 
     @property
     def values_per_token(self) -> int:
-        """Numbers that the KV cache holds for one token, all layers: a key and a value of D for each KV head."""
+        """Numbers that the KV cache holds for one token, all layers: a key and a value of D per KV head, or R + P."""
+        if self.kv_lora_rank is not None:
+            return self.num_layers * (self.kv_lora_rank + self.qk_rope_head_dim)
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
     def bytes_per_token(self, dtype: str) -> int:
@@ -88,3 +100,19 @@ class AttentionSpec:
             listed = ", ".join(map(str, choices[:-1])) + (" or " if choices[1:] else "") + str(choices[-1])
             raise Refusal(f"cannot make {groups} groups from {heads} KV heads: {rule} (choose {listed})")
         return replace(self, num_kv_heads=groups)
+
+    def latent(self, kv_lora_rank: int, qk_rope_head_dim: int) -> AttentionSpec:
+        """The same attention with a latent of R values and a rotary key of P in place of keys and values.
+
+        Raises:
+            Refusal: P is not a number of rotary pairs that G keys of D have; or R is below 1.
+        """
+        most = self.num_kv_heads * self.head_dim
+        if qk_rope_head_dim < 2 or qk_rope_head_dim % 2 or qk_rope_head_dim > most:
+            raise Refusal(
+                f"cannot keep {qk_rope_head_dim} rotary dims of {self.num_kv_heads} KV heads × {self.head_dim}: "
+                f"it must be even and between 2 and {most}"
+            )
+        if kv_lora_rank < 1:
+            raise Refusal(f"a latent of rank {kv_lora_rank} holds nothing: it must be at least 1")
+        return replace(self, num_kv_heads=self.num_heads, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)

@@ -43,7 +43,7 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         protocol=evaluation["protocol"] if evaluation else None,
         source=source,
         converted=converted,
-        model_type=plan.source.model_type,
+        model_type=plan.host.model_type(plan.family),
     )
 
 

@@ -241,6 +241,12 @@ def _bytes(chunk: torch.Tensor) -> memoryview:
     return memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
 
 
+def require_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise a Failure that names the tensor if it holds NaN or infinities."""
+    if not _finite(tensor):
+        raise _not_finite(name, tensor, tensor.dtype)
+
+
 def _not_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Failure:
     if torch.isfinite(tensor).all():
         largest, kind = tensor.abs().max(), str(dtype).removeprefix("torch.")

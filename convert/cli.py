@@ -6,16 +6,21 @@ import errno
 import json
 import shlex
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from attention.errors import Interrupted, KvfoldError
 from convert import options
-from convert.methods import METHODS
+from convert.methods import GROUPED, LATENT
 from eval.protocol import PROTOCOLS
 from eval.text import DATASETS
+
+if TYPE_CHECKING:
+    from convert.plan import Output, Plan
+    from eval.source import Source
 
 
 class Commands(click.Group):
@@ -54,7 +59,7 @@ def main() -> None:
 
 
 _method = click.option(
-    "--method", type=click.Choice(METHODS), default=METHODS[0], show_default=True, help="How heads are merged."
+    "--method", type=click.Choice(GROUPED), default=GROUPED[0], show_default=True, help="How heads are merged."
 )
 
 
@@ -72,21 +77,33 @@ def _quieten(verbose: bool) -> None:
         logging.disable_progress_bar()
 
 
-def _convert(command: str, groups: int, method: str, **given: Any) -> None:
+def _convert(plan_of: Callable[[Source, Output], Plan], **given: Any) -> None:
     from convert.describe import plan_text
     from convert.execute import execute
-    from convert.plan import Output, plan_grouped
+    from convert.plan import Output
     from eval.source import Source
-    from eval.text import read_file
+    from eval.text import load_dataset, read_file
 
     _quieten(given["verbose"])
     source = Source.parse(given["model"], given["trust_remote_code"])
     where = Output(*(given[name] for name in ("output", "dtype", "max_shard_size", "overwrite", "resume")))
-    plan = plan_grouped(command, source, groups, method, given["seed"], given["device"], where)
+    plan = plan_of(source, where)
     if not given["dry_run"]:
-        text = read_file(given["evaluate"]) if given["evaluate"] else None
-        execute(plan, text, given["quiet"])
+        held_out = read_file(given["evaluate"]) if given["evaluate"] else None
+        text, dataset = given.get("text"), given.get("dataset")
+        calibration = read_file(text) if text else load_dataset(dataset) if dataset else None
+        execute(plan, held_out, calibration, given["quiet"])
     _show(plan.as_dict(), plan_text(plan, done=not given["dry_run"]), given["as_json"])
+
+
+def _grouped(command: str, groups: int, method: str, **given: Any) -> None:
+    def plan_of(source: Source, output: Output) -> Plan:
+        from convert import methods
+        from convert.plan import plan_grouped
+
+        return plan_grouped(command, source, groups, methods.load_grouped(method), given["seed"], given["device"], output)
+
+    _convert(plan_of, **given)
 
 
 @main.command()
@@ -100,7 +117,7 @@ def gqa(groups: int, method: str, **given: Any) -> None:
 
     Example: convert gqa --groups 8 meta-llama/Llama-2-7b-hf llama-2-7b-gqa8
     """
-    _convert("gqa", groups, method, **given)
+    _grouped("gqa", groups, method, **given)
 
 
 @main.command()
@@ -113,7 +130,45 @@ def mqa(method: str, **given: Any) -> None:
 
     Example: convert mqa ./my-model my-model-mqa
     """
-    _convert("mqa", 1, method, **given)
+    _grouped("mqa", 1, method, **given)
+
+
+@main.command()
+@click.option("--kv-lora-rank", type=int, metavar="R", help="Channels of the latent, the host's constant included.")
+@click.option("--qk-rope-head-dim", type=int, metavar="P", help="Dims of the rotary key that all heads share.")
+@click.option(
+    "--kv-budget", type=options.Budget(), metavar="SIZE", help="Instead of both: a share of MODEL's cache, or bytes per token."
+)
+@click.option(
+    "--method", type=click.Choice(LATENT), default=LATENT[0], show_default=True, help="How keys and values are factored."
+)
+@click.option("--freqfold", type=int, metavar="F", help="pca: take F neighbouring frequencies for one.  [default: fewest]")
+@click.option("--pad-rank", is_flag=True, help="Allow a rank beyond full size, filled up with channels of zeros.")
+@options.calibration
+@options.conversion
+def mla(method: str, **given: Any) -> None:
+    """Convert MODEL to multi-head latent attention.
+
+    Keys and values are factored through a latent of R channels, and a rotary key of P dims is kept beside it. The result
+    is written to OUTPUT as DeepSeek-V3 without experts, which stock transformers loads and caches at that size.
+
+    Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 meta-llama/Llama-2-7b-hf llama-2-7b-mla
+    """
+    from convert import methods
+    from convert.plan import Calibration
+    from convert.plan_latent import LatentSize, plan_latent
+
+    if given["text"] and given["dataset"]:
+        raise click.UsageError("give either --text FILE or --dataset NAME")
+    share, size_bytes = given["kv_budget"] or (None, None)
+    size = LatentSize(given["kv_lora_rank"], given["qk_rope_head_dim"], share, size_bytes, given["freqfold"], given["pad_rank"])
+    text = {name: str(given[name]) for name in ("text", "dataset") if given[name]}
+    calibration = Calibration(text, given["calibration_tokens"], given["calibration_context"], given["propagate"])
+
+    def plan_of(source: Source, output: Output) -> Plan:
+        return plan_latent(source, size, methods.load_latent(method), calibration, given["device"], output, given["seed"])
+
+    _convert(plan_of, **given)
 
 
 @main.command(name="eval")

@@ -39,10 +39,14 @@ def inspection(source: Source) -> dict[str, Any]:
 
 
 def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str:
+    target = spec.latent(1, 2) if kind == "mla" else spec.grouped(1)
+    reasons = []
     for host in HOSTS[kind]:
-        if host.refuses(family, source.config, spec.grouped(1)) is None:
+        reason = host.refuses(family, source.config, target, source.dtype)
+        if reason is None:
             return f"{host.name}, loads in {host.loads_in}"
-    return "none"
+        reasons.append(f"{host.name}: {reason}")
+    return f"none ({'; '.join(reasons)})"
 
 
 def inspection_text(facts: Mapping[str, Any]) -> str:
@@ -149,6 +153,6 @@ def plan_text(plan: Plan, done: bool) -> str:
         f"{facts['source']} → {facts['target']}, {how}",
         f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {kept})",
         *facts["notes"],
-        f"{where} {facts['output']}, loads in {facts['loads_in']} as {facts['family']}",
+        f"{where} {facts['output']}, loads in {facts['loads_in']} as {facts['model_type']}",
     ]
     return "\n".join(lines)

@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -23,13 +24,15 @@ from tqdm import tqdm
 from attention.errors import Failure, Interrupted, KvfoldError
 from convert.card import model_card
 from convert.checkpoint import Reader, shard_names, write_index, write_shard
+from convert.fidelity import layer_errors
 from convert.layout import Unit, deal, units_of
-from convert.methods.base import Draw
-from convert.plan import Plan
+from convert.plan import Calibration, Plan
+from convert.transform import Transform, read_layer, transform_of
 from convert.workdir import WorkDirectory
-from eval.evaluate import Settings, evaluate, prepare
+from eval.device import compute_device
+from eval.evaluate import Settings, evaluate, prepare, tokens_of
 from eval.source import Source
-from eval.text import Text
+from eval.text import Text, Tokens
 
 # Copied byte for byte beside the weights. config.json, the card and the weights are written anew.
 _COMPANIONS = (
@@ -40,12 +43,13 @@ _COMPANIONS = (
 )  # fmt: skip
 
 
-def execute(plan: Plan, evaluate_on: Text | None = None, quiet: bool = False) -> None:
+def execute(plan: Plan, evaluate_on: Text | None = None, calibrate_on: Text | None = None, quiet: bool = False) -> None:
     """Write the plan's checkpoint.
 
     Args:
-        plan: From `convert.plan`.
+        plan: From `convert.plan` or `convert.plan_latent`.
         evaluate_on: Held-out text whose perplexity goes into the model card.
+        calibrate_on: The text that `plan.calibration` speaks of.
         quiet: No progress bars.
 
     Raises:
@@ -55,15 +59,17 @@ def execute(plan: Plan, evaluate_on: Text | None = None, quiet: bool = False) ->
     settings = Settings(device=plan.device, quiet=quiet)
     if evaluate_on:
         prepare([plan.source], evaluate_on, settings)  # whatever is wrong with the text is wrong before the work
+    tokens = calibration_tokens(plan.source, plan.calibration, calibrate_on)
     directory = plan.source.files
     reader = Reader(directory)
     units = units_of(plan, reader)
-    work = WorkDirectory(plan.output.path, _decides(plan, reader), plan.output.resume)
+    work = WorkDirectory(plan.output.path, _decides(plan, reader, tokens), plan.output.resume)
+    _require_space(plan, units, tokens, work)
     try:
-        layers = _write_weights(plan, reader, units, work, quiet)
-        _write_config(plan, work.path)
+        transform, layers = _convert(plan, reader, units, work, tokens, quiet)
+        _write_config(plan, transform, work.path)
         _copy_companions(plan, directory, work.path)
-        record = _record(plan, reader, units, layers)
+        record = _record(plan, reader, units, layers, tokens, transform)
         if evaluate_on:
             record["evaluation"] = _evaluate(plan, work.path, evaluate_on, settings)
         (work.path / "README.md").write_text(model_card(plan, record, directory), encoding="utf-8")
@@ -83,7 +89,45 @@ def execute(plan: Plan, evaluate_on: Text | None = None, quiet: bool = False) ->
         ) from None
 
 
-def _decides(plan: Plan, reader: Reader) -> dict[str, Any]:
+def calibration_tokens(source: Source, calibration: Calibration | None, text: Text | None) -> Tokens | None:
+    """What a method is calibrated on: whole blocks from the start of the text.
+
+    Raises:
+        Failure: The text is shorter than one block.
+    """
+    if calibration is None or text is None:
+        return None
+    tokens, context = tokens_of(source, text, calibration.tokens), calibration.context or 1
+    if len(tokens.ids) < context:
+        raise Failure(
+            f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {context}",
+            hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
+        )
+    return replace(tokens, ids=tokens.ids[: len(tokens.ids) // context * context])
+
+
+def _convert(
+    plan: Plan, reader: Reader, units: list[Unit], work: WorkDirectory, tokens: Tokens | None, quiet: bool
+) -> tuple[Transform, list[dict[str, Any]]]:
+    """Survey, allocate, and write every shard. What fails for reasons in the source ends the conversion: nothing is kept.
+
+    Returns:
+        What was done to each layer, and what that changed.
+    """
+    context = plan.calibration.context if plan.calibration else None
+    blocks = tokens.ids.view(-1, context or 1) if tokens else None
+    try:
+        device = torch.device("cpu")  # merging heads is too little work to move weights for
+        if plan.target.kv_lora_rank is not None or plan.device != "auto":
+            device = compute_device(plan.device)
+        transform = transform_of(plan, reader, work, blocks, device, quiet)
+        return transform, _write_weights(plan, reader, units, work, transform, device, quiet)
+    except KvfoldError:
+        work.discard()
+        raise
+
+
+def _decides(plan: Plan, reader: Reader, tokens: Tokens | None) -> dict[str, Any]:
     """Everything that the bytes depend on, for `--resume` to compare."""
     ((command, options),) = plan.recipe().items()
     source = str(plan.source.directory.resolve()) if plan.source.directory else options["model"]
@@ -94,6 +138,7 @@ def _decides(plan: Plan, reader: Reader) -> dict[str, Any]:
         "device": plan.device,
         "config": plan.source.raw,
         "files": reader.fingerprint(),
+        "calibration_hash": tokens.hash if tokens else None,
         "versions": _versions(),
     }
 
@@ -102,85 +147,88 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("kvfold", "torch", "transformers", "safetensors")}
 
 
-def _write_weights(plan: Plan, reader: Reader, units: list[Unit], work: WorkDirectory, quiet: bool) -> list[dict[str, Any]]:
+def _shards(plan: Plan, units: list[Unit]) -> dict[str, list[Unit]]:
+    shards = deal(units, plan.output.max_shard_size)
+    return dict(zip(shard_names(len(shards)), shards, strict=True))
+
+
+def _require_space(plan: Plan, units: list[Unit], tokens: Tokens | None, work: WorkDirectory) -> None:
+    """Refuse before the first byte what the disk cannot hold: shards, statistics, and the inputs of two layers at a time."""
+    shards = _shards(plan, units)
+    needed = sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
+    if tokens and needed:
+        width, surveys = plan.source.config.hidden_size, 2 if plan.calibration and plan.calibration.propagate else 1
+        needed += surveys * plan.before.num_layers * 8 * width * (width + 1) + 2 * 4 * len(tokens.ids) * width
+    work.require_space(needed)
+
+
+def _write_weights(
+    plan: Plan,
+    reader: Reader,
+    units: list[Unit],
+    work: WorkDirectory,
+    transform: Transform,
+    device: torch.device,
+    quiet: bool,
+) -> list[dict[str, Any]]:
     """Write every shard that is not there yet.
 
     Returns:
         Per layer, what the conversion changed.
     """
-    shards = deal(units, plan.output.max_shard_size)
-    names = shard_names(len(shards))
-    todo = {name: shard for name, shard in zip(names, shards, strict=True) if work.done(name) is None}
-    work.require_space(sum(unit.nbytes for shard in todo.values() for unit in shard))
+    shards = _shards(plan, units)
     total = sum(unit.nbytes for unit in units)
     # disable=None: tqdm draws only where stderr is a terminal.
     with tqdm(total=total, desc="convert", unit="B", unit_scale=True, file=sys.stderr, disable=quiet or None) as bar:
-        for name, shard in zip(names, shards, strict=True):
-            if name in todo:
-                _write(plan, reader, shard, work, name, bar)
-            else:
+        for name, shard in shards.items():
+            if work.done(name) is not None:
                 bar.update(sum(unit.nbytes for unit in shard))
+                continue
+            tensors: dict[str, torch.Tensor] = {}
+            dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
+            note = list(_fill(plan, reader, shard, transform, device, tensors, bar))
+            write_shard(work.path / name, tensors, dtypes, bar.update)
+            work.note(name, note)
     if len(shards) > 1:
-        contents = {n: [t for unit in s for t in unit.outputs] for n, s in zip(names, shards, strict=True)}
+        contents = {name: [tensor for unit in shard for tensor in unit.outputs] for name, shard in shards.items()}
         write_index(work.path, contents, total)
-    return sorted((entry for name in names for entry in work.done(name) or []), key=lambda entry: entry["layer"])
+    return sorted((entry for name in shards for entry in work.done(name) or []), key=lambda entry: entry["layer"])
 
 
-def _write(plan: Plan, reader: Reader, shard: list[Unit], work: WorkDirectory, name: str, bar: Any) -> None:
-    """One shard. What cannot be written for reasons in the source ends the conversion: nothing of it is kept."""
-    tensors: dict[str, torch.Tensor] = {}
-    dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
-    try:
-        note = list(_fill(plan, reader, shard, tensors, bar))
-        write_shard(work.path / name, tensors, dtypes, bar.update)
-    except KvfoldError:
-        work.discard()
-        raise
-    work.note(name, note)
-
-
-def _fill(plan: Plan, reader: Reader, shard: list[Unit], into: dict[str, torch.Tensor], bar: Any) -> Iterator[dict[str, Any]]:
+def _fill(
+    plan: Plan,
+    reader: Reader,
+    shard: list[Unit],
+    transform: Transform,
+    device: torch.device,
+    into: dict[str, torch.Tensor],
+    bar: Any,
+) -> Iterator[dict[str, Any]]:
     """Put one shard's tensors into `into`: mapped where they are copied, computed where they are converted."""
-    config, groups = plan.source.config, plan.target.num_kv_heads
-    device = "cpu" if plan.device == "auto" else plan.device  # merging weights is too little work to move them for
     for unit in shard:
         if unit.layer is None:
             into |= {name: reader[name] for name in unit.outputs}
             continue
         bar.set_postfix(layer=unit.layer, refresh=False)
-        tensors = {name: reader[name].to(device) for name in plan.family.shapes(config, unit.layer)}
-        # Seeded per layer, so that a resumed run draws what an uninterrupted one would have.
-        draw = Draw(torch.Generator().manual_seed(plan.seed * 100_003 + unit.layer), getattr(config, "initializer_range", 0.02))
-        before = plan.family.split(tensors, config, unit.layer)
-        after = before if groups == before.num_kv_heads else plan.method.merge(before, groups, draw)
-        converted = plan.host.tensors(plan.family, after, unit.layer)
+        tensors, before = read_layer(plan, reader, unit.layer, device)
+        after = transform.change(before, unit.layer)
+        converted = plan.host.tensors(plan.family, after, plan.target, unit.layer)
         into |= {name: tensor.cpu() for name, tensor in converted.items()}
         yield {
             "layer": unit.layer,
-            "k_error": _error(before.k, after.k),
-            "v_error": _error(before.v, after.v),
+            **layer_errors(before, after),
             "converted": [name for name, tensor in converted.items() if not _is_copy(tensor, tensors.get(name))],
         }
 
 
 def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
-    return source is not None and (tensor.data_ptr() == source.data_ptr() or torch.equal(tensor, source))
+    if source is None or tensor.shape != source.shape:
+        return False
+    return tensor.data_ptr() == source.data_ptr() or torch.equal(tensor, source)
 
 
-def _error(before: torch.Tensor, after: torch.Tensor) -> float:
-    """Squared distance of each source head `[G, D, E]` from the one that replaces it, relative to its own square."""
-    if after is before:
-        return 0.0
-    distance = own = 0.0
-    for heads, shared in zip(before.unflatten(0, (after.shape[0], -1)), after.float(), strict=True):
-        members = heads.float()  # group by group: what is copied to fp32 stays small
-        own += float(torch.linalg.vector_norm(members) ** 2)
-        distance += float(torch.linalg.vector_norm(members - shared) ** 2)
-    return distance / own if own else 0.0
-
-
-def _write_config(plan: Plan, path: Path) -> None:
-    config = plan.host.config(plan.source.raw, plan.target)
+def _write_config(plan: Plan, transform: Transform, path: Path) -> None:
+    config = plan.host.config(plan.source.raw, plan.source.config, plan.target, transform.rotary)
     if plan.output.dtype:
         config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": plan.output.dtype}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -197,7 +245,14 @@ def _copy_companions(plan: Plan, directory: Path, path: Path) -> None:
             shutil.copyfile(item, path / item.name)
 
 
-def _record(plan: Plan, reader: Reader, units: list[Unit], layers: list[dict[str, Any]]) -> dict[str, Any]:
+def _record(
+    plan: Plan,
+    reader: Reader,
+    units: list[Unit],
+    layers: list[dict[str, Any]],
+    tokens: Tokens | None,
+    transform: Transform,
+) -> dict[str, Any]:
     """conversion.json, but for its `run`: the same for the same inputs and seed."""
     written = {name: info for unit in units for name, info in unit.outputs.items()}
     converted = {name for layer in layers for name in layer.pop("converted")}
@@ -213,23 +268,25 @@ def _record(plan: Plan, reader: Reader, units: list[Unit], layers: list[dict[str
             "after": plan.target.bytes_per_token(plan.cache_dtype),
             "cache_dtype": plan.cache_dtype,
         },
-        "calibration_hash": None,
+        "calibration_hash": tokens.hash if tokens else None,
+        **({"calibration": {"text": tokens.name, "tokens": len(tokens.ids)}} if tokens else {}),
+        **transform.found,
         "notes": list(plan.notes),
         "layers": layers,
         "tensors": {
             "converted": sorted(converted),
             "cast": sorted(cast),
             "copied": sorted(written.keys() - converted - cast),
-            "dropped": {name: _why_dropped(name, reader) for name in sorted(reader.infos.keys() - written.keys())},
+            "dropped": {name: _why_dropped(plan, name, reader) for name in sorted(reader.infos.keys() - written.keys())},
         },
         "versions": _versions(),
     }
 
 
-def _why_dropped(name: str, reader: Reader) -> str:
+def _why_dropped(plan: Plan, name: str, reader: Reader) -> str:
     if name in reader.aliases:
         return f"is {reader.aliases[name]}, to which the model ties it"
-    return "belonged to a KV head that was merged into another"
+    return plan.host.replaces
 
 
 def _evaluate(plan: Plan, path: Path, text: Text, settings: Settings) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from eval.text import DATASETS
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -30,6 +32,29 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only from clic
         if size < 1:
             self.fail(f"{value!r} is no size: give a number and a unit, as in 5GB or 500MB", param, ctx)
         return size
+
+
+class Budget(click.ParamType):  # type: ignore[type-arg]
+    """A share of the source's cache, 12.5%, or bytes per token, 4096 or 4KB; as (share, None) or (None, bytes)."""
+
+    name = "budget"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, None] | tuple[None, int]:
+        if isinstance(value, tuple):
+            return value
+        percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(value))
+        if percent and 0 < float(percent[1]) <= 100:
+            return float(percent[1]) / 100, None
+        if re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMG]?i?B)?\s*", str(value), re.IGNORECASE):
+            text = str(value).strip()
+            return None, int(text) if text.isdigit() else Size().convert(text, param, ctx)
+        self.fail(
+            f"{value!r} is no budget: give a share of the source's cache, as in 12.5%, or bytes per token, as in 4096 or 4KB",
+            param,
+            ctx,
+        )
 
 
 class Gpu(click.ParamType):  # type: ignore[type-arg]
@@ -65,6 +90,26 @@ common = _all(json_output, remote_code, _verbosity)
 plain = _all(json_output, _verbosity)
 
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, …")
+
+calibration = _all(
+    click.option(
+        "--text",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="UTF-8 text to calibrate on, for methods that do; never the text that you evaluate on.",
+    ),
+    click.option("--dataset", type=click.Choice(DATASETS), help="A named text instead; needs pip install 'kvfold[data]'."),
+    click.option(
+        "--calibration-tokens", type=click.IntRange(1), default=131072, show_default=True, help="Use the first so many tokens."
+    ),
+    click.option(
+        "--calibration-context",
+        type=click.IntRange(2),
+        metavar="N",
+        help="Of one block.  [default: 2048, or MODEL's limit]",
+    ),
+    click.option("--propagate", is_flag=True, help="Calibrate each layer behind the converted ones, not behind the source's."),
+)
 
 conversion = _all(
     click.argument("model"),

@@ -8,10 +8,10 @@ from typing import Any
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
-from convert import methods
 from convert.families import Family, family_of
 from convert.hosts import HOSTS, Host
-from convert.methods.base import Method
+from convert.methods.grouped import GroupedMethod
+from convert.methods.latent import LatentMethod
 from convert.workdir import check_output
 from eval.device import require_device
 from eval.source import Source
@@ -37,20 +37,68 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """The text that a method takes its statistics from, and how much of it.
+
+    Attributes:
+        given: What names it on the command line: {"text": FILE} or {"dataset": NAME}; {} for no text.
+        tokens: So many from its start, in whole blocks.
+        context: Tokens of one block; None, until it is planned, for min(2048, the model's limit).
+        propagate: Whether a layer's statistics come through the layers that were converted before it.
+    """
+
+    given: dict[str, str]
+    tokens: int = 131072
+    context: int | None = None
+    propagate: bool = False
+
+    def as_options(self) -> dict[str, Any]:
+        """As on the command line."""
+        return {
+            **self.given,
+            "calibration_tokens": self.tokens,
+            "calibration_context": self.context,
+            **({"propagate": True} if self.propagate else {}),
+        }
+
+
+@dataclass(frozen=True)
 class Plan:
-    """A conversion, decided. `command` names the kind of target: "gqa" or "mqa"."""
+    """A conversion, decided.
+
+    Attributes:
+        command: The kind of target: "gqa", "mqa" or "mla".
+        source: What is converted.
+        family: How its attention is read.
+        before: Its numbers.
+        target: Those of the result.
+        method: What changes a layer.
+        host: What carries the result.
+        output: Where it goes.
+        seed: For methods that draw numbers.
+        device: Where layers run and are changed.
+        notes: What the user should know.
+        rank: Channels of the latent that carry something (MLA).
+        freqfold: Neighbouring frequencies that count as one (MLA).
+        pad_rank: Whether channels beyond full rank were asked for (MLA).
+        calibration: Text for the method, if it needs any.
+    """
 
     command: str
     source: Source
     family: Family
     before: AttentionSpec
     target: AttentionSpec
-    method: Method
+    method: GroupedMethod | LatentMethod
     host: Host
     output: Output
     seed: int
     device: str
     notes: tuple[str, ...]
+    rank: int = 0
+    freqfold: int = 1
+    pad_rank: bool = False
+    calibration: Calibration | None = None
 
     @property
     def cache_dtype(self) -> str:
@@ -59,7 +107,7 @@ class Plan:
 
     @property
     def applied_method(self) -> str | None:
-        """The method's name, or None where there is nothing to merge."""
+        """The method's name, or None where there is nothing to change."""
         return self.method.name if self.target != self.before else None
 
     def recipe(self) -> dict[str, Any]:
@@ -67,13 +115,26 @@ class Plan:
         return {
             self.command: {
                 "model": f"{self.source.repository}@{self.source.commit}" if self.source.repository else self.source.reference,
-                **({"groups": self.target.num_kv_heads} if self.command == "gqa" else {}),
+                **self._size(),
                 "method": self.method.name,
                 "seed": self.seed,
-                "max_shard_size": _with_unit(self.output.max_shard_size),
                 **({"dtype": self.output.dtype} if self.output.dtype else {}),
+                "max_shard_size": _with_unit(self.output.max_shard_size),
+                **(self.calibration.as_options() if self.calibration else {}),
                 **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
             }
+        }
+
+    def _size(self) -> dict[str, Any]:
+        if self.command == "gqa":
+            return {"groups": self.target.num_kv_heads}
+        if self.target.kv_lora_rank is None:
+            return {}
+        return {
+            "kv_lora_rank": self.target.kv_lora_rank,
+            "qk_rope_head_dim": self.target.qk_rope_head_dim,
+            **({"freqfold": self.freqfold} if self.freqfold > 1 else {}),
+            **({"pad_rank": True} if self.pad_rank else {}),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,10 +147,16 @@ class Plan:
             "target": self.target.kind,
             "query_heads": self.before.num_heads,
             "kv_heads_before": self.before.num_kv_heads,
-            "kv_heads_after": self.target.num_kv_heads,
+            **(
+                {"kv_heads_after": self.target.num_kv_heads}
+                if self.target.kv_lora_rank is None
+                else {**self._size(), "latent_channels": self.rank}
+            ),
             "method": self.applied_method,
+            "calibration": self.calibration.as_options() if self.calibration else None,
             "host": self.host.name,
             "loads_in": self.host.loads_in,
+            "model_type": self.host.model_type(self.family),
             "cache_dtype": self.cache_dtype,
             "kv_bytes_per_token_before": self.before.bytes_per_token(self.source.dtype),
             "kv_bytes_per_token_after": self.target.bytes_per_token(self.cache_dtype),
@@ -115,12 +182,17 @@ def readable(source: Source) -> Family:
         quantisation = source.raw["quantization_config"]
         kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation
         raise Refusal(f"{source.reference} is quantised ({kind})", hint="convert the original checkpoint, then quantise")
-    if source.raw.get("kv_lora_rank"):
-        AttentionSpec.from_config(source.config)  # refuses, naming the rank
+    if rank := source.raw.get("kv_lora_rank"):
+        raise Refusal(
+            f"model type {source.model_type!r} is multi-head latent attention already (kv_lora_rank {rank})",
+            hint="kvfold converts MHA and GQA sources",
+        )
     return family_of(source.model_type)
 
 
-def plan_grouped(command: str, source: Source, groups: int, method: str, seed: int, device: str, output: Output) -> Plan:
+def plan_grouped(
+    command: str, source: Source, groups: int, method: GroupedMethod, seed: int, device: str, output: Output
+) -> Plan:
     """Plan a conversion to `groups` KV heads.
 
     Raises:
@@ -130,15 +202,26 @@ def plan_grouped(command: str, source: Source, groups: int, method: str, seed: i
     family = readable(source)
     before = family.spec(source.config)
     target = before.grouped(groups)
+    host = host_of(command, family, source, target, output.dtype or source.dtype)
+    check_output(output.path, source.directory, output.overwrite, output.resume)
+    notes = _notes(family, source, before, target, output.dtype)
+    return Plan(command, source, family, before, target, method, host, output, seed, device, notes)
+
+
+def host_of(command: str, family: Family, source: Source, target: AttentionSpec, dtype: str) -> Host:
+    """The first host that carries a target.
+
+    Raises:
+        Refusal: None does; the reasons.
+    """
     refusals = []
     for host in HOSTS[command]:
-        if reason := host.refuses(family, source.config, target):
-            refusals.append(f"{host.name}: {reason}")
-            continue
-        check_output(output.path, source.directory, output.overwrite, output.resume)
-        notes = _notes(family, source, before, target, output.dtype)
-        return Plan(command, source, family, before, target, methods.load(method), host, output, seed, device, notes)
-    raise Refusal(f"no host carries {target.kind} of {family.model_type}: {'; '.join(refusals)}")
+        reason = host.refuses(family, source.config, target, dtype)
+        if reason is None:
+            return host
+        refusals.append(f"{host.name}: {reason}")
+    kind = "MLA" if target.kv_lora_rank else target.kind
+    raise Refusal(f"no host carries {kind} of {source.reference}: {'; '.join(refusals)}")
 
 
 def _notes(family: Family, source: Source, before: AttentionSpec, target: AttentionSpec, dtype: str | None) -> tuple[str, ...]:

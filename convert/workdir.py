@@ -14,8 +14,8 @@ from typing import Any
 
 from attention.errors import Failure, Refusal
 
-# In the work directory: the plan, a note for each finished shard, and the checkpoint as it grows.
-_PLAN, _NOTES, _CHECKPOINT = "plan.json", "notes", "checkpoint"
+# In the work directory: the plan, a note for each finished shard, the checkpoint as it grows, and what a survey found.
+_PLAN, _NOTES, _CHECKPOINT, _SURVEY = "plan.json", "notes", "checkpoint", "survey"
 
 
 def partial_path(output: Path) -> Path:
@@ -94,12 +94,13 @@ class WorkDirectory:
 
     Attributes:
         path: The checkpoint as it grows.
+        survey: What surveys of the source leave for the layer loop.
     """
 
     def __init__(self, output: Path, plan: Mapping[str, Any], resume: bool) -> None:
         self._output = output
         self._root = partial_path(output)
-        self.path, self._notes = self._root / _CHECKPOINT, self._root / _NOTES
+        self.path, self._notes, self.survey = (self._root / part for part in (_CHECKPOINT, _NOTES, _SURVEY))
         known = self._known_plan() if resume else None
         if known is not None and known != plan:
             changed = sorted(key for key in {*known, *plan} if known.get(key) != plan.get(key))
@@ -114,6 +115,7 @@ class WorkDirectory:
         _write_whole(self._root / _PLAN, plan)
         self.path.mkdir(exist_ok=True)
         self._notes.mkdir(exist_ok=True)
+        self.survey.mkdir(exist_ok=True)
 
     def _known_plan(self) -> Any:
         try:

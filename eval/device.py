@@ -28,6 +28,15 @@ def require_device(name: str) -> None:
         raise Failure(f"this machine has no device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s)")
 
 
+def compute_device(name: str) -> Any:
+    """The `torch.device` of a `--device` argument that has been checked; "auto" is a GPU if there is one."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
 def input_device(model: Any) -> Any:
     """Where the token ids of `model` go: to its device or, if its embedding is offloaded, to where its hooks compute."""
     return model.device if model.device.type != "meta" else model._hf_hook.execution_device

@@ -106,7 +106,7 @@ def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[
 def prepare(sources: Sequence[Source], text: Text, settings: Settings) -> tuple[Protocol, Tokens]:
     """Everything that can go wrong before a model is loaded: configs, tokenizer, text."""
     protocol = check(sources, settings)
-    tokens = _tokens(sources[0], text, settings.max_tokens)
+    tokens = tokens_of(sources[0], text, settings.max_tokens)
     protocol.blocks(tokens)
     return protocol, tokens
 
@@ -193,7 +193,12 @@ def load(source: Source, settings: Settings) -> Iterator[Any]:
         yield model.eval()
 
 
-def _tokens(source: Source, text: Text, max_tokens: int | None) -> Tokens:
+def tokens_of(source: Source, text: Text, max_tokens: int | None = None) -> Tokens:
+    """A text under a model's own tokenizer.
+
+    Raises:
+        Failure: The tokenizer cannot be loaded, or makes ids that the model does not know.
+    """
     from transformers import AutoTokenizer
 
     try:

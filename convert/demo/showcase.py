@@ -8,6 +8,7 @@ from typing import Any
 
 from convert.demo.corpus import held_out_text
 from convert.execute import execute
+from convert.methods import load_grouped
 from convert.plan import Output, plan_grouped
 from eval import report
 from eval.evaluate import Settings, evaluate
@@ -33,7 +34,7 @@ def showcase(output: Path, quiet: bool = False) -> tuple[dict[str, Any], Path]:
     converted = []
     for method, groups in _TARGETS:
         path = output / f"gqa{groups}-{method}"
-        execute(plan_grouped("gqa", source, groups, method, 0, "cpu", Output(path, overwrite=True)), quiet=True)
+        execute(plan_grouped("gqa", source, groups, load_grouped(method), 0, "cpu", Output(path, overwrite=True)), quiet=True)
         converted.append(Source.parse(str(path)))
     text = Text(f"Python {platform.python_version()}: {', '.join(_MODULES)}", held_out_text(_MODULES))
     found = evaluate([source, *converted], text, Settings(device="cpu", quiet=quiet))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from convert.families import separate
-from convert.families.base import Attention, Family
+from convert.families.base import Family
 
 FAMILIES: dict[str, Family] = {row.model_type: row for row in separate.ROWS}
 
-__all__ = ["FAMILIES", "Attention", "Family", "family_of"]
+__all__ = ["FAMILIES", "Family", "family_of"]
 
 
 def family_of(model_type: str) -> Family:

@@ -16,7 +16,7 @@ from attention import rope
 from attention.qk_norm import QKNorm
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
-from convert.families.base import Attention
+from convert.record import Attention
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,13 @@ class SeparateProjections:
     def spec(self, config: Any) -> AttentionSpec:
         return AttentionSpec.from_config(config)
 
+    def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
+        if not self.rotates(config, layer):
+            return None
+        layer_types = getattr(config, "layer_types", None)
+        layer_type = layer_types[layer] if layer_types else None
+        return rope.from_config(config, self.spec(config).head_dim, self.pairing, layer_type, self.partial_rotary)
+
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec(config), config.hidden_size
         heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
@@ -154,7 +161,7 @@ class SeparateProjections:
             v=local["v_proj.weight"].unflatten(0, depth),
             o=local[f"{self.o_name}.weight"].unflatten(1, depth),
             scale=self._scale(config, spec.head_dim),
-            rotary=self._rotary(config, spec.head_dim, layer),
+            rotary=self.rotary(config, layer),
             q_bias=bias.get("q"),
             k_bias=bias.get("k"),
             v_bias=bias.get("v"),
@@ -183,7 +190,7 @@ class SeparateProjections:
     def describe(self, config: Any) -> dict[str, Any]:
         norm, spec = self._norm(config), self.spec(config)
         turning = [layer for layer in range(spec.num_layers) if self.rotates(config, layer)]
-        rotary = self._rotary(config, spec.head_dim, turning[0]) if turning else None
+        rotary = self.rotary(config, turning[0]) if turning else None
         parameters = getattr(config, "rope_parameters", None) or {}
         return {
             "qkv_bias": self._flag(config, self.qkv_bias),
@@ -213,13 +220,6 @@ class SeparateProjections:
         if self.scale is None:
             return float(head_dim**-0.5)
         return float(getattr(config, self.scale) ** self.scale_power)
-
-    def _rotary(self, config: Any, head_dim: int, layer: int) -> rope.Rotary | None:
-        if not self.rotates(config, layer):
-            return None
-        layer_types = getattr(config, "layer_types", None)
-        layer_type = layer_types[layer] if layer_types else None
-        return rope.from_config(config, head_dim, self.pairing, layer_type, self.partial_rotary)
 
 
 _WINDOW = ("sliding_window",)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from convert.hosts import source_class
+from convert.hosts import deepseek_v3, source_class
 from convert.hosts.base import Host
 
-HOSTS: dict[str, tuple[Host, ...]] = {"gqa": (source_class.HOST,), "mqa": (source_class.HOST,)}
+HOSTS: dict[str, tuple[Host, ...]] = {
+    "gqa": (source_class.HOST,),
+    "mqa": (source_class.HOST,),
+    "mla": (deepseek_v3.HOST,),
+}
 
 __all__ = ["HOSTS", "Host"]

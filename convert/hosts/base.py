@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+from attention.rope import Rotary
 from attention.spec import AttentionSpec
-from convert.families import Attention, Family
+from convert.families import Family
+from convert.record import Attention, LatentAttention
 
 
 class Host(Protocol):
@@ -22,14 +24,37 @@ class Host(Protocol):
     def loads_in(self) -> str:
         """What opens the result: "transformers"."""
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
-        """Why this host cannot carry `target` made from `config`, or None if it can."""
+    @property
+    def replaces(self) -> str:
+        """What became of a tensor of the source's attention that the class has no name for."""
 
-    def config(self, raw: Mapping[str, Any], target: AttentionSpec) -> dict[str, Any]:
-        """The new config.json, from the source's as it was read."""
+    @property
+    def families(self) -> frozenset[str] | None:
+        """The families whose blocks it can carry, given the right config; None for all."""
+
+    def model_type(self, family: Family) -> str:
+        """What the result's config.json says it is."""
+
+    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+        """Why this host cannot carry `target` made from `config` and stored in `dtype`, or None if it can."""
+
+    def reserved(self, kv_lora_rank: int) -> int:
+        """How many channels of a latent the class needs for itself."""
+
+    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        """The new config.json.
+
+        Args:
+            raw: The source's, as it was read.
+            config: The same with the class's defaults.
+            target: What is written.
+            rotary: How the rotary key of MLA turns.
+        """
 
     def shapes(self, family: Family, config: Any, target: AttentionSpec, layer: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what `tensors` will give for a source of `config`."""
 
-    def tensors(self, family: Family, attention: Attention, layer: int) -> dict[str, torch.Tensor]:
+    def tensors(
+        self, family: Family, attention: Attention | LatentAttention, target: AttentionSpec, layer: int
+    ) -> dict[str, torch.Tensor]:
         """The layer's attention under the names that the class expects."""

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from attention.rope import Rotary
 from attention.spec import AttentionSpec
-from convert.families import Attention, Family
+from convert.families import Family
+from convert.record import Attention, LatentAttention
 from eval.capacity import with_kv_heads
 
 
@@ -20,18 +22,29 @@ class SourceClass:
 
     name = "its own class"
     loads_in = "transformers"
+    replaces = "belonged to a KV head that was merged into another"
+    families: frozenset[str] | None = None
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
+    def model_type(self, family: Family) -> str:
+        return family.model_type
+
+    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         return None
 
-    def config(self, raw: Mapping[str, Any], target: AttentionSpec) -> dict[str, Any]:
+    def reserved(self, kv_lora_rank: int) -> int:
+        return 0
+
+    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         # Both are written even where they equal a default, since the defaults differ between classes and engines.
         return {**raw, "num_key_value_heads": target.num_kv_heads, "head_dim": target.head_dim}
 
     def shapes(self, family: Family, config: Any, target: AttentionSpec, layer: int) -> dict[str, tuple[int, ...]]:
         return family.shapes(with_kv_heads(config, target), layer)
 
-    def tensors(self, family: Family, attention: Attention, layer: int) -> dict[str, torch.Tensor]:
+    def tensors(
+        self, family: Family, attention: Attention | LatentAttention, target: AttentionSpec, layer: int
+    ) -> dict[str, torch.Tensor]:
+        assert isinstance(attention, Attention)
         return family.join(attention, layer)
 
 

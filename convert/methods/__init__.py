@@ -1,4 +1,4 @@
-"""The registry of methods, in the order in which help and reports list them; the first is the default.
+"""The registry of methods, in the order in which help and reports list them; the first of each kind is the default.
 
 Each is the module of its name. Modules are loaded on use, so that `--help` need not wait for torch.
 """
@@ -9,12 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from convert.methods.base import Method
+    from convert.methods.grouped import GroupedMethod
+    from convert.methods.latent import LatentMethod
 
-METHODS = ("mean", "first", "random")
+GROUPED = ("mean", "first", "random")
+LATENT = ("svd", "pca")
 
 
-def load(name: str) -> Method:
-    """The method called `name`, one of `METHODS`."""
-    method: Method = import_module(f"convert.methods.{name}").METHOD
+def load_grouped(name: str) -> GroupedMethod:
+    """The method called `name`, one of `GROUPED`."""
+    method: GroupedMethod = import_module(f"convert.methods.{name}").METHOD
+    return method
+
+
+def load_latent(name: str) -> LatentMethod:
+    """The method called `name`, one of `LATENT`."""
+    method: LatentMethod = import_module(f"convert.methods.{name}").METHOD
     return method

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from convert.families.base import Attention
-from convert.methods.base import Draw, Method, pool_kv
+from convert.methods.grouped import Draw, GroupedMethod, pool_kv
+from convert.record import Attention
 
 
 def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
@@ -11,4 +11,4 @@ def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
     return pool_kv(attention, groups, lambda members: members[0])
 
 
-METHOD = Method("first", "first head of each group", "arXiv:2305.13245", merge)
+METHOD = GroupedMethod("first", "first head of each group", "arXiv:2305.13245", merge)

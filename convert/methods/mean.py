@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from convert.families.base import Attention
-from convert.methods.base import Draw, Method, pool_kv
+from convert.methods.grouped import Draw, GroupedMethod, pool_kv
+from convert.record import Attention
 
 
 def _mean(members: torch.Tensor) -> torch.Tensor:
@@ -18,4 +18,4 @@ def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
     return pool_kv(attention, groups, _mean)
 
 
-METHOD = Method("mean", "mean of each group's heads", "arXiv:2305.13245", merge)
+METHOD = GroupedMethod("mean", "mean of each group's heads", "arXiv:2305.13245", merge)

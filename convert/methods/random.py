@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from convert.families.base import Attention
-from convert.methods.base import Draw, Method, merged_norm
+from convert.methods.grouped import Draw, GroupedMethod, merged_norm
+from convert.record import Attention
 
 
 def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
@@ -34,4 +34,4 @@ def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
     )
 
 
-METHOD = Method("random", "fresh random heads (a control: expect a ruined model)", "arXiv:2305.13245", merge)
+METHOD = GroupedMethod("random", "fresh random heads (a control: expect a ruined model)", "arXiv:2305.13245", merge)

@@ -119,9 +119,31 @@ def test_a_config_with_parts_is_read_at_its_text_part() -> None:
     assert AttentionSpec.from_config(Gemma3Config(text_config=text)) == AttentionSpec(4, 6, 3, 32)
 
 
-def test_a_latent_attention_is_refused_as_a_source() -> None:
-    with pytest.raises(Refusal, match=r"'deepseek_v3' is multi-head latent attention already \(kv_lora_rank 512\)"):
-        AttentionSpec.from_config(tiny_config("deepseek_v3", kv_lora_rank=512))
+def test_a_latent_is_counted_by_rank_and_rotary_dims() -> None:
+    config = tiny_config("deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128, num_key_value_heads=8)
+    spec = AttentionSpec.from_config(config)
+    assert spec == AttentionSpec(3, 8, 8, 128, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert spec.kind == "MLA-512+64"
+    assert spec.bytes_per_token("bfloat16") == 3 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize("groups", [8, 2])
+def test_a_latent_replaces_keys_and_values(groups: int) -> None:
+    latent = AttentionSpec(4, 8, groups, 16).latent(40, 8)
+    assert (latent.kind, latent.num_kv_heads, latent.values_per_token) == ("MLA-40+8", 8, 4 * 48)
+
+
+@pytest.mark.parametrize("rope", [0, 1, 7, 34, -2])
+def test_rotary_dims_that_keys_do_not_have_are_refused(rope: int) -> None:
+    with pytest.raises(
+        Refusal, match=rf"cannot keep {rope} rotary dims of 2 KV heads × 16: it must be even and between"
+    ):
+        AttentionSpec(4, 8, 2, 16).latent(40, rope)
+
+
+def test_a_rank_of_nothing_is_refused() -> None:
+    with pytest.raises(Refusal, match="rank 0 holds nothing"):
+        AttentionSpec(4, 8, 2, 16).latent(0, 8)
 
 
 def test_a_config_without_attention_heads_is_refused() -> None:

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from convert.cli import main
-from convert.methods import METHODS
+from convert.methods import GROUPED, LATENT
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -154,7 +154,7 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
     [
         ("gqa: [1, 2]", "is no recipe"),
         ("a: {b: c", "is no YAML"),
-        ("shrink: {model: x}", "a recipe cannot run 'shrink' (choose demo, eval, families, gqa, inspect, mqa, plan)"),
+        ("shrink: {model: x}", "a recipe cannot run 'shrink' (choose demo, eval, families, gqa, inspect, mla, mqa, plan)"),
         ("run: {recipe: x}", "a recipe cannot run 'run'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
         ("gqa: {model: x, output: y, groups: [4, 2]}", "groups of a recipe takes one value, not [4, 2]"),
@@ -280,6 +280,6 @@ def test_every_option_is_explained_and_documented(name: str) -> None:
 
 
 def test_method_choices_are_the_registry() -> None:
-    for name in ("gqa", "mqa"):
+    for name, known in (("gqa", GROUPED), ("mqa", GROUPED), ("mla", LATENT)):
         (method,) = (p for p in main.commands[name].params if p.name == "method")
-        assert tuple(method.type.choices) == METHODS  # type: ignore[attr-defined]
+        assert tuple(method.type.choices) == known  # type: ignore[attr-defined]

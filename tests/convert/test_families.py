@@ -14,7 +14,7 @@ from tiny import tiny_config, tiny_model
 from attention.errors import Refusal
 from attention.reference import grouped_attention
 from convert.families import FAMILIES, family_of
-from convert.families.base import Attention
+from convert.record import Attention
 
 # Everything a family can switch on, on: biases and QK-norms are where records go wrong.
 SWITCHES = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from attention.qk_norm import QKNorm
 from attention.reference import grouped_attention
-from convert.families.base import Attention
-from convert.methods import METHODS, load
-from convert.methods.base import Draw
+from convert.methods import GROUPED, load_grouped
+from convert.methods.grouped import Draw
+from convert.record import Attention
 
 
 def record(
@@ -63,7 +63,7 @@ def test_equal_heads_merge_into_themselves_bit_for_bit(
 ) -> None:
     few = record(heads=4 * times, groups=groups, norm=norm, seed=seed, dtype=dtype)
     many = repeated(few, times)
-    merged = load(method).merge(many, groups, draw())
+    merged = load_grouped(method).merge(many, groups, draw())
     for name in ("k", "v", "k_bias", "v_bias", "q", "o", "q_bias", "o_bias"):
         assert torch.equal(getattr(merged, name).to(dtype), getattr(few, name)), name
     if norm:
@@ -80,7 +80,7 @@ def test_repeating_heads_does_not_change_the_function() -> None:
 
 def test_mean_is_the_mean_of_adjacent_heads() -> None:
     a = record(groups=4, norm="head")
-    merged = load("mean").merge(a, 2, draw())
+    merged = load_grouped("mean").merge(a, 2, draw())
     for name in ("k", "v", "k_bias", "v_bias"):
         rows = getattr(a, name)
         expected = torch.stack([(rows[0] + rows[1]) / 2, (rows[2] + rows[3]) / 2])
@@ -90,7 +90,7 @@ def test_mean_is_the_mean_of_adjacent_heads() -> None:
 
 def test_first_takes_the_first_head_of_each_group() -> None:
     a = record(groups=4, norm="all")
-    merged = load("first").merge(a, 2, draw())
+    merged = load_grouped("first").merge(a, 2, draw())
     for name in ("k", "v", "k_bias", "v_bias"):
         assert torch.equal(getattr(merged, name), getattr(a, name)[::2]), name
     assert torch.equal(merged.k_norm.gain, a.k_norm.gain[::2])
@@ -98,7 +98,7 @@ def test_first_takes_the_first_head_of_each_group() -> None:
 
 def test_random_keeps_nothing_and_is_seeded() -> None:
     a = record(groups=4, norm="head")
-    once, again, other = (load("random").merge(a, 2, draw(seed)) for seed in (3, 3, 4))
+    once, again, other = (load_grouped("random").merge(a, 2, draw(seed)) for seed in (3, 3, 4))
     assert torch.equal(once.k, again.k)
     assert torch.equal(once.v, again.v)
     assert not torch.equal(once.k, other.k)
@@ -113,24 +113,24 @@ def test_random_keeps_nothing_and_is_seeded() -> None:
 def test_random_gains_are_one_where_gain_minus_one_is_stored() -> None:
     a = record(groups=4, norm="head")
     a = dataclasses.replace(a, k_norm=dataclasses.replace(a.k_norm, gain_offset=1.0))
-    assert load("random").merge(a, 2, draw()).k_norm.gain.abs().sum() == 0
+    assert load_grouped("random").merge(a, 2, draw()).k_norm.gain.abs().sum() == 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", GROUPED)
 @pytest.mark.parametrize("norm", [None, "shared", "head", "all"])
 def test_every_method_gives_a_record_that_runs(method: str, norm: str | None) -> None:
     a = record(norm=norm)
     for groups in (1, 2):
-        merged = load(method).merge(a, groups, draw())
+        merged = load_grouped(method).merge(a, groups, draw())
         assert merged.num_kv_heads == groups
         assert merged.v.shape == (groups, 6, 10)
         assert merged.k.dtype == a.k.dtype
         assert torch.isfinite(run(merged)).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", GROUPED)
 def test_the_registry_names_each_method_by_its_module(method: str) -> None:
-    found = load(method)
+    found = load_grouped(method)
     assert found.name == method
     assert found.summary
     assert found.source.startswith("arXiv:")

@@ -198,13 +198,6 @@ def test_different_vocabularies_are_refused_before_weights_are_read(pair: list[S
         evaluate(pair, TEXT, SHORT)
 
 
-def test_a_latent_attention_is_refused_before_weights_are_read(pair: list[Source]) -> None:
-    assert pair[1].directory is not None
-    rewrite(pair[1].directory, model_type="deepseek_v3", kv_lora_rank=16)
-    with pytest.raises(Refusal, match="multi-head latent attention"):
-        check(pair, SHORT)
-
-
 def test_a_dtype_that_no_cache_is_kept_in_is_refused_before_weights_are_read(pair: list[Source]) -> None:
     assert pair[1].directory is not None
     rewrite(pair[1].directory, dtype="float8_e4m3fn")

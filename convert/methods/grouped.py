@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.qk_norm import QKNorm
-from convert.families.base import Attention
+from convert.record import Attention
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Method:
+class GroupedMethod:
     """A registry entry.
 
     Attributes:

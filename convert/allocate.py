@@ -1,0 +1,92 @@
+"""What each layer may keep, decided for all layers together: which frequencies turn, and how a budget is split.
+
+Pure: it sees sizes and the losses that the survey found, no weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from attention.errors import Refusal
+
+
+def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]:
+    """The frequencies that go on turning, one list for all layers, since a config has one.
+
+    Every layer's losses are normalised to one and summed; each frequency keeps as many components as it has among the
+    `count` largest sums. Every layer then turns its own most costly components of each frequency.
+
+    Args:
+        losses: Per layer `[D/2, G]`, what not turning component j of frequency l would cost, largest first in each row.
+        count: P/2.
+
+    Returns:
+        `count` frequencies, ascending, one for each component.
+    """
+    total = sum(table.double() / table.double().sum().clamp_min(torch.finfo(torch.float64).tiny) for table in losses)
+    assert isinstance(total, torch.Tensor)
+    chosen = total.flatten().argsort(descending=True, stable=True)[:count] // total.shape[1]
+    return tuple(sorted(chosen.tolist()))
+
+
+def pairs_by_stride(rope_dim: int, rotary_dim: int) -> tuple[int, ...]:
+    """P/2 frequencies spread evenly over the D/2 of the source, those of DeepSeek's own RoPE of dim P where P divides D."""
+    return tuple(pair * rotary_dim // rope_dim for pair in range(rope_dim // 2))
+
+
+def default_fold(rope_dim: int, rotary_dim: int) -> int:
+    """The fewest neighbouring frequencies that have to count as one for P dims to be spread evenly over D."""
+    return rotary_dim // math.gcd(rotary_dim, rope_dim)
+
+
+def check_fold(fold: int, rope_dim: int, rotary_dim: int) -> None:
+    """Refuse a `--freqfold` with which the components of a band cannot be dealt out evenly."""
+    frequencies = rotary_dim // 2
+    if fold < 1 or frequencies % fold or fold * rope_dim % rotary_dim:
+        choices = [f for f in range(1, frequencies + 1) if frequencies % f == 0 and f * rope_dim % rotary_dim == 0]
+        known = (
+            f"choose {', '.join(map(str, choices))}"
+            if choices
+            else f"no number does; choose a divisor or multiple of {rotary_dim}"
+        )
+        raise Refusal(
+            f"cannot fold {frequencies} frequencies by {fold} for {rope_dim} rotary dims: the fold must divide {frequencies}, "
+            f"and fold × {rope_dim} must be a multiple of {rotary_dim} ({known})"
+        )
+
+
+def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int) -> tuple[int, int]:
+    """Rank and rotary dims for a number of cached values per layer and token.
+
+    A quarter turns, as a power of two share of one head's rotary dims, at most all of them: what the published
+    conversions found best of their two or three choices, and what keeps a query small enough for common kernels. Beyond
+    full rank the rest turns as well.
+
+    Args:
+        values: R + P.
+        rotary_dim: Rotary dims of one head.
+        groups: KV heads of the source.
+        full_rank: Rotary dims → the rank beyond which nothing is gained.
+        least: The smallest rank that holds anything.
+
+    Returns:
+        R and P.
+
+    Raises:
+        Refusal: No rank fits.
+    """
+    if values < least + 2:
+        raise Refusal(
+            f"the budget leaves {values} values per layer and token; a latent needs at least {least}, its rotary key 2"
+        )
+    turning = rotary_dim
+    while turning > 2 and turning % 2 == 0 and (turning > values / 4 or values - turning < least):
+        turning //= 2
+    turning = max(2, turning - turning % 2)
+    while turning < groups * rotary_dim and values - turning > full_rank(turning):
+        turning += rotary_dim if turning >= rotary_dim else turning
+    turning = min(turning, groups * rotary_dim)
+    return max(least, min(values - turning, full_rank(turning))), turning

@@ -1,0 +1,266 @@
+"""What every method of making a latent has in common: keys taken apart into components that turn, one latent for the rest.
+
+Complex view of RoPE: number l of KV head g is z_{g,l} = w_{g,l}·x, and RoPE multiplies it by e^{iθ_l t}. A basis that mixes
+heads within one frequency commutes with that, so that a component y turns as one number for all heads; the queries absorb
+the mixing. The decoupled rotary key of MLA (DeepSeek-V2, arXiv 2405.04434) is a few such components. What is not among
+them stays unrotated and shares a latent with the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from attention.rope import Rotary
+from convert.record import Attention, LatentAttention, Statistics
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a layer is to be brought to.
+
+    Attributes:
+        rank: Channels of the latent that carry something.
+        pairs: For each of the P/2 rotary pairs, the source's frequency that it turns with; the same in every layer.
+        freqfold: How many neighbouring frequencies are treated as one.
+    """
+
+    rank: int
+    pairs: tuple[int, ...]
+    freqfold: int = 1
+
+
+@dataclass(frozen=True)
+class LatentMethod:
+    """A registry entry.
+
+    Attributes:
+        name: As on the command line.
+        summary: One line for help, plans and cards.
+        source: The paper, or "".
+        needs_text: Whether it works on statistics of calibration text.
+        folds: Whether it treats neighbouring frequencies as one (`Size.freqfold`).
+        losses: `(attention, statistics) -> [D/2, G]`, the energy of each component of each frequency, largest first, for
+            choosing what turns; None where the method's formula says it.
+        factor: `(attention, size, statistics) -> latent attention`.
+    """
+
+    name: str
+    summary: str
+    source: str
+    needs_text: bool
+    folds: bool
+    losses: Callable[[Attention, Statistics | None], torch.Tensor] | None
+    factor: Callable[[Attention, Size, Statistics | None], LatentAttention]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one layer as complex numbers, in bands of neighbouring frequencies: (KV head, frequency) within a band.
+
+    Attributes:
+        rows: `[bands, G F, E]` complex, what makes them.
+        bias: `[bands, G F]` complex; zeros without biases.
+        still: `[G, N, E]`, dims that never turned.
+    """
+
+    rows: torch.Tensor
+    bias: torch.Tensor
+    still: torch.Tensor
+
+
+def keys_of(attention: Attention, fold: int = 1) -> Keys:
+    """The keys of a record, fp32. Where RoPE carries an attention factor a, they carry a² of it."""
+    rotary = _rotary(attention)
+    bias = attention.k.new_zeros(attention.k.shape[:2]) if attention.k_bias is None else attention.k_bias
+    rows, still = rotary.to_complex(attention.k.float())
+    row_bias, _ = rotary.to_complex(bias.float())
+    factor = rotary.attention_factor**2
+    return Keys(_banded(rows, fold) * factor, _banded(row_bias, fold) * factor, still)
+
+
+def separate(attention: Attention, keys: Keys, basis: torch.Tensor, size: Size) -> tuple[LatentAttention, Rest]:
+    """Split keys into components, of which the first of each band turn on.
+
+    Args:
+        attention: The record.
+        keys: Its keys.
+        basis: `[bands, G F, G F]` orthonormal columns, those that are to turn first.
+        size: Which frequencies turn.
+
+    Returns:
+        The latent attention, with an empty latent; and what is left for the latent.
+    """
+    rotary, groups = _rotary(attention), attention.num_kv_heads
+    share = attention.q.shape[0] // groups
+    basis = basis.to(keys.rows.dtype)
+    components = basis.mH @ keys.rows  # [bands, G F, E]; keys = basis @ components
+    component_bias = (basis.mH @ keys.bias[..., None])[..., 0]
+    bands, parts = _kept(size)
+    left = torch.ones(basis.shape[:2], dtype=torch.bool)
+    left[bands, parts] = False
+    spread = _spread(basis, groups, size.freqfold)  # [G, D/2, bands, G F]
+    queries, query_bias = _queries(attention, spread[:, :, bands, parts].repeat_interleave(share, 0))
+    kept = rotary.select(list(size.pairs), "interleaved")
+    empty = attention.k.new_zeros(0, dtype=torch.float32)
+    latent = LatentAttention(
+        q_nope=attention.q.float(),
+        q_rope=kept.from_complex(queries),
+        k_rope=kept.from_complex(components[bands, parts][None])[0],
+        down=empty,
+        up_k=empty,
+        up_v=empty,
+        o=attention.o.float(),
+        scale=attention.scale,
+        rotary=kept,
+        q_nope_bias=_float(attention.q_bias),
+        q_rope_bias=None if query_bias is None else kept.from_complex(query_bias),
+        k_rope_bias=None if attention.k_bias is None else kept.from_complex(component_bias[bands, parts][None])[0],
+        o_bias=_float(attention.o_bias),
+    )
+    return latent, _rest(rotary, keys.still, components[left], spread[:, :, left])
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Keys that do not turn, as rows that all heads share. A bias of theirs cancels in the softmax.
+
+    Attributes:
+        rows: `[n, E]`.
+        spread: `[G, D, n]`: keys = spread @ rows.
+    """
+
+    rows: torch.Tensor
+    spread: torch.Tensor
+
+
+def _rest(rotary: Rotary, still: torch.Tensor, rows: torch.Tensor, spread: torch.Tensor) -> Rest:
+    groups, count = still.shape[:2]
+    # y = y' + i y'' contributes (s y', i s y'') for its share s.
+    numbers = torch.cat((spread, 1j * spread), -1)  # [G, D/2, 2 n]
+    turned = rotary.from_complex(numbers, numbers.real.new_zeros(groups, count, numbers.shape[-1]))
+    own = torch.zeros(groups, turned.shape[1], groups, count, dtype=turned.dtype, device=turned.device)
+    for g in range(groups):
+        own[g, rotary.dims :, g] = torch.eye(count)
+    return Rest(
+        torch.cat((rows.real, rows.imag, still.flatten(0, 1))),
+        torch.cat((turned, own.flatten(2)), -1),
+    )
+
+
+def share_latent(
+    attention: Attention,
+    latent: LatentAttention,
+    rest: Rest,
+    left: torch.Tensor,
+    balance: float = 1.0,
+) -> LatentAttention:
+    """Give `latent` one latent for unrotated keys and values.
+
+    Args:
+        attention: The record, for its values.
+        latent: From `separate`.
+        rest: From `separate`.
+        left: `[n + G D, R]` orthonormal columns: the latent is leftᵀ (rest / balance, values).
+        balance: What the unrotated keys were divided by before `left` was found.
+    """
+    share = attention.q.shape[0] // attention.num_kv_heads
+    count = rest.rows.shape[0]
+    values = attention.v.float().flatten(0, 1)
+    down = left[:count].T @ (rest.rows / balance) + left[count:].T @ values
+    up_k = balance * rest.spread @ left[:count]
+    up_v = left[count:].unflatten(0, attention.v.shape[:2])
+    o_bias = latent.o_bias
+    if attention.v_bias is not None:  # attention weights sum to one, so a constant value is a constant output
+        constant = torch.einsum("ehd,hd->e", latent.o, attention.v_bias.float().repeat_interleave(share, 0))
+        o_bias = constant if o_bias is None else o_bias + constant
+    return replace(
+        latent,
+        down=down,
+        up_k=up_k.repeat_interleave(share, 0),
+        up_v=up_v.repeat_interleave(share, 0),
+        o_bias=o_bias,
+    )
+
+
+def leading_subspace(rows: torch.Tensor, second: torch.Tensor | None, rank: int) -> torch.Tensor:
+    """Orthonormal `[n, rank]` whose projection keeps most of rows·x, by E|projection|²; fp64 inside.
+
+    One eigendecomposition of the smaller Gram matrix, n × n or E × E, and in the second case one QR of `[n, rank]`.
+
+    Args:
+        rows: `[n, E]`.
+        second: `[E, E]`, E[x xᵀ]; None for the identity. It may be singular: nothing is divided by it.
+        rank: At most min(n, E).
+    """
+    rows = rows.double()
+    weighted = rows if second is None else rows @ second.to(rows)
+    if rows.shape[0] <= rows.shape[1]:
+        return _leading(weighted @ rows.T, rank).float()
+    # The n × n Gram matrix A Aᵀ, for A = rows·L with second = L Lᵀ, has the spectrum of the E × E matrix Aᵀ A.
+    root = torch.eye(rows.shape[1]).to(rows) if second is None else _root(second.to(rows))
+    images = rows @ root
+    images = images @ _leading(images.T @ images, rank)
+    return torch.linalg.qr(images).Q.float()
+
+
+def _leading(gram: torch.Tensor, rank: int) -> torch.Tensor:
+    """Eigenvectors of the `rank` largest eigenvalues, as columns, largest first, each with a sign of its own choice fixed."""
+    return fix_signs(torch.linalg.eigh((gram + gram.mH) / 2).eigenvectors.flip(-1)[..., :rank])
+
+
+def fix_signs(vectors: torch.Tensor) -> torch.Tensor:
+    """Columns turned so that their largest entry is real and positive: eigenvectors leave that open, and libraries differ."""
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    return vectors * (largest.conj() / largest.abs().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def _root(second: torch.Tensor) -> torch.Tensor:
+    """L with L Lᵀ = `second`; a singular one gets 1e-12 of its mean diagonal, so that every direction has a place."""
+    size = second.shape[0]
+    floor = (second.diagonal().mean() * 1e-12).clamp_min(torch.finfo(torch.float64).tiny)
+    for scale in (1.0, 1e3, 1e6):
+        root, failed = torch.linalg.cholesky_ex(second + scale * floor * torch.eye(size).to(second))
+        if not failed:
+            return root
+    raise ValueError("the second moment of the calibration activations is not positive")
+
+
+def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.float()
+
+
+def _rotary(attention: Attention) -> Rotary:
+    assert attention.rotary is not None, "hosts refuse layers without positions"
+    return attention.rotary
+
+
+def _banded(numbers: torch.Tensor, fold: int) -> torch.Tensor:
+    """`[G, D/2, …]` as `[bands, G F, …]`."""
+    return numbers.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
+
+
+def _spread(basis: torch.Tensor, groups: int, fold: int) -> torch.Tensor:
+    """The basis `[bands, G F, G F]` as `[G, D/2, bands, G F]`: what share each KV head's number has in each component."""
+    bands, size = basis.shape[:2]
+    whole = basis.new_zeros(groups, bands, fold, bands, size)
+    each = torch.arange(bands)
+    whole[:, each, :, each] = basis.unflatten(1, (groups, fold))
+    return whole.flatten(1, 2)
+
+
+def _kept(size: Size) -> tuple[list[int], list[int]]:
+    """Band and component of each rotary pair: the first components of a band, in order."""
+    bands = [pair // size.freqfold for pair in size.pairs]
+    return bands, [bands[:i].count(band) for i, band in enumerate(bands)]
+
+
+def _queries(attention: Attention, spread: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Each head's queries of the kept components: Σ_l conj(spread_{h,l,m}) q_{h,l}, for `spread [H, D/2, P/2]`."""
+    rotary = _rotary(attention)
+    queries = spread.mH @ rotary.to_complex(attention.q.float())[0]
+    if attention.q_bias is None:
+        return queries, None
+    return queries, (spread.mH @ rotary.to_complex(attention.q_bias.float())[0][..., None])[..., 0]

@@ -1,0 +1,38 @@
+"""`svd`: MLA from the weights alone, as if inputs were white (Σ = I) and queries did not matter. No text is needed.
+
+Keys: per frequency, complex PCA of the KV heads' rows; the components of most energy turn on, how many at each frequency
+being chosen over all layers together. The rest stays as it is, unrotated. Values and unrotated keys: one truncated
+singular value decomposition of [K; V], the best joint approximation in the Frobenius norm (Eckart and Young, 1936).
+
+Cost per layer: D/2 eigendecompositions of G × G, once in the survey and once here; one eigendecomposition of
+min(2 G D − P, E) squared.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from convert.methods.latent import Keys, LatentMethod, Size, fix_signs, keys_of, leading_subspace, separate, share_latent
+from convert.record import Attention, LatentAttention, Statistics
+
+
+def losses(attention: Attention, statistics: Statistics | None) -> torch.Tensor:
+    """`[D/2, G]`: the eigenvalues of Z Z^H at each frequency, largest first."""
+    return torch.linalg.eigvalsh(_gram(keys_of(attention))).flip(-1)
+
+
+def factor(attention: Attention, size: Size, statistics: Statistics | None) -> LatentAttention:
+    """The latent attention; bits of the source are kept where the sizes are full, up to rounding."""
+    keys = keys_of(attention)
+    basis = fix_signs(torch.linalg.eigh(_gram(keys)).eigenvectors.flip(-1))
+    latent, rest = separate(attention, keys, basis, size)
+    left = leading_subspace(torch.cat((rest.rows, attention.v.float().flatten(0, 1))), None, size.rank)
+    return share_latent(attention, latent, rest, left)
+
+
+def _gram(keys: Keys) -> torch.Tensor:
+    rows = keys.rows.to(torch.complex128)
+    return rows @ rows.mH
+
+
+METHOD = LatentMethod("svd", "singular vectors of the weights alone", "", False, False, losses, factor)

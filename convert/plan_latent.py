@@ -1,0 +1,190 @@
+"""From the arguments of `convert mla` to a Plan: sizes, budgets and full rank, all from the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attention.errors import Refusal
+from attention.spec import AttentionSpec, dtype_bytes
+from convert import methods
+from convert.allocate import check_fold, default_fold, split_budget
+from convert.families import Family, family_of
+from convert.hosts import Host
+from convert.methods.latent import LatentMethod
+from convert.plan import Calibration, Output, Plan, host_of, readable
+from convert.workdir import check_output
+from eval.device import require_device
+from eval.source import Source
+
+
+@dataclass(frozen=True)
+class LatentSize:
+    """What the command line says of a latent's size: rank and rotary dims, or a budget.
+
+    Attributes:
+        kv_lora_rank: R, or None.
+        qk_rope_head_dim: P, or None.
+        kv_share: Of the source's KV cache, or None.
+        kv_bytes: Per token, all layers, or None.
+        freqfold: Neighbouring frequencies that count as one; None for as few as P allows.
+        pad_rank: Whether channels beyond full rank are wanted.
+    """
+
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    kv_share: float | None = None
+    kv_bytes: int | None = None
+    freqfold: int | None = None
+    pad_rank: bool = False
+
+
+def plan_latent(
+    source: Source,
+    size: LatentSize,
+    method: LatentMethod,
+    calibration: Calibration,
+    device: str,
+    output: Output,
+    seed: int = 0,
+) -> Plan:
+    """Plan a conversion to multi-head latent attention.
+
+    Args:
+        source: What is converted.
+        size: Rank and rotary dims, or a budget.
+        method: One of `methods.LATENT`.
+        calibration: Text for it.
+        device: As on the command line.
+        output: Where the result goes.
+        seed: Kept in the recipe; no method of this kind draws numbers.
+
+    Raises:
+        Refusal: With the reason and the next step.
+    """
+    require_device(device)
+    family = readable(source)
+    before = family.spec(source.config)
+    dtype = output.dtype or source.dtype
+    # Whether any latent fits the source comes first: it is what most users have to know.
+    host = host_of("mla", family, source, before.latent(1, 2), dtype)
+    rank, rope_dim = _latent_size(source, before, size, host, dtype)
+    target = before.latent(rank, rope_dim)
+    turning = _rotary_dim(family, source)
+    if rope_dim > before.num_kv_heads * turning:
+        raise Refusal(
+            f"cannot keep {rope_dim} rotary dims: {before.num_kv_heads} KV heads turn {turning} of their {before.head_dim} "
+            f"dims each (at most {before.num_kv_heads * turning})"
+        )
+    full = full_rank(source, before, rope_dim)
+    channels = rank - host.reserved(rank)
+    if channels < 1:
+        raise Refusal(f"a latent of rank {rank} holds nothing: {host.name} needs {host.reserved(rank)} channel(s) for itself")
+    if channels > full and not size.pad_rank:
+        whole = with_reserved(host, full)
+        raise Refusal(
+            f"rank {rank} exceeds full size: at {rope_dim} rotary dims, keys and values of {source.reference} have {full} "
+            f"dims, which with {whole - full} constant channel(s) of {host.name} makes {whole}",
+            hint=f"use --kv-lora-rank {whole}, or --pad-rank for channels of zeros",
+        )
+    fold = _freqfold(method, size.freqfold, rope_dim, turning)
+    check_output(output.path, source.directory, output.overwrite, output.resume)
+    used = min(channels, full)
+    notes = (f"{used} of {rank} latent channels carry keys and values{_other_channels(rank, used, host)}",)
+    return Plan(
+        "mla", source, family, before, target, method, host, output, seed, device, notes,
+        used, fold, size.pad_rank, _calibration(source, method, calibration),
+    )  # fmt: skip
+
+
+def full_rank(source: Source, before: AttentionSpec, rope_dim: int) -> int:
+    """Dims of unrotated keys and values together, or the model's width where that is less: a latent needs no more."""
+    return min(source.config.hidden_size, 2 * before.num_kv_heads * before.head_dim - rope_dim)
+
+
+def with_reserved(host: Host, channels: int) -> int:
+    """The smallest rank of which `channels` are free."""
+    return next(rank for rank in range(channels, channels + 9) if rank - host.reserved(rank) >= channels)
+
+
+def latent_for_budget(source: Source, before: AttentionSpec, host: Host, values: int) -> tuple[int, int]:
+    """Rank and rotary dims for so many cached values per layer and token (`allocate.split_budget`)."""
+    turning = _rotary_dim(family_of(source.model_type), source)
+    return split_budget(
+        values,
+        turning,
+        before.num_kv_heads,
+        lambda rope_dim: with_reserved(host, full_rank(source, before, rope_dim)),
+        with_reserved(host, 1),
+    )
+
+
+def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: Host, dtype: str) -> tuple[int, int]:
+    given = (size.kv_lora_rank, size.qk_rope_head_dim)
+    if size.kv_share is None and size.kv_bytes is None:
+        if size.kv_lora_rank is None or size.qk_rope_head_dim is None:
+            raise Refusal("give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget")
+        return size.kv_lora_rank, size.qk_rope_head_dim
+    if given != (None, None):
+        raise Refusal("give either --kv-budget or --kv-lora-rank and --qk-rope-head-dim, not both")
+    share = size.kv_share or 0.0
+    budget = int(share * before.bytes_per_token(source.dtype)) if size.kv_bytes is None else size.kv_bytes
+    values = budget // (before.num_layers * dtype_bytes(dtype))
+    try:
+        return latent_for_budget(source, before, host, values)
+    except Refusal as error:
+        least = (with_reserved(host, 1) + 2) * before.num_layers * dtype_bytes(dtype)
+        raise Refusal(
+            f"a budget of {budget} bytes per token is too small for any rank: {error}",
+            hint=f"the least is {least} bytes per token in {dtype}, and little is left of a model there",
+        ) from None
+
+
+def _rotary_dim(family: Family, source: Source) -> int:
+    rotary = family.rotary(source.config, 0)
+    return rotary.dims if rotary else 0
+
+
+def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, turning: int) -> int:
+    if not method.folds:
+        if fold is not None:
+            raise Refusal(f"method {method.name} does not fold frequencies", hint="leave out --freqfold, or use --method pca")
+        return 1
+    chosen = default_fold(rope_dim, turning) if fold is None else fold
+    check_fold(chosen, rope_dim, turning)
+    return chosen
+
+
+def _calibration(source: Source, method: LatentMethod, wanted: Calibration) -> Calibration | None:
+    """What is wanted, checked and with its context; None for a method without."""
+    if not method.needs_text:
+        if wanted.given or wanted.propagate:
+            flag = "--propagate" if wanted.propagate else f"--{next(iter(wanted.given))}"
+            raise Refusal(f"method {method.name} looks at weights only and has no use for {flag}", hint="leave it out")
+        return None
+    if not wanted.given:
+        others = [name for name in methods.LATENT if not methods.load_latent(name).needs_text]
+        raise Refusal(
+            f"method {method.name} needs text to calibrate on",
+            hint=f"give --text FILE or --dataset NAME; {' or '.join(others)} needs none",
+        )
+    limit = source.max_positions
+    context = min(2048, limit or 2048) if wanted.context is None else wanted.context
+    if limit and context > limit:
+        raise Refusal(
+            f"a calibration context of {context} tokens exceeds the {limit} positions of the model",
+            hint=f"use --calibration-context {limit} or less",
+        )
+    if wanted.tokens < context:
+        raise Refusal(
+            f"{wanted.tokens} calibration tokens are less than one block of {context}",
+            hint="raise --calibration-tokens, or lower --calibration-context",
+        )
+    return replace(wanted, context=context)
+
+
+def _other_channels(rank: int, used: int, host: Host) -> str:
+    constant = host.reserved(rank)
+    zeros = rank - used - constant
+    parts = [f"{constant} hold(s) the constant that switches the latent norm off"] if constant else []
+    parts += [f"{zeros} are zero, as --pad-rank asks"] if zeros else []
+    return "; " + " and ".join(parts) if parts else ""

@@ -1,0 +1,204 @@
+"""Decoder layers one at a time over a text: the inputs of a layer lie on disk, and only its weights are in memory.
+
+The model is built without weights. A probing pass through its own forward, with recorders in the place of the layers, tells
+what it hands to each of them (masks, rotary tables, …), so that any class will do, a source's or a host's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from accelerate.utils import set_module_tensor_to_device
+
+_TOKENS = 4096  # in one forward pass, unless one block is longer
+
+Observe = Callable[[torch.Tensor], None]
+
+
+class LayerStream:
+    """The decoder layers of one model over blocks of tokens, in order, in fp32.
+
+    Args:
+        config: Of the model.
+        attentions: The module path of each layer's attention; its parent is the decoder layer.
+        read: Tensor name → tensor, as in the model's checkpoint.
+        blocks: `[n, T]` token ids.
+        spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32. It appears when it is whole, and the
+            one before it goes then, so that an interrupted run can go on there.
+        device: Where layers run.
+        trust_remote_code: As for transformers.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        attentions: Sequence[str],
+        read: Callable[[str], torch.Tensor],
+        blocks: torch.Tensor,
+        spool: Path,
+        device: torch.device,
+        trust_remote_code: bool = False,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        self._model, self._read, self._blocks, self._spool, self._device = model.eval(), read, blocks, spool, device
+        self._attentions = list(attentions)
+        self._width = int(config.get_text_config(decoder=True).hidden_size)
+        self._batch = max(1, _TOKENS // blocks.shape[1])
+        self._arguments: dict[int, list[_Call]] = {}
+        for module in model.modules():  # rotary tables and the like, which no checkpoint holds
+            module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None})
+
+    @property
+    def next_layer(self) -> int | None:
+        """The layer whose inputs lie ready, or None before `embed`."""
+        return max((layer for layer in range(len(self._attentions) + 1) if self._inputs(layer).is_file()), default=None)
+
+    @torch.inference_mode()
+    def embed(self) -> None:
+        """Make the inputs of the first layer."""
+        embeddings = self._model.get_input_embeddings()
+        path = next(name for name, module in self._model.named_modules() if module is embeddings)
+        # As it is mapped: only the rows of tokens that occur are ever read.
+        embeddings.weight = torch.nn.Parameter(self._read(f"{path}.weight"), requires_grad=False)
+        with self._writing(0) as write:
+            for ids in self._blocks.split(self._batch):
+                write(self._calls(embeddings(ids).float().to(self._device), first_only=True)[0].hidden)
+        embeddings.weight = torch.nn.Parameter(embeddings.weight.to("meta"), requires_grad=False)
+
+    @torch.inference_mode()
+    def observe(self, layer: int, see: Observe) -> None:
+        """Show `see` what goes into the layer's attention, `[b, T, E]` at a time; the layer runs no further than that."""
+
+        def see_and_stop(x: torch.Tensor) -> None:
+            see(x)
+            raise _EnoughError
+
+        with self._loaded(layer, attention=False) as module, self._watched(layer, see_and_stop):
+            for inputs in self._read_inputs(layer):
+                with contextlib.suppress(_EnoughError):
+                    self._forward(module, layer, inputs)
+
+    @torch.inference_mode()
+    def advance(self, layer: int, see: Observe | None = None) -> None:
+        """Run the layer, and put its outputs in the place of its inputs. `see` as in `observe`."""
+        with self._loaded(layer) as module, self._watched(layer, see), self._writing(layer + 1) as write:
+            for inputs in self._read_inputs(layer):
+                write(self._forward(module, layer, inputs))
+        self._inputs(layer).unlink()
+
+    def discard(self) -> None:
+        """Remove what is spooled."""
+        for path in self._spool.parent.glob(f"{self._spool.name}-*"):
+            path.unlink()
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def _inputs(self, layer: int) -> Path:
+        return self._spool.with_name(f"{self._spool.name}-{layer}")
+
+    @contextlib.contextmanager
+    def _writing(self, layer: int) -> Iterator[Callable[[torch.Tensor], None]]:
+        temporary = self._spool.with_name(f"{self._spool.name}-unfinished")
+        with temporary.open("wb") as file:
+
+            def write(hidden: torch.Tensor) -> None:
+                file.write(hidden.float().cpu().contiguous().numpy().data)
+
+            yield write
+        temporary.replace(self._inputs(layer))
+
+    def _read_inputs(self, layer: int) -> Iterator[torch.Tensor]:
+        length = self._blocks.shape[1]
+        with self._inputs(layer).open("rb") as file:
+            for ids in self._blocks.split(self._batch):
+                raw = bytearray(file.read(len(ids) * length * self._width * 4))
+                yield torch.frombuffer(raw, dtype=torch.float32).view(len(ids), length, self._width).to(self._device)
+
+    # ---- modules ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _loaded(self, layer: int, attention: bool = True) -> Iterator[torch.nn.Module]:
+        """The layer with its weights, for as long as the block lasts."""
+        path = self._attentions[layer].rpartition(".")[0]
+        module = self._model.get_submodule(path)
+        names = [name for name, _ in module.named_parameters()]
+        skipped = () if attention else (self._attentions[layer].removeprefix(f"{path}.") + ".",)
+        for name in names:
+            if not name.startswith(skipped or "\0"):
+                value = self._read(f"{path}.{name}").to(self._device, torch.float32)
+                set_module_tensor_to_device(module, name, self._device, value=value)
+        try:
+            yield module
+        finally:
+            for name in names:
+                set_module_tensor_to_device(module, name, "meta")
+
+    @contextlib.contextmanager
+    def _watched(self, layer: int, see: Observe | None) -> Iterator[None]:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if see is not None:
+                see(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+        handle = self._model.get_submodule(self._attentions[layer]).register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _forward(self, module: torch.nn.Module, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        batch = len(hidden)
+        if batch not in self._arguments:  # they depend on nothing but the shape
+            self._arguments[batch] = self._calls(torch.zeros_like(hidden))
+        call = self._arguments[batch][layer]
+        out = module(hidden, *call.args, **call.kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    def _calls(self, embeddings: torch.Tensor, first_only: bool = False) -> list[_Call]:
+        """What the model calls each of its layers with, if its embeddings are these."""
+        layers, _, _ = self._attentions[0].rpartition(".")[0].rpartition(".")
+        decoder, _, name = layers.rpartition(".")
+        owner, whole = self._model.get_submodule(decoder), self._model.get_submodule(layers)
+        calls: list[_Call] = []
+        last = 0 if first_only else len(self._attentions) - 1
+        setattr(owner, name, torch.nn.ModuleList(_Recorder(module, calls, i == last) for i, module in enumerate(whole)))
+        try:
+            owner(inputs_embeds=embeddings, use_cache=False)
+        except _EnoughError:
+            return calls
+        finally:
+            setattr(owner, name, whole)
+        raise AssertionError(f"{type(owner).__name__} called {len(calls)} of {last + 1} layers")
+
+
+class _EnoughError(Exception):
+    """Ends a forward pass that has shown what it was run for."""
+
+
+class _Call:
+    def __init__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.hidden, self.args, self.kwargs = hidden, args, kwargs
+
+
+class _Recorder(torch.nn.Module):
+    """Stands in for a layer, looks like it to the model, and keeps what it is called with."""
+
+    def __init__(self, layer: torch.nn.Module, calls: list[_Call], last: bool) -> None:
+        super().__init__()
+        self.__dict__["_layer"], self._calls, self._last = layer, calls, last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._calls.append(_Call(hidden_states, args, kwargs))
+        if self._last:
+            raise _EnoughError
+        return hidden_states
