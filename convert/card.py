@@ -32,9 +32,7 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         before_kind=plan.before.kind,
         base=plan.source.repository or plan.source.name,
         link=f"https://huggingface.co/{plan.source.repository}" if plan.source.repository else None,
-        summary=f"method `{plan.method.name}`, {plan.method.summary} ({plan.method.source})"
-        if record["method"]
-        else record["notes"][0],
+        summary=_summary(plan, record),
         command=_command(record["recipe"]),
         bytes=record["kv_bytes_per_token"],
         plan=plan,
@@ -45,6 +43,13 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         converted=converted,
         model_type=plan.host.model_type(plan.family),
     )
+
+
+def _summary(plan: Plan, record: dict[str, Any]) -> str:
+    if not record["method"]:
+        return str(record["notes"][0])
+    source = f" ({plan.method.source})" if plan.method.source else ""
+    return f"method `{plan.method.name}`, {plan.method.summary}{source}"
 
 
 def _command(recipe: dict[str, dict[str, Any]]) -> str:

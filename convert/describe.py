@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, Family
-from convert.hosts import HOSTS
-from convert.plan import Plan, readable
+from convert.hosts import HOSTS, Host
+from convert.plan import Plan, host_of, readable
+from convert.plan_latent import full_rank, latent_for_budget
 from eval.capacity import count_parameters, fit, with_kv_heads
 from eval.source import Source
 from eval.tables import table
@@ -20,6 +24,7 @@ def inspection(source: Source) -> dict[str, Any]:
     """Heads, rotary, biases, family, hosts and cache of a checkpoint, from its config."""
     family = readable(source)
     spec = family.spec(source.config)
+    host, _ = _carrier(source, family, spec, "mla", source.dtype)
     return {
         "model": source.reference,
         "family": family.model_type,
@@ -34,19 +39,22 @@ def inspection(source: Source) -> dict[str, Any]:
         "cache_dtype": source.dtype,
         "kv_bytes_per_token": spec.bytes_per_token(source.dtype),
         "groups_possible": [target.num_kv_heads for target in targets(spec)],
+        "latents_possible": [target.kind for target in latent_targets(source, spec, host)] if host else [],
         "hosts": {kind: _host(source, family, spec, kind) for kind in HOSTS},
     }
 
 
 def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str:
-    target = spec.latent(1, 2) if kind == "mla" else spec.grouped(1)
-    reasons = []
-    for host in HOSTS[kind]:
-        reason = host.refuses(family, source.config, target, source.dtype)
-        if reason is None:
-            return f"{host.name}, loads in {host.loads_in}"
-        reasons.append(f"{host.name}: {reason}")
-    return f"none ({'; '.join(reasons)})"
+    host, reason = _carrier(source, family, spec, kind, source.dtype)
+    return f"{host.name}, loads in {host.loads_in}" if host else f"none ({reason})"
+
+
+def _carrier(source: Source, family: Family, spec: AttentionSpec, kind: str, dtype: str) -> tuple[Host | None, str | None]:
+    """The host of a kind of target, or why there is none."""
+    try:
+        return host_of(kind, family, source, spec.latent(1, 2) if kind == "mla" else spec.grouped(1), dtype), None
+    except Refusal as error:
+        return None, str(error)
 
 
 def inspection_text(facts: Mapping[str, Any]) -> str:
@@ -56,7 +64,7 @@ def inspection_text(facts: Mapping[str, Any]) -> str:
         if isinstance(value, dict):
             value = "; ".join(f"{k}: {v}" for k, v in value.items()) or "nothing"
         elif isinstance(value, list):
-            value = ", ".join(map(str, value))
+            value = ", ".join(map(str, value)) + (", and others" if key == "latents_possible" and value else "")
         elif value is None or value is False:
             value = "no" if value is False else "none"
         rows.append((key.replace("_", " "), "yes" if value is True else str(value)))
@@ -72,12 +80,20 @@ def targets(spec: AttentionSpec) -> list[AttentionSpec]:
 def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping[str, float], share: float) -> dict[str, Any]:
     """What the source and each possible target take, and where that fits."""
     family = readable(source)
-    spec = family.spec(source.config)
-    whole, own = count_parameters(source.config, source.trust_remote_code), _attention_parameters(family, source.config)
+    config, spec = source.config, family.spec(source.config)
+    whole, own = count_parameters(config, source.trust_remote_code), _parameters(partial(family.shapes, config), spec)
     rows = []
-    for target in targets(spec):
-        parameters = whole - own + _attention_parameters(family, with_kv_heads(source.config, target))
+
+    def add(target: AttentionSpec, shapes: Callable[[int], dict[str, tuple[int, ...]]]) -> None:
+        parameters = whole - own + _parameters(shapes, spec)
         rows.append(asdict(fit(target, parameters, dtype, batch, context, gpus, share)) | {"parameters": parameters})
+
+    for target in targets(spec):
+        add(target, partial(family.shapes, with_kv_heads(config, target)))
+    host, reason = _carrier(source, family, spec, "mla", dtype)
+    if host:
+        for target in latent_targets(source, spec, host):
+            add(target, partial(host.shapes, family, config, target))
     return {
         "model": source.reference,
         "dtype": dtype,
@@ -87,12 +103,25 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
         "gpu_gigabytes": dict(gpus),
         "gpu_share": share,
         "targets": rows,
+        "no_mla": reason,
     }
 
 
-def _attention_parameters(family: Family, config: Any) -> int:
-    layers = range(family.spec(config).num_layers)
-    return sum(math.prod(shape) for layer in layers for shape in family.shapes(config, layer).values())
+def latent_targets(source: Source, spec: AttentionSpec, host: Host) -> list[AttentionSpec]:
+    """What `--kv-budget` makes of some shares of the source's cache, and the one size that every MLA kernel knows."""
+    found = []
+    for share in (0.5, 0.25, 0.125):
+        with suppress(Refusal):  # of a tiny model too little is left
+            sizes = latent_for_budget(source, spec, host, int(share * spec.values_per_token) // spec.num_layers)
+            found.append(spec.latent(*sizes))
+    rank, rope = 512, 64
+    if rank <= full_rank(source, spec, rope) and (rank + rope) * spec.num_layers < spec.values_per_token:
+        found.append(spec.latent(rank, rope))
+    return sorted(set(found), key=lambda target: -target.values_per_token)
+
+
+def _parameters(shapes: Callable[[int], dict[str, tuple[int, ...]]], spec: AttentionSpec) -> int:
+    return sum(math.prod(shape) for layer in range(spec.num_layers) for shape in shapes(layer).values())
 
 
 def capacity_text(facts: Mapping[str, Any]) -> str:
@@ -114,6 +143,7 @@ def capacity_text(facts: Mapping[str, Any]) -> str:
     return (
         f"{facts['model']} in {facts['dtype']}, batch {facts['batch']}, context {facts['context']}{limit}\n\n"
         + table(header, rows, right=range(1, len(header)))
+        + (f"\n\nNo MLA: {facts['no_mla']}" if facts["no_mla"] else "")
         + f"\n\nGB = 10⁹ bytes. A GPU column says whether weights and cache take at most {facts['gpu_share']:.0%} of its memory"
         f" at this context, and the longest context for which they do at this batch."
     )
@@ -126,12 +156,15 @@ def _fit_cell(fits: bool, longest: int) -> str:
 
 
 def support() -> list[dict[str, str]]:
-    """One row per family: the host of each kind of target."""
+    """One row per family: the host of each kind of target, given a config that it accepts."""
     return [
         {
             "family": name,
             "layout": family.layout,
-            **{kind: ", ".join(host.name for host in hosts) for kind, hosts in HOSTS.items()},
+            **{
+                kind: ", ".join(host.name for host in hosts if host.families is None or name in host.families) or "-"
+                for kind, hosts in HOSTS.items()
+            },
         }
         for name, family in sorted(FAMILIES.items())
     ]
@@ -148,6 +181,9 @@ def plan_text(plan: Plan, done: bool) -> str:
     before, after = facts["kv_bytes_per_token_before"], facts["kv_bytes_per_token_after"]
     kept = facts["cache_dtype"] if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
     how = f"method {plan.method.name} ({plan.method.summary})" if plan.applied_method else "nothing to merge"
+    if plan.calibration:
+        text = next(iter(plan.calibration.given.values()))
+        how += f", calibrated on at most {plan.calibration.tokens} tokens of {text} in blocks of {plan.calibration.context}"
     where = "written to" if done else "would be written to"
     lines = [
         f"{facts['source']} → {facts['target']}, {how}",

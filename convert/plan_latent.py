@@ -89,7 +89,7 @@ def plan_latent(
     fold = _freqfold(method, size.freqfold, rope_dim, turning)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     used = min(channels, full)
-    notes = (f"{used} of {rank} latent channels carry keys and values{_other_channels(rank, used, host)}",)
+    notes = (_channels_note(rank, used, host),)
     return Plan(
         "mla", source, family, before, target, method, host, output, seed, device, notes,
         used, fold, size.pad_rank, _calibration(source, method, calibration),
@@ -182,9 +182,10 @@ def _calibration(source: Source, method: LatentMethod, wanted: Calibration) -> C
     return replace(wanted, context=context)
 
 
-def _other_channels(rank: int, used: int, host: Host) -> str:
+def _channels_note(rank: int, used: int, host: Host) -> str:
     constant = host.reserved(rank)
     zeros = rank - used - constant
-    parts = [f"{constant} hold(s) the constant that switches the latent norm off"] if constant else []
-    parts += [f"{zeros} are zero, as --pad-rank asks"] if zeros else []
-    return "; " + " and ".join(parts) if parts else ""
+    note = f"{used} of {rank} latent channels carry keys and values"
+    if constant:
+        note += f"; {constant} {'holds a constant' if constant == 1 else 'hold constants'} for the norm of {host.name}"
+    return note + (f"; {zeros} are zero, as --pad-rank allows" if zeros else "")

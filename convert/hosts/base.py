@@ -25,6 +25,14 @@ class Host(Protocol):
         """What opens the result: "transformers"."""
 
     @property
+    def opened_by(self) -> str:
+        """For the model card: what loads the result exactly."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """For the model card: what to know when running it."""
+
+    @property
     def replaces(self) -> str:
         """What became of a tensor of the source's attention that the class has no name for."""
 

@@ -36,6 +36,16 @@ class DeepseekV3:
 
     name = "deepseek_v3"
     loads_in = "transformers"
+    opened_by = "transformers ≥ 5.23 loads it without kvfold, and caches the latent and the rotary key alone."
+    remarks = (
+        "Stock transformers expands the whole cached latent at every decoded token. kvfold's `attention` package does not:\n"
+        '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a model that is loaded.',
+        "Run it in bfloat16 or float32: the constant that switches the latent norm off overflows in float16, unless\n"
+        "`attention.load` opens it, which leaves that norm out.",
+        "Biases of `kv_a_proj_with_mqa` and `o_proj` are part of it. The DeepSeek classes of vLLM, SGLang and llama.cpp have\n"
+        "no place for them, and some drop them without a word: they would give wrong text. An engine that runs transformers'\n"
+        "own modules keeps them.",
+    )
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
     families: frozenset[str] | None = frozenset(_LIKE_LLAMA)
 

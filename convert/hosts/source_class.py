@@ -22,6 +22,8 @@ class SourceClass:
 
     name = "its own class"
     loads_in = "transformers"
+    opened_by = "transformers, and whatever else reads `num_key_value_heads`, loads it without kvfold."
+    remarks: tuple[str, ...] = ()
     replaces = "belonged to a KV head that was merged into another"
     families: frozenset[str] | None = None
 

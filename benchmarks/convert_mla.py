@@ -1,0 +1,116 @@
+"""What converting to MLA costs: seconds per layer of each method, and the memory of a survey.
+
+    python benchmarks/convert_mla.py [--widths 2048 4096] [--rank 512] [--rope 64] [--layers 24] [--directory DIR]
+
+Seconds are of one layer of random weights (heads of 128, MHA and GQA with 8 KV heads), median of three after one warm-up,
+on the CPU and, where there is one, on CUDA. The survey runs in a process of its own over a random bf16 checkpoint of
+width 2048; its peak is anonymous memory beyond that of importing torch and transformers. Its spooled inputs are on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from random_llama import HEAD_DIM, IMPORTS, build, layer_parameters, run
+
+HEADS, BLOCKS, CONTEXT = 16, 8, 2048
+
+
+def layer_seconds(method: str, width: int, groups: int, rank: int, rope: int, device: str) -> tuple[float, float]:
+    """Seconds of `method` on one layer: its losses (0 if it has none), and its factors."""
+    from attention.rope import Rotary
+    from convert.allocate import pairs_by_stride
+    from convert.methods import load_latent
+    from convert.methods.latent import Size
+    from convert.record import Attention, Statistics
+
+    heads, generator = width // HEAD_DIM, torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.02).to(torch.bfloat16).to(device)
+
+    rotary = Rotary(10000.0 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM))
+    kv = (groups, HEAD_DIM, width)
+    layer = Attention(draw(heads, HEAD_DIM, width), draw(*kv), draw(*kv), draw(width, heads, HEAD_DIM), 0.1, rotary)
+    x = torch.randn(2 * width, width, generator=generator).double()
+    known = Statistics(x.T @ x / len(x), x.mean(0), len(x))
+    how = load_latent(method)
+    fold = max(1, HEAD_DIM // rope) if how.folds else 1
+    size = Size(rank, pairs_by_stride(rope, HEAD_DIM), fold)
+    times: list[tuple[float, float]] = []
+    for _ in range(4):
+        marks = [time.monotonic()]
+        if how.losses:
+            how.losses(layer, known)
+        marks.append(_done(device))
+        how.factor(layer, size, known)
+        marks.append(_done(device))
+        times.append((marks[1] - marks[0], marks[2] - marks[1]))
+    first, second = zip(*times[1:], strict=True)
+    return statistics.median(first), statistics.median(second)
+
+
+def _done(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic()
+
+
+def survey_only(model: Path, work: Path) -> None:
+    """The survey of a checkpoint over random tokens, as `convert mla` makes it."""
+    from convert.checkpoint import Reader
+    from convert.stream import LayerStream
+    from convert.survey import Shelf, survey
+    from eval.source import Source
+
+    source, shelf = Source.parse(str(model)), Shelf(work, "source")
+    layers = source.config.num_hidden_layers
+    blocks = torch.randint(source.config.vocab_size, (BLOCKS, CONTEXT), generator=torch.Generator().manual_seed(0))
+    paths = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
+    stream = LayerStream(source.config, paths, Reader(model).__getitem__, blocks, shelf.spool, torch.device("cpu"))
+    survey(stream, shelf, layers, lambda layer: None, quiet=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=[2048, 4096])
+    parser.add_argument("--rank", type=int, default=512)
+    parser.add_argument("--rope", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--directory", type=Path, default=None, help="where to work; default: a temporary directory")
+    parser.add_argument("--survey", type=Path, nargs=2, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.survey:
+        survey_only(*args.survey)
+        return
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}")
+    print(f"\nSeconds per layer, {args.rank}+{args.rope}:\n")
+    print("| device | width | KV heads | method | losses, in the survey | factors, in the layer loop |")
+    print("| --- | --: | --: | --- | --: | --: |")
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        for width in args.widths:
+            for groups in (width // HEAD_DIM, 8):
+                for method in ("svd", "pca"):
+                    losses, factors = layer_seconds(method, width, groups, args.rank, args.rope, device)
+                    print(f"| {device} | {width} | {groups} | {method} | {losses:.2f} | {factors:.2f} |", flush=True)
+    with tempfile.TemporaryDirectory(dir=args.directory) as work:
+        model, shelf = Path(work, "model"), Path(work, "survey")
+        build(model, HEADS, args.layers, 10**9)
+        shelf.mkdir()
+        _, imports = run([sys.executable, "-c", IMPORTS])
+        seconds, peak = run([sys.executable, __file__, "--survey", str(model), str(shelf)])
+    allowed = 2 * 4 * layer_parameters(HEADS) / 1e6 + 1000
+    print(f"\nSurvey of {args.layers} layers of width {HEADS * HEAD_DIM} over {BLOCKS} × {CONTEXT} tokens: {seconds:.0f} s,")
+    print(f"{peak - imports:.0f} MB anonymous beyond imports (allowed: two layers in float32 and 1 GB, {allowed:.0f} MB)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What benchmarks of conversion share: a random Llama-shaped checkpoint, and a process timed and weighed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HEAD_DIM, VOCABULARY = 128, 32_000
+IMPORTS = "import torch, transformers"
+
+
+def layer_shapes(heads: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of one layer, of width heads × 128."""
+    width = heads * HEAD_DIM
+    mlp = width * 11 // 4
+    return {
+        **{f"self_attn.{p}_proj.weight": (width, width) for p in "qkvo"},
+        **{f"mlp.{p}_proj.weight": (mlp, width) for p in ("gate", "up")},
+        "mlp.down_proj.weight": (width, mlp),
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+    }
+
+
+def layer_parameters(heads: int) -> int:
+    return sum(torch.Size(shape).numel() for shape in layer_shapes(heads).values())
+
+
+def layers_of(heads: int, gigabytes: float) -> int:
+    """How many layers make a bf16 checkpoint of about `gigabytes`."""
+    return max(1, round((gigabytes * 1e9 - 4 * VOCABULARY * heads * HEAD_DIM) / (2 * layer_parameters(heads))))
+
+
+def build(path: Path, heads: int, layers: int, shard_bytes: int) -> None:
+    """A random MHA Llama in bf16, in shards of `shard_bytes`."""
+    layer, width = layer_shapes(heads), heads * HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, width)}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    shapes |= {"model.norm.weight": (width,), "lm_head.weight": (VOCABULARY, width)}
+    path.mkdir(parents=True)
+    shard: dict[str, torch.Tensor] = {}
+    weight_map: dict[str, str] = {}
+
+    def flush() -> None:
+        name = f"part-{len(set(weight_map.values())):05d}.safetensors"
+        save_file(shard, path / name, {"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, shape in shapes.items():
+        shard[name] = (torch.randn(shape) * 0.02).to(torch.bfloat16) if len(shape) > 1 else torch.ones(shape).bfloat16()
+        if sum(tensor.nbytes for tensor in shard.values()) > shard_bytes:
+            flush()
+    flush()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width,
+        "intermediate_size": width * 11 // 4,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 2048, "dtype": "bfloat16", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """Seconds of a whole process, and its peak anonymous memory in MB (RssAnon, sampled every 5 ms).
+
+    Pages of mapped files are page cache, which the kernel can drop at will. Nobody pays for what others still had to write.
+    """
+    os.sync()
+    start = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    peak = 0
+    while process.poll() is None:
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            break
+        peak = max([peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))])
+        time.sleep(0.005)
+    if process.wait():
+        raise SystemExit(f"failed: {' '.join(command)}")
+    return time.monotonic() - start, peak * 1024 / 1e6
