@@ -4,3 +4,21 @@ Letters, used everywhere in this project: B batch, T query tokens, S cached toke
 G KV heads (groups), D head dim. Activations are `[B, heads, T, D]` as in transformers; weights of one layer are
 `q [H, D, E]`, `k, v [G, D, E]`, `o [E, H, D]`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attention.patch import absorb, absorbed, load, restore
+
+__all__ = ["absorb", "absorbed", "load", "restore"]
+
+
+def __getattr__(name: str) -> Any:
+    """The four are imported when first asked for: torch is not needed to read an AttentionSpec."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from attention import patch
+
+    return getattr(patch, name)

@@ -1,0 +1,340 @@
+"""Multi-head latent attention (MLA) that decodes over the cached latent instead of expanding it.
+
+transformers caches the latent of each token, c [R], and its rotary key [P], but at every step expands the whole cache to keys
+and values of H heads. Since the expansion is linear it can be moved to the other side (DeepSeek-V2, arXiv 2405.04434, 2.1.2):
+
+    scores  = q_nopeᵀ (W_UK c) + q_ropeᵀ k_rope = (W_UKᵀ q_nope)ᵀ c + q_ropeᵀ k_rope
+    outputs = Σ p (W_UV c)                      = W_UV (Σ p c)
+
+so that one latent serves all heads: a step reads S (R + P) values instead of making S · H · (N + Dv). `LatentAttention`
+goes before a stock class among the bases of a class; `attention.patch` makes such classes and puts them into a model.
+Letters as in `attention`; N dims of a query head do not turn and P do, a value head has Dv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_interleave,
+    eager_attention_forward,
+)
+
+# (queries T, cached S, rank R, nope N, rope P, value Dv) -> whether to absorb
+Rule = Callable[[int, int, int, int, int, int], bool]
+When = Literal["auto", "always", "never"] | Rule
+
+# What a multiply-add of the absorbed path costs beside one of the expanded path, which also writes and reads the keys and
+# values it makes. benchmarks/decode.py (fp32, 2 CPU threads, 16 heads, R 256, P 32, N = Dv = 64) found both paths equally fast
+# at about 100 queries over 1k tokens, 140 over 4k and 135 over 16k, where this constant is 0.85, 0.71 and 0.73.
+ABSORBED_COST = 0.8
+
+# A norm weight from which on latents of root mean square 1 change the norm by less than one ulp of fp32.
+_NEUTRAL_WEIGHT = 2.0**12
+_BLOCK = 4096
+
+
+def absorbs(queries: int, cached: int, rank: int, nope: int, rope: int, value: int) -> bool:
+    """Whether T = `queries` new tokens over S = `cached` tokens, themselves among them, are cheaper absorbed than expanded.
+
+    Counts multiply-adds of one head: the expansion does S·R·(N + Dv) before its attention of T·S·(N + P + Dv); absorbed,
+    queries and outputs cost T·R·(N + Dv), and the attention is wider, T·S·(2R + P). The batch multiplies both alike.
+    """
+    expanded = cached * rank * (nope + value) + queries * cached * (nope + rope + value)
+    absorbed = queries * rank * (nope + value) + queries * cached * (2 * rank + rope)
+    return absorbed * ABSORBED_COST < expanded
+
+
+def _always(queries: int, cached: int, rank: int, nope: int, rope: int, value: int) -> bool:
+    return True
+
+
+def _never(queries: int, cached: int, rank: int, nope: int, rope: int, value: int) -> bool:
+    return False
+
+
+RULES: dict[str, Rule] = {"auto": absorbs, "always": _always, "never": _never}
+
+
+class LatentAttention(nn.Module):
+    """Mixin before a stock MLA attention class of transformers: its weights, cache layout and results, other arithmetic.
+
+    In training mode it is the stock forward. Otherwise `rule` chooses between the stock arithmetic (the prefill) and
+    the absorbed one (decoding). The absorbed one reads `kv_b_proj.weight` and calls neither `kv_b_proj` nor `expand_kv`,
+    so hooks on these do not run.
+
+    Attributes:
+        rule: See `absorbs`.
+        constant_channels: `[R + P]`, true on the latent's constant channels where the latent norm is neutral (see
+            `neutral_constants`); the norm is then skipped. None where it is a norm like any other.
+    """
+
+    rule: Rule
+    constant_channels: torch.Tensor | None
+
+    # What the stock class brings along.
+    config: Any
+    layer_idx: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    qk_head_dim: int
+    v_head_dim: int
+    scaling: float
+    q_proj: nn.Module
+    q_a_proj: nn.Module
+    q_a_layernorm: nn.Module
+    q_b_proj: nn.Module
+    kv_a_proj_with_mqa: nn.Module
+    kv_a_layernorm: Any
+    kv_b_proj: nn.Linear
+    o_proj: nn.Module
+    expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+    def prepare(self, rule: Rule) -> None:
+        """Add what `forward` needs beside the stock attributes; `state_dict` is not touched."""
+        self.rule = rule
+        self.register_buffer("constant_channels", neutral_constants(self), persistent=False)
+
+    def unprepare(self) -> None:
+        """Take away what `prepare` added."""
+        del self.rule, self.constant_channels
+
+    def train(self, mode: bool = True) -> LatentAttention:
+        """Switch the mode; training may have moved the constants of a neutral norm, so they are looked at anew."""
+        if self.training and not mode:
+            self.constant_channels = neutral_constants(self)
+        return super().train(mode)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | BlockMask | None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as the stock class does.
+
+        Args:
+            hidden_states: `[B, T, E]`.
+            position_embeddings: Cosines and sines, `[B or 1, T, P]` each.
+            attention_mask: Whatever the attention implementation of the config takes (see `dense_mask`).
+            past_key_values: A transformers `Cache`, or None.
+            kwargs: Handed to the attention function of the expanded path.
+
+        Returns:
+            `[B, T, E]`, and with eager attention the probabilities `[B, H, T, S]`, else None.
+        """
+        if self.training:
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        q_nope, q_rope = self._queries(hidden_states)
+        latent, k_rope = self._latent(hidden_states)
+        rotate = apply_rotary_pos_emb_interleave if self.config.rope_interleave else apply_rotary_pos_emb
+        q_rope, k_rope = rotate(q_rope, k_rope, *position_embeddings)
+        if past_key_values is not None:
+            latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
+        # A paged cache comes as `cache` and is kept by the attention function. The offsets of a flex mask over a static
+        # cache are the cache's own counters, which `update` has just advanced: it cannot be evaluated any more.
+        late = isinstance(attention_mask, BlockMask) and past_key_values is not None and past_key_values.is_compileable
+        if "cache" in kwargs or late or not self._absorbs(hidden_states.shape[1], latent.shape[2], attention_mask):
+            out, weights = self._expanded(q_nope, q_rope, latent, k_rope, attention_mask, **kwargs)
+        else:
+            out, weights = self._absorbed(q_nope, q_rope, latent[:, 0], k_rope[:, 0], attention_mask)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _absorbs(self, queries: int, cached: int, mask: torch.Tensor | BlockMask | None) -> bool:
+        # What no mask means for several queries (causal from which corner, packed sequences, nothing masked) is a matter
+        # of each attention function.
+        if mask is None and queries > 1:
+            return False
+        return self.rule(queries, cached, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
+
+    def _queries(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries `[B, H, T, N]` and `[B, H, T, P]`, not turned yet."""
+        if self.q_lora_rank is None:
+            queries = self.q_proj(hidden_states)
+        else:
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        queries = queries.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
+        nope, rope = queries.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+        return nope, rope
+
+    def _latent(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is cached of each token: `[B, 1, T, R]` and, not turned yet, `[B, 1, T, P]`."""
+        compressed = self.kv_a_proj_with_mqa(hidden_states)
+        if self.constant_channels is not None:
+            # The norm would bring back what came in, and put zeros on the constants. These overflow in fp16.
+            compressed = compressed.masked_fill(self.constant_channels, 0)
+        latent, rope = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+        if self.constant_channels is None:
+            latent = self.kv_a_layernorm(latent)
+        return latent[:, None], rope[:, None]
+
+    def _expanded(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        mask: torch.Tensor | BlockMask | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The stock arithmetic: `[B, T, H, Dv]`, and probabilities if the attention function gives them."""
+        keys, values = self.expand_kv(latent, k_rope)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        queries = torch.cat((q_nope, q_rope), -1)
+        return attend(self, queries, keys, values, mask, dropout=0.0, scaling=self.scaling, **kwargs)
+
+    def _absorbed(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        mask: torch.Tensor | BlockMask | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention over `latent [B, S, R]` and `k_rope [B, S, P]`: `[B, T, H, Dv]`, and probabilities if eager."""
+        up_k, up_v = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(
+            (self.qk_nope_head_dim, self.v_head_dim), 1
+        )  # [H, N, R], [H, Dv, R]
+        q_latent = per_head(q_nope, up_k)  # [B, H, T, R]
+        dense = dense_mask(mask, q_nope.shape[2], latent)
+        weights = None
+        if self.config._attn_implementation == "eager":  # the one that returns probabilities
+            weights = probabilities(q_latent, q_rope, latent, k_rope, dense, self.scaling)
+            o_latent = read(weights, latent)
+        else:
+            o_latent = decode(q_latent, q_rope, latent, k_rope, dense, self.scaling)
+        return per_head(o_latent, up_v.transpose(1, 2)).transpose(1, 2), weights
+
+
+def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
+    """Where the latent norm of `module` is neutral: which channels of `kv_a_proj_with_mqa` are constant, `[R + P]`.
+
+    Converted checkpoints switch the RMSNorm of the stock class off by one or a few constant channels: zero weight rows
+    with biases so large that they alone decide the norm, √(Σ b² / R) = w; the norm weight is w on true channels, which
+    undoes the division, and 0 on the constants. In fp16 b and w overflow; then the pattern alone has to tell.
+
+    Returns:
+        None where the norm does anything else, which then has to run.
+    """
+    down, norm = module.kv_a_proj_with_mqa, module.kv_a_layernorm
+    if type(down) is not nn.Linear or down.bias is None or not down.weight.is_floating_point():
+        return None
+    rank = module.kv_lora_rank
+    weight, rows, bias = norm.weight.detach().double(), down.weight.detach()[:rank], down.bias.detach()[:rank].double()
+    constant = weight == 0
+    true = weight[~constant]
+    if not bool(constant.any()) or not len(true) or bool(rows[constant].any()):
+        return None
+    level = (bias[constant].square().sum() / rank).sqrt()
+    kept = bool(level.isinf()) or bool((true[0] / level - 1).abs() < 2**-8)  # bf16 rounds constants by up to 2⁻⁹
+    if not kept or bool((true != true[0]).any()) or not bool(true[0] >= _NEUTRAL_WEIGHT):
+        return None
+    return nn.functional.pad(constant, (0, module.qk_rope_head_dim))
+
+
+def per_head(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`states [B, H, T, i]` by `weight [H, i, j]` is `[B, H, T, j]`, one product a head, without copying the weight."""
+    batch, heads, tokens, _ = states.shape
+    product = torch.bmm(states.transpose(0, 1).reshape(heads, batch * tokens, -1), weight)
+    return product.view(heads, batch, tokens, -1).transpose(0, 1)
+
+
+def dense_mask(mask: torch.Tensor | BlockMask | None, queries: int, latent: torch.Tensor) -> torch.Tensor | None:
+    """One form of mask out of those that the attention implementations of transformers take.
+
+    Args:
+        mask: None (every token is seen); for eager and sdpa `[B, 1, T, S]`, added to the scores or, if bool, true where a
+            token is seen; for flash attention `[B, S']`, nonzero where one of the first S' ≤ S tokens is not padding, the
+            queries being the last T of them; for flex attention a block mask, evaluated here.
+        queries: T.
+        latent: `[B, S, R]`.
+
+    Returns:
+        None, or a mask of the form for eager and sdpa.
+    """
+    cached, device = latent.shape[1], latent.device
+    if isinstance(mask, BlockMask):
+        return create_mask(mask.mask_mod, mask.shape[0], mask.shape[1], queries, cached, device)
+    if mask is None or mask.ndim == 4:
+        return mask
+    known = mask.shape[1]
+    seen = nn.functional.pad(mask.bool(), (0, cached - known))[:, None, None]  # [B, 1, 1, S]
+    if queries == 1:
+        return seen
+    last = torch.arange(known - queries, known, device=device)  # [T]
+    return seen & (torch.arange(cached, device=device) <= last[:, None])
+
+
+def decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of H heads over one latent that is key and value of all.
+
+    Args:
+        q_latent: `[B, H, T, R]`, queries taken through W_UK.
+        q_rope: `[B, H, T, P]`, turned.
+        latent: `[B, S, R]`.
+        k_rope: `[B, S, P]`, turned.
+        mask: `[B, 1, T, S]` or what broadcasts to it: true where a token is seen, or a number added to the scores; or None.
+        scaling: What scores are multiplied by.
+
+    Returns:
+        `[B, H, T, R]`, the mean latent each query sees; zero where it sees nothing at all.
+    """
+    mean = read(probabilities(q_latent, q_rope, latent, k_rope, mask, scaling), latent)
+    if mask is None:
+        return mean
+    seen = mask if mask.dtype == torch.bool else mask > -torch.inf
+    return mean.masked_fill(~seen.any(-1, keepdim=True), 0)
+
+
+def probabilities(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """The attention of `decode`, `[B, H, T, S]` in the dtype of the queries; scores and softmax are at least fp32."""
+    wide = torch.promote_types(latent.dtype, torch.float32)
+    # A product in half precision would round scores to its own 8 or 11 bits. Keys are widened a block of tokens at a time,
+    # so that there is never a second copy of the cache.
+    block = latent.shape[1] if latent.dtype == wide else _BLOCK
+    rows, turned = ((q.flatten(1, 2).to(wide) * scaling) for q in (q_latent, q_rope))  # heads and queries
+    blocks = [
+        torch.baddbmm(torch.bmm(turned, k.to(wide).transpose(1, 2)), rows, c.to(wide).transpose(1, 2))
+        for c, k in zip(latent.split(block, 1), k_rope.split(block, 1), strict=True)
+    ]
+    scores = torch.cat(blocks, -1) if len(blocks) > 1 else blocks[0]
+    scores = scores.unflatten(1, q_latent.shape[1:3])
+    if mask is not None:
+        least = torch.finfo(wide).min  # not −∞: a row that sees nothing must not become NaN
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=wide).masked_fill(~mask, least)
+        scores = scores + mask.to(wide).clamp(min=least)
+    return scores.softmax(-1).to(q_latent.dtype)
+
+
+def read(weights: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+    """`weights [B, H, T, S]` times `latent [B, S, R]` is `[B, H, T, R]`.
+
+    Heads and queries are rows of one product: broadcasting over heads would copy the latent H times.
+    """
+    return torch.bmm(weights.flatten(1, 2), latent).unflatten(1, weights.shape[1:3])

@@ -1,0 +1,481 @@
+"""Absorbed latent attention against the stock classes and the fp64 oracle, in every state a decoder meets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_mla import HEADS, LONGROPE, NOPE, RANK, ROPE, VALUE, error, logits, mla_model, tokens
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, StaticCache
+
+from attention import absorb, absorbed, restore
+from attention.latent import LatentAttention, absorbs, decode, dense_mask, neutral_constants
+from attention.reference import latent_attention
+from attention.rope import from_config
+
+LENGTH = 74  # 10 tokens at once, then 64 one by one
+VARIANTS: dict[str, dict[str, Any]] = {
+    "neutral": {},
+    "neutral, two constants": {"neutral": (3.0, 7.0**0.5)},
+    "neutral, half-split": {"rope_interleave": False},
+    "neutral, longrope": {"rope_parameters": LONGROPE},
+    "neutral, youtu": {"model_type": "youtu"},
+    "norm": {"neutral": ()},
+    "norm, no biases, q lora": {"neutral": (), "attention_bias": False, "q_lora_rank": 24},
+    "norm, half-split": {"neutral": (), "rope_interleave": False},
+}
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
+
+
+def padding(lengths: list[int]) -> torch.Tensor:
+    """Left padding of rows of these many tokens."""
+    return (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+
+
+def oracle(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """The first attention module of a neutral model in fp64, latent biases riding on a constant input."""
+    module, config = model.model.layers[0].self_attn, model.config
+
+    def rows(linear: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight = linear.weight.detach().double()
+        constant = torch.zeros(len(weight)).double() if bias is None else bias.detach().double()
+        return torch.cat((weight, constant[:, None]), 1)
+
+    true = module.kv_a_layernorm.weight != 0
+    down = module.kv_a_proj_with_mqa
+    latent, k_rope = rows(down, down.bias).split((RANK, ROPE))
+    queries = rows(module.q_proj).unflatten(0, (HEADS, -1))
+    up = module.kv_b_proj.weight.detach().double().unflatten(0, (HEADS, -1))[..., true]
+    return latent_attention(
+        torch.cat((x.double(), torch.ones(*x.shape[:2], 1).double()), -1),
+        q_nope=queries[:, :NOPE], q_rope=queries[:, NOPE:], k_rope=k_rope, down=latent[true],
+        up_k=up[:, :NOPE], up_v=up[:, NOPE:], o=module.o_proj.weight.detach().double().unflatten(1, (HEADS, -1)),
+        o_bias=module.o_proj.bias.detach().double(), scale=(NOPE + ROPE) ** -0.5,
+        rotary=from_config(config, ROPE, "interleaved" if config.rope_interleave else "half"),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def attend(model: Any, x: torch.Tensor, cache: Any) -> torch.Tensor:
+    """The first attention module over `x`, 10 tokens at once and then one by one, masks as sdpa has them."""
+    pieces = []
+    for part, positions in zip(
+        x.split([10] + [1] * (LENGTH - 10), 1), torch.arange(LENGTH).split([10] + [1] * (LENGTH - 10)), strict=True
+    ):
+        length = cache.get_max_length()
+        columns = torch.arange(length if length > 0 else int(positions[-1]) + 1)
+        mask = (columns <= positions[:, None]).expand(len(x), 1, -1, -1)
+        rotary = model.model.rotary_emb(part, positions[None])
+        pieces.append(model.model.layers[0].self_attn(part, rotary, mask, past_key_values=cache)[0])
+    return torch.cat(pieces, 1)
+
+
+@pytest.mark.parametrize("when", ["auto", "always", "never"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("neutral")])
+def test_stock_absorbed_and_reference_agree(name: str, cache: str, when: Any) -> None:
+    model = mla_model(**VARIANTS[name])
+
+    def new_cache() -> Any:
+        return StaticCache(config=model.config, max_cache_len=80) if cache == "static" else DynamicCache(config=model.config)
+
+    x = torch.randn(2, LENGTH, 64, generator=torch.Generator().manual_seed(5))
+    expected = oracle(model, x)
+    assert error(attend(model, x, new_cache()), expected) < 1e-5
+    assert error(attend(absorb(model, when=when), x, new_cache()), expected) < 1e-5
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("chunks", [(10,), (7, 5, 3), (LENGTH,)], ids=["prefill", "chunked prefill", "no decoding"])
+def test_logits_are_those_of_stock_in_fp64(variant: dict[str, Any], chunks: tuple[int, ...], attention: str) -> None:
+    exact, model = (mla_model(**variant, dtype=d, attention=attention) for d in (torch.float64, torch.float32))
+    ids = tokens(2, LENGTH)
+    expected = logits(exact, ids)
+    stock = error(logits(model, ids, chunks=chunks), expected)
+    for when in ("auto", "always"):
+        assert error(logits(absorb(model, when=when), ids, chunks=chunks), expected) < max(1e-5, 1.5 * stock)
+    # stock eager attention has its softmax in fp32 even in an fp64 model
+    assert error(logits(absorb(exact, when="always"), ids, chunks=chunks), expected) < 1e-6
+
+
+@pytest.mark.parametrize("when", ["auto", "always"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_left_padded_row_is_the_row_alone(attention: str, static: bool, when: Any) -> None:
+    model = absorb(mla_model(attention=attention), when=when)
+    lengths = [30, 19, 26]
+    ids, mask = tokens(3, 30), padding(lengths)
+    cache = StaticCache(config=model.config, max_cache_len=40) if static else None
+    batched = logits(model, ids, mask, (15, 4), cache)
+    assert batched.isfinite().all()
+    for row, length in enumerate(lengths):
+        alone = logits(model, ids[row : row + 1, -length:], chunks=(8,))
+        assert error(batched[row : row + 1, -length:], alone) < 1e-5
+    with_stock = logits(restore(model), ids, mask, (15, 4))
+    assert error(batched[mask.bool()], with_stock[mask.bool()]) < 1e-5
+
+
+def generated(model: Any, **options: Any) -> torch.Tensor:
+    torch.manual_seed(3)
+    lengths = [12, 7, 9]
+    options = {"max_new_tokens": 24, "no_repeat_ngram_size": 2, "pad_token_id": 0} | options  # greedy search loves loops
+    out: torch.Tensor = model.generate(tokens(3, 12), attention_mask=padding(lengths), **options)
+    return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.9},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+    ],
+    ids=["greedy", "sampling", "beams", "static cache"],
+)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_generate_gives_the_tokens_of_stock(attention: str, options: dict[str, Any]) -> None:
+    # fp64 against near ties; but there stock eager attention makes NaN of padding
+    model = mla_model(dtype=torch.float64 if attention == "sdpa" else torch.float32, attention=attention)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(3)
+            layer.self_attn.o_proj.weight.mul_(3)
+    expected = generated(model, **options)
+    assert len(expected[:, 12:].unique()) > 12
+    for when in ("auto", "always"):
+        with absorbed(model, when=when):
+            assert torch.equal(generated(model, **options), expected)
+
+
+@pytest.mark.parametrize("first", ["absorb", "half"])
+def test_fp16_works_where_stock_overflows(first: str) -> None:
+    model, ids = mla_model(), tokens(2, 40)
+    expected = logits(model, ids)
+    model = absorb(model, when="always").half() if first == "absorb" else absorb(model.half(), when="always")
+    found = logits(model, ids)
+    assert found.dtype == torch.float16
+    assert error(found, expected) < 1e-2
+    assert logits(restore(model), ids).isnan().any()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_bf16_is_as_close_to_fp32_as_stock(attention: str) -> None:
+    model, ids = mla_model(dtype=torch.bfloat16, attention=attention), tokens(4, 40)
+    expected = logits(mla_model(attention=attention), ids)
+    stock = error(logits(model, ids), expected)
+    assert error(logits(absorb(model, when="always"), ids), expected) < 1.2 * stock < 0.2
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_decode_step_over_a_static_cache_compiles_whole(backend: str, attention: str) -> None:
+    torch._dynamo.reset()
+    model, ids = absorb(mla_model(attention=attention)), tokens(2, 12)
+    steps = []
+    for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            model(ids[:, :10], past_key_values=cache)
+            steps.append(torch.cat([run(ids[:, t : t + 1], past_key_values=cache).logits for t in (10, 11)], 1))
+    assert error(steps[1], steps[0]) < 1e-6
+
+
+def gradients(model: Any, checkpointing: bool = False, cache: Any = None) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    ids = tokens(2, 12)
+    model(ids, labels=ids, past_key_values=cache, use_cache=cache is not None).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_training_is_stock_training(checkpointing: bool) -> None:
+    model = mla_model(attention_dropout=0.2).train()
+    torch.manual_seed(0)
+    expected = gradients(model, checkpointing)
+    torch.manual_seed(0)
+    found = gradients(absorb(model, when="always"), checkpointing)
+    assert found.keys() == expected.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_gradients_pass_through_the_absorbed_path() -> None:
+    model = mla_model(neutral=(), attention="eager")
+    expected = gradients(model)
+    found = gradients(absorb(model, when="always"), cache=DynamicCache(config=model.config))
+    assert found.keys() == expected.keys()
+    assert max(error(found[name], expected[name]) for name in expected) < 1e-4
+
+
+def test_training_may_end_the_neutrality_of_a_norm() -> None:
+    model, ids = absorb(mla_model()), tokens(2, 20)
+    model.train()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.kv_a_layernorm.weight[0] = 0.3
+    model.eval()
+    assert [layer.self_attn.constant_channels is None for layer in model.model.layers] == [False, True, False]
+    assert error(logits(model, ids), logits(restore(model), ids)) < 1e-5
+
+
+def test_a_decode_step_never_expands(monkeypatch: pytest.MonkeyPatch) -> None:
+    def expand(*_: Any) -> None:
+        raise AssertionError("expanded")
+
+    model, ids = mla_model(), tokens(2, 12)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    for layer in model.model.layers:
+        monkeypatch.setattr(type(layer.self_attn), "expand_kv", expand)
+        monkeypatch.setattr(layer.self_attn.kv_b_proj, "forward", expand)
+    with pytest.raises(AssertionError, match="expanded"):
+        model(ids[:, :1], past_key_values=cache)
+    absorb(model)(ids[:, :1], past_key_values=cache)
+
+
+def test_work_grows_with_the_cache_as_the_latent_does() -> None:
+    model = absorb(mla_model())
+
+    def flops(length: int) -> int:
+        cache = StaticCache(config=model.config, max_cache_len=length)
+        with torch.no_grad():
+            model(tokens(1, 10), past_key_values=cache)
+            with FlopCounterMode(display=False) as counter:
+                model(tokens(1, 1), past_key_values=cache)
+        return int(counter.get_total_flops())
+
+    layers = len(model.model.layers)
+    assert flops(96) - flops(32) == 2 * layers * 64 * HEADS * (2 * RANK + ROPE)
+    restore(model)
+    assert flops(96) - flops(32) >= 2 * layers * 64 * HEADS * RANK * (NOPE + VALUE)
+
+
+def test_eager_gives_the_probabilities_of_stock() -> None:
+    model, ids = mla_model(attention="eager"), tokens(2, 12)
+    mask = padding([12, 8])
+    found: list[Any] = []
+    for change in (restore, lambda m: absorb(m, when="always")):
+        with torch.no_grad():
+            found.append(change(model)(ids, attention_mask=mask, output_attentions=True).attentions)
+    for stock, ours in zip(*found, strict=True):
+        assert stock.shape == ours.shape == (2, HEADS, 12, 12)
+        assert (
+            error(ours[mask.bool()[:, None, :, None].expand_as(ours)], stock[mask.bool()[:, None, :, None].expand_as(stock)])
+            < 1e-5
+        )
+    model.set_attn_implementation("sdpa")
+    layer = model.model.layers[0].self_attn
+    x = torch.randn(1, 1, 64)
+    assert layer(x, model.model.rotary_emb(x, torch.tensor([[0]])), None)[1] is None
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_cache_is_handed_over_in_mid_sentence(static: bool) -> None:
+    model, ids = mla_model(), tokens(2, 24)
+    expected = logits(model, ids)
+    cache = StaticCache(config=model.config, max_cache_len=30) if static else DynamicCache(config=model.config)
+    pieces = []
+    for i, part in enumerate(ids.split([10, *[1] * 14], 1)):
+        (absorb if i // 3 % 2 else restore)(model)  # stock prefill, then three steps each
+        with torch.no_grad():
+            pieces.append(model(part, past_key_values=cache).logits)
+    assert error(torch.cat(pieces, 1), expected) < 1e-5
+    assert cache.layers[0].keys.shape[1:] == (1, 30 if static else 24, RANK)
+    assert not cache.layers[0].keys[..., 0].any()  # the constant channel
+    assert cache.layers[0].keys[:, :, :24, 1:].all()
+
+
+def test_the_rule_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def rule(*numbers: int) -> bool:
+        asked.append(numbers)
+        return False
+
+    model = absorb(mla_model(), when=rule)
+    with torch.no_grad():
+        cache = model(tokens(2, 10), use_cache=True).past_key_values
+        assert not asked  # sdpa without a mask: only the stock path knows what that means
+        model(tokens(2, 3), past_key_values=cache)
+    assert asked == [(3, 13, RANK, NOPE, ROPE, VALUE)] * 3
+
+
+def test_decoding_absorbs_and_prefill_expands() -> None:
+    sizes = {"rank": 512, "nope": 128, "rope": 64, "value": 128}
+    assert absorbs(1, 1024, **sizes)
+    assert absorbs(4, 65536, **sizes)
+    assert not absorbs(4096, 4096, **sizes)
+    assert not absorbs(64, 64, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("constants", "dtype"),
+    [((4.0,), torch.float32), ((4.0,), torch.bfloat16), ((4.0,), torch.float16), ((3.0, 7.0**0.5), torch.bfloat16),
+     ((3.0, 7.0**0.5), torch.float16), ((2.0, 2.0, 2.0, 2.0), torch.float64)],
+)  # fmt: skip
+def test_a_neutral_norm_is_recognised(constants: tuple[float, ...], dtype: torch.dtype) -> None:
+    found = neutral_constants(mla_model(neutral=constants, dtype=dtype).model.layers[0].self_attn)
+    assert found is not None
+    assert found.tolist() == [True] * len(constants) + [False] * (RANK + ROPE - len(constants))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "dtypes"),
+    [
+        (lambda down, norm: norm.weight[3].mul_(1.5), [torch.float32]),  # a gain of its own, if it does not overflow
+        (lambda down, norm: norm.weight[0].fill_(1), [torch.float32, torch.float16]),  # the constant comes through
+        (lambda down, norm: down.weight[0, 5].fill_(0.1), [torch.float32, torch.float16]),  # not constant
+        (lambda down, norm: down.bias[0].div_(2**12), [torch.float32, torch.float16]),  # a gain of all channels
+        # latents would show in the norm
+        (lambda down, norm: (norm.weight.div_(2**12), down.bias[0].div_(2**12)), [torch.float32, torch.float16]),
+        (lambda down, norm: norm.weight.fill_(0), [torch.float32, torch.float16]),
+    ],
+)
+def test_a_norm_that_does_something_is_kept(spoil: Any, dtypes: list[torch.dtype]) -> None:
+    module = mla_model().model.layers[0].self_attn
+    with torch.no_grad():
+        spoil(module.kv_a_proj_with_mqa, module.kv_a_layernorm)
+    for dtype in dtypes:
+        assert neutral_constants(module.to(dtype)) is None
+    assert neutral_constants(mla_model(attention_bias=False, neutral=()).model.layers[0].self_attn) is None
+
+
+def naive(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k: torch.Tensor, up_k: torch.Tensor, up_v: torch.Tensor,
+    mask: torch.Tensor, scaling: float,
+) -> torch.Tensor:  # fmt: skip
+    """Keys and values of every head, spelled out."""
+    keys, values = (torch.einsum("bsr,hdr->bhsd", c, up) for up in (up_k, up_v))
+    scores = torch.einsum("bhtd,bhsd->bhts", q_nope, keys) + torch.einsum("bhtd,bsd->bhts", q_rope, k)
+    weights = (scores * scaling).masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0)
+    return torch.einsum("bhts,bhsd->bhtd", weights, values)
+
+
+size = st.integers(1, 6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.tuples(st.integers(1, 3), size, st.integers(1, 20), size, size, size, size, size),
+    kind=st.sampled_from(["none", "bool", "additive", "additive infinite"]),
+    seed=st.integers(0, 999),
+)
+def test_decoding_is_attention_over_expanded_keys_and_values(sizes: tuple[int, ...], kind: str, seed: int) -> None:
+    batch, queries, cached, heads, rank, rope, nope, value = sizes
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q_nope, q_rope = random(batch, heads, queries, nope), random(batch, heads, queries, rope)
+    c, k = random(batch, cached, rank), random(batch, cached, rope)
+    up_k, up_v = random(heads, nope, rank), random(heads, value, rank)
+    seen = random(batch, 1, queries, cached) > 0 if kind != "none" else torch.ones(batch, 1, queries, cached).bool()
+    if kind == "additive":
+        seen[..., 0] = True  # added to a whole row, a finite number hides nothing
+    least = -torch.inf if kind == "additive infinite" else torch.finfo(torch.float64).min
+    mask = {"none": None, "bool": seen}.get(kind, torch.zeros(seen.shape).double().masked_fill(~seen, least))
+    q_latent = torch.einsum("bhtd,hdr->bhtr", q_nope, up_k)
+    o_latent = decode(q_latent, q_rope, c, k, mask, 0.37)
+    found = torch.einsum("bhtr,hdr->bhtd", o_latent, up_v)
+    torch.testing.assert_close(found, naive(q_nope, q_rope, c, k, up_k, up_v, seen, 0.37), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_in_half_precision_are_not_rounded(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 1, 32), (2, 4, 1, 8), (2, 5000, 32), (2, 5000, 8))  # more than one block of keys
+    states = [torch.randn(shape, generator=generator).to(dtype) * 2 for shape in shapes]
+    found, exact = decode(*states, None, 0.5), decode(*(s.double() for s in states), None, 0.5)
+    assert found.dtype == dtype
+    assert error(found, exact) < 2 * torch.finfo(dtype).eps
+
+
+def test_a_row_that_sees_nothing_is_zero_and_no_nan() -> None:
+    q, r, c, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 2), torch.randn(1, 5, 4), torch.randn(1, 5, 2)
+    seen = torch.ones(1, 1, 3, 5).bool()
+    seen[0, 0, 1] = False
+    for mask in (seen, torch.where(seen, 0.0, -torch.inf)):
+        found = decode(q, r, c, k, mask, 1.0)
+        assert not found[:, :, 1].any()
+        assert found[:, :, [0, 2]].all()
+
+
+def test_padding_of_flash_attention() -> None:
+    latent, mask = torch.empty(2, 7, RANK), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    one, two = dense_mask(mask, 1, latent), dense_mask(mask, 2, latent)
+    assert one is not None
+    assert two is not None
+    assert one[:, 0].tolist() == [[[False, True, True, True, True, False, False]], [[True] * 5 + [False] * 2]]
+    assert two[1, 0].tolist() == [[True] * 4 + [False] * 3, [True] * 5 + [False] * 2]
+    assert two[0, 0].tolist() == [[False] + [True] * 3 + [False] * 3, [False] + [True] * 4 + [False] * 2]
+
+
+def test_a_block_mask_becomes_dense() -> None:
+    known = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
+    block = create_block_mask(lambda b, h, q, kv: (kv <= q + 3) & known[b, kv], 2, None, 2, 5, device="cpu")
+    found = dense_mask(block, 2, torch.empty(2, 5, RANK))
+    assert found is not None
+    assert found.shape == (2, 1, 2, 5)
+    assert found[1, 0].tolist() == [[True] * 4 + [False], [True] * 5]
+    assert found[0, 0, 0].tolist() == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_flex_model_decodes_over_its_block_mask(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex attention compiles kernels and is not run here: only who would be called, and what the absorbed path makes of it."""
+    model, x, lengths = mla_model(), torch.randn(2, 9, 64), [9, 6]
+    mask = padding(lengths).bool()
+    module, rotary = absorb(model).model.layers[0].self_attn, model.model.rotary_emb(x, torch.arange(9)[None])
+
+    def new_cache() -> Any:
+        return StaticCache(config=model.config, max_cache_len=9) if static else DynamicCache(config=model.config)
+
+    def step(step_mask: Any) -> torch.Tensor:
+        cache = new_cache()
+        causal = torch.ones(8, 9 if static else 8).tril().bool()[None, None].expand(2, 1, -1, -1)
+        last = tuple(part[:, 8:] for part in rotary)
+        with torch.no_grad():
+            module(x[:, :8], tuple(part[:, :8] for part in rotary), causal, past_key_values=cache)
+            out: torch.Tensor = module(x[:, 8:], last, step_mask, past_key_values=cache)[0]
+        return out
+
+    expected = step(mask[:, None, None])
+    expansions: list[int] = []
+
+    def expanded(self: Any, q: torch.Tensor, *_: Any) -> Any:
+        expansions.append(q.shape[2])
+        return q.new_zeros(2, q.shape[2], HEADS, VALUE), None
+
+    block = create_block_mask(lambda b, h, q, kv: mask[b, kv], 2, None, 1, 9, device="cpu")
+    found = step(block) if not static else None
+    monkeypatch.setattr(LatentAttention, "_expanded", expanded)
+    step(block)
+    assert expansions == ([1] if static else [])
+    assert found is None or error(found, expected) < 1e-6
+
+
+def test_a_flash_model_decodes_over_its_padding() -> None:
+    """No flash attention on this machine: the modules get its kind of mask directly."""
+    model, x, lengths = mla_model(), torch.randn(2, 9, 64), [9, 6]
+    attention, rotary = absorb(model, when="always").model.layers[0].self_attn, model.model.rotary_emb
+    mask, positions = padding(lengths), torch.arange(9)
+    causal = torch.ones(9, 9).tril().bool() & mask.bool()[:, None, None]
+    expected, found = (DynamicCache(config=model.config) for _ in range(2))
+    with torch.no_grad():
+        whole = attention(x, rotary(x, positions[None]), causal, past_key_values=expected)[0]
+        parts = [
+            attention(p, rotary(p, t[None]), mask[:, : int(t[-1]) + 1], past_key_values=found)[0]
+            for p, t in zip(x.split([6, 2, 1], 1), positions.split([6, 2, 1]), strict=True)
+        ]
+    assert error(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()]) < 1e-6

@@ -1,0 +1,68 @@
+"""Tiny random models with latent attention, with the latent norm switched off as converted checkpoints have it, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tiny import tiny_config, tiny_model
+
+HEADS, RANK, ROPE, NOPE, VALUE = 4, 16, 8, 12, 10
+_SIZES: dict[str, Any] = {
+    "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": ROPE, "kv_lora_rank": RANK, "q_lora_rank": None,
+    "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "attention_bias": True,
+    "first_k_dense_replace": 3, "n_routed_experts": 1, "num_mtp_layers": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 1.0, "attention_factor": 1.0,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1.0, 3.0, 0.7, 9.0], "long_factor": [1.0, 3.0, 0.7, 9.0]}  # fmt: skip
+
+
+def mla_model(
+    model_type: str = "deepseek_v3",
+    neutral: tuple[float, ...] = (4.0,),
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    seed: int = 0,
+    **changes: Any,
+) -> Any:
+    """A random model whose first latent channels are the constants of `neutral` (Σ c² = R); none of them: a real norm."""
+    model = tiny_model(tiny_config(model_type, **(_SIZES | changes)), seed)
+    model.set_attn_implementation(attention)
+    for layer in model.model.layers if neutral else ():
+        down, norm = layer.self_attn.kv_a_proj_with_mqa, layer.self_attn.kv_a_layernorm
+        with torch.no_grad():
+            norm.weight.fill_(2.0**20)
+            for channel, constant in enumerate(neutral):
+                norm.weight[channel], down.weight[channel], down.bias[channel] = 0, 0, constant * 2.0**20
+    return model.to(dtype)
+
+
+def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(4, 96, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    chunks: Iterable[int] = (10,),
+    cache: Any = None,
+) -> torch.Tensor:
+    """Logits of `ids` fed in pieces of the sizes `chunks`, then token by token, over one cache; `mask` marks no padding."""
+    start, pieces = 0, []
+    chunks = list(chunks)
+    for size in chunks + [1] * (ids.shape[1] - sum(chunks)):
+        end = start + size
+        seen = None if mask is None else mask[:, :end]
+        out = model(ids[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=True)
+        cache, start = out.past_key_values, end
+        pieces.append(out.logits)
+    return torch.cat(pieces, 1)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative root mean square."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
