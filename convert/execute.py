@@ -25,9 +25,10 @@ from attention.errors import Failure, Interrupted, KvfoldError
 from convert.card import model_card
 from convert.checkpoint import Reader, shard_names, write_index, write_shard
 from convert.fidelity import layer_errors
+from convert.job import Job
 from convert.layout import Unit, deal, units_of
 from convert.plan import Calibration, Plan
-from convert.transform import Transform, read_layer, transform_of
+from convert.transform import Transform, transform_of
 from convert.workdir import WorkDirectory
 from eval.device import compute_device
 from eval.evaluate import Settings, evaluate, prepare, tokens_of
@@ -64,12 +65,13 @@ def execute(plan: Plan, evaluate_on: Text | None = None, calibrate_on: Text | No
     reader = Reader(directory)
     units = units_of(plan, reader)
     work = WorkDirectory(plan.output.path, _decides(plan, reader, tokens), plan.output.resume)
-    _require_space(plan, units, tokens, work)
+    job = Job(plan, reader, work, tokens, _device(plan), quiet)
+    _require_space(job, units)
     try:
-        transform, layers = _convert(plan, reader, units, work, tokens, quiet)
+        transform, layers = _convert(job, units)
         _write_config(plan, transform, work.path)
         _copy_companions(plan, directory, work.path)
-        record = _record(plan, reader, units, layers, tokens, transform)
+        record = _record(job, units, layers, transform)
         if evaluate_on:
             record["evaluation"] = _evaluate(plan, work.path, evaluate_on, settings)
         (work.path / "README.md").write_text(model_card(plan, record, directory), encoding="utf-8")
@@ -106,24 +108,23 @@ def calibration_tokens(source: Source, calibration: Calibration | None, text: Te
     return replace(tokens, ids=tokens.ids[: len(tokens.ids) // context * context])
 
 
-def _convert(
-    plan: Plan, reader: Reader, units: list[Unit], work: WorkDirectory, tokens: Tokens | None, quiet: bool
-) -> tuple[Transform, list[dict[str, Any]]]:
+def _device(plan: Plan) -> torch.device:
+    if plan.device == "auto" and plan.target.kv_lora_rank is None:
+        return torch.device("cpu")  # merging heads is too little work to move weights for
+    return compute_device(plan.device)
+
+
+def _convert(job: Job, units: list[Unit]) -> tuple[Transform, list[dict[str, Any]]]:
     """Survey, allocate, and write every shard. What fails for reasons in the source ends the conversion: nothing is kept.
 
     Returns:
         What was done to each layer, and what that changed.
     """
-    context = plan.calibration.context if plan.calibration else None
-    blocks = tokens.ids.view(-1, context or 1) if tokens else None
     try:
-        device = torch.device("cpu")  # merging heads is too little work to move weights for
-        if plan.target.kv_lora_rank is not None or plan.device != "auto":
-            device = compute_device(plan.device)
-        transform = transform_of(plan, reader, work, blocks, device, quiet)
-        return transform, _write_weights(plan, reader, units, work, transform, device, quiet)
+        transform = transform_of(job)
+        return transform, _write_weights(job, units, transform)
     except KvfoldError:
-        work.discard()
+        job.work.discard()
         raise
 
 
@@ -152,41 +153,33 @@ def _shards(plan: Plan, units: list[Unit]) -> dict[str, list[Unit]]:
     return dict(zip(shard_names(len(shards)), shards, strict=True))
 
 
-def _require_space(plan: Plan, units: list[Unit], tokens: Tokens | None, work: WorkDirectory) -> None:
+def _require_space(job: Job, units: list[Unit]) -> None:
     """Refuse before the first byte what the disk cannot hold: shards, statistics, and the inputs of two layers at a time."""
-    shards = _shards(plan, units)
-    needed = sum(unit.nbytes for name, shard in shards.items() if work.done(name) is None for unit in shard)
-    if tokens and needed:
+    plan, shards = job.plan, _shards(job.plan, units)
+    needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
+    if job.tokens and needed:
         width, surveys = plan.source.config.hidden_size, 2 if plan.calibration and plan.calibration.propagate else 1
-        needed += surveys * plan.before.num_layers * 8 * width * (width + 1) + 2 * 4 * len(tokens.ids) * width
-    work.require_space(needed)
+        needed += surveys * plan.before.num_layers * 8 * width * (width + 1) + 2 * 4 * len(job.tokens.ids) * width
+    job.work.require_space(needed)
 
 
-def _write_weights(
-    plan: Plan,
-    reader: Reader,
-    units: list[Unit],
-    work: WorkDirectory,
-    transform: Transform,
-    device: torch.device,
-    quiet: bool,
-) -> list[dict[str, Any]]:
+def _write_weights(job: Job, units: list[Unit], transform: Transform) -> list[dict[str, Any]]:
     """Write every shard that is not there yet.
 
     Returns:
         Per layer, what the conversion changed.
     """
-    shards = _shards(plan, units)
+    work, shards = job.work, _shards(job.plan, units)
     total = sum(unit.nbytes for unit in units)
     # disable=None: tqdm draws only where stderr is a terminal.
-    with tqdm(total=total, desc="convert", unit="B", unit_scale=True, file=sys.stderr, disable=quiet or None) as bar:
+    with tqdm(total=total, desc="convert", unit="B", unit_scale=True, file=sys.stderr, disable=job.quiet or None) as bar:
         for name, shard in shards.items():
             if work.done(name) is not None:
                 bar.update(sum(unit.nbytes for unit in shard))
                 continue
             tensors: dict[str, torch.Tensor] = {}
             dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
-            note = list(_fill(plan, reader, shard, transform, device, tensors, bar))
+            note = list(_fill(job, shard, transform, tensors, bar))
             write_shard(work.path / name, tensors, dtypes, bar.update)
             work.note(name, note)
     if len(shards) > 1:
@@ -196,21 +189,16 @@ def _write_weights(
 
 
 def _fill(
-    plan: Plan,
-    reader: Reader,
-    shard: list[Unit],
-    transform: Transform,
-    device: torch.device,
-    into: dict[str, torch.Tensor],
-    bar: Any,
+    job: Job, shard: list[Unit], transform: Transform, into: dict[str, torch.Tensor], bar: Any
 ) -> Iterator[dict[str, Any]]:
     """Put one shard's tensors into `into`: mapped where they are copied, computed where they are converted."""
+    plan = job.plan
     for unit in shard:
         if unit.layer is None:
-            into |= {name: reader[name] for name in unit.outputs}
+            into |= {name: job.reader[name] for name in unit.outputs}
             continue
         bar.set_postfix(layer=unit.layer, refresh=False)
-        tensors, before = read_layer(plan, reader, unit.layer, device)
+        tensors, before = job.read_layer(unit.layer)
         after = transform.change(before, unit.layer)
         converted = plan.host.tensors(plan.family, after, plan.target, unit.layer)
         into |= {name: tensor.cpu() for name, tensor in converted.items()}
@@ -245,15 +233,9 @@ def _copy_companions(plan: Plan, directory: Path, path: Path) -> None:
             shutil.copyfile(item, path / item.name)
 
 
-def _record(
-    plan: Plan,
-    reader: Reader,
-    units: list[Unit],
-    layers: list[dict[str, Any]],
-    tokens: Tokens | None,
-    transform: Transform,
-) -> dict[str, Any]:
+def _record(job: Job, units: list[Unit], layers: list[dict[str, Any]], transform: Transform) -> dict[str, Any]:
     """conversion.json, but for its `run`: the same for the same inputs and seed."""
+    plan, reader, tokens = job.plan, job.reader, job.tokens
     written = {name: info for unit in units for name, info in unit.outputs.items()}
     converted = {name for layer in layers for name in layer.pop("converted")}
     cast = {n for n, info in written.items() if n in reader.infos and info.dtype != reader.infos[n].dtype} - converted
@@ -269,7 +251,7 @@ def _record(
             "cache_dtype": plan.cache_dtype,
         },
         "calibration_hash": tokens.hash if tokens else None,
-        **({"calibration": {"text": tokens.name, "tokens": len(tokens.ids)}} if tokens else {}),
+        "calibration": {"text": tokens.name, "tokens": len(tokens.ids)} if tokens else None,
         **transform.found,
         "notes": list(plan.notes),
         "layers": layers,

@@ -57,6 +57,10 @@ class LayerStream:
             module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None})
 
     @property
+    def num_layers(self) -> int:
+        return len(self._attentions)
+
+    @property
     def next_layer(self) -> int | None:
         """The layer whose inputs lie ready, or None before `embed`."""
         return max((layer for layer in range(len(self._attentions) + 1) if self._inputs(layer).is_file()), default=None)

@@ -82,16 +82,16 @@ class Shelf:
         return Statistics(found["second"], found["mean"], int(found["tokens"]))
 
 
-def survey(stream: LayerStream, shelf: Shelf, num_layers: int, before_advance: Callable[[int], None], quiet: bool) -> None:
+def survey(stream: LayerStream, shelf: Shelf, before_advance: Callable[[int], None], quiet: bool) -> None:
     """Fill the shelf, going on where an earlier run stopped.
 
     Args:
         stream: Of the model whose inputs are wanted.
         shelf: Where statistics go.
-        num_layers: How many layers it has.
         before_advance: Called with a layer whose statistics are on the shelf and whose weights are needed next.
         quiet: No progress bar.
     """
+    num_layers = stream.num_layers
     done = next((layer for layer in range(num_layers) if not shelf.has(layer)), num_layers)
     ready = stream.next_layer
     if done < num_layers and (ready is None or ready > done):  # inputs are lost, and later ones need them

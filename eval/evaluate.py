@@ -24,6 +24,7 @@ from eval.source import Source
 from eval.text import Text, Tokens, load_dataset, read_file, tokenize
 
 _DEFAULT_CONTEXT = 2048
+_SMALL = 250 * 10**6  # bytes of weights beside the source that matter to no machine that holds one model
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def require_ratio(report: dict[str, Any], limit: float | None) -> None:
 def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[str, Any]:
     """Evaluate the first model as the source and the others against it.
 
-    Two models are in memory at a time, the source and one other; the source runs again for each.
+    In memory at a time are the source and one other, or several others if they are small; the source runs once beside
+    each such group.
 
     Returns:
         The report: `{"kvfold", "protocol", "models"}` as DESIGN.md gives it.
@@ -88,19 +90,32 @@ def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[
     with load(first, settings) as source:
         record = protocol_record(protocol, tokens, str(source.dtype).removeprefix("torch."))
         # What can fail for reasons in a model's config or files comes before the long part.
-        fixed = {**_identity(first), **_cost(first, source)}
-        compared: list[Source | None] = [*others] or [None]
-        for other in compared:
-            with load(other, settings) if other else contextlib.nullcontext() as model:
-                theirs_fixed = {**_identity(other), **_cost(other, model, fixed["kv_bytes_per_token"])} if other else {}
-                with _bar(total, (other or first).name, settings.quiet) as bar:
-                    theirs, ours = compare(source, model, blocks, bar.update)
-            del model  # or it would still be there while the next one is loaded
-            if not entries:
-                entries.append(fixed | theirs.as_figures(tokens, theirs))
-            if other:
-                entries.append(theirs_fixed | ours.as_figures(tokens, theirs))
+        fixed = [{**_identity(first), **_cost(first, source)}]
+        for group in _groups(others) or [[]]:
+            with contextlib.ExitStack() as stack:
+                models = [stack.enter_context(load(other, settings)) for other in group]
+                byte_count = fixed[0]["kv_bytes_per_token"]
+                fixed += [{**_identity(o), **_cost(o, m, byte_count)} for o, m in zip(group, models, strict=True)]
+                with _bar(total, ", ".join(other.name for other in group or [first]), settings.quiet) as bar:
+                    scores = compare(source, models, blocks, bar.update)
+                del models  # or they would still be there while the next ones are loaded
+            new = scores if not entries else scores[1:]
+            entries += [fixed[len(entries) + i] | score.as_figures(tokens, scores[0]) for i, score in enumerate(new)]
     return {"kvfold": version("kvfold"), "protocol": record, "models": entries}
+
+
+def _groups(others: Sequence[Source]) -> list[list[Source]]:
+    """Models in order, as many together as have weight files of `_SMALL` bytes, or one."""
+    groups: list[list[Source]] = []
+    room = 0
+    for other in others:
+        size = sum(file.stat().st_size for file in (*other.files.glob("*.safetensors"), *other.files.glob("*.bin")))
+        if size > room:
+            groups.append([])
+            room = _SMALL
+        groups[-1].append(other)
+        room -= size
+    return groups
 
 
 def prepare(sources: Sequence[Source], text: Text, settings: Settings) -> tuple[Protocol, Tokens]:

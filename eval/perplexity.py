@@ -6,7 +6,7 @@ Sums of nats are accumulated in fp64 over fp32 log-probabilities and divided onc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,37 +75,49 @@ class Score:
 
 
 def compare(
-    source: Any, model: Any | None, blocks: list[Block], progress: Callable[[int], object] = lambda tokens: None
-) -> tuple[Score, Score]:
-    """Score the source and, on the same blocks, one converted model.
+    source: Any, models: Sequence[Any], blocks: list[Block], progress: Callable[[int], object] = lambda tokens: None
+) -> list[Score]:
+    """Score the source and, on the same blocks, converted models.
 
     Args:
         source: A causal LM in eval mode.
-        model: Another with the same vocabulary; None scores the source alone, against itself.
+        models: Others with the same vocabulary, or none.
         blocks: From `Protocol.blocks`.
         progress: Called with the number of further tokens scored.
 
     Returns:
-        The source's score and the model's.
+        The source's score, and each model's against it.
 
     Raises:
         Failure: A model's logits are not finite.
     """
-    theirs, ours = Score(), Score()
+    scores = [Score() for _ in (source, *models)]
     vocabulary = source.config.get_text_config(decoder=True).vocab_size
     with torch.inference_mode():
         for ids, first in _batches(blocks, vocabulary):
-            expected = _logits(source, ids, first)
-            found = None if model is None else _logits(model, ids, first)
             targets = ids[:, first:].flatten()
-            for rows in torch.arange(len(targets)).split(max(1, _ROWS_AT_ONCE // vocabulary)):
-                part = slice(int(rows[0]), int(rows[-1]) + 1)
-                before = _log_probabilities(expected[part], source)
-                theirs.add(before, None, targets[part])
-                after = before if found is None else _log_probabilities(found[part], model).to(before.device)
-                ours.add(after, None if found is None else before, targets[part])
+            expected = _logits(source, ids, first)
+            _add(scores[0], source, expected, None, targets, vocabulary)
+            for score, model in zip(scores[1:], models, strict=True):  # one model's logits at a time
+                _add(score, model, _logits(model, ids, first), (source, expected), targets, vocabulary)
             progress(targets.numel())
-    return theirs, ours
+    return scores
+
+
+def _add(
+    score: Score,
+    model: Any,
+    logits: torch.Tensor,
+    expected: tuple[Any, torch.Tensor] | None,
+    targets: torch.Tensor,
+    vocabulary: int,
+) -> None:
+    """Add the score of `logits [N, vocabulary]` against those that the source `expected`, some rows at a time."""
+    for start in range(0, len(targets), rows := max(1, _ROWS_AT_ONCE // vocabulary)):
+        part = slice(start, start + rows)
+        found = _log_probabilities(logits[part], model)
+        before = None if expected is None else _log_probabilities(expected[1][part], expected[0]).to(found.device)
+        score.add(found, before, targets[part])
 
 
 def _batches(blocks: list[Block], vocabulary: int) -> Iterator[tuple[torch.Tensor, int]]:

@@ -296,7 +296,10 @@ def test_models_run_in_the_dtype_asked_for_and_in_fp32_on_a_cpu(pair: list[Sourc
     assert report["protocol"]["dtype"] == ("bfloat16" if dtype == "bfloat16" else "float32")
 
 
-def test_a_model_is_gone_before_the_next_is_loaded(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("small", "expected"), [(0, [0, 1, 1, 1]), (2.5, [0, 1, 2, 1]), (3, [0, 1, 2, 3])])
+def test_models_are_in_memory_together_only_while_they_are_small(
+    small: float, expected: list[int], pair: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
@@ -308,8 +311,14 @@ def test_a_model_is_gone_before_the_next_is_loaded(pair: list[Source], monkeypat
             yield model
 
     monkeypatch.setattr(module, "load", watched)
-    evaluate([pair[0], pair[1], pair[1], pair[1]], TEXT, SHORT)
-    assert alive == [0, 1, 1, 1], "only the source may be there while a model is loaded"
+    assert pair[1].directory is not None
+    monkeypatch.setattr(module, "_SMALL", small * (pair[1].directory / "model.safetensors").stat().st_size)
+    report = evaluate([pair[0], pair[1], pair[1], pair[1]], TEXT, SHORT)
+    assert alive == expected, "models that are there while another is loaded"
+    source, *others = report["models"]
+    assert source["kl_to_source"] == 0
+    assert others[0] == others[1] == others[2]
+    assert others[0]["kl_to_source"] > 0
 
 
 PLACEMENTS: dict[str, dict[str, str]] = {

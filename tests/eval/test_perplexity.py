@@ -72,7 +72,7 @@ def test_scores_are_those_of_a_naive_computation(
     source: Any, converted: Any, protocol: str, context: int, bos: int | None
 ) -> None:
     tokens = text(45, bos)
-    theirs, ours = compare(source, converted, Protocol.named(protocol, context).blocks(tokens))
+    theirs, ours = compare(source, [converted], Protocol.named(protocol, context).blocks(tokens))
     for found, model in ((theirs, source), (ours, converted)):
         expected = naive(source, model, protocol, context, tokens)
         assert found.tokens == expected.tokens
@@ -103,7 +103,7 @@ def test_a_model_that_guesses_bytes_evenly_needs_eight_bits_per_byte() -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_model_is_at_no_distance_from_itself(source: Any, protocol: str) -> None:
-    theirs, ours = compare(source, source, Protocol.named(protocol, 16).blocks(text(60)))
+    theirs, ours = compare(source, [source], Protocol.named(protocol, 16).blocks(text(60)))
     assert ours.kl == pytest.approx(0, abs=1e-9)
     assert ours.agreed == ours.tokens == theirs.tokens > 40
     assert ours.nats == theirs.nats
@@ -111,29 +111,38 @@ def test_a_model_is_at_no_distance_from_itself(source: Any, protocol: str) -> No
 
 def test_a_source_alone_is_compared_with_itself(source: Any) -> None:
     blocks = Protocol.named("paper", 16).blocks(text(60))
-    alone, itself = compare(source, None, blocks)
-    assert alone == itself == compare(source, source, blocks)[0]
+    (alone,) = compare(source, [], blocks)
+    assert alone == compare(source, [source], blocks)[0]
+
+
+def test_several_models_score_as_each_alone(source: Any, converted: Any) -> None:
+    blocks = Protocol.named("sliding", 16).blocks(text(60))
+    other = tiny_model(source.config, seed=3)
+    assert compare(source, [converted, other], blocks) == [
+        *compare(source, [converted], blocks),
+        compare(source, [other], blocks)[1],
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_kl_to_another_model_is_positive(source: Any, seed: int) -> None:
     other = tiny_model(source.config, seed=seed + 1)
-    ours = compare(source, other, Protocol.named("paper", 16).blocks(text(60)))[1]
+    ours = compare(source, [other], Protocol.named("paper", 16).blocks(text(60)))[1]
     assert ours.kl > 0
     assert 0 <= ours.agreed < ours.tokens
 
 
 def test_kl_is_from_the_source_to_the_model(source: Any, converted: Any) -> None:
     blocks = Protocol.named("paper", 16).blocks(text(60))
-    assert compare(source, converted, blocks)[1].kl != pytest.approx(compare(converted, source, blocks)[1].kl, rel=1e-3)
+    assert compare(source, [converted], blocks)[1].kl != pytest.approx(compare(converted, [source], blocks)[1].kl, rel=1e-3)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_figures_do_not_depend_on_batching(source: Any, converted: Any, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = Protocol.named(protocol, 8).blocks(text(60))
-    together = compare(source, converted, blocks)
+    together = compare(source, [converted], blocks)
     monkeypatch.setattr(perplexity, "_LOGITS_AT_ONCE", 1)
-    apart = compare(source, converted, blocks)
+    apart = compare(source, [converted], blocks)
     for ours, theirs in zip(together, apart, strict=True):
         assert (ours.tokens, ours.agreed) == (theirs.tokens, theirs.agreed)
         assert ours.nats == pytest.approx(theirs.nats, rel=1e-6)
@@ -149,7 +158,7 @@ def test_no_more_blocks_go_through_together_than_their_logits_allow(
         lambda module, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     monkeypatch.setattr(perplexity, "_LOGITS_AT_ONCE", blocks_at_once * 8 * 96)
-    compare(source, None, Protocol.named("bos", 8).blocks(text(49)))
+    compare(source, [], Protocol.named("bos", 8).blocks(text(49)))
     hook.remove()
     assert len(seen) == calls
     assert sum(seen) == 7
@@ -159,7 +168,7 @@ def test_no_more_blocks_go_through_together_than_their_logits_allow(
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_progress_counts_the_scored_tokens(source: Any, protocol: str) -> None:
     steps: list[int] = []
-    theirs, _ = compare(source, None, Protocol.named(protocol, 8).blocks(text(30)), steps.append)
+    (theirs,) = compare(source, [], Protocol.named(protocol, 8).blocks(text(30)), steps.append)
     assert sum(steps) == theirs.tokens
 
 
@@ -170,7 +179,7 @@ def test_logits_that_are_not_finite_fail_with_the_dtype_and_a_next_step(damaged:
     models[0].name_or_path, models[1].name_or_path = "the source", "the converted model"
     models[damaged == "the converted model"].lm_head.weight.data[5] = math.inf
     with pytest.raises(Failure) as caught:
-        compare(*models, Protocol.named("paper", 8).blocks(text(20)))
+        compare(models[0], models[1:], Protocol.named("paper", 8).blocks(text(20)))
     assert str(caught.value) == f"the logits of {damaged} are not finite in {str(dtype).removeprefix('torch.')}"
     assert caught.value.hint is not None
     assert "--dtype" in caught.value.hint
