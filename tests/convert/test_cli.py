@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import pytest
+from safetensors import safe_open
 
 from convert.cli import main
 from convert.methods import GROUPED, LATENT
@@ -76,14 +77,47 @@ def test_plan_reads_only_the_config_and_sizes_every_target(checkpoint: Make, con
     source = checkpoint(num_key_value_heads=8)
     (source / "model.safetensors").unlink()
     facts = json.loads(convert("plan", source, "--json", "--batch", 3, "--context", 10, "--gpu", "tiny one=0.001").stdout)
-    assert [row["kind"] for row in facts["targets"]] == ["MHA", "GQA-4", "GQA-2", "MQA"]
-    assert [row["kv_bytes"] for row in facts["targets"]] == [3 * 2 * g * 8 * 4 * 3 * 10 for g in (8, 4, 2, 1)]
+    grouped = facts["targets"][:4]
+    assert [row["kind"] for row in grouped] == ["MHA", "GQA-4", "GQA-2", "MQA"]
+    assert [row["kv_bytes"] for row in grouped] == [3 * 2 * g * 8 * 4 * 3 * 10 for g in (8, 4, 2, 1)]
     mha = facts["targets"][0]
     room = 0.9 * 0.001 * 1e9 - mha["weight_bytes"]
     assert mha["longest_context"] == {"tiny one": int(room // (3 * mha["kv_bytes_per_token"]))}
     shown = convert("plan", source, "--dtype", "bfloat16").stdout
     assert "RTX 4090 24 GB" in shown
     assert "| MHA (source) |" in shown
+
+
+def test_plan_and_inspect_size_latents_as_they_are_written(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint(num_key_value_heads=8)
+    rows = json.loads(convert("plan", source, "--json", "--dtype", "float32").stdout)["targets"][4:]
+    # 128 values per layer: 50 %, 25 % and 12.5 % of them, a quarter of each but at most one head's 8 dims turning.
+    assert [row["kind"] for row in rows] == ["MLA-56+8", "MLA-24+8", "MLA-12+4"]
+    assert [row["kv_bytes_per_token"] for row in rows] == [3 * values * 4 for values in (64, 32, 16)]
+    shown = convert("inspect", source).stdout
+    assert "MLA-56+8, MLA-24+8, MLA-12+4, and others" in shown
+    assert "mla: deepseek_v3, loads in transformers" in shown
+    for share, row in zip(("50%", "25%", "12.5%"), rows, strict=True):
+        out = tmp_path / row["kind"]
+        assert convert("mla", source, out, "--kv-budget", share).exit_code == 0
+        with safe_open(out / "model.safetensors", "pt") as file:
+            written = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+        assert row["parameters"] == written
+
+
+def test_what_cannot_become_mla_is_told_why(checkpoint: Make, convert: Convert) -> None:
+    source = checkpoint("qwen2")
+    facts = json.loads(convert("plan", source, "--json").stdout)
+    assert not any(row["kind"].startswith("MLA") for row in facts["targets"])
+    assert "deepseek_v3: " in facts["no_mla"]
+    assert "No MLA: " in convert("plan", source).stdout
+    assert "mla: none (no host carries MLA of" in convert("inspect", source).stdout
+
+
+def test_the_matrix_names_the_host_of_each_target(convert: Convert) -> None:
+    rows = {row["family"]: row for row in json.loads(convert("families", "--json").stdout)}
+    assert (rows["llama"]["gqa"], rows["llama"]["mla"]) == ("its own class", "deepseek_v3")
+    assert rows["gemma2"]["mla"] == "-"
 
 
 def test_families_lists_every_family(convert: Convert) -> None:

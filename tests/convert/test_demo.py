@@ -56,6 +56,10 @@ def test_the_demo_converts_evaluates_and_reports(
     for method in ("mean", "first"):
         losses = [by_method[method, kind]["loss_nats"] for kind in ("GQA-4", "GQA-2", "MQA")]
         assert 0 < losses[0] < losses[2]
+    for method in ("svd", "pca"):
+        losses = [by_method[method, kind]["loss_nats"] for kind in ("MLA-96+32", "MLA-48+16")]
+        assert 0 < losses[0] < losses[1] < by_method["mean", "MQA"]["loss_nats"]
+    assert {entry["calibration_hash"] is None for entry in others if entry["method"] == "pca"} == {False}
     again = convert("demo", "--output", tmp_path / "demo", "--json", "-q")
     assert json.loads(again.stdout) == json.loads(result.stdout)
     (tmp_path / "demo" / "report" / "mine.txt").write_text("mine")
