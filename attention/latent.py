@@ -315,8 +315,8 @@ def probabilities(
     """The attention of `decode`, `[B, H, T, S]` in the dtype of the queries; scores and softmax are at least fp32."""
     wide = torch.promote_types(latent.dtype, torch.float32)
     # A product in half precision would round scores to its own 8 or 11 bits. Keys are widened a block of tokens at a time,
-    # so that there is never a second copy of the cache.
-    block = latent.shape[1] if latent.dtype == wide else _BLOCK
+    # so that there is never a second copy of the cache (compiled code takes them whole: a loop over S would be unrolled anew).
+    block = latent.shape[1] if latent.dtype == wide or torch.compiler.is_compiling() else _BLOCK
     rows, turned = ((q.flatten(1, 2).to(wide) * scaling) for q in (q_latent, q_rope))  # heads and queries
     blocks = [
         torch.baddbmm(torch.bmm(turned, k.to(wide).transpose(1, 2)), rows, c.to(wide).transpose(1, 2))

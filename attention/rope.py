@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from attention.errors import Refusal
+
 Pairing = Literal["half", "interleaved"]
 
 
@@ -108,8 +110,13 @@ def from_config(
         dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0)) if partial else head_dim
         exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
         return Rotary(parameters["rope_theta"] ** -exponents, pairing)
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise Refusal(f"RoPE of type {kind!r} is unknown (transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)})")
     scaled = functools.partial(ROPE_INIT_FUNCTIONS[kind], config, torch.device("cpu"), layer_type=layer_type)
-    frequencies, factor = scaled()
+    try:
+        frequencies, factor = scaled()
+    except (RuntimeError, KeyError, TypeError) as error:
+        raise Refusal(f"rope_parameters of type {kind!r} do not fit heads of {head_dim}: {error}") from None
     if kind != "longrope":
         return Rotary(frequencies.double(), pairing, float(factor))
     beyond = parameters["original_max_position_embeddings"]

@@ -76,7 +76,7 @@ def survey_only(model: Path, work: Path) -> None:
     blocks = torch.randint(source.config.vocab_size, (BLOCKS, CONTEXT), generator=torch.Generator().manual_seed(0))
     paths = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
     stream = LayerStream(source.config, paths, Reader(model).__getitem__, blocks, shelf.spool, torch.device("cpu"))
-    survey(stream, shelf, layers, lambda layer: None, quiet=True)
+    survey(stream, shelf, None, quiet=True)
 
 
 def main() -> None:

@@ -47,14 +47,9 @@ def check_fold(fold: int, rope_dim: int, rotary_dim: int) -> None:
     frequencies = rotary_dim // 2
     if fold < 1 or frequencies % fold or fold * rope_dim % rotary_dim:
         choices = [f for f in range(1, frequencies + 1) if frequencies % f == 0 and f * rope_dim % rotary_dim == 0]
-        known = (
-            f"choose {', '.join(map(str, choices))}"
-            if choices
-            else f"no number does; choose a divisor or multiple of {rotary_dim}"
-        )
         raise Refusal(
             f"cannot fold {frequencies} frequencies by {fold} for {rope_dim} rotary dims: the fold must divide {frequencies}, "
-            f"and fold × {rope_dim} must be a multiple of {rotary_dim} ({known})"
+            f"and fold × {rope_dim} must be a multiple of {rotary_dim} (choose {', '.join(map(str, choices))})"
         )
 
 
@@ -82,11 +77,9 @@ def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[
         raise Refusal(
             f"the budget leaves {values} values per layer and token; a latent needs at least {least}, its rotary key 2"
         )
-    turning = rotary_dim
-    while turning > 2 and turning % 2 == 0 and (turning > values / 4 or values - turning < least):
-        turning //= 2
-    turning = max(2, turning - turning % 2)
-    while turning < groups * rotary_dim and values - turning > full_rank(turning):
-        turning += rotary_dim if turning >= rotary_dim else turning
-    turning = min(turning, groups * rotary_dim)
-    return max(least, min(values - turning, full_rank(turning))), turning
+    turning, most = rotary_dim, min(groups * rotary_dim, (values - least) // 2 * 2)
+    while turning > 2 and (turning > values / 4 or values - turning < least):
+        turning = turning // 2 if turning % 4 == 0 else 2
+    while turning < most and values - turning > full_rank(turning):
+        turning = min(most, turning + min(turning, rotary_dim))
+    return min(values - turning, full_rank(turning)), turning

@@ -91,7 +91,7 @@ def _convert(plan_of: Callable[[Source, Output], Plan], **given: Any) -> None:
     if not given["dry_run"]:
         held_out = read_file(given["evaluate"]) if given["evaluate"] else None
         text, dataset = given.get("text"), given.get("dataset")
-        calibration = read_file(text) if text else load_dataset(dataset) if dataset else None
+        calibration = read_file(text) if text else load_dataset(dataset, "train") if dataset else None
         execute(plan, held_out, calibration, given["quiet"])
     _show(plan.as_dict(), plan_text(plan, done=not given["dry_run"]), given["as_json"])
 
@@ -152,7 +152,7 @@ def mla(method: str, **given: Any) -> None:
     Keys and values are factored through a latent of R channels, and a rotary key of P dims is kept beside it. The result
     is written to OUTPUT as DeepSeek-V3 without experts, which stock transformers loads and caches at that size.
 
-    Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 meta-llama/Llama-2-7b-hf llama-2-7b-mla
+    Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 --dtype bfloat16 meta-llama/Llama-2-7b-hf llama-2-7b-mla
     """
     from convert import methods
     from convert.plan import Calibration

@@ -45,15 +45,18 @@ def inspection(source: Source) -> dict[str, Any]:
 
 
 def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str:
-    host, reason = _carrier(source, family, spec, kind, source.dtype)
-    return f"{host.name}, loads in {host.loads_in}" if host else f"none ({reason})"
+    host, remark = _carrier(source, family, spec, kind, source.dtype)
+    return f"{host.name}, loads in {host.loads_in}{f' ({remark})' if remark else ''}" if host else f"none ({remark})"
 
 
 def _carrier(source: Source, family: Family, spec: AttentionSpec, kind: str, dtype: str) -> tuple[Host | None, str | None]:
-    """The host of a kind of target, or why there is none."""
+    """The host of a kind of target, with a remark if it wants another dtype; or None and why."""
+    target = spec.latent(1, 2) if kind == "mla" else spec.grouped(1)
     try:
-        return host_of(kind, family, source, spec.latent(1, 2) if kind == "mla" else spec.grouped(1), dtype), None
+        return host_of(kind, family, source, target, dtype), None
     except Refusal as error:
+        with suppress(Refusal):
+            return host_of(kind, family, source, target, "bfloat16"), "with --dtype bfloat16"
         return None, str(error)
 
 
@@ -90,7 +93,7 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
 
     for target in targets(spec):
         add(target, partial(family.shapes, with_kv_heads(config, target)))
-    host, reason = _carrier(source, family, spec, "mla", dtype)
+    host, remark = _carrier(source, family, spec, "mla", dtype)
     if host:
         for target in latent_targets(source, spec, host):
             add(target, partial(host.shapes, family, config, target))
@@ -103,7 +106,7 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
         "gpu_gigabytes": dict(gpus),
         "gpu_share": share,
         "targets": rows,
-        "no_mla": reason,
+        "mla": f"{'' if host else 'none: '}{remark}" if remark else None,
     }
 
 
@@ -143,7 +146,7 @@ def capacity_text(facts: Mapping[str, Any]) -> str:
     return (
         f"{facts['model']} in {facts['dtype']}, batch {facts['batch']}, context {facts['context']}{limit}\n\n"
         + table(header, rows, right=range(1, len(header)))
-        + (f"\n\nNo MLA: {facts['no_mla']}" if facts["no_mla"] else "")
+        + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
         + f"\n\nGB = 10⁹ bytes. A GPU column says whether weights and cache take at most {facts['gpu_share']:.0%} of its memory"
         f" at this context, and the longest context for which they do at this batch."
     )

@@ -73,7 +73,7 @@ def execute(plan: Plan, evaluate_on: Text | None = None, calibrate_on: Text | No
         _copy_companions(plan, directory, work.path)
         record = _record(job, units, layers, transform)
         if evaluate_on:
-            record["evaluation"] = _evaluate(plan, work.path, evaluate_on, settings)
+            record["evaluation"] = _evaluate(job, evaluate_on, settings)
         (work.path / "README.md").write_text(model_card(plan, record, directory), encoding="utf-8")
         record["run"] = {
             "output": str(plan.output.path),
@@ -99,13 +99,14 @@ def calibration_tokens(source: Source, calibration: Calibration | None, text: Te
     """
     if calibration is None or text is None:
         return None
-    tokens, context = tokens_of(source, text, calibration.tokens), calibration.context or 1
+    tokens, context = tokens_of(source, text), calibration.context or 1
     if len(tokens.ids) < context:
         raise Failure(
             f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {context}",
             hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
         )
-    return replace(tokens, ids=tokens.ids[: len(tokens.ids) // context * context])
+    count = min(len(tokens.ids), calibration.tokens or len(tokens.ids))
+    return replace(tokens, ids=tokens.ids[: count // context * context])
 
 
 def _device(plan: Plan) -> torch.device:
@@ -136,7 +137,7 @@ def _decides(plan: Plan, reader: Reader, tokens: Tokens | None) -> dict[str, Any
         **options,
         "command": command,
         "model": source,
-        "device": plan.device,
+        "device": str(_device(plan)),
         "config": plan.source.raw,
         "files": reader.fingerprint(),
         "calibration_hash": tokens.hash if tokens else None,
@@ -268,13 +269,14 @@ def _record(job: Job, units: list[Unit], layers: list[dict[str, Any]], transform
 def _why_dropped(plan: Plan, name: str, reader: Reader) -> str:
     if name in reader.aliases:
         return f"is {reader.aliases[name]}, to which the model ties it"
-    return plan.host.replaces
+    return plan.host.drops(name) or plan.host.replaces
 
 
-def _evaluate(plan: Plan, path: Path, text: Text, settings: Settings) -> dict[str, Any]:
-    result = Source.parse(str(path), plan.source.trust_remote_code)
+def _evaluate(job: Job, text: Text, settings: Settings) -> dict[str, Any]:
+    plan = job.plan
+    result = Source.parse(str(job.work.path), plan.source.trust_remote_code)
     try:
-        report = evaluate([plan.source, result], text, settings)
+        report = evaluate([plan.source, result], text, settings, job.tokens)
     except Failure as error:
         raise Failure(
             f"the conversion is done, its evaluation failed: {error}",
@@ -284,4 +286,10 @@ def _evaluate(plan: Plan, path: Path, text: Text, settings: Settings) -> dict[st
     # The work directory's own name means nothing later, and conversion.json is not there yet to name the method.
     source |= {"name": "source", "path": plan.source.reference}
     converted |= {"name": "converted", "path": "OUTPUT", "method": plan.applied_method}
+    if not job.quiet and (converted["calibration_overlap"] or 0.0) > 0.01:
+        print(
+            f"warning: {text.name} shares {converted['calibration_overlap']:.0%} of its runs with the calibration text: "
+            "its perplexity is flattered",
+            file=sys.stderr,
+        )
     return report

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from convert.record import Attention, LatentAttention
+from convert.record import Attention, FactoredAttention
 
 
-def layer_errors(before: Attention, after: Attention | LatentAttention) -> dict[str, float]:
+def layer_errors(before: Attention, after: Attention | FactoredAttention) -> dict[str, float]:
     """Relative squared errors.
 
     For merged heads, `k_error` and `v_error`: distance of each source head from the one that replaces it. For a latent,
     `v_error` likewise, and `score_error`: distance of each head's bilinear score form W_Qᵀ W_K at distance 0, where nothing
     has turned (it does not see what not turning costs).
     """
-    if isinstance(after, LatentAttention):
+    if isinstance(after, FactoredAttention):
         return _latent_errors(before, after)
     return {"k_error": _head_error(before.k, after.k), "v_error": _head_error(before.v, after.v)}
 
@@ -30,7 +30,7 @@ def _head_error(before: torch.Tensor, after: torch.Tensor) -> float:
     return distance / own if own else 0.0
 
 
-def _latent_errors(before: Attention, after: LatentAttention) -> dict[str, float]:
+def _latent_errors(before: Attention, after: FactoredAttention) -> dict[str, float]:
     assert before.rotary is not None
     share = before.q.shape[0] // before.num_kv_heads
     turning = torch.ones(before.k.shape[1], device=before.k.device)
@@ -53,8 +53,9 @@ def _latent_errors(before: Attention, after: LatentAttention) -> dict[str, float
 
 def _form(a: torch.Tensor, b: torch.Tensor) -> float:
     """‖aᵀ b‖² of `[n, E]` each, without making the `[E, E]` matrix."""
-    return float(((a @ a.T).double() * (b @ b.T).double()).sum())
+    a, b = a.double(), b.double()  # squares of squares leave the range of fp32 early
+    return float(((a @ a.T) * (b @ b.T)).sum())
 
 
 def _square(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor) ** 2)
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2)

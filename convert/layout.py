@@ -50,7 +50,7 @@ def units_of(plan: Plan, reader: Reader) -> list[Unit]:
             if layer_index not in placed:
                 placed.add(layer_index)
                 units.append(Unit(_layer_outputs(plan, reader, layer_index, stored), layer_index))
-        elif not (tied and name in reader.aliases):  # a tied head shares the embedding's memory: it is written once
+        elif not (tied and name in reader.aliases) and not plan.host.drops(name):  # a tied head is written once
             units.append(Unit({name: info.stored_as(stored)}))
     return units
 
@@ -66,7 +66,7 @@ def _check_layer(plan: Plan, reader: Reader, layer: int, expected: dict[str, tup
                 f"config.json and the weights disagree: {name} is {list(found)}, by the config it is {list(shape)}",
                 hint="compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights",
             )
-    module = next(iter(expected)).rsplit(".", 2)[0] + "."
+    module = plan.family.module(layer) + "."
     # Old checkpoints keep RoPE's frequencies, which classes compute nowadays; they are copied like any other tensor.
     extra = [n for n in reader.infos if n.startswith(module) and n not in expected and not n.endswith("inv_freq")]
     if extra:

@@ -98,9 +98,9 @@ calibration = _all(
         metavar="FILE",
         help="UTF-8 text to calibrate on, for methods that do; never the text that you evaluate on.",
     ),
-    click.option("--dataset", type=click.Choice(DATASETS), help="A named text instead; needs pip install 'kvfold[data]'."),
+    click.option("--dataset", type=click.Choice(DATASETS), help="Or its training split; needs pip install 'kvfold[data]'."),
     click.option(
-        "--calibration-tokens", type=click.IntRange(1), default=131072, show_default=True, help="Use the first so many tokens."
+        "--calibration-tokens", type=click.IntRange(1), metavar="N", help="Use the first N tokens.  [default: 131072]"
     ),
     click.option(
         "--calibration-context",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,13 @@ class Calibration:
 
     Attributes:
         given: What names it on the command line: {"text": FILE} or {"dataset": NAME}; {} for no text.
-        tokens: So many from its start, in whole blocks.
+        tokens: So many from its start, in whole blocks; None, until it is planned, for 131072.
         context: Tokens of one block; None, until it is planned, for min(2048, the model's limit).
         propagate: Whether a layer's statistics come through the layers that were converted before it.
     """
 
-    given: dict[str, str]
-    tokens: int = 131072
+    given: dict[str, str] = field(default_factory=dict)
+    tokens: int | None = None
     context: int | None = None
     propagate: bool = False
 

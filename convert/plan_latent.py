@@ -16,6 +16,8 @@ from convert.workdir import check_output
 from eval.device import require_device
 from eval.source import Source
 
+_CALIBRATION_TOKENS = 131072
+
 
 @dataclass(frozen=True)
 class LatentSize:
@@ -70,11 +72,6 @@ def plan_latent(
     rank, rope_dim = _latent_size(source, before, size, host, dtype)
     target = before.latent(rank, rope_dim)
     turning = _rotary_dim(family, source)
-    if rope_dim > before.num_kv_heads * turning:
-        raise Refusal(
-            f"cannot keep {rope_dim} rotary dims: {before.num_kv_heads} KV heads turn {turning} of their {before.head_dim} "
-            f"dims each (at most {before.num_kv_heads * turning})"
-        )
     full = full_rank(source, before, rope_dim)
     channels = rank - host.reserved(rank)
     if channels < 1:
@@ -89,9 +86,13 @@ def plan_latent(
     fold = _freqfold(method, size.freqfold, rope_dim, turning)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     used = min(channels, full)
-    notes = (_channels_note(rank, used, host),)
+    notes = [_channels_note(rank, used, host)]
+    if fold > 1:
+        notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
+    if target.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
+        notes.append("the cache is not smaller than the source's")
     return Plan(
-        "mla", source, family, before, target, method, host, output, seed, device, notes,
+        "mla", source, family, before, target, method, host, output, seed, device, tuple(notes),
         used, fold, size.pad_rank, _calibration(source, method, calibration),
     )  # fmt: skip
 
@@ -126,8 +127,10 @@ def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: 
         return size.kv_lora_rank, size.qk_rope_head_dim
     if given != (None, None):
         raise Refusal("give either --kv-budget or --kv-lora-rank and --qk-rope-head-dim, not both")
-    share = size.kv_share or 0.0
-    budget = int(share * before.bytes_per_token(source.dtype)) if size.kv_bytes is None else size.kv_bytes
+    share, whole = size.kv_share or 0.0, before.bytes_per_token(source.dtype)
+    budget = int(share * whole) if size.kv_bytes is None else size.kv_bytes
+    if budget > whole:
+        raise Refusal(f"a budget of {budget} bytes per token exceeds the {whole} of {source.reference}: nothing to save")
     values = budget // (before.num_layers * dtype_bytes(dtype))
     try:
         return latent_for_budget(source, before, host, values)
@@ -157,9 +160,10 @@ def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, turning: in
 def _calibration(source: Source, method: LatentMethod, wanted: Calibration) -> Calibration | None:
     """What is wanted, checked and with its context; None for a method without."""
     if not method.needs_text:
-        if wanted.given or wanted.propagate:
-            flag = "--propagate" if wanted.propagate else f"--{next(iter(wanted.given))}"
-            raise Refusal(f"method {method.name} looks at weights only and has no use for {flag}", hint="leave it out")
+        flags = {name.replace("_", "-") for name, value in wanted.as_options().items() if value is not None}
+        if flags:
+            listed = " and ".join(f"--{flag}" for flag in sorted(flags))
+            raise Refusal(f"method {method.name} looks at weights only and has no use for {listed}", hint="leave it out")
         return None
     if not wanted.given:
         others = [name for name in methods.LATENT if not methods.load_latent(name).needs_text]
@@ -174,12 +178,13 @@ def _calibration(source: Source, method: LatentMethod, wanted: Calibration) -> C
             f"a calibration context of {context} tokens exceeds the {limit} positions of the model",
             hint=f"use --calibration-context {limit} or less",
         )
-    if wanted.tokens < context:
+    tokens = _CALIBRATION_TOKENS if wanted.tokens is None else wanted.tokens
+    if tokens < context:
         raise Refusal(
-            f"{wanted.tokens} calibration tokens are less than one block of {context}",
+            f"{tokens} calibration tokens are less than one block of {context}",
             hint="raise --calibration-tokens, or lower --calibration-context",
         )
-    return replace(wanted, context=context)
+    return replace(wanted, tokens=tokens, context=context)
 
 
 def _channels_note(rank: int, used: int, host: Host) -> str:

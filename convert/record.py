@@ -51,7 +51,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class FactoredAttention:
     """One layer's multi-head latent attention, as `attention.reference.latent_attention` computes it.
 
     Attributes:

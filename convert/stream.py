@@ -15,6 +15,10 @@ import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 
+from attention.errors import Failure
+from convert.checkpoint import require_finite
+
+_OTHER_MODEL = "config.json and the weights are not of the same model"
 _TOKENS = 4096  # in one forward pass, unless one block is longer
 
 Observe = Callable[[torch.Tensor], None]
@@ -63,7 +67,9 @@ class LayerStream:
     @property
     def next_layer(self) -> int | None:
         """The layer whose inputs lie ready, or None before `embed`."""
-        return max((layer for layer in range(len(self._attentions) + 1) if self._inputs(layer).is_file()), default=None)
+        whole = self._blocks.numel() * self._width * 4
+        files = {layer: self._inputs(layer) for layer in range(len(self._attentions) + 1)}
+        return max((layer for layer, file in files.items() if file.is_file() and file.stat().st_size == whole), default=None)
 
     @torch.inference_mode()
     def embed(self) -> None:
@@ -71,7 +77,7 @@ class LayerStream:
         embeddings = self._model.get_input_embeddings()
         path = next(name for name, module in self._model.named_modules() if module is embeddings)
         # As it is mapped: only the rows of tokens that occur are ever read.
-        embeddings.weight = torch.nn.Parameter(self._read(f"{path}.weight"), requires_grad=False)
+        embeddings.weight = torch.nn.Parameter(self._tensor(path, "weight", embeddings), requires_grad=False)
         with self._writing(0) as write:
             for ids in self._blocks.split(self._batch):
                 write(self._calls(embeddings(ids).float().to(self._device), first_only=True)[0].hidden)
@@ -91,11 +97,19 @@ class LayerStream:
                     self._forward(module, layer, inputs)
 
     @torch.inference_mode()
-    def advance(self, layer: int, see: Observe | None = None) -> None:
-        """Run the layer, and put its outputs in the place of its inputs. `see` as in `observe`."""
+    def advance(self, layer: int, see: Observe | None = None, then: Callable[[], None] | None = None) -> None:
+        """Run the layer, and put its outputs in the place of its inputs.
+
+        Args:
+            layer: Which.
+            see: As in `observe`.
+            then: Called when all has been seen, while the inputs are still there.
+        """
         with self._loaded(layer) as module, self._watched(layer, see), self._writing(layer + 1) as write:
             for inputs in self._read_inputs(layer):
                 write(self._forward(module, layer, inputs))
+            if then:
+                then()
         self._inputs(layer).unlink()
 
     def discard(self) -> None:
@@ -137,13 +151,28 @@ class LayerStream:
         skipped = () if attention else (self._attentions[layer].removeprefix(f"{path}.") + ".",)
         for name in names:
             if not name.startswith(skipped or "\0"):
-                value = self._read(f"{path}.{name}").to(self._device, torch.float32)
+                value = self._tensor(path, name, module).to(self._device, torch.float32)
                 set_module_tensor_to_device(module, name, self._device, value=value)
         try:
             yield module
         finally:
             for name in names:
                 set_module_tensor_to_device(module, name, "meta")
+
+    def _tensor(self, path: str, name: str, module: torch.nn.Module) -> torch.Tensor:
+        """What the checkpoint holds for a parameter of the module at `path`."""
+        full, shape = f"{path}.{name}", module.get_parameter(name).shape
+        try:
+            value = self._read(full)
+        except KeyError:
+            raise Failure(f"the checkpoint lacks tensor {full}", hint=_OTHER_MODEL) from None
+        require_finite(full, value)
+        if value.shape != shape:
+            raise Failure(
+                f"config.json and the weights disagree: {full} is {list(value.shape)}, by the config it is {list(shape)}",
+                hint=_OTHER_MODEL,
+            )
+        return value
 
     @contextlib.contextmanager
     def _watched(self, layer: int, see: Observe | None) -> Iterator[None]:

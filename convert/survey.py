@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from tqdm import tqdm
 
 from attention.errors import Failure
@@ -37,15 +39,23 @@ class Moments:
             Failure: It is not finite.
         """
         x = x.flatten(0, 1)
-        second, total = (x.T @ x).double(), x.double().sum(0)
+        second, total = x.T @ x, x.sum(0, dtype=torch.float64)
         if not (torch.isfinite(second).all() and torch.isfinite(total).all()):
             raise Failure(
                 f"the input of layer {self._layer}'s attention is not finite on the calibration text",
                 hint="the source's weights are damaged, or overflow even in float32; does `convert eval` of it work?",
             )
-        self._second = second if self._second is None else self._second + second
-        self._sum = total if self._sum is None else self._sum + total
+        if self._second is None or self._sum is None:
+            self._second, self._sum = second.double(), total
+        else:
+            self._second += second
+            self._sum += total
         self._tokens += len(x)
+        if not second.any():
+            raise Failure(
+                f"the input of layer {self._layer}'s attention is zero on the calibration text",
+                hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
+            )
 
     def statistics(self) -> Statistics:
         assert self._second is not None
@@ -69,12 +79,17 @@ class Shelf:
         return self._directory / f"{self._name}-{layer:05d}.safetensors"
 
     def has(self, layer: int) -> bool:
-        return self._path(layer).is_file()
+        """Whether a whole file lies there; one that lost its end with the power is written again."""
+        try:
+            with safe_open(self._path(layer), "pt"):
+                return True
+        except (FileNotFoundError, SafetensorError):
+            return False
 
     def put(self, layer: int, statistics: Statistics) -> None:
         path = self._path(layer)
         tensors = {"second": statistics.second.cpu(), "mean": statistics.mean.cpu(), "tokens": torch.tensor(statistics.tokens)}
-        save_file(tensors, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").write_bytes(save(tensors))  # `save_file` would hide a full disk in an error of its own
         path.with_suffix(".tmp").replace(path)
 
     def get(self, layer: int) -> Statistics:
@@ -82,29 +97,38 @@ class Shelf:
         return Statistics(found["second"], found["mean"], int(found["tokens"]))
 
 
-def survey(stream: LayerStream, shelf: Shelf, before_advance: Callable[[int], None], quiet: bool) -> None:
+def survey(stream: LayerStream, shelf: Shelf, before_advance: Callable[[int], None] | None, quiet: bool) -> None:
     """Fill the shelf, going on where an earlier run stopped.
 
     Args:
         stream: Of the model whose inputs are wanted.
         shelf: Where statistics go.
-        before_advance: Called with a layer whose statistics are on the shelf and whose weights are needed next.
+        before_advance: Called with a layer whose statistics are on the shelf, before its weights are needed; None if they
+            are there anyway, so that one pass does for both.
         quiet: No progress bar.
     """
-    num_layers = stream.num_layers
-    done = next((layer for layer in range(num_layers) if not shelf.has(layer)), num_layers)
+    layers = stream.num_layers
+    done = next((layer for layer in range(layers) if not shelf.has(layer)), layers)
+    if done == layers:
+        return
     ready = stream.next_layer
-    if done < num_layers and (ready is None or ready > done):  # inputs are lost, and later ones need them
+    if ready is None or ready > done:  # inputs are lost, and later ones need them
         stream.discard()
         stream.embed()
         ready = 0
-    bar = tqdm(range(ready or 0, num_layers), desc="survey", unit="layer", file=sys.stderr, disable=quiet or None)
-    for layer in bar if done < num_layers else ():
-        if not shelf.has(layer):
-            moments = Moments(layer)
-            stream.observe(layer, moments.see)
-            shelf.put(layer, moments.statistics())
-        if layer + 1 < num_layers:
-            before_advance(layer)
-            stream.advance(layer)
+    for layer in tqdm(range(ready, layers), desc="survey", unit="layer", file=sys.stderr, disable=quiet or None):
+        moments = Moments(layer)
+        if before_advance or layer + 1 == layers:
+            if not shelf.has(layer):
+                stream.observe(layer, moments.see)
+                shelf.put(layer, moments.statistics())
+            if before_advance and layer + 1 < layers:
+                before_advance(layer)
+                stream.advance(layer)
+        else:
+            stream.advance(layer, moments.see, partial(_put, shelf, layer, moments))
     stream.discard()
+
+
+def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
+    shelf.put(layer, moments.statistics())

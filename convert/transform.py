@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from convert.job import Job
 from convert.methods.grouped import Draw, GroupedMethod
 from convert.methods.latent import LatentMethod, Size
 from convert.plan import Plan
-from convert.record import Attention, LatentAttention, Statistics
+from convert.record import Attention, FactoredAttention, Statistics
 from convert.stream import LayerStream
 from convert.survey import Shelf, survey
 
-Change = Callable[[Attention, int], Attention | LatentAttention]
+Change = Callable[[Attention, int], Attention | FactoredAttention]
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,12 @@ def _latent(job: Job, method: LatentMethod) -> Transform:
 def _survey(job: Job) -> Shelf:
     """Statistics of the source."""
     plan, shelf = job.plan, Shelf(job.work.survey, "source")
-    names = [plan.family.shapes(plan.source.config, layer) for layer in range(plan.before.num_layers)]
-    survey(_stream(job, plan.source.config, names, job.reader.__getitem__, shelf), shelf, lambda layer: None, job.quiet)
+    survey(_stream(job, plan.source.config, plan.family.module, job.reader.__getitem__, shelf), shelf, None, job.quiet)
     return shelf
 
 
 def _factor(method: LatentMethod, size: Size, statistics: Callable[[int], Statistics | None]) -> Change:
-    def change(before: Attention, layer: int) -> LatentAttention:
+    def change(before: Attention, layer: int) -> FactoredAttention:
         try:
             return method.factor(before, size, statistics(layer))
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
@@ -107,7 +107,6 @@ def _propagate(job: Job, change: Change, kept: Rotary, shelf: Shelf) -> None:
     from transformers import AutoConfig
 
     plan = job.plan
-    names = [plan.host.shapes(plan.family, plan.source.config, plan.target, layer) for layer in range(plan.before.num_layers)]
     converted: dict[str, torch.Tensor] = {}
 
     def convert(layer: int) -> None:
@@ -118,13 +117,12 @@ def _propagate(job: Job, change: Change, kept: Rotary, shelf: Shelf) -> None:
         return converted[name] if name in converted else job.reader[name]
 
     config = AutoConfig.for_model(**plan.host.config(plan.source.raw, plan.source.config, plan.target, kept))
-    survey(_stream(job, config, names, read, shelf), shelf, convert, job.quiet)
+    survey(_stream(job, config, partial(plan.host.module, plan.family), read, shelf), shelf, convert, job.quiet)
 
 
 def _stream(
-    job: Job, config: Any, names: list[dict[str, tuple[int, ...]]], read: Callable[[str], torch.Tensor], shelf: Shelf
+    job: Job, config: Any, module: Callable[[int], str], read: Callable[[str], torch.Tensor], shelf: Shelf
 ) -> LayerStream:
     assert job.blocks is not None
-    # The module path of each layer's attention, from its tensors' names: ….self_attn.q_proj.weight.
-    modules = [next(iter(layer)).rsplit(".", 2)[0] for layer in names]
+    modules = [module(layer) for layer in range(job.plan.before.num_layers)]
     return LayerStream(config, modules, read, job.blocks, shelf.spool, job.device, job.plan.source.trust_remote_code)

@@ -18,6 +18,7 @@ from attention.errors import Failure, GateMissed, Refusal
 from attention.spec import AttentionSpec
 from eval.cost import cache_figures
 from eval.device import require_device
+from eval.overlap import shared_share
 from eval.perplexity import compare, protocol_record
 from eval.protocol import Protocol
 from eval.source import Source
@@ -69,11 +70,18 @@ def require_ratio(report: dict[str, Any], limit: float | None) -> None:
             )
 
 
-def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[str, Any]:
+def evaluate(sources: Sequence[Source], text: Text, settings: Settings, calibrated_on: Tokens | None = None) -> dict[str, Any]:
     """Evaluate the first model as the source and the others against it.
 
     In memory at a time are the source and one other, or several others if they are small; the source runs once beside
     each such group.
+
+    Args:
+        sources: The source first.
+        text: What to evaluate on.
+        settings: How.
+        calibrated_on: What the others are known to have been calibrated on. Otherwise their own conversion.json tells
+            whether it was the start of this text.
 
     Returns:
         The report: `{"kvfold", "protocol", "models"}` as DESIGN.md gives it.
@@ -82,7 +90,8 @@ def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[
         Refusal: The models' configs do not allow the comparison.
         Failure: A model cannot be loaded, or its figures cannot be trusted.
     """
-    protocol, tokens = prepare(sources, text, settings)
+    protocol, whole = prepare(sources, text, settings)
+    tokens = replace(whole, ids=whole.ids[: settings.max_tokens])
     blocks = protocol.blocks(tokens)
     total = sum(len(block.ids) - block.first for block in blocks)
     first, *others = sources
@@ -96,6 +105,8 @@ def evaluate(sources: Sequence[Source], text: Text, settings: Settings) -> dict[
                 models = [stack.enter_context(load(other, settings)) for other in group]
                 byte_count = fixed[0]["kv_bytes_per_token"]
                 fixed += [{**_identity(o), **_cost(o, m, byte_count)} for o, m in zip(group, models, strict=True)]
+                for other, entry in zip(group, fixed[len(fixed) - len(group) :], strict=True):
+                    entry["calibration_overlap"] = _overlap(other, tokens, whole, calibrated_on)
                 with _bar(total, ", ".join(other.name for other in group or [first]), settings.quiet) as bar:
                     scores = compare(source, models, blocks, bar.update)
                 del models  # or they would still be there while the next ones are loaded
@@ -119,9 +130,9 @@ def _groups(others: Sequence[Source]) -> list[list[Source]]:
 
 
 def prepare(sources: Sequence[Source], text: Text, settings: Settings) -> tuple[Protocol, Tokens]:
-    """Everything that can go wrong before a model is loaded: configs, tokenizer, text."""
+    """Everything that can go wrong before a model is loaded: configs, tokenizer, text. The whole text's tokens."""
     protocol = check(sources, settings)
-    tokens = tokens_of(sources[0], text, settings.max_tokens)
+    tokens = tokens_of(sources[0], text)
     protocol.blocks(tokens)
     return protocol, tokens
 
@@ -208,7 +219,7 @@ def load(source: Source, settings: Settings) -> Iterator[Any]:
         yield model.eval()
 
 
-def tokens_of(source: Source, text: Text, max_tokens: int | None = None) -> Tokens:
+def tokens_of(source: Source, text: Text) -> Tokens:
     """A text under a model's own tokenizer.
 
     Raises:
@@ -232,23 +243,40 @@ def tokens_of(source: Source, text: Text, max_tokens: int | None = None) -> Toke
             f"the tokenizer of {source.reference} makes ids up to {int(tokens.ids.max())}, its model knows {limit}",
             hint="the tokenizer's files are not this model's",
         )
-    return tokens if max_tokens is None else replace(tokens, ids=tokens.ids[:max_tokens])
+    return tokens
 
 
 def _identity(source: Source) -> dict[str, Any]:
     spec = AttentionSpec.from_config(source.config)
-    return {"name": source.name, "path": source.reference, "kind": spec.kind, **_provenance(source)}
+    made = _made(source)
+    return {
+        "name": source.name,
+        "path": source.reference,
+        "kind": spec.kind,
+        "method": made.get("method"),
+        "calibration_hash": made.get("calibration_hash"),
+        "calibration_overlap": None,
+    }
 
 
-def _provenance(source: Source) -> dict[str, Any]:
-    """What the model's own conversion.json says of how it was made, if there is one."""
-    path = source.files / "conversion.json"
+def _made(source: Source) -> dict[str, Any]:
+    """The model's own conversion.json, or {} if no conversion of ours made it."""
     try:
-        made = json.loads(path.read_text(encoding="utf-8"))
+        made = json.loads((source.files / "conversion.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        made = None
-    made = made if isinstance(made, dict) and "kvfold" in made else {}  # another tool's file of that name says nothing
-    return {"method": made.get("method"), "calibration_hash": made.get("calibration_hash")}
+        return {}
+    return made if isinstance(made, dict) and "kvfold" in made else {}  # another tool's file of that name says nothing
+
+
+def _overlap(source: Source, tokens: Tokens, whole: Tokens, calibrated_on: Tokens | None) -> float | None:
+    """The share of the evaluated `tokens` that calibration has seen; None where there was none, or on an unknown text."""
+    made = _made(source)
+    if calibrated_on is not None:
+        return shared_share(tokens.ids, calibrated_on.ids)
+    count = (made.get("calibration") or {}).get("tokens")
+    if count is None or replace(whole, ids=whole.ids[:count]).hash != made.get("calibration_hash"):
+        return None
+    return shared_share(tokens.ids, whole.ids[:count])
 
 
 def _cost(source: Source, model: Any, source_bytes: int | None = None) -> dict[str, Any]:

@@ -22,6 +22,9 @@ Model = dict[str, Any]
 Report = dict[str, Any]
 
 
+_OVERLAP = 0.01  # texts of one language share some runs
+
+
 class Column(NamedTuple):
     """One column of every table; everything but plain text is right-aligned."""
 
@@ -85,7 +88,18 @@ def to_json(report: Report) -> str:
 def to_markdown(report: Report) -> str:
     """One GitHub table and one line naming the protocol; padded, so that it also reads well on a terminal."""
     numbers = [i for i, column in enumerate(COLUMNS) if column.numeric]
-    return f"{table([c.header for c in COLUMNS], _rows(report), numbers)}\n\n{_protocol_line(report)}\n"
+    lines = [_protocol_line(report), *_warnings(report)]
+    return f"{table([c.header for c in COLUMNS], _rows(report), numbers)}\n\n" + "\n\n".join(lines) + "\n"
+
+
+def _warnings(report: Report) -> list[str]:
+    """One sentence for each model that has seen this text before."""
+    return [
+        f"Warning: {printable(model['name'])} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
+        "which flatters its figures."
+        for model in report["models"]
+        if (overlap := model.get("calibration_overlap") or 0.0) > _OVERLAP
+    ]
 
 
 def _tokens(report: Report) -> str:
@@ -158,7 +172,7 @@ def to_html(report: Report) -> str:
     page = environment.from_string(text).render(
         source=printable(report["models"][0]["name"]),
         version=report["kvfold"],
-        summary=_summary(report),
+        summary=" ".join([_summary(report), *_warnings(report)]),
         curves=[(name, *size, curve.draw(report["models"], name, *size)) for name, size in sizes.items()],
         columns=COLUMNS,
         rows=_rows(report),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attention.errors import Failure, Refusal
 
@@ -22,7 +22,7 @@ class Text:
 
     def __post_init__(self) -> None:
         if not self.text.strip():
-            raise Failure(f"{self.name} is empty: there is nothing to evaluate on", hint="give a text of some thousand words")
+            raise Failure(f"{self.name} is empty", hint="give a text of some thousand words")
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Tokens:
         return "sha256:" + hashlib.sha256(self.ids.numpy().astype("<i4").tobytes()).hexdigest()
 
 
-# name → (Hub id, configuration, split, column, what joins its rows), as the perplexity tables of papers use it.
-_DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "text", "\n\n")}
+# name → (Hub id, configuration, column, what joins its rows), as the perplexity tables of papers use it.
+_DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\n\n")}
 DATASETS = tuple(_DATASETS)
 
 
@@ -71,8 +71,8 @@ def read_file(path: Path) -> Text:
         raise Failure(f"cannot read {path}: {error.strerror}") from None
 
 
-def load_dataset(name: str) -> Text:
-    """A named dataset (`DATASETS`), through the `datasets` package.
+def load_dataset(name: str, split: Literal["test", "train"] = "test") -> Text:
+    """A named dataset (`DATASETS`), through the `datasets` package: "test" to evaluate on, "train" to calibrate on.
 
     Raises:
         Refusal: No such name.
@@ -84,7 +84,7 @@ def load_dataset(name: str) -> Text:
         import datasets
     except ImportError:
         raise Failure("--dataset needs the package datasets", hint="pip install 'kvfold[data]', or use --text FILE") from None
-    repository, configuration, split, column, joint = _DATASETS[name]
+    repository, configuration, column, joint = _DATASETS[name]
     try:
         rows = datasets.load_dataset(repository, configuration, split=split)[column]
     except Exception as error:  # whatever the network, the Hub or the cache raises
@@ -103,7 +103,7 @@ def tokenize(text: Text, tokenizer: Any) -> Tokens:
 
     ids = tokenizer(text.text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < 2:
-        raise Failure(f"{text.name} has {len(ids)} token(s): perplexity needs at least 2", hint="give a longer text")
+        raise Failure(f"{text.name} has {len(ids)} token(s), and it takes at least 2 to predict one", hint="give a longer text")
     opening = tokenizer("a")["input_ids"][:1]
     bos = tokenizer.bos_token_id if opening == [tokenizer.bos_token_id] else None
     size = len(text.text.encode())

@@ -53,7 +53,7 @@ def _grouped(source: Source, output: Path, method: str, groups: int) -> Source:
 def _latent(source: Source, output: Path, method: str, share: float, text: Path) -> Source:
     """MLA at a share of the cache, calibrated where the method is."""
     path, how = output / f"mla{share:.1%}-{method}", load_latent(method)
-    calibration = Calibration({"text": str(text)} if how.needs_text else {}, _CALIBRATION_TOKENS)
+    calibration = Calibration({"text": str(text)}, _CALIBRATION_TOKENS) if how.needs_text else Calibration()
     plan = plan_latent(source, LatentSize(kv_share=share), how, calibration, "cpu", Output(path, overwrite=True))
     execute(plan, calibrate_on=read_file(text) if how.needs_text else None, quiet=True)
     return Source.parse(str(path))

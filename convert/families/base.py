@@ -6,6 +6,7 @@ It knows no method and no target.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,25 @@ import torch
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.record import Attention
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the attention of a config has beside four projections, read without weights.
+
+    Attributes:
+        qkv_bias: Biases of Q, K and V.
+        o_bias: A bias of O.
+        qk_norm: What normalises queries and keys, for people; None if nothing does.
+        layers_with_rotary: How many layers turn with position.
+        beyond: Config fields that are set and make the class do more than the record says.
+    """
+
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: str | None
+    layers_with_rotary: int
+    beyond: Mapping[str, Any]
 
 
 class Family(Protocol):
@@ -28,6 +48,12 @@ class Family(Protocol):
 
     def spec(self, config: Any) -> AttentionSpec:
         """The numbers of `config`'s attention."""
+
+    def module(self, layer: int) -> str:
+        """The path of a layer's attention module, whose parent is the decoder layer."""
+
+    def traits(self, config: Any) -> Traits:
+        """What a config's attention has beside projections; hosts decide on it."""
 
     def rotary(self, config: Any, layer: int) -> Rotary | None:
         """How the layer's heads turn with position, or None if they do not."""
@@ -45,4 +71,4 @@ class Family(Protocol):
         """Whether keys are normalised with gains that differ per head, so that merging heads is inexact."""
 
     def describe(self, config: Any) -> dict[str, Any]:
-        """What `convert inspect` says of a config, read without weights: biases, QK-norm, rotary, peculiarities."""
+        """What `convert inspect` says of a config, read without weights."""

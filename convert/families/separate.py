@@ -16,6 +16,7 @@ from attention import rope
 from attention.qk_norm import QKNorm
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
+from convert.families.base import Traits
 from convert.record import Attention
 
 
@@ -187,26 +188,38 @@ class SeparateProjections:
         norm = self._norm(config)
         return norm is not None and norm.storage != "shared"
 
+    def module(self, layer: int) -> str:
+        return f"model.layers.{layer}.self_attn"
+
+    def traits(self, config: Any) -> Traits:
+        norm = self._norm(config)
+        return Traits(
+            qkv_bias=self._flag(config, self.qkv_bias),
+            o_bias=self._flag(config, self.o_bias),
+            qk_norm=f"{norm.kind}, {norm.storage} gains" if norm else None,
+            layers_with_rotary=sum(self.rotates(config, layer) for layer in range(self.spec(config).num_layers)),
+            beyond={f: getattr(config, f) for f in self.beyond if getattr(config, f, None) not in (None, False)},
+        )
+
     def describe(self, config: Any) -> dict[str, Any]:
-        norm, spec = self._norm(config), self.spec(config)
+        traits, spec = self.traits(config), self.spec(config)
         turning = [layer for layer in range(spec.num_layers) if self.rotates(config, layer)]
         rotary = self.rotary(config, turning[0]) if turning else None
         parameters = getattr(config, "rope_parameters", None) or {}
         return {
-            "qkv_bias": self._flag(config, self.qkv_bias),
-            "o_bias": self._flag(config, self.o_bias),
-            "qk_norm": f"{norm.kind}, {norm.storage} gains" if norm else None,
+            "qkv_bias": traits.qkv_bias,
+            "o_bias": traits.o_bias,
+            "qk_norm": traits.qk_norm,
             "rotary_dims": rotary.dims if rotary else 0,
             "rotary_pairing": rotary.pairing if rotary else None,
             "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
-            "layers_with_rotary": len(turning),
+            "layers_with_rotary": traits.layers_with_rotary,
             "softmax_scale": self._scale(config, spec.head_dim),
-            "also": {f: getattr(config, f) for f in self.beyond if getattr(config, f, None) not in (None, False)},
+            "also": dict(traits.beyond),
         }
 
-    @staticmethod
-    def _prefix(layer: int) -> str:
-        return f"model.layers.{layer}.self_attn."
+    def _prefix(self, layer: int) -> str:
+        return f"{self.module(layer)}."
 
     @staticmethod
     def _flag(config: Any, flag: bool | str) -> bool:

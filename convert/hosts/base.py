@@ -10,7 +10,7 @@ import torch
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families import Family
-from convert.record import Attention, LatentAttention
+from convert.record import Attention, FactoredAttention
 
 
 class Host(Protocol):
@@ -43,6 +43,12 @@ class Host(Protocol):
     def model_type(self, family: Family) -> str:
         """What the result's config.json says it is."""
 
+    def module(self, family: Family, layer: int) -> str:
+        """The path of a layer's attention module, whose parent is the decoder layer."""
+
+    def drops(self, name: str) -> str | None:
+        """Why a tensor of the source that is no part of its attention is left out, or None if it is copied."""
+
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         """Why this host cannot carry `target` made from `config` and stored in `dtype`, or None if it can."""
 
@@ -63,6 +69,6 @@ class Host(Protocol):
         """Names and shapes of what `tensors` will give for a source of `config`."""
 
     def tensors(
-        self, family: Family, attention: Attention | LatentAttention, target: AttentionSpec, layer: int
+        self, family: Family, attention: Attention | FactoredAttention, target: AttentionSpec, layer: int
     ) -> dict[str, torch.Tensor]:
         """The layer's attention under the names that the class expects."""

@@ -17,7 +17,7 @@ import torch
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families import Family
-from convert.record import Attention, LatentAttention
+from convert.record import Attention, FactoredAttention
 
 # Blocks of RMSNorm, attention, RMSNorm and SwiGLU with plain residuals, under Llama's names; each is tested to be exact.
 _LIKE_LLAMA = ("llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5")
@@ -52,31 +52,37 @@ class DeepseekV3:
     def model_type(self, family: Family) -> str:
         return "deepseek_v3"
 
+    def module(self, family: Family, layer: int) -> str:
+        return f"model.layers.{layer}.self_attn"
+
+    def drops(self, name: str) -> str | None:
+        return "RoPE's frequencies are in config.json" if name.endswith("rotary_emb.inv_freq") else None
+
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
-        facts = family.describe(config)
         parameters = getattr(config, "rope_parameters", None) or {}
-        if family.model_type not in _LIKE_LLAMA:
+        if self.families is not None and family.model_type not in self.families:
             return f"its blocks are Llama's, and those of {family.model_type} are not (it carries {', '.join(_LIKE_LLAMA)})"
-        if facts["qkv_bias"]:
+        if parameters.get("rope_type") not in _ROPE_TYPES:
+            return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} is no fixed list of frequencies"
+        traits = family.traits(config)
+        if traits.qkv_bias:
             return "queries have biases, for which the class has no place"
-        if facts["qk_norm"]:
+        if traits.qk_norm:
             return "queries and keys are normalised, and a norm does not commute with mixing heads"
         if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):
             return "the MLP has biases, for which the class has no place"
-        if parameters.get("rope_type") not in _ROPE_TYPES:
-            return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} is no fixed list of frequencies"
-        if facts["layers_with_rotary"] < target.num_layers:
-            return f"only {facts['layers_with_rotary']} of {target.num_layers} layers have RoPE, and the class turns all"
+        if traits.layers_with_rotary < target.num_layers:
+            return f"only {traits.layers_with_rotary} of {target.num_layers} layers have RoPE, and the class turns all"
         if dtype == "float16":
             return f"its latent norm needs numbers up to 2^{_EXPONENT + 8}, and float16 ends at 65504 (use --dtype bfloat16)"
-        return _refuses_window(facts["also"], config)
+        return _refuses_window(traits.beyond, config)
 
     def reserved(self, kv_lora_rank: int) -> int:
         return len(constants(kv_lora_rank))
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         assert rotary is not None
-        kept = {key: getattr(config, key) for key in _CARRIED}
+        kept = {key: getattr(config, key) for key in _CARRIED if hasattr(config, key)}
         named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
@@ -115,12 +121,13 @@ class DeepseekV3:
             "o_proj.weight": (width, heads * dim),
             "o_proj.bias": (width,),
         }
-        return {f"model.layers.{layer}.self_attn.{name}": shape for name, shape in shapes.items()}
+        return {f"{self.module(family, layer)}.{name}": shape for name, shape in shapes.items()}
 
     def tensors(
-        self, family: Family, attention: Attention | LatentAttention, target: AttentionSpec, layer: int
+        self, family: Family, attention: Attention | FactoredAttention, target: AttentionSpec, layer: int
     ) -> dict[str, torch.Tensor]:
-        assert isinstance(attention, LatentAttention)
+        assert isinstance(attention, FactoredAttention)
+        assert attention.q_nope_bias is None, "`refuses` lets no query bias through"
         a, rank = attention, target.kv_lora_rank or 0
         # The class scales by (D + P)^-½.
         scale = a.scale * math.sqrt(a.q_nope.shape[1] + a.q_rope.shape[1])
@@ -138,7 +145,7 @@ class DeepseekV3:
             "o_proj.weight": a.o.flatten(1),
             "o_proj.bias": _or_zeros(a.o_bias, a.o[:, 0, 0]),
         }
-        return {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in tensors.items()}
+        return {f"{self.module(family, layer)}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def constants(rank: int) -> list[float]:
@@ -179,9 +186,9 @@ def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
     }
 
 
-def _refuses_window(also: Mapping[str, Any], config: Any) -> str | None:
-    """Why a source's peculiarities (`Family.describe`) do not fit; a window that no position exceeds is none."""
-    for field, value in also.items():
+def _refuses_window(beyond: Mapping[str, Any], config: Any) -> str | None:
+    """Why a source's peculiarities (`Traits.beyond`) do not fit; a window that no position exceeds is none."""
+    for field, value in beyond.items():
         if field != "sliding_window":
             return f"config.json sets {field} to {value}, which the class does not know"
         if value < config.max_position_embeddings:

@@ -13,7 +13,7 @@ import torch
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families import Family
-from convert.record import Attention, LatentAttention
+from convert.record import Attention, FactoredAttention
 from eval.capacity import with_kv_heads
 
 
@@ -30,6 +30,12 @@ class SourceClass:
     def model_type(self, family: Family) -> str:
         return family.model_type
 
+    def module(self, family: Family, layer: int) -> str:
+        return family.module(layer)
+
+    def drops(self, name: str) -> str | None:
+        return None
+
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         return None
 
@@ -44,7 +50,7 @@ class SourceClass:
         return family.shapes(with_kv_heads(config, target), layer)
 
     def tensors(
-        self, family: Family, attention: Attention | LatentAttention, target: AttentionSpec, layer: int
+        self, family: Family, attention: Attention | FactoredAttention, target: AttentionSpec, layer: int
     ) -> dict[str, torch.Tensor]:
         assert isinstance(attention, Attention)
         return family.join(attention, layer)

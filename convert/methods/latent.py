@@ -9,12 +9,12 @@ them stays unrotated and shares a latent with the values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from attention.rope import Rotary
-from convert.record import Attention, LatentAttention, Statistics
+from convert.record import Attention, FactoredAttention, Statistics
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LatentMethod:
     needs_text: bool
     folds: bool
     losses: Callable[[Attention, Statistics | None], torch.Tensor] | None
-    factor: Callable[[Attention, Size, Statistics | None], LatentAttention]
+    factor: Callable[[Attention, Size, Statistics | None], FactoredAttention]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,30 @@ def keys_of(attention: Attention, fold: int = 1) -> Keys:
     return Keys(_banded(rows, fold) * factor, _banded(row_bias, fold) * factor, still)
 
 
-def separate(attention: Attention, keys: Keys, basis: torch.Tensor, size: Size) -> tuple[LatentAttention, Rest]:
+@dataclass(frozen=True)
+class Separated:
+    """Keys after `separate`: those that turn, with their queries, and the rest.
+
+    Attributes:
+        rotary: How the P dims turn.
+        q_rope: `[H, P, E]`.
+        k_rope: `[P, E]`.
+        q_rope_bias: `[H, P]` or None.
+        k_rope_bias: `[P]` or None.
+        rest: `[n, E]`, rows of keys that do not turn, shared by all heads. A bias of theirs cancels in the softmax.
+        spread: `[G, D, n]`: unrotated keys = spread @ rest.
+    """
+
+    rotary: Rotary
+    q_rope: torch.Tensor
+    k_rope: torch.Tensor
+    q_rope_bias: torch.Tensor | None
+    k_rope_bias: torch.Tensor | None
+    rest: torch.Tensor
+    spread: torch.Tensor
+
+
+def separate(attention: Attention, keys: Keys, basis: torch.Tensor, size: Size) -> Separated:
     """Split keys into components, of which the first of each band turn on.
 
     Args:
@@ -89,98 +112,77 @@ def separate(attention: Attention, keys: Keys, basis: torch.Tensor, size: Size) 
         keys: Its keys.
         basis: `[bands, G F, G F]` orthonormal columns, those that are to turn first.
         size: Which frequencies turn.
-
-    Returns:
-        The latent attention, with an empty latent; and what is left for the latent.
     """
-    rotary, groups = _rotary(attention), attention.num_kv_heads
-    share = attention.q.shape[0] // groups
+    groups, heads = attention.num_kv_heads, attention.q.shape[0]
     basis = basis.to(keys.rows.dtype)
     components = basis.mH @ keys.rows  # [bands, G F, E]; keys = basis @ components
     component_bias = (basis.mH @ keys.bias[..., None])[..., 0]
     bands, parts = _kept(size)
-    left = torch.ones(basis.shape[:2], dtype=torch.bool)
-    left[bands, parts] = False
+    still = torch.ones(basis.shape[:2], dtype=torch.bool)
+    still[bands, parts] = False
     spread = _spread(basis, groups, size.freqfold)  # [G, D/2, bands, G F]
-    queries, query_bias = _queries(attention, spread[:, :, bands, parts].repeat_interleave(share, 0))
-    kept = rotary.select(list(size.pairs), "interleaved")
-    empty = attention.k.new_zeros(0, dtype=torch.float32)
-    latent = LatentAttention(
-        q_nope=attention.q.float(),
+    queries, query_bias = _queries(attention, spread[:, :, bands, parts].repeat_interleave(heads // groups, 0))
+    kept = _rotary(attention).select(list(size.pairs), "interleaved")
+    rest, rest_spread = _rest(attention, keys.still, components[still], spread[:, :, still])
+    return Separated(
+        rotary=kept,
         q_rope=kept.from_complex(queries),
         k_rope=kept.from_complex(components[bands, parts][None])[0],
-        down=empty,
-        up_k=empty,
-        up_v=empty,
-        o=attention.o.float(),
-        scale=attention.scale,
-        rotary=kept,
-        q_nope_bias=_float(attention.q_bias),
         q_rope_bias=None if query_bias is None else kept.from_complex(query_bias),
         k_rope_bias=None if attention.k_bias is None else kept.from_complex(component_bias[bands, parts][None])[0],
-        o_bias=_float(attention.o_bias),
+        rest=rest,
+        spread=rest_spread,
     )
-    return latent, _rest(rotary, keys.still, components[left], spread[:, :, left])
 
 
-@dataclass(frozen=True)
-class Rest:
-    """Keys that do not turn, as rows that all heads share. A bias of theirs cancels in the softmax.
+def _rest(
+    attention: Attention, still: torch.Tensor, components: torch.Tensor, spread: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[n, E]` of what does not turn, and how keys are made of them `[G, D, n]`.
 
-    Attributes:
-        rows: `[n, E]`.
-        spread: `[G, D, n]`: keys = spread @ rows.
+    Args:
+        attention: The record.
+        still: `[G, N, E]`, dims that never turned.
+        components: `[m, E]` complex.
+        spread: `[G, D/2, m]` complex, their share in each number of each KV head.
     """
-
-    rows: torch.Tensor
-    spread: torch.Tensor
-
-
-def _rest(rotary: Rotary, still: torch.Tensor, rows: torch.Tensor, spread: torch.Tensor) -> Rest:
-    groups, count = still.shape[:2]
+    rotary, (groups, count) = _rotary(attention), still.shape[:2]
     # y = y' + i y'' contributes (s y', i s y'') for its share s.
-    numbers = torch.cat((spread, 1j * spread), -1)  # [G, D/2, 2 n]
+    numbers = torch.cat((spread, 1j * spread), -1)  # [G, D/2, 2 m]
     turned = rotary.from_complex(numbers, numbers.real.new_zeros(groups, count, numbers.shape[-1]))
     own = torch.zeros(groups, turned.shape[1], groups, count, dtype=turned.dtype, device=turned.device)
     for g in range(groups):
         own[g, rotary.dims :, g] = torch.eye(count)
-    return Rest(
-        torch.cat((rows.real, rows.imag, still.flatten(0, 1))),
-        torch.cat((turned, own.flatten(2)), -1),
-    )
+    return torch.cat((components.real, components.imag, still.flatten(0, 1))), torch.cat((turned, own.flatten(2)), -1)
 
 
-def share_latent(
-    attention: Attention,
-    latent: LatentAttention,
-    rest: Rest,
-    left: torch.Tensor,
-    balance: float = 1.0,
-) -> LatentAttention:
-    """Give `latent` one latent for unrotated keys and values.
+def share_latent(attention: Attention, parts: Separated, left: torch.Tensor, balance: float = 1.0) -> FactoredAttention:
+    """One latent for unrotated keys and values.
 
     Args:
-        attention: The record, for its values.
-        latent: From `separate`.
-        rest: From `separate`.
+        attention: The record.
+        parts: Its keys.
         left: `[n + G D, R]` orthonormal columns: the latent is leftᵀ (rest / balance, values).
         balance: What the unrotated keys were divided by before `left` was found.
     """
-    share = attention.q.shape[0] // attention.num_kv_heads
-    count = rest.rows.shape[0]
-    values = attention.v.float().flatten(0, 1)
-    down = left[:count].T @ (rest.rows / balance) + left[count:].T @ values
-    up_k = balance * rest.spread @ left[:count]
-    up_v = left[count:].unflatten(0, attention.v.shape[:2])
-    o_bias = latent.o_bias
+    share, count = attention.q.shape[0] // attention.num_kv_heads, len(parts.rest)
+    o, o_bias = attention.o.float(), _float(attention.o_bias)
     if attention.v_bias is not None:  # attention weights sum to one, so a constant value is a constant output
-        constant = torch.einsum("ehd,hd->e", latent.o, attention.v_bias.float().repeat_interleave(share, 0))
+        constant = torch.einsum("ehd,hd->e", o, attention.v_bias.float().repeat_interleave(share, 0))
         o_bias = constant if o_bias is None else o_bias + constant
-    return replace(
-        latent,
-        down=down,
-        up_k=up_k.repeat_interleave(share, 0),
-        up_v=up_v.repeat_interleave(share, 0),
+    return FactoredAttention(
+        q_nope=attention.q.float(),
+        q_rope=parts.q_rope,
+        k_rope=parts.k_rope,
+        down=left[:count].T @ (parts.rest / balance) + left[count:].T @ attention.v.float().flatten(0, 1),
+        up_k=(balance * parts.spread @ left[:count]).repeat_interleave(share, 0),
+        up_v=left[count:].unflatten(0, attention.v.shape[:2]).repeat_interleave(share, 0),
+        o=o,
+        scale=attention.scale,
+        rotary=parts.rotary,
+        q_nope_bias=_float(attention.q_bias),
+        q_rope_bias=parts.q_rope_bias,
+        k_rope_bias=parts.k_rope_bias,
         o_bias=o_bias,
     )
 
@@ -188,7 +190,7 @@ def share_latent(
 def leading_subspace(rows: torch.Tensor, second: torch.Tensor | None, rank: int) -> torch.Tensor:
     """Orthonormal `[n, rank]` whose projection keeps most of rows·x, by E|projection|²; fp64 inside.
 
-    One eigendecomposition of the smaller Gram matrix, n × n or E × E, and in the second case one QR of `[n, rank]`.
+    One eigendecomposition of the smaller Gram matrix, n × n or E × E; in the second case one QR of `[n, rank]` as well.
 
     Args:
         rows: `[n, E]`.
@@ -196,12 +198,10 @@ def leading_subspace(rows: torch.Tensor, second: torch.Tensor | None, rank: int)
         rank: At most min(n, E).
     """
     rows = rows.double()
-    weighted = rows if second is None else rows @ second.to(rows)
     if rows.shape[0] <= rows.shape[1]:
-        return _leading(weighted @ rows.T, rank).float()
+        return _leading(rows @ rows.T if second is None else rows @ second.to(rows) @ rows.T, rank).float()
     # The n × n Gram matrix A Aᵀ, for A = rows·L with second = L Lᵀ, has the spectrum of the E × E matrix Aᵀ A.
-    root = torch.eye(rows.shape[1]).to(rows) if second is None else _root(second.to(rows))
-    images = rows @ root
+    images = rows if second is None else rows @ _root(second.to(rows))
     images = images @ _leading(images.T @ images, rank)
     return torch.linalg.qr(images).Q.float()
 
@@ -218,14 +218,16 @@ def fix_signs(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _root(second: torch.Tensor) -> torch.Tensor:
-    """L with L Lᵀ = `second`; a singular one gets 1e-12 of its mean diagonal, so that every direction has a place."""
-    size = second.shape[0]
+    """L with L Lᵀ = `second`, whose directions without energy get 1e-12 of the mean so that they have a place, the last.
+
+    A second moment that is singular, or not even positive by the rounding of its sums, costs an eigendecomposition.
+    """
     floor = (second.diagonal().mean() * 1e-12).clamp_min(torch.finfo(torch.float64).tiny)
-    for scale in (1.0, 1e3, 1e6):
-        root, failed = torch.linalg.cholesky_ex(second + scale * floor * torch.eye(size).to(second))
-        if not failed:
-            return root
-    raise ValueError("the second moment of the calibration activations is not positive")
+    root, failed = torch.linalg.cholesky_ex(second + floor * torch.eye(len(second)).to(second))
+    if not failed:
+        return root
+    values, vectors = torch.linalg.eigh(second)
+    return vectors * values.clamp_min(floor).sqrt()
 
 
 def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -19,38 +19,37 @@ from __future__ import annotations
 
 import torch
 
-from attention.errors import Failure
 from convert.methods.latent import LatentMethod, Size, fix_signs, keys_of, leading_subspace, separate, share_latent
-from convert.record import Attention, LatentAttention, Statistics
+from convert.record import Attention, FactoredAttention, Statistics
 
 
-def factor(attention: Attention, size: Size, statistics: Statistics | None) -> LatentAttention:
-    """The latent attention.
-
-    Raises:
-        Failure: Unrotated keys or values are zero on the calibration text, so that ρ has no value.
-    """
+def factor(attention: Attention, size: Size, statistics: Statistics | None) -> FactoredAttention:
+    """The latent attention."""
     assert statistics is not None
-    moment = statistics.second.to(attention.k.device)
+    device = attention.k.device
     keys = keys_of(attention, size.freqfold)
-    rows = torch.cat((keys.rows, keys.bias[..., None]), -1).to(torch.complex128)
-    second = statistics.with_constant.to(rows)
-    gram = (rows @ second @ rows.mH).real  # the real and the imaginary part's, summed
+    rows = torch.cat((keys.rows, keys.bias[..., None]), -1)
+    second = statistics.with_constant.to(device)
+    gram = sum(part.double() @ second @ part.double().mT for part in (rows.real, rows.imag))
     basis = fix_signs(torch.linalg.eigh(gram).eigenvectors.flip(-1))
-    latent, rest = separate(attention, keys, basis, size)
-    values = attention.v.float().flatten(0, 1)
-    balance = _mean_norm(rest.rows, moment) / _mean_norm(values, moment) if len(rest.rows) else 1.0
-    left = leading_subspace(torch.cat((rest.rows / balance, values)), moment, size.rank)
-    return share_latent(attention, latent, rest, left, balance)
+    parts = separate(attention, keys, basis, size)
+    values, moment = attention.v.float().flatten(0, 1), statistics.second.to(device)
+    balance = _balance(parts.rest, attention.k.float().flatten(0, 1), values, moment)
+    left = leading_subspace(torch.cat((parts.rest / balance, values)), moment, size.rank)
+    return share_latent(attention, parts, left, balance)
+
+
+def _balance(rest: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, second: torch.Tensor) -> float:
+    """ρ; 1 where there is nothing to balance: no values, or nothing but rounding left of the keys."""
+    norm, whole, other = (_mean_norm(rows, second) for rows in (rest, keys, values))
+    return norm / other if norm > 1e-5 * whole and other else 1.0
 
 
 def _mean_norm(rows: torch.Tensor, second: torch.Tensor) -> float:
-    """Mean over channels of the root mean square of rows·x."""
-    squares = ((rows.double() @ second) * rows.double()).sum(-1)
-    norm = float(squares.clamp_min(0).sqrt().mean())
-    if norm == 0.0:
-        raise Failure("keys or values are zero on the calibration text", hint="give a longer, more varied text")
-    return norm
+    """Mean over channels of the root mean square of rows·x; 0 without rows."""
+    rows = rows.double()
+    squares = ((rows @ second) * rows).sum(-1)
+    return float(squares.clamp_min(0).sqrt().mean()) if len(rows) else 0.0
 
 
 METHOD = LatentMethod(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from convert.methods.latent import Keys, LatentMethod, Size, fix_signs, keys_of, leading_subspace, separate, share_latent
-from convert.record import Attention, LatentAttention, Statistics
+from convert.record import Attention, FactoredAttention, Statistics
 
 
 def losses(attention: Attention, statistics: Statistics | None) -> torch.Tensor:
@@ -21,13 +21,13 @@ def losses(attention: Attention, statistics: Statistics | None) -> torch.Tensor:
     return torch.linalg.eigvalsh(_gram(keys_of(attention))).flip(-1)
 
 
-def factor(attention: Attention, size: Size, statistics: Statistics | None) -> LatentAttention:
+def factor(attention: Attention, size: Size, statistics: Statistics | None) -> FactoredAttention:
     """The latent attention; bits of the source are kept where the sizes are full, up to rounding."""
     keys = keys_of(attention)
     basis = fix_signs(torch.linalg.eigh(_gram(keys)).eigenvectors.flip(-1))
-    latent, rest = separate(attention, keys, basis, size)
-    left = leading_subspace(torch.cat((rest.rows, attention.v.float().flatten(0, 1))), None, size.rank)
-    return share_latent(attention, latent, rest, left)
+    parts = separate(attention, keys, basis, size)
+    left = leading_subspace(torch.cat((parts.rest, attention.v.float().flatten(0, 1))), None, size.rank)
+    return share_latent(attention, parts, left)
 
 
 def _gram(keys: Keys) -> torch.Tensor:

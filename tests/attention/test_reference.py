@@ -1,4 +1,4 @@
-"""The oracle itself, against torch: grouped attention and QK-norm. Families are held against it elsewhere."""
+"""The oracle itself, against torch: grouped and latent attention, and QK-norm. Families are held against it elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
 
 from attention.qk_norm import QKNorm
-from attention.reference import grouped_attention
+from attention.reference import grouped_attention, latent_attention
 from attention.rope import Rotary
 
 WIDTH = 12
@@ -167,3 +167,86 @@ def test_heads_have_gains_of_their_own_where_they_are_stored_or_normalised_toget
     assert norm("head", 4, 6).per_head_gains
     assert norm("all", 4, 6).per_head_gains
     assert norm("all", 1, 6).per_head_gains
+
+
+# ---- latent attention ----------------------------------------------------------------------------------------------
+
+
+def latent_weights(heads: int, dim: int, rope: int, rank: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    shapes = {
+        "q_nope": (heads, dim, WIDTH), "q_rope": (heads, rope, WIDTH), "k_rope": (rope, WIDTH), "down": (rank, WIDTH),
+        "up_k": (heads, dim, rank), "up_v": (heads, dim, rank), "o": (WIDTH, heads, dim),
+    }  # fmt: skip
+    return {name: random(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def latent_biases(heads: int, dim: int, rope: int, seed: int = 30) -> dict[str, torch.Tensor]:
+    shapes = {"q_nope_bias": (heads, dim), "q_rope_bias": (heads, rope), "k_rope_bias": (rope,), "o_bias": (WIDTH,)}
+    return {name: random(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+@settings(deadline=None)
+@given(heads=st.integers(1, 4), dim=st.integers(1, 5), pairs=st.integers(1, 4), rank=st.integers(1, 9), seed=st.integers(0, 99))
+def test_latent_attention_is_that_of_torch_on_expanded_heads(heads: int, dim: int, pairs: int, rank: int, seed: int) -> None:
+    x, turn = random(2, 8, WIDTH, seed=seed), turning(pairs)
+    w, b = latent_weights(heads, dim, 2 * pairs, rank, seed), latent_biases(heads, dim, 2 * pairs)
+    latent = linear(x, w["down"])
+    queries, keys, values = [], [], []
+    for h in range(heads):
+        turned = turn.rotate(linear(x, w["q_rope"][h], b["q_rope_bias"][h]), torch.arange(8))
+        queries.append(torch.cat((linear(x, w["q_nope"][h], b["q_nope_bias"][h]), turned), -1))
+        shared = turn.rotate(linear(x, w["k_rope"], b["k_rope_bias"]), torch.arange(8))
+        keys.append(torch.cat((linear(latent, w["up_k"][h]), shared), -1))
+        values.append(linear(latent, w["up_v"][h]))
+    context = scaled_dot_product_attention(*(torch.stack(s, 1) for s in (queries, keys, values)), is_causal=True, scale=0.37)
+    expected = linear(context.transpose(1, 2).flatten(2), w["o"].flatten(1), b["o_bias"])
+    found = latent_attention(x, **w, **b, scale=0.37, rotary=turn)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["q_nope_bias", "q_rope_bias", "k_rope_bias", "o_bias"])
+def test_every_bias_of_latent_attention_matters(name: str) -> None:
+    x, w, b = random(1, 7, WIDTH), latent_weights(2, 3, 4, 5), latent_biases(2, 3, 4)
+    options: dict[str, Any] = {"scale": 0.05, "rotary": turning(2)}
+    without = {key: value for key, value in b.items() if key != name}
+    difference = latent_attention(x, **w, **b, **options) - latent_attention(x, **w, **without, **options)
+    assert difference.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_grouped_attention_is_latent_attention_with_every_pair_turning(groups: int) -> None:
+    """By hand: KV head g's pairs lie at places of their own in one long rotary key, the values are the latent."""
+    heads, pairs, dim, still = 4, 2, 6, 2  # two of the six dims do not turn
+    x, w, b, turn = random(2, 9, WIDTH), weights(heads, groups, dim), biases(heads, groups, dim), turning(pairs)
+    whole = Rotary(turn.frequencies.repeat_interleave(groups), "interleaved")  # pair l of head g at place l·G + g
+    place = [[2 * (pair * groups + g) + part for part in (0, 1) for pair in range(pairs)] for g in range(groups)]
+    q_rope, q_rope_bias = torch.zeros(heads, whole.dims, WIDTH).double(), torch.zeros(heads, whole.dims).double()
+    k_rope, k_rope_bias = torch.zeros(whole.dims, WIDTH).double(), torch.zeros(whole.dims).double()
+    rank = groups * (still + dim)
+    up_k, up_v = torch.zeros(heads, still, rank).double(), torch.zeros(heads, dim, rank).double()
+    for g in range(groups):
+        k_rope[place[g]], k_rope_bias[place[g]] = w["k"][g, : 2 * pairs], b["k_bias"][g, : 2 * pairs]
+    for h in range(heads):
+        g = h // (heads // groups)
+        q_rope[h, place[g]], q_rope_bias[h, place[g]] = w["q"][h, : 2 * pairs], b["q_bias"][h, : 2 * pairs]
+        up_k[h, :, g * still : (g + 1) * still] = torch.eye(still)
+        up_v[h, :, groups * still + g * dim : groups * still + (g + 1) * dim] = torch.eye(dim)
+    constant = torch.einsum("ehd,hd->e", w["o"], b["v_bias"].repeat_interleave(heads // groups, 0))
+    found = latent_attention(
+        x, q_nope=w["q"][:, 2 * pairs :], q_rope=q_rope, k_rope=k_rope,
+        down=torch.cat((w["k"][:, 2 * pairs :].flatten(0, 1), w["v"].flatten(0, 1))), up_k=up_k, up_v=up_v, o=w["o"],
+        scale=0.5, rotary=whole, q_nope_bias=b["q_bias"][:, 2 * pairs :], q_rope_bias=q_rope_bias,
+        k_rope_bias=k_rope_bias, o_bias=b["o_bias"] + constant,
+    )  # fmt: skip
+    expected = grouped_attention(x, **w, **b, scale=0.5, rotary=turn)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("position", [1, 4, 7])
+def test_a_future_token_changes_no_latent_attention_before_it(position: int) -> None:
+    x, changed = random(1, 8, WIDTH), random(1, 8, WIDTH)
+    changed[:, position] += 1
+    options: dict[str, Any] = {"scale": 0.05, "rotary": turning(2)} | latent_weights(2, 3, 4, 5)
+    before, after = latent_attention(x, **options), latent_attention(changed, **options)
+    assert torch.equal(before[:, :position], after[:, :position])
+    assert ((before[:, position:] - after[:, position:]).abs().amax(-1) > 1e-6).all()

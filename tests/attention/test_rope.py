@@ -176,3 +176,115 @@ def test_a_layer_type_without_an_entry_takes_the_common_one() -> None:
 def test_the_pairing_is_the_callers() -> None:
     for parameters in ({"rope_theta": 1e4, "rope_type": "default"}, {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}):
         assert from_config(tiny_config("llama", rope_parameters=parameters), 8, "interleaved").pairing == "interleaved"
+
+
+# ---- the complex view ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@settings(deadline=None)
+@given(heads=st.integers(1, 4), pairs=st.integers(1, 6), rest=st.integers(0, 4), seed=st.integers(0, 99))
+def test_the_complex_view_has_an_inverse(pairing: Pairing, heads: int, pairs: int, rest: int, seed: int) -> None:
+    turn = rotary(pairs, pairing)
+    for shape in ((heads, 2 * pairs + rest, 3), (heads, 2 * pairs + rest)):  # weights, and biases
+        rows = random(*shape, seed=seed)
+        numbers, still = turn.to_complex(rows)
+        assert numbers.shape == (heads, pairs, *shape[2:])
+        assert still.shape == (heads, rest, *shape[2:])
+        assert torch.equal(turn.from_complex(numbers, still), rows)
+        assert torch.equal(turn.from_complex(numbers), rows[:, : 2 * pairs])
+
+
+def test_the_complex_view_names_the_dims_of_each_pair() -> None:
+    rows = torch.arange(7.0)[None]
+    half, still = rotary(3, "half").to_complex(rows)
+    assert half.tolist() == [[0 + 3j, 1 + 4j, 2 + 5j]]
+    assert still.tolist() == [[6]]
+    assert rotary(3, "interleaved").to_complex(rows)[0].tolist() == [[0 + 1j, 2 + 3j, 4 + 5j]]
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@settings(deadline=None)
+@given(pairs=st.integers(1, 6), rest=st.integers(0, 4), position=st.integers(0, 5000), seed=st.integers(0, 99))
+def test_turning_multiplies_the_complex_view_by_a_phase(
+    pairing: Pairing, pairs: int, rest: int, position: int, seed: int
+) -> None:
+    turn, rows = rotary(pairs, pairing), random(3, 2 * pairs + rest, seed=seed)
+    turned = turn.rotate(rows[:, None], torch.tensor([position]))[:, 0]
+    numbers, still = turn.to_complex(rows)
+    expected = turn.from_complex(numbers * torch.exp(1j * turn.frequencies * position), still)
+    torch.testing.assert_close(turned, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_mixing_heads_within_a_frequency_commutes_with_turning() -> None:
+    for pairing in PAIRINGS:
+        turn, rows, positions = rotary(4, pairing), random(3, 8, 6), torch.arange(6) * 3
+        mix = torch.complex(random(4, 3, 3, seed=1), random(4, 3, 3, seed=2))  # frequency, to, from
+
+        def mixed(states: torch.Tensor, turn: Rotary = turn, mix: torch.Tensor = mix) -> torch.Tensor:
+            return turn.from_complex(torch.einsum("lhg,glt->hlt", mix, turn.to_complex(states)[0]))
+
+        before = turn.rotate(mixed(rows).mT, positions)
+        torch.testing.assert_close(before, mixed(turn.rotate(rows.mT, positions).mT).mT, rtol=1e-11, atol=1e-11)
+
+
+# ---- selection -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_selected_pairs_turn_as_they_did_repeated_ones_too(pairing: Pairing) -> None:
+    whole, pairs, positions = rotary(5, "half", factor=1.5), [3, 0, 3, 4], torch.arange(6) * 11
+    chosen = whole.select(pairs, pairing)
+    assert (chosen.dims, chosen.pairing, chosen.attention_factor) == (8, pairing, 1.0)
+    assert chosen.frequencies.tolist() == [whole.frequencies[pair] for pair in pairs]
+    states = random(2, 10, 6)
+    numbers, _ = whole.to_complex(states)
+    turned = whole.to_complex(whole.rotate(states.mT, positions).mT)[0][:, pairs]
+    found = chosen.rotate(chosen.from_complex(numbers[:, pairs]).mT, positions).mT
+    torch.testing.assert_close(1.5 * chosen.to_complex(found)[0], turned, rtol=1e-11, atol=1e-11)
+
+
+def test_a_selection_maps_both_lists_of_longrope() -> None:
+    whole = Rotary(torch.tensor([3.0, 2.0, 1.0]), "half", 1.25, torch.tensor([0.3, 0.2, 0.1]), 64)
+    chosen = whole.select([2, 0, 0], "interleaved")
+    assert chosen.frequencies.tolist() == [1, 3, 3]
+    assert chosen.long_frequencies is not None
+    assert chosen.long_frequencies.tolist() == pytest.approx([0.1, 0.3, 0.3])
+    assert chosen.long_beyond == 64
+    assert rotary(3).select([0], "half").long_frequencies is None
+
+
+# ---- longrope ------------------------------------------------------------------------------------------------------
+
+
+def longrope() -> Any:
+    return tiny_config(
+        "llama", head_dim=64, rope_parameters={"rope_theta": 1e4, "rope_type": "longrope", **SCALINGS["longrope"]}
+    )
+
+
+def test_longrope_has_a_second_list_for_long_sequences() -> None:
+    ours, factors = from_config(longrope(), 64), SCALINGS["longrope"]
+    plain = 1e4 ** -(torch.arange(0, 64, 2).double() / 64)
+    assert ours.long_frequencies is not None
+    torch.testing.assert_close(ours.frequencies, plain / torch.tensor(factors["short_factor"]).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours.long_frequencies, plain / torch.tensor(factors["long_factor"]).double(), rtol=1e-6, atol=0)
+    assert ours.long_beyond == 32
+    for kind in set(SCALINGS) - {"longrope"}:
+        parameters = {"rope_theta": 1e4, "rope_type": kind, **SCALINGS[kind]}
+        other = from_config(tiny_config("llama", head_dim=64, rope_parameters=parameters), 64)
+        assert (other.long_frequencies, other.long_beyond) == (None, None)
+
+
+@pytest.mark.parametrize("length", [5, 31, 32, 33, 60])
+def test_longrope_switches_lists_where_transformers_does(length: int) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    config = longrope()
+    q, positions = random(1, 2, length, 64).float(), torch.arange(length)
+    expected, _ = apply_rotary_pos_emb(q, q, *LlamaRotaryEmbedding(config)(q, positions[None]))
+    ours = from_config(config, 64)
+    torch.testing.assert_close(ours.rotate(q, positions), expected, rtol=1e-5, atol=1e-5)
+    assert ours.long_frequencies is not None
+    fixed = Rotary(ours.long_frequencies if length <= 32 else ours.frequencies, "half", ours.attention_factor)
+    assert not torch.allclose(fixed.rotate(q, positions), expected, atol=1e-2), "the two lists have to differ"

@@ -135,9 +135,7 @@ def test_a_latent_replaces_keys_and_values(groups: int) -> None:
 
 @pytest.mark.parametrize("rope", [0, 1, 7, 34, -2])
 def test_rotary_dims_that_keys_do_not_have_are_refused(rope: int) -> None:
-    with pytest.raises(
-        Refusal, match=rf"cannot keep {rope} rotary dims of 2 KV heads × 16: it must be even and between"
-    ):
+    with pytest.raises(Refusal, match=rf"cannot keep {rope} rotary dims of 2 KV heads × 16: it must be even and between"):
         AttentionSpec(4, 8, 2, 16).latent(40, rope)
 
 

@@ -109,8 +109,8 @@ def test_what_cannot_become_mla_is_told_why(checkpoint: Make, convert: Convert) 
     source = checkpoint("qwen2")
     facts = json.loads(convert("plan", source, "--json").stdout)
     assert not any(row["kind"].startswith("MLA") for row in facts["targets"])
-    assert "deepseek_v3: " in facts["no_mla"]
-    assert "No MLA: " in convert("plan", source).stdout
+    assert facts["mla"].startswith("none: no host carries MLA of")
+    assert "\n\nMLA: none: " in convert("plan", source).stdout
     assert "mla: none (no host carries MLA of" in convert("inspect", source).stdout
 
 

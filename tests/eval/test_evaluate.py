@@ -17,7 +17,8 @@ import torch
 
 from attention.errors import Failure, GateMissed, Refusal
 from eval import evaluate as module
-from eval.evaluate import Settings, check, evaluate, load, require_ratio, run
+from eval.evaluate import Settings, check, evaluate, load, require_ratio, run, tokens_of
+from eval.overlap import shared_share
 from eval.source import Source
 from eval.text import Text
 
@@ -76,7 +77,9 @@ def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
     assert report["protocol"]["text_hash"].startswith("sha256:")
     assert len(report["models"]) == 2
     for entry in report["models"]:
-        assert {"name", "path", "kind", "cache_dtype", "calibration_hash", "method"} | set(NUMBERS) == set(entry)
+        assert {"name", "path", "kind", "cache_dtype", "calibration_hash", "calibration_overlap", "method"} | set(
+            NUMBERS
+        ) == set(entry)
         for key, kind in NUMBERS.items():
             assert type(entry[key]) is kind, key
             assert math.isfinite(entry[key]), key
@@ -411,3 +414,25 @@ def test_what_is_no_decoder_is_refused(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
     with pytest.raises(Refusal, match="is no decoder-only language model"):
         evaluate([Source.parse(str(tmp_path))], TEXT, SHORT)
+
+
+def test_a_model_calibrated_on_this_text_is_found_out(pair: list[Source]) -> None:
+    assert pair[1].directory is not None
+    tokens = tokens_of(pair[0], TEXT)
+    seen = replace(tokens, ids=tokens.ids[:100])
+    made = {"kvfold": "0.1.0", "calibration": {"text": "a", "tokens": 100}, "calibration_hash": seen.hash}
+    (pair[1].directory / "conversion.json").write_text(json.dumps(made))
+    source, converted = evaluate(pair, TEXT, SHORT)["models"]
+    assert source["calibration_overlap"] is None
+    assert converted["calibration_overlap"] == shared_share(tokens.ids[: SHORT.max_tokens], seen.ids) > 0
+    (pair[1].directory / "conversion.json").write_text(json.dumps(made | {"calibration_hash": "sha256:0"}))
+    assert evaluate(pair, TEXT, SHORT)["models"][1]["calibration_overlap"] is None
+    assert evaluate(pair, TEXT, SHORT, tokens)["models"][1]["calibration_overlap"] == 1
+
+
+def test_runs_are_found_at_any_place() -> None:
+    ids = torch.randint(1000, (320,), generator=torch.Generator().manual_seed(0))
+    assert shared_share(ids, ids) == 1
+    assert shared_share(ids, torch.cat((ids[:5], ids[32:96], ids[:3]))) == 0.2
+    assert shared_share(ids, ids.flip(0)) == 0
+    assert shared_share(ids[:10], ids[:30]) == 1

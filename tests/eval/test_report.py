@@ -107,6 +107,15 @@ def table_of(markdown: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
+def test_a_text_that_calibration_saw_is_warned_of() -> None:
+    report = a_report(2)
+    report["models"][1]["calibration_overlap"] = 0.25
+    for page in (reports.to_markdown(report), reports.to_html(report)):
+        assert "was calibrated on text that holds 25 % of this one" in page
+    report["models"][1]["calibration_overlap"] = 0.009
+    assert "Warning" not in reports.to_markdown(report)
+
+
 def test_json_round_trips() -> None:
     report = a_report(3)
     text = reports.to_json(report)

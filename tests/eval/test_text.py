@@ -43,7 +43,7 @@ def test_a_file_is_read_as_utf8_and_named_after_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", " \n\t \n"], ids=["empty", "whitespace"])
 def test_a_file_without_text_fails(tmp_path: Path, content: str) -> None:
     (tmp_path / "novel.txt").write_text(content, encoding="utf-8")
-    with pytest.raises(Failure, match=r"^novel\.txt is empty: there is nothing to evaluate on$"):
+    with pytest.raises(Failure, match=r"^novel\.txt is empty$"):
         read_file(tmp_path / "novel.txt")
 
 
@@ -131,7 +131,7 @@ def test_a_tokenizer_without_bos_has_none(tokenizer: Any) -> None:
 
 
 def test_a_text_of_one_token_is_too_short(tokenizer: Any) -> None:
-    with pytest.raises(Failure, match=r"novel has 1 token\(s\): perplexity needs at least 2"):
+    with pytest.raises(Failure, match=r"novel has 1 token\(s\), and it takes at least 2 to predict one"):
         tokenize(Text("novel", "a"), tokenizer)
 
 
