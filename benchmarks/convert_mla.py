@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from random_llama import HEAD_DIM, IMPORTS, build, layer_parameters, run
 
-HEADS, BLOCKS, CONTEXT = 16, 8, 2048
+HEADS, BLOCKS, CONTEXT = 16, 2, 2048
 
 
 def layer_seconds(method: str, width: int, groups: int, rank: int, rope: int, device: str) -> tuple[float, float]:

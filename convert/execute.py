@@ -27,6 +27,7 @@ from convert.checkpoint import Reader, shard_names, write_index, write_shard
 from convert.fidelity import layer_errors
 from convert.job import Job
 from convert.layout import Unit, deal, units_of
+from convert.memory import release
 from convert.plan import Calibration, Plan
 from convert.transform import Transform, transform_of
 from convert.workdir import WorkDirectory
@@ -203,6 +204,7 @@ def _fill(
         after = transform.change(before, unit.layer)
         converted = plan.host.tensors(plan.family, after, plan.target, unit.layer)
         into |= {name: tensor.cpu() for name, tensor in converted.items()}
+        release()
         yield {
             "layer": unit.layer,
             **layer_errors(before, after),

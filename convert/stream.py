@@ -17,6 +17,7 @@ from accelerate.utils import set_module_tensor_to_device
 
 from attention.errors import Failure
 from convert.checkpoint import require_finite
+from convert.memory import release
 
 _OTHER_MODEL = "config.json and the weights are not of the same model"
 _TOKENS = 4096  # in one forward pass, unless one block is longer
@@ -158,6 +159,7 @@ class LayerStream:
         finally:
             for name in names:
                 set_module_tensor_to_device(module, name, "meta")
+            release()
 
     def _tensor(self, path: str, name: str, module: torch.nn.Module) -> torch.Tensor:
         """What the checkpoint holds for a parameter of the module at `path`."""

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
 
+from attention.errors import Refusal
 from attention.rope import Pairing, Rotary, from_config
 
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
@@ -288,3 +289,17 @@ def test_longrope_switches_lists_where_transformers_does(length: int) -> None:
     assert ours.long_frequencies is not None
     fixed = Rotary(ours.long_frequencies if length <= 32 else ours.frequencies, "half", ours.attention_factor)
     assert not torch.allclose(fixed.rotate(q, positions), expected, atol=1e-2), "the two lists have to differ"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_type": "spiral"}, "RoPE of type 'spiral' is unknown"),
+        ({**SCALINGS["longrope"], "rope_type": "longrope", "short_factor": [1.0, 2.0]}, "do not fit heads of 64"),
+    ],
+)
+def test_rope_parameters_that_mean_nothing_are_refused(parameters: dict[str, Any], message: str) -> None:
+    config = tiny_config("llama", head_dim=64)
+    config.rope_parameters = {"rope_theta": 10000.0, **parameters}
+    with pytest.raises(Refusal, match=message):
+        from_config(config, 64)

@@ -114,6 +114,14 @@ def test_what_cannot_become_mla_is_told_why(checkpoint: Make, convert: Convert) 
     assert "mla: none (no host carries MLA of" in convert("inspect", source).stdout
 
 
+def test_a_float16_source_is_told_what_it_can_become_in_bfloat16(checkpoint: Make, convert: Convert) -> None:
+    source = edit(checkpoint(), dtype="float16")
+    assert "mla: deepseek_v3, loads in transformers (with --dtype bfloat16)" in convert("inspect", source).stdout
+    facts = json.loads(convert("plan", source, "--json").stdout)
+    assert facts["mla"] == "with --dtype bfloat16"
+    assert any(row["kind"].startswith("MLA") for row in facts["targets"])
+
+
 def test_the_matrix_names_the_host_of_each_target(convert: Convert) -> None:
     rows = {row["family"]: row for row in json.loads(convert("families", "--json").stdout)}
     assert (rows["llama"]["gqa"], rows["llama"]["mla"]) == ("its own class", "deepseek_v3")

@@ -7,6 +7,7 @@ import errno
 import filecmp
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -906,3 +907,48 @@ def test_an_export_evaluated_in_float16_is_an_error(checkpoint: Make, convert: C
     assert result.exit_code == 1, result.output
     assert "finite" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_frequencies_that_old_checkpoints_keep_are_left_out(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    damage(source, lambda tensors: tensors.update({name: torch.ones(4)}))
+    ok(convert("mla", source, tmp_path / "mla", *SMALL))
+    ok(convert("mqa", source, tmp_path / "mqa"))
+    assert name not in weights(tmp_path / "mla")
+    assert name in weights(tmp_path / "mqa")
+    dropped = json.loads((tmp_path / "mla" / "conversion.json").read_text())["tensors"]["dropped"]
+    assert dropped[name] == "RoPE's frequencies are in config.json"
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_a_survey_of_half_a_checkpoint_names_what_is_missing(
+    name: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
+) -> None:
+    source = damage(checkpoint(tie_word_embeddings=False), lambda tensors: tensors.pop(name))
+    result = convert("mla", source, tmp_path / "out", *SMALL, "--method", "pca", "--text", text)
+    refused(result, 1, f"the checkpoint lacks tensor {name}", tmp_path / "out")
+
+
+def test_evaluating_on_the_calibration_text_is_warned_of(
+    checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
+) -> None:
+    options = [*SMALL, "--method", "pca", "--text", text]
+    result = ok(convert("mla", checkpoint(), tmp_path / "out", *options, "--evaluate", text))
+    assert re.search(r"warning: .* shares (9\d|100)% of its runs with the calibration text", result.stderr)
+    assert "of this one, which flatters these figures" in (tmp_path / "out" / "README.md").read_text()
+    shown = ok(convert("eval", tmp_path / "source", tmp_path / "out", "--text", text)).stdout
+    assert "Warning: out was calibrated on text that holds" in shown
+
+
+def test_a_fold_is_called_inexact_and_a_large_result_large(
+    checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    sizes = ["--kv-lora-rank", 33, "--qk-rope-head-dim", 32, "--dry-run", "--json"]
+    folded = ok(convert("mla", source, tmp_path / "out", *sizes, "--method", "pca", "--text", text, "--freqfold", 2))
+    notes = json.loads(folded.stdout)["notes"]
+    assert "inexact at any rank: 2 neighbouring frequencies are taken for one" in notes
+    assert "the cache is not smaller than the source's" in notes
+    (note,) = json.loads(ok(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json")).stdout)["notes"]
+    assert "latent channels carry keys and values" in note

@@ -1,0 +1,16 @@
+"""Giving memory back between layers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+
+def release() -> None:
+    """Return freed memory to the system, where the C library is glibc; elsewhere do nothing.
+
+    glibc keeps freed blocks of up to 32 MB for itself, and aligned ones, as torch asks for, leave holes that the next of the
+    same size does not fit: the survey of a model of width 2048 grew by 70 MB with every layer.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
