@@ -161,7 +161,8 @@ def _require_space(job: Job, units: list[Unit]) -> None:
     needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
     if job.tokens and needed:
         width, surveys = plan.source.config.hidden_size, 2 if plan.calibration and plan.calibration.propagate else 1
-        needed += surveys * plan.before.num_layers * 8 * width * (width + 1) + 2 * 4 * len(job.tokens.ids) * width
+        survey = surveys * plan.before.num_layers * 8 * width * (width + 1) + 2 * 4 * len(job.tokens.ids) * width
+        needed += max(0, survey - sum(file.stat().st_size for file in job.work.survey.iterdir()))
     job.work.require_space(needed)
 
 

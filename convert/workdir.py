@@ -142,7 +142,7 @@ class WorkDirectory:
         if needed <= free:
             return
         where = self._root.parent
-        resumable = any(self._notes.iterdir())
+        resumable = any(self._notes.iterdir()) or any(self.survey.iterdir())
         if not resumable:
             self.discard()
         raise Failure(

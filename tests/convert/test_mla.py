@@ -683,6 +683,28 @@ def test_too_little_space_counts_the_survey(
     refused(result, 1, "no space", tmp_path / "pca")
 
 
+def test_a_survey_under_way_outlives_a_disk_that_is_still_full(
+    checkpoint: Make, convert: Convert, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = checkpoint(), [*SMALL, "--method", "pca", "--text", text]
+
+    def full(*rest: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute.write_shard", full)
+        assert convert("mla", source, tmp_path / "out", *options).exit_code == 1
+    found = {file.name for file in (tmp_path / "out.partial" / "survey").iterdir()}
+    assert found
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+        still = convert("mla", source, tmp_path / "out", *options, "--resume")
+    assert still.exit_code == 1
+    assert "then use --resume" in still.stderr
+    assert {file.name for file in (tmp_path / "out.partial" / "survey").iterdir()} == found
+    ok(convert("mla", source, tmp_path / "out", *options, "--resume"))
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 
