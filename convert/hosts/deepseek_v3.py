@@ -74,7 +74,7 @@ class DeepseekV3:
         if traits.layers_with_rotary < target.num_layers:
             return f"only {traits.layers_with_rotary} of {target.num_layers} layers have RoPE, and the class turns all"
         if dtype == "float16":
-            return f"its latent norm needs numbers up to 2^{_EXPONENT + 8}, and float16 ends at 65504 (use --dtype bfloat16)"
+            return f"its latent norm needs constants above 2^{_EXPONENT}, and float16 ends at 65504 (use --dtype bfloat16)"
         return _refuses_window(traits.beyond, config)
 
     def reserved(self, kv_lora_rank: int) -> int:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attention import load
 from attention.spec import AttentionSpec
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA, constants
 from convert.methods import LATENT
@@ -326,12 +327,14 @@ def test_the_live_cache_is_what_the_config_says(
 
     ok(convert("mla", checkpoint(), tmp_path / "out", "--kv-lora-rank", rank, "--qk-rope-head-dim", rope))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    with torch.inference_mode():
-        layers = model(tokens(11)).past_key_values.layers
-    held = sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
     spec = AttentionSpec.from_config(model.config)
     assert spec.values_per_token == 3 * (rank + rope)
-    assert held == 2 * 11 * spec.values_per_token * 4
+    for running in (model, load(tmp_path / "out", dtype=torch.float32, when="always").eval()):
+        with torch.inference_mode():
+            cache = running(tokens(10)).past_key_values
+            layers = running(tokens(1), past_key_values=cache).past_key_values.layers
+        held = sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
+        assert held == 2 * 11 * spec.values_per_token * 4
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert record["kv_bytes_per_token"]["after"] == spec.bytes_per_token("float32")
 
