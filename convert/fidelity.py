@@ -31,10 +31,10 @@ def _head_error(before: torch.Tensor, after: torch.Tensor) -> float:
 
 
 def _latent_errors(before: Attention, after: FactoredAttention) -> dict[str, float]:
-    assert before.rotary is not None
     share = before.q.shape[0] // before.num_kv_heads
     turning = torch.ones(before.k.shape[1], device=before.k.device)
-    turning[: before.rotary.dims] *= before.rotary.attention_factor**2
+    if before.rotary is not None:
+        turning[: before.rotary.dims] *= before.rotary.attention_factor**2
     sums = {"score": 0.0, "own_score": 0.0, "v": 0.0, "own_v": 0.0}
     for head in range(before.q.shape[0]):
         q, k, v = before.q[head].float(), before.k[head // share].float(), before.v[head // share].float()

@@ -98,8 +98,13 @@ def plan_latent(
 
 
 def full_rank(source: Source, before: AttentionSpec, rope_dim: int) -> int:
-    """Dims of unrotated keys and values together, or the model's width where that is less: a latent needs no more."""
-    return min(source.config.hidden_size, 2 * before.num_kv_heads * before.head_dim - rope_dim)
+    """Dims of unrotated keys and values together, or the model's width where that is less: a latent needs no more.
+
+    Where some layers have no positions, it is theirs, whose keys are all in the latent.
+    """
+    traits = family_of(source.model_type).traits(source.config)
+    turning = rope_dim if traits.layers_with_rotary == before.num_layers else 0
+    return min(source.config.hidden_size, 2 * before.num_kv_heads * before.head_dim - turning)
 
 
 def with_reserved(host: Host, channels: int) -> int:
@@ -143,8 +148,9 @@ def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: 
 
 
 def _rotary_dim(family: Family, source: Source) -> int:
-    rotary = family.rotary(source.config, 0)
-    return rotary.dims if rotary else 0
+    """Rotary dims of one head, in layers that turn; hosts refuse models in which none does."""
+    rotaries = (family.rotary(source.config, layer) for layer in range(source.config.num_hidden_layers))
+    return next(rotary.dims for rotary in rotaries if rotary)
 
 
 def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, turning: int) -> int:

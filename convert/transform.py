@@ -67,14 +67,15 @@ def _merge(plan: Plan, method: GroupedMethod) -> Change:
 def _latent(job: Job, method: LatentMethod) -> Transform:
     plan, layers = job.plan, job.plan.before.num_layers
     statistics: Callable[[int], Statistics | None] = _survey(job).get if job.tokens else lambda layer: None
-    rotary = plan.family.rotary(plan.source.config, 0)
-    assert rotary is not None, "hosts refuse models without positions"
+    turning = [layer for layer in range(layers) if plan.family.rotary(plan.source.config, layer)]
+    rotary = plan.family.rotary(plan.source.config, turning[0])
+    assert rotary is not None
     if method.losses is None:
         pairs = pairs_by_stride(plan.target.qk_rope_head_dim, rotary.dims)
     else:
-        losses = [method.losses(job.read_layer(layer)[1], statistics(layer)).cpu() for layer in range(layers)]
+        losses = [method.losses(job.read_layer(layer)[1], statistics(layer)).cpu() for layer in turning]
         pairs = pairs_by_loss(losses, plan.target.qk_rope_head_dim // 2)
-    size, kept = Size(plan.rank, pairs, plan.freqfold), rotary.select(list(pairs), "interleaved")
+    size, kept = Size(plan.rank, pairs, plan.freqfold, rotary), rotary.select(list(pairs), "interleaved")
     if plan.calibration and plan.calibration.propagate:
         behind = Shelf(job.work.survey, "converted")
         statistics = behind.get

@@ -71,8 +71,8 @@ class DeepseekV3:
             return "queries and keys are normalised, and a norm does not commute with mixing heads"
         if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):
             return "the MLP has biases, for which the class has no place"
-        if traits.layers_with_rotary < target.num_layers:
-            return f"only {traits.layers_with_rotary} of {target.num_layers} layers have RoPE, and the class turns all"
+        if not traits.layers_with_rotary:
+            return "no layer has RoPE, and the class has a rotary key in each"
         if dtype == "float16":
             return f"its latent norm needs constants above 2^{_EXPONENT}, and float16 ends at 65504 (use --dtype bfloat16)"
         return _refuses_window(traits.beyond, config)

@@ -25,11 +25,13 @@ class Size:
         rank: Channels of the latent that carry something.
         pairs: For each of the P/2 rotary pairs, the source's frequency that it turns with; the same in every layer.
         freqfold: How many neighbouring frequencies are treated as one.
+        rotary: How the layers that turn do, for those without positions.
     """
 
     rank: int
     pairs: tuple[int, ...]
     freqfold: int = 1
+    rotary: Rotary | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class LatentMethod:
         needs_text: Whether it works on statistics of calibration text.
         folds: Whether it treats neighbouring frequencies as one (`Size.freqfold`).
         losses: `(attention, statistics) -> [D/2, G]`, the energy of each component of each frequency, largest first, for
-            choosing what turns; None where the method's formula says it.
+            choosing what turns, in layers that do; None where the method's formula says it.
         factor: `(attention, size, statistics) -> latent attention`.
     """
 
@@ -102,6 +104,22 @@ class Separated:
     k_rope_bias: torch.Tensor | None
     rest: torch.Tensor
     spread: torch.Tensor
+
+
+def all_still(attention: Attention, size: Size) -> Separated:
+    """A layer without positions: all of its keys go into the latent, and the key that turns is zero."""
+    assert size.rotary is not None
+    (groups, dim, width), heads, turning = attention.k.shape, attention.q.shape[0], 2 * len(size.pairs)
+    rest = attention.k.float().flatten(0, 1)
+    return Separated(
+        rotary=size.rotary.select(list(size.pairs), "interleaved"),
+        q_rope=rest.new_zeros(heads, turning, width),
+        k_rope=rest.new_zeros(turning, width),
+        q_rope_bias=None if attention.q_bias is None else rest.new_zeros(heads, turning),
+        k_rope_bias=None,
+        rest=rest,
+        spread=torch.eye(groups * dim, device=rest.device).unflatten(0, (groups, dim)),
+    )
 
 
 def separate(attention: Attention, keys: Keys, basis: torch.Tensor, size: Size) -> Separated:
@@ -235,7 +253,7 @@ def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _rotary(attention: Attention) -> Rotary:
-    assert attention.rotary is not None, "hosts refuse layers without positions"
+    assert attention.rotary is not None, "a layer without positions has no components"
     return attention.rotary
 
 

@@ -19,7 +19,17 @@ from __future__ import annotations
 
 import torch
 
-from convert.methods.latent import LatentMethod, Size, fix_signs, keys_of, leading_subspace, separate, share_latent
+from convert.methods.latent import (
+    LatentMethod,
+    Separated,
+    Size,
+    all_still,
+    fix_signs,
+    keys_of,
+    leading_subspace,
+    separate,
+    share_latent,
+)
 from convert.record import Attention, FactoredAttention, Statistics
 
 
@@ -27,16 +37,22 @@ def factor(attention: Attention, size: Size, statistics: Statistics | None) -> F
     """The latent attention."""
     assert statistics is not None
     device = attention.k.device
-    keys = keys_of(attention, size.freqfold)
-    rows = torch.cat((keys.rows, keys.bias[..., None]), -1)
-    second = statistics.with_constant.to(device)
-    gram = sum(part.double() @ second @ part.double().mT for part in (rows.real, rows.imag))
-    basis = fix_signs(torch.linalg.eigh(gram).eigenvectors.flip(-1))
-    parts = separate(attention, keys, basis, size)
-    values, moment = attention.v.float().flatten(0, 1), statistics.second.to(device)
+    moment = statistics.second.to(device)
+    if attention.rotary is None:
+        parts = all_still(attention, size)
+    else:
+        parts = _parts(attention, size, statistics.with_constant.to(device))
+    values = attention.v.float().flatten(0, 1)
     balance = _balance(parts.rest, attention.k.float().flatten(0, 1), values, moment)
     left = leading_subspace(torch.cat((parts.rest / balance, values)), moment, size.rank)
     return share_latent(attention, parts, left, balance)
+
+
+def _parts(attention: Attention, size: Size, second: torch.Tensor) -> Separated:
+    keys = keys_of(attention, size.freqfold)
+    rows = torch.cat((keys.rows, keys.bias[..., None]), -1)
+    gram = sum(part.double() @ second @ part.double().mT for part in (rows.real, rows.imag))
+    return separate(attention, keys, fix_signs(torch.linalg.eigh(gram).eigenvectors.flip(-1)), size)
 
 
 def _balance(rest: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, second: torch.Tensor) -> float:

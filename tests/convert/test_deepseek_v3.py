@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "RoPE of type 'dynamic' is no fixed list of frequencies",
     ),
     "no RoPE in some layers": (
-        "smollm3", {"no_rope_layers": [1, 0, 1]}, "only 2 of 3 layers have RoPE, and the class turns all",
+        "smollm3", {"no_rope_layers": [0, 0, 0]}, "no layer has RoPE, and the class has a rotary key in each",
     ),
 }  # fmt: skip
 PLAIN: dict[str, dict[str, Any]] = {

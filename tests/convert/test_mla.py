@@ -116,6 +116,26 @@ def test_full_size_gives_the_sources_logits(
     assert (config["model_type"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == ("deepseek_v3", 33, 32)
 
 
+@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("layers", [[1, 0, 1], [0, 1, 0]])
+def test_layers_without_positions_are_carried(
+    layers: list[int], method: str, checkpoint: Make, convert: Convert, logits: Logits, text: Path, tmp_path: Path
+) -> None:
+    """All of their keys go into the latent, which is full at min(E, 2 G D); the key that turns is zero there."""
+    source = checkpoint("smollm3", no_rope_layers=layers, hidden_size=96)
+    full = ["--kv-lora-rank", 65, "--qk-rope-head-dim", 32, *method_options(method, text)]
+    ok(convert("mla", source, tmp_path / "out", *full))
+    same_logits(logits(tmp_path / "out"), logits(source))
+    refused = convert("mla", source, tmp_path / "more", "--kv-lora-rank", 66, "--qk-rope-head-dim", 32, "--method", "svd")
+    assert "use --kv-lora-rank 65" in refused.stderr
+    ok(convert("mla", source, tmp_path / "less", "--kv-lora-rank", 33, "--qk-rope-head-dim", 32, *method_options(method, text)))
+    assert (logits(tmp_path / "less") - logits(source)).abs().max() > 1e-3
+    kept = weights(tmp_path / "out")
+    for layer, turns in enumerate(layers):
+        key = kept[f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"][-32:]
+        assert bool(key.any()) == bool(turns)
+
+
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("method", LATENT)
 def test_every_scaling_of_rope_is_carried(
