@@ -10,13 +10,21 @@ from convert.record import Attention, FactoredAttention
 def layer_errors(before: Attention, after: Attention | FactoredAttention) -> dict[str, float]:
     """Relative squared errors.
 
-    For merged heads, `k_error` and `v_error`: distance of each source head from the one that replaces it. For a latent,
-    `v_error` likewise, and `score_error`: distance of each head's bilinear score form W_Qᵀ W_K at distance 0, where nothing
-    has turned (it does not see what not turning costs).
+    Where queries stay, `k_error` and `v_error`: distance of each source head from the one that replaces it. Where they
+    change too, `score_error`: distance of each head's bilinear score form W_Qᵀ W_K at distance 0, where nothing has turned
+    (it does not see what not turning costs), and `output_error`: that of each head's W_O W_V.
     """
-    if isinstance(after, FactoredAttention):
-        return _latent_errors(before, after)
-    return {"k_error": _head_error(before.k, after.k), "v_error": _head_error(before.v, after.v)}
+    if isinstance(after, Attention) and after.q is before.q:
+        return {"k_error": _head_error(before.k, after.k), "v_error": _head_error(before.v, after.v)}
+    sums = [0.0] * 4
+    for head in range(before.q.shape[0]):
+        q, k, o, v = _maps(before, head)
+        new_q, new_k, new_o, new_v = _maps(after, head)
+        sums[0] += _form(torch.cat((q, new_q)), torch.cat((k, -new_k)))
+        sums[1] += _form(q, k)
+        sums[2] += _form(torch.cat((o, new_o)), torch.cat((v, -new_v)))
+        sums[3] += _form(o, v)
+    return {"score_error": _ratio(sums[0], sums[1]), "output_error": _ratio(sums[2], sums[3])}
 
 
 def _head_error(before: torch.Tensor, after: torch.Tensor) -> float:
@@ -27,28 +35,21 @@ def _head_error(before: torch.Tensor, after: torch.Tensor) -> float:
         members = heads.float()  # group by group: what is copied to fp32 stays small
         own += _square(members)
         distance += _square(members - shared)
-    return distance / own if own else 0.0
+    return _ratio(distance, own)
 
 
-def _latent_errors(before: Attention, after: FactoredAttention) -> dict[str, float]:
-    share = before.q.shape[0] // before.num_kv_heads
-    turning = torch.ones(before.k.shape[1], device=before.k.device)
-    if before.rotary is not None:
-        turning[: before.rotary.dims] *= before.rotary.attention_factor**2
-    sums = {"score": 0.0, "own_score": 0.0, "v": 0.0, "own_v": 0.0}
-    for head in range(before.q.shape[0]):
-        q, k, v = before.q[head].float(), before.k[head // share].float(), before.v[head // share].float()
-        k = k * turning[:, None]
-        queries = torch.cat((q, after.q_nope[head], after.q_rope[head]))
-        keys = torch.cat((k, -after.up_k[head] @ after.down, -after.k_rope))
-        sums["own_score"] += _form(q, k)
-        sums["score"] += _form(queries, keys)
-        sums["own_v"] += _square(v)
-        sums["v"] += _square(v - after.up_v[head] @ after.down)
-    return {
-        "score_error": max(0.0, sums["score"]) / sums["own_score"] if sums["own_score"] else 0.0,
-        "v_error": sums["v"] / sums["own_v"] if sums["own_v"] else 0.0,
-    }
+def _maps(a: Attention | FactoredAttention, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One head's queries and keys `[n, E]` and outputs and values `[m, E]`, such that its forms are qᵀ k and oᵀ v."""
+    if isinstance(a, FactoredAttention):
+        keys = torch.cat((a.up_k[head] @ a.down, a.k_rope))
+        return torch.cat((a.q_nope[head], a.q_rope[head])), keys, a.o[:, head].T, a.up_v[head] @ a.down
+    group = head // (a.q.shape[0] // a.num_kv_heads)
+    keys = a.k[group].float()
+    if a.rotary is not None:
+        factor = torch.ones_like(keys[:, :1])
+        factor[: a.rotary.dims] = a.rotary.attention_factor**2
+        keys = keys * factor
+    return a.q[head].float(), keys, a.o[:, head].float().T, a.v[group].float()
 
 
 def _form(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -59,3 +60,7 @@ def _form(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _square(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2)
+
+
+def _ratio(distance: float, own: float) -> float:
+    return max(0.0, distance) / own if own else 0.0

@@ -204,7 +204,7 @@ def plan_grouped(
     target = before.grouped(groups)
     host = host_of(command, family, source, target, output.dtype or source.dtype)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    notes = _notes(family, source, before, target, output.dtype)
+    notes = _notes(family, source, before, target, output.dtype, method)
     return Plan(command, source, family, before, target, method, host, output, seed, device, notes)
 
 
@@ -224,10 +224,20 @@ def host_of(command: str, family: Family, source: Source, target: AttentionSpec,
     raise Refusal(f"no host carries {kind} of {source.reference}: {'; '.join(refusals)}")
 
 
-def _notes(family: Family, source: Source, before: AttentionSpec, target: AttentionSpec, dtype: str | None) -> tuple[str, ...]:
+def _notes(
+    family: Family,
+    source: Source,
+    before: AttentionSpec,
+    target: AttentionSpec,
+    dtype: str | None,
+    method: GroupedMethod,
+) -> tuple[str, ...]:
     if target == before:
         how = f"every tensor is cast to {dtype} and otherwise" if dtype else "every tensor is copied bit for bit,"
         return (f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged",)
+    notes = []
+    if method.absorbs and family.traits(source.config).qk_norm:
+        notes.append("queries and keys are normalised, so that keys are averaged and not turned towards each other")
     if family.merges_norm_gains(source.config):
-        return ("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group",)
-    return ()
+        notes.append("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group")
+    return tuple(notes)

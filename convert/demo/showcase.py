@@ -17,7 +17,7 @@ from eval.source import Source
 from eval.text import Text, read_file
 
 MODEL = Path(__file__).parent / "python-5m-mha"
-_GROUPS = (("mean", 4), ("mean", 2), ("mean", 1), ("first", 4), ("first", 2), ("first", 1))
+_GROUPS = (("mean", 4), ("mean", 2), ("mean", 1), ("aligned", 4), ("aligned", 2), ("aligned", 1))
 _SHARES = (("svd", 0.25), ("svd", 0.125), ("pca", 0.25), ("pca", 0.125))
 _MODULES = ("difflib", "statistics")  # of those held out: as much as two minutes allow
 _CALIBRATION_TOKENS = 32768

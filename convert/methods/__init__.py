@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
 
-GROUPED = ("mean", "first", "random")
+GROUPED = ("aligned", "mean", "first", "random")
 LATENT = ("svd", "pca")
 
 

@@ -11,4 +11,4 @@ def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
     return pool_kv(attention, groups, lambda members: members[0])
 
 
-METHOD = GroupedMethod("first", "first head of each group", "arXiv:2305.13245", merge)
+METHOD = GroupedMethod("first", "first head of each group", "arXiv:2305.13245", False, merge)

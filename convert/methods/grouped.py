@@ -30,12 +30,14 @@ class GroupedMethod:
         name: As on the command line.
         summary: One line for help, plans and cards.
         source: The paper, or "".
+        absorbs: Whether queries take up what keys lose, which a norm of both forbids.
         merge: `(attention with G KV heads, groups, draw) -> attention with `groups` KV heads`; groups divides G.
     """
 
     name: str
     summary: str
     source: str
+    absorbs: bool
     merge: Callable[[Attention, int, Draw], Attention]
 
 

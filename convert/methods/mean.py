@@ -18,4 +18,4 @@ def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
     return pool_kv(attention, groups, _mean)
 
 
-METHOD = GroupedMethod("mean", "mean of each group's heads", "arXiv:2305.13245", merge)
+METHOD = GroupedMethod("mean", "mean of each group's heads", "arXiv:2305.13245", False, merge)

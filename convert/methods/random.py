@@ -34,4 +34,4 @@ def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
     )
 
 
-METHOD = GroupedMethod("random", "fresh random heads (a control: expect a ruined model)", "arXiv:2305.13245", merge)
+METHOD = GroupedMethod("random", "fresh random heads (a control: expect a ruined model)", "arXiv:2305.13245", False, merge)

@@ -41,7 +41,7 @@ def edit(path: Path, **changes: Any) -> Path:
 def test_gqa_prints_what_it_did_on_stdout_alone(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2)
     assert result.stdout.splitlines() == [
-        "GQA-4 → GQA-2, method mean (mean of each group's heads)",
+        "GQA-4 → GQA-2, method aligned (heads turned towards each other, by weights alone)",
         "KV cache: 768 → 384 bytes per token (50.0%, kept in float32)",
         f"written to {tmp_path / 'out'}, loads in transformers as llama",
     ]

@@ -53,7 +53,7 @@ def test_the_demo_converts_evaluates_and_reports(
     assert source["kind"] == "MHA"
     assert source["perplexity"] < 40
     by_method = {(entry["method"], entry["kind"]): entry for entry in others}
-    for method in ("mean", "first"):
+    for method in ("mean", "aligned"):
         losses = [by_method[method, kind]["loss_nats"] for kind in ("GQA-4", "GQA-2", "MQA")]
         assert 0 < losses[0] < losses[2]
     for method in ("svd", "pca"):

@@ -65,18 +65,19 @@ def test_equal_heads_merge_without_loss(
 
 def test_unequal_heads_do_lose(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
     source = checkpoint()
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
-    assert (logits(tmp_path / "out") - logits(source)).abs().max() > 0.1
-    layers = json.loads((tmp_path / "out" / "conversion.json").read_text())["layers"]
-    assert [entry["layer"] for entry in layers] == [0, 1, 2]
-    assert all(0.1 < entry["k_error"] < 1 and 0.1 < entry["v_error"] < 1 for entry in layers)
+    for method, errors in (("mean", ("k_error", "v_error")), ("aligned", ("score_error", "output_error"))):
+        ok(convert("gqa", source, tmp_path / method, "--groups", 2, "--method", method))
+        assert (logits(tmp_path / method) - logits(source)).abs().max() > 0.1
+        layers = json.loads((tmp_path / method / "conversion.json").read_text())["layers"]
+        assert [entry["layer"] for entry in layers] == [0, 1, 2]
+        assert all(0.1 < entry[name] < 1 for entry in layers for name in errors)
 
 
 def test_converting_twice_is_converting_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint(num_key_value_heads=8)
-    ok(convert("gqa", source, tmp_path / "four", "--groups", 4))
-    ok(convert("mqa", tmp_path / "four", tmp_path / "four-one"))
-    ok(convert("mqa", source, tmp_path / "one"))
+    ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
+    ok(convert("mqa", tmp_path / "four", tmp_path / "four-one", "--method", "mean"))
+    ok(convert("mqa", source, tmp_path / "one", "--method", "mean"))
     twice, once = weights(tmp_path / "four-one"), weights(tmp_path / "one")
     for name, tensor in once.items():
         torch.testing.assert_close(twice[name], tensor)
@@ -156,7 +157,7 @@ def test_shards_are_bounded_indexed_and_complete(checkpoint: Make, convert: Conv
 
 def test_every_tensor_is_accounted_for_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint("olmo2")
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean"))
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     converted, copied = record["tensors"]["converted"], record["tensors"]["copied"]
     assert sorted(converted + copied) == sorted(weights(source))
@@ -192,7 +193,7 @@ def test_a_dtype_is_stored_and_written_into_the_config(checkpoint: Make, convert
 def test_merged_heads_are_rounded_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
     ok(convert("gqa", source, tmp_path / "half", "--groups", 4, "--dtype", "bfloat16"))
-    ok(convert("gqa", tmp_path / "half", tmp_path / "wide", "--groups", 2, "--dtype", "float32"))
+    ok(convert("gqa", tmp_path / "half", tmp_path / "wide", "--groups", 2, "--dtype", "float32", "--method", "mean"))
     name = "model.layers.0.self_attn.k_proj.weight"
     rows = weights(tmp_path / "half")[name].float().unflatten(0, (2, 2, 8))
     torch.testing.assert_close(weights(tmp_path / "wide")[name], rows.mean(1).flatten(0, 1), rtol=1e-6, atol=0)
@@ -277,7 +278,7 @@ def test_evaluating_fills_the_card_and_never_the_work_directory_name(
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Perplexity under protocol `paper`: text.txt, context 128" in card
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert [(m["name"], m["method"]) for m in record["evaluation"]["models"]] == [("source", None), ("converted", "mean")]
+    assert [(m["name"], m["method"]) for m in record["evaluation"]["models"]] == [("source", None), ("converted", "aligned")]
     assert ".partial" not in card + json.dumps(record)
 
 

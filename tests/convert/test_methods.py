@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from attention.qk_norm import QKNorm
 from attention.reference import grouped_attention
+from attention.rope import Rotary
 from convert.methods import GROUPED, load_grouped
 from convert.methods.grouped import Draw
 from convert.record import Attention
@@ -133,4 +134,120 @@ def test_the_registry_names_each_method_by_its_module(method: str) -> None:
     found = load_grouped(method)
     assert found.name == method
     assert found.summary
-    assert found.source.startswith("arXiv:")
+    assert found.source.startswith("arXiv:") or method == "aligned"
+
+
+# ---- aligned -------------------------------------------------------------------------------------------------------
+
+
+def turning(a: Attention, pairs: int = 2, pairing: str = "half", factor: float = 1.0) -> Attention:
+    frequencies = 10.0 ** -torch.arange(pairs, dtype=torch.float64)
+    return dataclasses.replace(a, rotary=Rotary(frequencies, pairing, factor))  # type: ignore[arg-type]
+
+
+def loss(a: Attention, b: Attention) -> float:
+    """Relative distance of two records' outputs, computed in fp64."""
+    found, expected = (run(widened(x)) for x in (b, a))
+    return float((found - expected).norm() / expected.norm())
+
+
+def widened(a: Attention) -> Attention:
+    tensors = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias")
+    return dataclasses.replace(a, **{n: getattr(a, n).double() for n in tensors if getattr(a, n) is not None})
+
+
+def disguised(a: Attention, times: int, seed: int = 0) -> Attention:
+    """The function of `a` with every KV head `times` times over, each copy in a basis of its own.
+
+    Keys of a copy are multiplied by a complex number per frequency and by an invertible matrix where they do not turn,
+    queries by what undoes that; values and outputs by a matrix and its inverse.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    many = widened(repeated(a, times))
+    assert a.rotary is not None
+    share, dims = many.q.shape[0] // many.k.shape[0], a.rotary.dims
+    still = many.k.shape[1] - dims
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    heads = many.k.shape[0]
+    number = torch.complex(draw(heads, dims // 2), draw(heads, dims // 2))
+    plain, value = draw(heads, still, still) + 3 * torch.eye(still), draw(heads, 6, 6) + 3 * torch.eye(6)
+
+    def rows(t: torch.Tensor, factor: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        z, rest = a.rotary.to_complex(t)  # type: ignore[union-attr]
+        return a.rotary.from_complex(z * factor[..., None], matrix @ rest)  # type: ignore[union-attr]
+
+    def biased(t: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.cat((t, bias[..., None]), -1)
+
+    k = rows(biased(many.k, many.k_bias), number, plain)
+    undo = (1 / number).conj().repeat_interleave(share, 0), plain.inverse().mT.repeat_interleave(share, 0)
+    q = rows(biased(many.q, many.q_bias), *undo)
+    v = value @ biased(many.v, many.v_bias)
+    o = torch.einsum("ehd,hdc->ehc", many.o, value.inverse().repeat_interleave(share, 0))
+    return dataclasses.replace(
+        many, q=q[..., :-1], q_bias=q[..., -1], k=k[..., :-1], k_bias=k[..., -1], v=v[..., :-1], v_bias=v[..., -1], o=o
+    )
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@settings(max_examples=15, deadline=None)
+@given(groups=st.sampled_from([1, 2]), times=st.sampled_from([2, 4]), pairs=st.integers(1, 3), seed=st.integers(0, 50))
+def test_heads_that_differ_by_what_commutes_with_rope_merge_without_loss(
+    pairing: str, groups: int, times: int, pairs: int, seed: int
+) -> None:
+    few = turning(record(heads=4 * groups, groups=groups, seed=seed), pairs, pairing)
+    many = disguised(few, times, seed)
+    assert loss(few, many) < 1e-9
+    assert loss(many, load_grouped("aligned").merge(many, groups, draw())) < 1e-4
+    assert loss(many, load_grouped("mean").merge(many, groups, draw())) > 1e-2
+
+
+@pytest.mark.parametrize("norm", [None, "shared", "head", "all"])
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_equal_heads_are_lossless_whatever_turns(norm: str | None, factor: float) -> None:
+    for pairs in (0, 1, 3):
+        few = record(heads=8, groups=2, norm=norm)
+        few = turning(few, pairs, factor=factor) if pairs else few
+        many = repeated(few, 4)
+        merged = load_grouped("aligned").merge(many, 2, draw())
+        assert loss(many, merged) < 1e-4
+        assert merged.k.shape == (2, 6, 10)
+        assert merged.o.shape == many.o.shape
+
+
+def test_keys_of_opposite_sign_meet_where_norms_forbid_more() -> None:
+    few = turning(record(heads=4, groups=2, norm="shared"))
+    few = dataclasses.replace(few, q_norm=dataclasses.replace(few.q_norm, bias=None),  # type: ignore[type-var]
+                              k_norm=dataclasses.replace(few.k_norm, bias=None))  # type: ignore[type-var]  # fmt: skip
+    many = repeated_without_norm_bias(few)
+    sign = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None]
+    flipped = dataclasses.replace(
+        many, k=many.k * sign[..., None], k_bias=many.k_bias * sign, q=many.q * sign[..., None], q_bias=many.q_bias * sign
+    )
+    assert loss(many, flipped) < 1e-6
+    assert loss(many, load_grouped("aligned").merge(flipped, 2, draw())) < 1e-5
+
+
+def repeated_without_norm_bias(a: Attention) -> Attention:
+    rows = {name: getattr(a, name).repeat_interleave(2, 0) for name in ("k", "v", "k_bias", "v_bias")}
+    return dataclasses.replace(a, **rows)
+
+
+@pytest.mark.parametrize("norm", [None, "shared", "all"])
+def test_aligned_loses_less_than_mean(norm: str | None) -> None:
+    for seed in range(5):
+        a = turning(record(heads=8, groups=8, norm=norm, seed=seed))
+        aligned, mean = (loss(a, load_grouped(name).merge(a, 2, draw())) for name in ("aligned", "mean"))
+        assert aligned < mean
+
+
+@pytest.mark.parametrize("what", ["k", "v", "q", "o"])
+def test_heads_of_zeros_stay_finite(what: str) -> None:
+    a = turning(record(heads=8, groups=4))
+    tensor = getattr(a, what).clone()
+    (tensor[:, :4] if what == "o" else tensor[:2]).zero_()
+    merged = load_grouped("aligned").merge(dataclasses.replace(a, **{what: tensor}), 2, draw())
+    assert torch.isfinite(run(widened(merged))).all()

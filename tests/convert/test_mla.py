@@ -183,9 +183,9 @@ def test_less_than_full_size_loses(
     assert distance[2] < 1e-4
     layers = json.loads((tmp_path / "8" / "conversion.json").read_text())["layers"]
     assert [layer["layer"] for layer in layers] == [0, 1, 2]
-    assert all(0.1 < layer["v_error"] < 1 and 0.01 < layer["score_error"] < 2 for layer in layers)
+    assert all(0.1 < layer["output_error"] < 1 and 0.01 < layer["score_error"] < 2 for layer in layers)
     whole = json.loads((tmp_path / "33" / "conversion.json").read_text())["layers"]
-    assert all(layer["v_error"] < 1e-9 and layer["score_error"] < 1e-6 for layer in whole)
+    assert all(layer["output_error"] < 1e-9 and layer["score_error"] < 1e-6 for layer in whole)
 
 
 def test_default_rope_is_written_where_a_plain_stride_turns(
@@ -243,7 +243,7 @@ def test_a_bfloat16_source_stays_bfloat16(checkpoint: Make, convert: Convert, tm
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert record["kv_bytes_per_token"] == {"before": 3 * 64 * 2, "after": 3 * 65 * 2, "cache_dtype": "bfloat16"}
-    assert all(layer["v_error"] < 1e-9 for layer in record["layers"]), "arithmetic is fp32"
+    assert all(layer["output_error"] < 1e-9 for layer in record["layers"]), "arithmetic is fp32"
 
 
 # ---- real checkpoints ----------------------------------------------------------------------------------------------
@@ -928,7 +928,7 @@ def test_large_and_small_weights_have_errors_that_are_numbers(
         json.loads((tmp_path / name / "conversion.json").read_text(), parse_constant=pytest.fail)["layers"][1]
         for name in ("plain", "out")
     )
-    assert found["v_error"] == pytest.approx(plain["v_error"], rel=0.3)
+    assert found["output_error"] == pytest.approx(plain["output_error"], rel=0.3)
     assert found["score_error"] == pytest.approx(plain["score_error"], rel=0.3)
 
 
