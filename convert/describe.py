@@ -56,7 +56,7 @@ def _carrier(source: Source, family: Family, spec: AttentionSpec, kind: str, dty
         return host_of(kind, family, source, target, dtype), None
     except Refusal as error:
         with suppress(Refusal):
-            return host_of(kind, family, source, target, "bfloat16"), "with --dtype bfloat16"
+            return host_of(kind, family, source, target, "bfloat16"), "only with --dtype bfloat16"
         return None, str(error)
 
 

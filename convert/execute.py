@@ -286,9 +286,14 @@ def _evaluate(job: Job, text: Text, settings: Settings) -> dict[str, Any]:
             hint="the same command with --resume and without --evaluate publishes it",
         ) from error
     source, converted = report["models"]
-    # The work directory's own name means nothing later, and conversion.json is not there yet to name the method.
+    # The work directory's own name means nothing later, and conversion.json is not there yet to name method and text.
     source |= {"name": "source", "path": plan.source.reference}
-    converted |= {"name": "converted", "path": "OUTPUT", "method": plan.applied_method}
+    converted |= {
+        "name": "converted",
+        "path": "OUTPUT",
+        "method": plan.applied_method,
+        "calibration_hash": job.tokens.hash if job.tokens else None,
+    }
     if not job.quiet and (converted["calibration_overlap"] or 0.0) > 0.01:
         print(
             f"warning: {text.name} shares {converted['calibration_overlap']:.0%} of its runs with the calibration text: "

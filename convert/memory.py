@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 
 
 def release() -> None:
@@ -12,5 +13,6 @@ def release() -> None:
     glibc keeps freed blocks of up to 32 MB for itself, and aligned ones, as torch asks for, leave holes that the next of the
     same size does not fit: the survey of a model of width 2048 grew by 70 MB with every layer.
     """
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)

@@ -44,14 +44,17 @@ class Budget(click.ParamType):  # type: ignore[type-arg]
     ) -> tuple[float, None] | tuple[None, int]:
         if isinstance(value, tuple):
             return value
-        percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(value))
+        text = str(value).strip()
+        percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
         if percent and 0 < float(percent[1]) <= 100:
             return float(percent[1]) / 100, None
-        if re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMG]?i?B)?\s*", str(value), re.IGNORECASE):
-            text = str(value).strip()
-            return None, int(text) if text.isdigit() else Size().convert(text, param, ctx)
+        if text.isdigit():
+            return None, int(text)
+        if re.fullmatch(r"\d+(\.\d+)?\s*[KMG]?i?B", text, re.IGNORECASE):
+            return None, Size().convert(text, param, ctx)
         self.fail(
-            f"{value!r} is no budget: give a share of the source's cache, as in 12.5%, or bytes per token, as in 4096 or 4KB",
+            f"{value!r} is no budget: give a share of the source's cache above 0 and up to 100 %, as in 12.5%, or bytes per "
+            "token, as in 4096 or 4KB",
             param,
             ctx,
         )

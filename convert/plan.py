@@ -185,7 +185,7 @@ def readable(source: Source) -> Family:
     if rank := source.raw.get("kv_lora_rank"):
         raise Refusal(
             f"model type {source.model_type!r} is multi-head latent attention already (kv_lora_rank {rank})",
-            hint="kvfold converts MHA and GQA sources",
+            hint="kvfold converts MHA and GQA sources; `convert eval` measures this one",
         )
     return family_of(source.model_type)
 

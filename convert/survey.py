@@ -51,15 +51,20 @@ class Moments:
             self._second += second
             self._sum += total
         self._tokens += len(x)
-        if not second.any():
-            raise Failure(
-                f"the input of layer {self._layer}'s attention is zero on the calibration text",
-                hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
-            )
 
     def statistics(self) -> Statistics:
+        """What has been seen.
+
+        Raises:
+            Failure: Nothing but zeros.
+        """
         assert self._second is not None
         assert self._sum is not None
+        if not self._second.any():
+            raise Failure(
+                f"the input of layer {self._layer}'s attention is zero on the whole calibration text",
+                hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
+            )
         return Statistics(self._second / self._tokens, self._sum / self._tokens, self._tokens)
 
 

@@ -121,7 +121,7 @@ def _groups(others: Sequence[Source]) -> list[list[Source]]:
     room = 0
     for other in others:
         size = sum(file.stat().st_size for file in (*other.files.glob("*.safetensors"), *other.files.glob("*.bin")))
-        if size > room:
+        if not groups or size > room:
             groups.append([])
             room = _SMALL
         groups[-1].append(other)

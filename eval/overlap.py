@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,15 +14,16 @@ _RUN = 32  # tokens that texts of one language do not share by chance
 def shared_share(evaluated: torch.Tensor, seen: torch.Tensor) -> float:
     """The share of `evaluated` ids `[n]`, in runs of 32 tokens, that occurs anywhere in `seen` ids `[m]`.
 
-    A text of fewer tokens is one run.
+    A text of fewer tokens is one run. Memory grows with n alone.
     """
     run = min(_RUN, len(evaluated))
-    known = set(_runs(seen, run, 1))
-    runs = _runs(evaluated, run, run)
-    return sum(part in known for part in runs) / len(runs)
+    runs = list(_runs(evaluated, run, run))
+    wanted = set(runs)
+    found = {part for part in _runs(seen, run, 1) if part in wanted}
+    return sum(part in found for part in runs) / len(runs)
 
 
-def _runs(ids: torch.Tensor, length: int, stride: int) -> list[bytes]:
+def _runs(ids: torch.Tensor, length: int, stride: int) -> Iterator[bytes]:
     raw, size = ids.numpy().astype("<i4").tobytes(), 4
-    starts = range(0, len(ids) - length + 1, stride)
-    return [raw[start * size : (start + length) * size] for start in starts]
+    for start in range(0, len(ids) - length + 1, stride):
+        yield raw[start * size : (start + length) * size]

@@ -116,9 +116,9 @@ def test_what_cannot_become_mla_is_told_why(checkpoint: Make, convert: Convert) 
 
 def test_a_float16_source_is_told_what_it_can_become_in_bfloat16(checkpoint: Make, convert: Convert) -> None:
     source = edit(checkpoint(), dtype="float16")
-    assert "mla: deepseek_v3, loads in transformers (with --dtype bfloat16)" in convert("inspect", source).stdout
+    assert "mla: deepseek_v3, loads in transformers (only with --dtype bfloat16)" in convert("inspect", source).stdout
     facts = json.loads(convert("plan", source, "--json").stdout)
-    assert facts["mla"] == "with --dtype bfloat16"
+    assert facts["mla"] == "only with --dtype bfloat16"
     assert any(row["kind"].startswith("MLA") for row in facts["targets"])
 
 

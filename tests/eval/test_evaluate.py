@@ -436,3 +436,10 @@ def test_runs_are_found_at_any_place() -> None:
     assert shared_share(ids, torch.cat((ids[:5], ids[32:96], ids[:3]))) == 0.2
     assert shared_share(ids, ids.flip(0)) == 0
     assert shared_share(ids[:10], ids[:30]) == 1
+
+
+def test_a_model_without_weights_is_named(pair: list[Source]) -> None:
+    assert pair[1].directory is not None
+    (pair[1].directory / "model.safetensors").unlink()
+    with pytest.raises(Failure, match="cannot load"):
+        evaluate(pair, TEXT, SHORT)
