@@ -2,7 +2,7 @@
 
     python benchmarks/convert_io.py [--gigabytes 2] [--rounds 3] [--directory DIR]
 
-Builds a random Llama-shaped, sharded bf16 checkpoint, then alternates `cp -r` and `convert gqa --method mean` on it.
+Builds a random Llama-shaped, sharded bf16 checkpoint, then alternates `cp -r` and `convert gqa` on it.
 Both are timed as whole processes, page cache warm. Memory is anonymous memory.
 """
 
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--shard-megabytes", type=int, default=500)
     parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--method", default="mean")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=None, help="where to work; default: a temporary directory")
     args = parser.parse_args()
@@ -40,6 +41,7 @@ def main() -> None:
             f"source: {size / 1e9:.2f} GB in {len(list(source.glob('*.safetensors')))} shards, {HEADS} → {args.groups} KV heads"
         )
         convert = [sys.executable, "-m", "convert.cli", "gqa", str(source), str(out), "--groups", str(args.groups), "-q"]
+        convert += ["--method", args.method]
         convert += ["--max-shard-size", f"{args.shard_megabytes}MB"]
         _, imports = run([sys.executable, "-c", IMPORTS])
         start = statistics.median(run([*convert, "--dry-run"])[0] for _ in range(args.rounds))
