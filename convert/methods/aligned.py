@@ -114,6 +114,7 @@ def _joint(rows: torch.Tensor, gram: torch.Tensor) -> tuple[torch.Tensor, torch.
     root, inverse = (vectors * values[:, None]) @ vectors.mT, (vectors / values[:, None]) @ vectors.mT
     stacked = (root @ rows.double()).flatten(0, 1)  # [n N, E]
     left = leading_subspace(stacked, None, min(rows.shape[1], *stacked.shape)).double()
+    left = torch.nn.functional.pad(left, (0, rows.shape[1] - left.shape[1]))  # a model narrower than its heads
     shared = left.T @ stacked
     back = inverse @ left.unflatten(0, rows.shape[:2])
     return shared.float(), back.float()

@@ -251,3 +251,13 @@ def test_heads_of_zeros_stay_finite(what: str) -> None:
     (tensor[:, :4] if what == "o" else tensor[:2]).zero_()
     merged = load_grouped("aligned").merge(dataclasses.replace(a, **{what: tensor}), 2, draw())
     assert torch.isfinite(run(widened(merged))).all()
+
+
+def test_heads_wider_than_the_model_keep_their_shape() -> None:
+    a = turning(record(heads=8, groups=4))
+    narrow = dataclasses.replace(
+        a, q=a.q[..., :3], k=a.k[..., :3], v=a.v[..., :3], o=a.o[:3], o_bias=a.o_bias[:3], k_bias=None, v_bias=None
+    )
+    merged = load_grouped("aligned").merge(narrow, 2, draw())
+    assert (merged.k.shape, merged.v.shape, merged.o.shape) == ((2, 6, 3), (2, 6, 3), (3, 8, 6))
+    assert torch.isfinite(merged.o).all()
