@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from convert.plan import Plan
+from eval.overlap import WARN_ABOVE
 
 
 def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
@@ -38,6 +39,7 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         plan=plan,
         record=record,
         evaluation=evaluation,
+        warn_above=WARN_ABOVE,
         protocol=evaluation["protocol"] if evaluation else None,
         source=source,
         converted=converted,

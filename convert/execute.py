@@ -33,6 +33,7 @@ from convert.transform import Transform, transform_of
 from convert.workdir import WorkDirectory
 from eval.device import compute_device
 from eval.evaluate import Settings, evaluate, prepare, tokens_of
+from eval.overlap import WARN_ABOVE
 from eval.source import Source
 from eval.text import Text, Tokens
 
@@ -294,7 +295,7 @@ def _evaluate(job: Job, text: Text, settings: Settings) -> dict[str, Any]:
         "method": plan.applied_method,
         "calibration_hash": job.tokens.hash if job.tokens else None,
     }
-    if not job.quiet and (converted["calibration_overlap"] or 0.0) > 0.01:
+    if not job.quiet and (converted["calibration_overlap"] or 0.0) > WARN_ABOVE:
         print(
             f"warning: {text.name} shares {converted['calibration_overlap']:.0%} of its runs with the calibration text: "
             "its perplexity is flattered",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_RUN = 32  # tokens that texts of one language do not share by chance
+WARN_ABOVE = 0.01  # texts of one language share some runs
+_RUN = 32  # tokens that texts of one language hardly share by chance
 
 
 def shared_share(evaluated: torch.Tensor, seen: torch.Tensor) -> float:

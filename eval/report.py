@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 from attention.errors import Failure
 from eval import curve
+from eval.overlap import WARN_ABOVE
 from eval.tables import printable, table
 
 Model = dict[str, Any]
 Report = dict[str, Any]
-
-
-_OVERLAP = 0.01  # texts of one language share some runs
 
 
 class Column(NamedTuple):
@@ -98,7 +96,7 @@ def _warnings(report: Report) -> list[str]:
         f"Warning: {printable(model['name'])} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
         "which flatters its figures."
         for model in report["models"]
-        if (overlap := model.get("calibration_overlap") or 0.0) > _OVERLAP
+        if (overlap := model.get("calibration_overlap") or 0.0) > WARN_ABOVE
     ]
 
 

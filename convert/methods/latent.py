@@ -106,31 +106,18 @@ class Separated:
     spread: torch.Tensor
 
 
-def all_still(attention: Attention, size: Size) -> Separated:
-    """A layer without positions: all of its keys go into the latent, and the key that turns is zero."""
-    assert size.rotary is not None
-    (groups, dim, width), heads, turning = attention.k.shape, attention.q.shape[0], 2 * len(size.pairs)
-    rest = attention.k.float().flatten(0, 1)
-    return Separated(
-        rotary=size.rotary.select(list(size.pairs), "interleaved"),
-        q_rope=rest.new_zeros(heads, turning, width),
-        k_rope=rest.new_zeros(turning, width),
-        q_rope_bias=None if attention.q_bias is None else rest.new_zeros(heads, turning),
-        k_rope_bias=None,
-        rest=rest,
-        spread=torch.eye(groups * dim, device=rest.device).unflatten(0, (groups, dim)),
-    )
-
-
-def separate(attention: Attention, keys: Keys, basis: torch.Tensor, size: Size) -> Separated:
+def separate(attention: Attention, size: Size, gram: Callable[[Keys], torch.Tensor]) -> Separated:
     """Split keys into components, of which the first of each band turn on.
 
     Args:
-        attention: The record.
-        keys: Its keys.
-        basis: `[bands, G F, G F]` orthonormal columns, those that are to turn first.
+        attention: The record. Without positions nothing turns: all of its keys go into the latent.
         size: Which frequencies turn.
+        gram: Keys → `[bands, G F, G F]`, real or complex, fp64: its eigenvectors are the components, largest first.
     """
+    if attention.rotary is None:
+        return _all_still(attention, size)
+    keys = keys_of(attention, size.freqfold)
+    basis = fix_signs(torch.linalg.eigh(gram(keys)).eigenvectors.flip(-1))
     groups, heads = attention.num_kv_heads, attention.q.shape[0]
     basis = basis.to(keys.rows.dtype)
     components = basis.mH @ keys.rows  # [bands, G F, E]; keys = basis @ components
@@ -150,6 +137,21 @@ def separate(attention: Attention, keys: Keys, basis: torch.Tensor, size: Size) 
         k_rope_bias=None if attention.k_bias is None else kept.from_complex(component_bias[bands, parts][None])[0],
         rest=rest,
         spread=rest_spread,
+    )
+
+
+def _all_still(attention: Attention, size: Size) -> Separated:
+    assert size.rotary is not None
+    (groups, dim, width), heads, turning = attention.k.shape, attention.q.shape[0], 2 * len(size.pairs)
+    rest = attention.k.float().flatten(0, 1)
+    return Separated(
+        rotary=size.rotary.select(list(size.pairs), "interleaved"),
+        q_rope=rest.new_zeros(heads, turning, width),
+        k_rope=rest.new_zeros(turning, width),
+        q_rope_bias=None if attention.q_bias is None else rest.new_zeros(heads, turning),
+        k_rope_bias=None,
+        rest=rest,
+        spread=torch.eye(groups * dim, device=rest.device).unflatten(0, (groups, dim)),
     )
 
 
@@ -208,7 +210,8 @@ def share_latent(attention: Attention, parts: Separated, left: torch.Tensor, bal
 def leading_subspace(rows: torch.Tensor, second: torch.Tensor | None, rank: int) -> torch.Tensor:
     """Orthonormal `[n, rank]` whose projection keeps most of rows·x, by E|projection|²; fp64 inside.
 
-    One eigendecomposition of the smaller Gram matrix, n × n or E × E; in the second case one QR of `[n, rank]` as well.
+    One eigendecomposition of the smaller Gram matrix, n × n or E × E; in the second case one QR of `[n, rank]` as well, and
+    one more eigendecomposition if `second` is singular.
 
     Args:
         rows: `[n, E]`.

@@ -12,24 +12,17 @@ use the survey's), leaves out the first P channels of V in ρ (a slip), chooses 
 argument), and sends biases of V and of unrotated K through the latent (here the one is exact in the output's bias and the
 other cancels in the softmax). Where P exceeds D, the formula is continued: P/D components turn at every frequency.
 
-Cost per layer: D/(2 F) eigendecompositions of (G F)², one of min(2 G D − P, E) squared.
+Cost per layer: D/(2 F) eigendecompositions of (G F)², one of min(2 G D − P, E) squared,
+and where 2 G D − P > E one more, E squared, if the text's statistics are singular.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from convert.methods.latent import (
-    LatentMethod,
-    Separated,
-    Size,
-    all_still,
-    fix_signs,
-    keys_of,
-    leading_subspace,
-    separate,
-    share_latent,
-)
+from convert.methods.latent import Keys, LatentMethod, Size, leading_subspace, separate, share_latent
 from convert.record import Attention, FactoredAttention, Statistics
 
 
@@ -37,22 +30,18 @@ def factor(attention: Attention, size: Size, statistics: Statistics | None) -> F
     """The latent attention."""
     assert statistics is not None
     device = attention.k.device
-    moment = statistics.second.to(device)
-    if attention.rotary is None:
-        parts = all_still(attention, size)
-    else:
-        parts = _parts(attention, size, statistics.with_constant.to(device))
+    moment, second = statistics.second.to(device), statistics.with_constant.to(device)
+    parts = separate(attention, size, partial(_gram, second))
     values = attention.v.float().flatten(0, 1)
     balance = _balance(parts.rest, attention.k.float().flatten(0, 1), values, moment)
     left = leading_subspace(torch.cat((parts.rest / balance, values)), moment, size.rank)
     return share_latent(attention, parts, left, balance)
 
 
-def _parts(attention: Attention, size: Size, second: torch.Tensor) -> Separated:
-    keys = keys_of(attention, size.freqfold)
+def _gram(second: torch.Tensor, keys: Keys) -> torch.Tensor:
     rows = torch.cat((keys.rows, keys.bias[..., None]), -1)
-    gram = sum(part.double() @ second @ part.double().mT for part in (rows.real, rows.imag))
-    return separate(attention, keys, fix_signs(torch.linalg.eigh(gram).eigenvectors.flip(-1)), size)
+    real, imaginary = rows.real.double(), rows.imag.double()
+    return real @ second @ real.mT + imaginary @ second @ imaginary.mT
 
 
 def _balance(rest: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, second: torch.Tensor) -> float:

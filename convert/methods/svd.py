@@ -12,18 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from convert.methods.latent import (
-    Keys,
-    LatentMethod,
-    Separated,
-    Size,
-    all_still,
-    fix_signs,
-    keys_of,
-    leading_subspace,
-    separate,
-    share_latent,
-)
+from convert.methods.latent import Keys, LatentMethod, Size, keys_of, leading_subspace, separate, share_latent
 from convert.record import Attention, FactoredAttention, Statistics
 
 
@@ -34,14 +23,9 @@ def losses(attention: Attention, statistics: Statistics | None) -> torch.Tensor:
 
 def factor(attention: Attention, size: Size, statistics: Statistics | None) -> FactoredAttention:
     """The latent attention; bits of the source are kept where the sizes are full, up to rounding."""
-    parts = all_still(attention, size) if attention.rotary is None else _parts(attention, size)
+    parts = separate(attention, size, _gram)
     left = leading_subspace(torch.cat((parts.rest, attention.v.float().flatten(0, 1))), None, size.rank)
     return share_latent(attention, parts, left)
-
-
-def _parts(attention: Attention, size: Size) -> Separated:
-    keys = keys_of(attention)
-    return separate(attention, keys, fix_signs(torch.linalg.eigh(_gram(keys)).eigenvectors.flip(-1)), size)
 
 
 def _gram(keys: Keys) -> torch.Tensor:

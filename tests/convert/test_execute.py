@@ -16,26 +16,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from written import WITHOUT_KVFOLD, ok, same_but_for_the_run, weights
 
 from convert.families import FAMILIES
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
 Logits = Callable[..., torch.Tensor]
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        part = load_file(file)
-        assert not part.keys() & found.keys(), "a tensor is in two shards"
-        found |= part
-    return found
-
-
-def ok(result: Any) -> Any:
-    assert result.exit_code == 0, result.output
-    return result
 
 
 # ---- exactness -----------------------------------------------------------------------------------------------------
@@ -241,19 +228,9 @@ def test_the_config_changes_in_two_keys_only(checkpoint: Make, convert: Convert,
 
 def test_the_result_loads_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     ok(convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2))
-    script = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("convert", "attention", "eval"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Absent())
-try:
-    import convert
-except ImportError:
-    pass
-else:
-    raise SystemExit("convert can be imported")
+    script = (
+        WITHOUT_KVFOLD
+        + """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
 assert not info["missing_keys"] and not info["unexpected_keys"], info
@@ -263,6 +240,7 @@ assert out.shape[1] > ids["input_ids"].shape[1]
 keys = model(**ids).past_key_values.layers[0].keys
 print(tuple(keys.shape))
 """
+    )
     done = subprocess.run(
         [sys.executable, "-I", "-c", script, str(tmp_path / "out")], capture_output=True, text=True, cwd="/", check=False
     )
@@ -299,17 +277,6 @@ def interrupted(path, *rest):
 execute.write_shard = interrupted
 main(sys.argv[2:], prog_name="convert")
 """
-
-
-def same_but_for_the_run(a: Path, b: Path) -> None:
-    names = sorted(path.name for path in a.iterdir())
-    assert names == sorted(path.name for path in b.iterdir())
-    records = [json.loads((path / "conversion.json").read_text()) for path in (a, b)]
-    for record in records:
-        del record["run"]
-    assert records[0] == records[1]
-    others = [name for name in names if name != "conversion.json"]
-    assert filecmp.cmpfiles(a, b, others, shallow=False) == (others, [], [])
 
 
 @pytest.mark.parametrize("method", ["mean", "random"])

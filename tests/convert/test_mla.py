@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import filecmp
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from written import WITHOUT_KVFOLD, ok, same_but_for_the_run, weights
 
 from attention import load
 from attention.spec import AttentionSpec
@@ -60,11 +60,6 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def ok(result: Any) -> Any:
-    assert result.exit_code == 0, result.output
-    return result
-
-
 def size(kv_heads: int, dim: int, width: int = 64) -> list[Any]:
     """The options of full size: every component turns, and the latent holds all the rest."""
     channels = min(width, kv_heads * dim)
@@ -77,10 +72,6 @@ SMALL = ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8]
 
 def method_options(method: str, text: Path) -> list[Any]:
     return ["--method", method, *(["--text", text] if method == "pca" else [])]
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def same_logits(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -300,19 +291,9 @@ def test_a_bfloat16_export_is_no_worse_than_the_source_in_bfloat16(shared: Path,
 
 # ---- what stock transformers makes of it ---------------------------------------------------------------------------
 
-STOCK = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("convert", "attention", "eval"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Absent())
-try:
-    import convert
-except ImportError:
-    pass
-else:
-    raise SystemExit("convert can be imported")
+STOCK = (
+    WITHOUT_KVFOLD
+    + """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 said = []
@@ -324,6 +305,7 @@ for path in sys.argv[1:]:
     said.append([model.generate(**ids, max_new_tokens=12, do_sample=False, **way).tolist() for way in ways.values()])
 print(type(model).__name__, said[0] == said[1], said[1][0] == said[1][2], len(said[1][0][0]) > 12)
 """
+)
 
 
 def test_the_stock_class_generates_as_the_source_does_where_kvfold_is_not_installed(
@@ -360,17 +342,6 @@ def test_the_live_cache_is_what_the_config_says(
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
-
-
-def same_but_for_the_run(a: Path, b: Path) -> None:
-    names = sorted(path.name for path in a.iterdir())
-    assert names == sorted(path.name for path in b.iterdir())
-    records = [json.loads((path / "conversion.json").read_text()) for path in (a, b)]
-    for record in records:
-        del record["run"]
-    assert records[0] == records[1]
-    others = [name for name in names if name != "conversion.json"]
-    assert filecmp.cmpfiles(a, b, others, shallow=False) == (others, [], [])
 
 
 @pytest.mark.parametrize("method", LATENT)
