@@ -20,7 +20,7 @@ def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]
     `count` largest sums. Every layer then turns its own most costly components of each frequency.
 
     Args:
-        losses: Per layer `[D/2, G]`, what not turning component j of frequency l would cost, largest first in each row.
+        losses: Per layer `[L, G]`, what not turning component j of frequency l would cost, largest first in each row.
         count: P/2.
 
     Returns:

@@ -15,12 +15,13 @@ import click
 from attention.errors import Interrupted, KvfoldError
 from convert import options
 from convert.methods import GROUPED, LATENT
-from eval.protocol import PROTOCOLS
 from eval.text import DATASETS
 
 if TYPE_CHECKING:
+    from convert.calibration import Calibration
     from convert.plan import Output, Plan
     from eval.source import Source
+    from eval.text import Text
 
 
 class Commands(click.Group):
@@ -82,7 +83,7 @@ def _convert(plan_of: Callable[[Source, Output], Plan], **given: Any) -> None:
     from convert.execute import execute
     from convert.plan import Output
     from eval.source import Source
-    from eval.text import load_dataset, read_file
+    from eval.text import read_file
 
     _quieten(given["verbose"])
     source = Source.parse(given["model"], given["trust_remote_code"])
@@ -90,18 +91,41 @@ def _convert(plan_of: Callable[[Source, Output], Plan], **given: Any) -> None:
     plan = plan_of(source, where)
     if not given["dry_run"]:
         held_out = read_file(given["evaluate"]) if given["evaluate"] else None
-        text, dataset = given.get("text"), given.get("dataset")
-        calibration = read_file(text) if text else load_dataset(dataset, "train") if dataset else None
-        execute(plan, held_out, calibration, given["quiet"])
+        execute(plan, held_out, _calibration_text(given), given["quiet"])
     _show(plan.as_dict(), plan_text(plan, done=not given["dry_run"]), given["as_json"])
 
 
-def _grouped(command: str, groups: int, method: str, **given: Any) -> None:
+def _calibration(given: dict[str, Any]) -> Calibration:
+    from convert.calibration import Calibration
+
+    if given["text"] and given["dataset"]:
+        raise click.UsageError("give either --text FILE or --dataset NAME")
+    text = {name: str(given[name]) for name in ("text", "dataset") if given[name]}
+    return Calibration(
+        text,
+        given["calibration_tokens"],
+        given["calibration_context"],
+        given["propagate"],
+        given["refit"],
+        given["refine"] or 0,
+    )
+
+
+def _calibration_text(given: dict[str, Any]) -> Text | None:
+    from eval.text import load_dataset, read_file
+
+    if given["text"]:
+        return read_file(given["text"])
+    return load_dataset(given["dataset"], "train") if given["dataset"] else None
+
+
+def _grouped(command: str, groups: int, method: str, grouping: str = "contiguous", **given: Any) -> None:
     def plan_of(source: Source, output: Output) -> Plan:
         from convert import methods
         from convert.plan import plan_grouped
 
-        return plan_grouped(command, source, groups, methods.load_grouped(method), given["seed"], given["device"], output)
+        how, text = methods.load_grouped(method), _calibration(given)
+        return plan_grouped(command, source, groups, how, given["seed"], given["device"], output, text, grouping)
 
     _convert(plan_of, **given)
 
@@ -109,6 +133,14 @@ def _grouped(command: str, groups: int, method: str, **given: Any) -> None:
 @main.command()
 @click.option("--groups", type=int, required=True, metavar="N", help="KV heads of the result; divides those of MODEL.")
 @_method
+@click.option(
+    "--grouping",
+    type=click.Choice(("contiguous", "similar")),
+    default="contiguous",
+    show_default=True,
+    help="Which heads share a group: neighbours, or those that lose least together.",
+)
+@options.calibration
 @options.conversion
 def gqa(groups: int, method: str, **given: Any) -> None:
     """Convert MODEL to grouped-query attention.
@@ -122,6 +154,7 @@ def gqa(groups: int, method: str, **given: Any) -> None:
 
 @main.command()
 @_method
+@options.calibration
 @options.conversion
 def mqa(method: str, **given: Any) -> None:
     """Convert MODEL to multi-query attention.
@@ -155,15 +188,11 @@ def mla(method: str, **given: Any) -> None:
     Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 --dtype bfloat16 meta-llama/Llama-2-7b-hf llama-2-7b-mla
     """
     from convert import methods
-    from convert.plan import Calibration
     from convert.plan_latent import LatentSize, plan_latent
 
-    if given["text"] and given["dataset"]:
-        raise click.UsageError("give either --text FILE or --dataset NAME")
     share, size_bytes = given["kv_budget"] or (None, None)
     size = LatentSize(given["kv_lora_rank"], given["qk_rope_head_dim"], share, size_bytes, given["freqfold"], given["pad_rank"])
-    text = {name: str(given[name]) for name in ("text", "dataset") if given[name]}
-    calibration = Calibration(text, given["calibration_tokens"], given["calibration_context"], given["propagate"])
+    calibration = _calibration(given)
 
     def plan_of(source: Source, output: Output) -> Plan:
         return plan_latent(source, size, methods.load_latent(method), calibration, given["device"], output, given["seed"])
@@ -175,9 +204,7 @@ def mla(method: str, **given: Any) -> None:
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="UTF-8 text.")
 @click.option("--dataset", type=click.Choice(DATASETS), help="A named text; needs pip install 'kvfold[data]'.")
-@click.option("--protocol", type=click.Choice(PROTOCOLS), default=PROTOCOLS[0], show_default=True, help="How text is cut.")
-@click.option("--context", type=click.IntRange(2), metavar="N", help="Tokens per block.  [default: 2048, or the models' limit]")
-@click.option("--max-tokens", type=click.IntRange(2), metavar="N", help="Use only the first N tokens of the text.")
+@options.measuring
 @click.option(
     "--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × the first's."
 )
@@ -213,6 +240,52 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
         if not given["quiet"]:
             click.echo(f"written: {', '.join(str(path) for path in paths.values())}", err=True)
     require_ratio(found, limit)
+
+
+@main.command(name="sweep")
+@click.argument("model")
+@click.argument("output", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--groups", type=options.Listed(int), metavar="N,…", help="KV heads of GQA targets, as in 8,4,2,1.")
+@click.option("--mla", "latents", type=options.Listed(options.Latent()), metavar="R+P,…", help="MLA targets: 512+64, or 12.5%.")
+@click.option(
+    "--methods", type=options.Listed(click.Choice((*GROUPED, *LATENT))), metavar="NAME,…", help="[default: all but random]"
+)
+@click.option(
+    "--evaluate",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Held-out text that all results are measured on.",
+)
+@options.measuring
+@options.calibration
+@options.writing
+@options.common
+def sweep_command(evaluate: Path, latents: tuple[Any, ...] | None, **given: Any) -> None:
+    """Convert MODEL to many targets by many methods, and compare them.
+
+    One survey of the text serves all of them, and one report in DIR/report draws perplexity against KV bytes per token.
+    Without --groups and --mla: halves of MODEL's KV heads, and MLA at 25 % and 12.5 % of its cache.
+
+    Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
+    """
+    from convert.plan import Output
+    from convert.plan_latent import LatentSize
+    from convert.sweep import Wanted, plans_for, sweep
+    from eval import report
+    from eval.evaluate import Settings
+    from eval.source import Source
+    from eval.text import read_file
+
+    _quieten(given["verbose"])
+    source = Source.parse(given["model"], given["trust_remote_code"])
+    where = Output(*(given[name] for name in ("output", "dtype", "max_shard_size", "overwrite", "resume")))
+    sizes = None if latents is None else tuple(LatentSize(*size) for size in latents)
+    chosen = (given["groups"], sizes, given["methods"], _calibration(given), where, given["device"], given["seed"])
+    plans, held_out = plans_for(source, Wanted(*chosen)), read_file(evaluate)
+    settings = Settings(given["protocol"], given["context"], given["max_tokens"], "auto", given["device"], given["quiet"])
+    found = sweep(plans, _calibration_text(given), held_out, settings)
+    _show(found, report.to_markdown(found), given["as_json"])
 
 
 @main.command()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import platform
 import shutil
 import sys
@@ -22,13 +23,15 @@ import torch
 from tqdm import tqdm
 
 from attention.errors import Failure, Interrupted, KvfoldError
+from convert.calibration import Calibration
 from convert.card import model_card
 from convert.checkpoint import Reader, shard_names, write_index, write_shard
-from convert.fidelity import layer_errors
 from convert.job import Job
 from convert.layout import Unit, deal, units_of
 from convert.memory import release
-from convert.plan import Calibration, Plan
+from convert.methods.text import TextUse
+from convert.plan import Plan
+from convert.survey import SAMPLE
 from convert.transform import Transform, transform_of
 from convert.workdir import WorkDirectory
 from eval.device import compute_device
@@ -46,7 +49,13 @@ _COMPANIONS = (
 )  # fmt: skip
 
 
-def execute(plan: Plan, evaluate_on: Text | None = None, calibrate_on: Text | None = None, quiet: bool = False) -> None:
+def execute(
+    plan: Plan,
+    evaluate_on: Text | None = None,
+    calibrate_on: Text | None = None,
+    quiet: bool = False,
+    surveys: Path | None = None,
+) -> None:
     """Write the plan's checkpoint.
 
     Args:
@@ -54,6 +63,7 @@ def execute(plan: Plan, evaluate_on: Text | None = None, calibrate_on: Text | No
         evaluate_on: Held-out text whose perplexity goes into the model card.
         calibrate_on: The text that `plan.calibration` speaks of.
         quiet: No progress bars.
+        surveys: Where surveys of the source are kept for other conversions; None to keep none.
 
     Raises:
         KvfoldError: With nothing new at OUTPUT; the work directory stays only if `--resume` can use it.
@@ -67,7 +77,7 @@ def execute(plan: Plan, evaluate_on: Text | None = None, calibrate_on: Text | No
     reader = Reader(directory)
     units = units_of(plan, reader)
     work = WorkDirectory(plan.output.path, _decides(plan, reader, tokens), plan.output.resume)
-    job = Job(plan, reader, work, tokens, _device(plan), quiet)
+    job = Job(plan, reader, work, tokens, _device(plan), quiet, _survey_directory(plan, work, tokens, surveys))
     _require_space(job, units)
     try:
         transform, layers = _convert(job, units)
@@ -111,9 +121,17 @@ def calibration_tokens(source: Source, calibration: Calibration | None, text: Te
     return replace(tokens, ids=tokens.ids[: count // context * context])
 
 
+def _survey_directory(plan: Plan, work: WorkDirectory, tokens: Tokens | None, surveys: Path | None) -> Path:
+    if surveys is None or tokens is None or plan.calibration is None:
+        return work.survey
+    directory = surveys / f"{tokens.hash.rpartition(':')[2][:16]}-{plan.calibration.context}"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
 def _device(plan: Plan) -> torch.device:
-    if plan.device == "auto" and plan.target.kv_lora_rank is None:
-        return torch.device("cpu")  # merging heads is too little work to move weights for
+    if plan.device == "auto" and plan.command != "mla" and plan.method.text is TextUse.IGNORED and not plan.calibration:
+        return torch.device("cpu")  # pooling heads is too little work to move weights for
     return compute_device(plan.device)
 
 
@@ -158,13 +176,25 @@ def _shards(plan: Plan, units: list[Unit]) -> dict[str, list[Unit]]:
 
 def _require_space(job: Job, units: list[Unit]) -> None:
     """Refuse before the first byte what the disk cannot hold: shards, statistics, and the inputs of two layers at a time."""
-    plan, shards = job.plan, _shards(job.plan, units)
+    shards = _shards(job.plan, units)
     needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
     if job.tokens and needed:
-        width, surveys = plan.source.config.hidden_size, 2 if plan.calibration and plan.calibration.propagate else 1
-        survey = surveys * plan.before.num_layers * 8 * width * (width + 1) + 2 * 4 * len(job.tokens.ids) * width
-        needed += max(0, survey - sum(file.stat().st_size for file in job.work.survey.iterdir()))
+        there = {file: file.stat().st_size for place in {job.surveys, job.work.survey} for file in place.iterdir()}
+        needed += max(0, _survey_bytes(job, units) - sum(there.values()))
     job.work.require_space(needed)
+
+
+def _survey_bytes(job: Job, units: list[Unit]) -> int:
+    """What statistics, samples, the inputs of two layers at a time and layers converted in sequence take on the disk."""
+    plan, calibration = job.plan, job.plan.calibration
+    assert job.tokens is not None
+    assert calibration is not None
+    width, inputs = plan.source.config.hidden_size, 2 * 4 * len(job.tokens.ids) * plan.source.config.hidden_size
+    sample = 2 * width * max(calibration.context or 0, SAMPLE)
+    survey = plan.before.num_layers * (8 * width * (width + 1) + sample) + inputs
+    if not calibration.in_sequence:
+        return survey
+    return survey + inputs + sum(4 * math.prod(i.shape) for u in units if u.layer is not None for i in u.outputs.values())
 
 
 def _write_weights(job: Job, units: list[Unit], transform: Transform) -> list[dict[str, Any]]:
@@ -196,28 +226,15 @@ def _fill(
     job: Job, shard: list[Unit], transform: Transform, into: dict[str, torch.Tensor], bar: Any
 ) -> Iterator[dict[str, Any]]:
     """Put one shard's tensors into `into`: mapped where they are copied, computed where they are converted."""
-    plan = job.plan
     for unit in shard:
         if unit.layer is None:
             into |= {name: job.reader[name] for name in unit.outputs}
             continue
         bar.set_postfix(layer=unit.layer, refresh=False)
-        tensors, before = job.read_layer(unit.layer)
-        after = transform.change(before, unit.layer)
-        converted = plan.host.tensors(plan.family, after, plan.target, unit.layer)
-        into |= {name: tensor.cpu() for name, tensor in converted.items()}
+        converted = transform.layer(unit.layer)
+        into |= converted.tensors
         release()
-        yield {
-            "layer": unit.layer,
-            **layer_errors(before, after),
-            "converted": [name for name, tensor in converted.items() if not _is_copy(tensor, tensors.get(name))],
-        }
-
-
-def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
-    if source is None or tensor.shape != source.shape:
-        return False
-    return tensor.data_ptr() == source.data_ptr() or torch.equal(tensor, source)
+        yield dict(converted.note)
 
 
 def _write_config(plan: Plan, transform: Transform, path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from convert.record import Attention, FactoredAttention
+from convert.record import Attention, FactoredAttention, Record
 
 
-def layer_errors(before: Attention, after: Attention | FactoredAttention) -> dict[str, float]:
+def layer_errors(before: Attention, after: Record) -> dict[str, float]:
     """Relative squared errors.
 
     Where queries stay, `k_error` and `v_error`: distance of each source head from the one that replaces it. Where they
@@ -38,7 +38,7 @@ def _head_error(before: torch.Tensor, after: torch.Tensor) -> float:
     return _ratio(distance, own)
 
 
-def _maps(a: Attention | FactoredAttention, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _maps(a: Record, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One head's queries and keys `[n, E]` and outputs and values `[m, E]`, such that its forms are qᵀ k and oᵀ v."""
     if isinstance(a, FactoredAttention):
         keys = torch.cat((a.up_k[head] @ a.down, a.k_rope))

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from eval.protocol import PROTOCOLS
 from eval.text import DATASETS
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -76,6 +77,33 @@ class Gpu(click.ParamType):  # type: ignore[type-arg]
         return name, gigabytes
 
 
+class Latent(click.ParamType):  # type: ignore[type-arg]
+    """A size of MLA, R+P or a budget, as (R, P, share, bytes)."""
+
+    name = "latent"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int | None, int | None, float | None, int | None]:
+        if match := re.fullmatch(r"\s*(\d+)\s*\+\s*(\d+)\s*", str(value)):
+            return int(match[1]), int(match[2]), None, None
+        return None, None, *Budget().convert(value, param, ctx)
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg]
+    """Values of one type with commas between them."""
+
+    name = "list"
+
+    def __init__(self, each: click.ParamType | type) -> None:  # type: ignore[type-arg]
+        self._each = click.types.convert_type(each)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(dict.fromkeys(self._each.convert(item.strip(), param, ctx) for item in str(value).split(",")))
+
+
 def _all(*decorators: Decorator) -> Decorator:
     return lambda command: reduce(lambda f, decorate: decorate(f), reversed(decorators), command)
 
@@ -112,11 +140,23 @@ calibration = _all(
         help="Of one block.  [default: 2048, or MODEL's limit]",
     ),
     click.option("--propagate", is_flag=True, help="Calibrate each layer behind the converted ones, not behind the source's."),
+    click.option(
+        "--refit/--no-refit",
+        default=None,
+        help="Fit queries and outputs by least squares.  [default: with text, for methods that use it]",
+    ),
+    click.option("--refine", type=click.IntRange(1), metavar="STEPS", help="Then fit each layer to its source by gradient."),
 )
 
-conversion = _all(
-    click.argument("model"),
-    click.argument("output", type=click.Path(path_type=Path)),
+measuring = _all(
+    click.option("--protocol", type=click.Choice(PROTOCOLS), default=PROTOCOLS[0], show_default=True, help="How text is cut."),
+    click.option(
+        "--context", type=click.IntRange(2), metavar="N", help="Tokens per block.  [default: 2048, or the models' limit]"
+    ),
+    click.option("--max-tokens", type=click.IntRange(2), metavar="N", help="Use only the first N tokens of the text."),
+)
+
+writing = _all(
     click.option("--dtype", type=click.Choice(DTYPES), help="Store floats in this dtype.  [default: as in MODEL]"),
     device,
     click.option(
@@ -125,8 +165,14 @@ conversion = _all(
     click.option(
         "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Begin a new weight file beyond this."
     ),
-    click.option("--overwrite", is_flag=True, help="Replace a checkpoint at OUTPUT once the new one is whole."),
-    click.option("--resume", is_flag=True, help="Finish an interrupted conversion to OUTPUT."),
+    click.option("--overwrite", is_flag=True, help="Replace what is there once the new one is whole."),
+    click.option("--resume", is_flag=True, help="Finish an interrupted run of the same command."),
+)
+
+conversion = _all(
+    click.argument("model"),
+    click.argument("output", type=click.Path(path_type=Path)),
+    writing,
     click.option("--dry-run", is_flag=True, help="Print the plan and stop; reads no weights."),
     click.option(
         "--evaluate",

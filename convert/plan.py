@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
+from convert import methods
+from convert.calibration import Calibration, calibration_for
 from convert.families import Family, family_of
 from convert.hosts import HOSTS, Host
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
+from convert.methods.text import TextUse
 from convert.workdir import check_output
 from eval.device import require_device
 from eval.source import Source
@@ -37,32 +41,6 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """The text that a method takes its statistics from, and how much of it.
-
-    Attributes:
-        given: What names it on the command line: {"text": FILE} or {"dataset": NAME}; {} for no text.
-        tokens: So many from its start, in whole blocks; None, until it is planned, for 131072.
-        context: Tokens of one block; None, until it is planned, for min(2048, the model's limit).
-        propagate: Whether a layer's statistics come through the layers that were converted before it.
-    """
-
-    given: dict[str, str] = field(default_factory=dict)
-    tokens: int | None = None
-    context: int | None = None
-    propagate: bool = False
-
-    def as_options(self) -> dict[str, Any]:
-        """As on the command line."""
-        return {
-            **self.given,
-            "calibration_tokens": self.tokens,
-            "calibration_context": self.context,
-            **({"propagate": True} if self.propagate else {}),
-        }
-
-
-@dataclass(frozen=True)
 class Plan:
     """A conversion, decided.
 
@@ -81,7 +59,8 @@ class Plan:
         rank: Channels of the latent that carry something (MLA).
         freqfold: Neighbouring frequencies that count as one (MLA).
         pad_rank: Whether channels beyond full rank were asked for (MLA).
-        calibration: Text for the method, if it needs any.
+        calibration: Text for the method, if there is any.
+        grouping: Which KV heads share a group (GQA): "contiguous" or "similar".
     """
 
     command: str
@@ -99,6 +78,7 @@ class Plan:
     freqfold: int = 1
     pad_rank: bool = False
     calibration: Calibration | None = None
+    grouping: str = "contiguous"
 
     @property
     def cache_dtype(self) -> str:
@@ -127,7 +107,8 @@ class Plan:
 
     def _size(self) -> dict[str, Any]:
         if self.command == "gqa":
-            return {"groups": self.target.num_kv_heads}
+            grouping = {"grouping": self.grouping} if self.grouping != "contiguous" else {}
+            return {"groups": self.target.num_kv_heads, **grouping}
         if self.target.kv_lora_rank is None:
             return {}
         return {
@@ -191,7 +172,15 @@ def readable(source: Source) -> Family:
 
 
 def plan_grouped(
-    command: str, source: Source, groups: int, method: GroupedMethod, seed: int, device: str, output: Output
+    command: str,
+    source: Source,
+    groups: int,
+    method: GroupedMethod,
+    seed: int,
+    device: str,
+    output: Output,
+    calibration: Calibration | None = None,
+    grouping: str = "contiguous",
 ) -> Plan:
     """Plan a conversion to `groups` KV heads.
 
@@ -203,9 +192,17 @@ def plan_grouped(
     before = family.spec(source.config)
     target = before.grouped(groups)
     host = host_of(command, family, source, target, output.dtype or source.dtype)
+    if grouping == "similar" and method.partition is None:
+        able = [name for name in methods.GROUPED if methods.load_grouped(name).partition]
+        raise Refusal(
+            f"method {method.name} does not say which heads are similar", hint=f"use --method {' or '.join(able)} for that"
+        )
+    text = calibration_for(source, family, method, calibration or Calibration(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    notes = _notes(family, source, before, target, output.dtype, method)
-    return Plan(command, source, family, before, target, method, host, output, seed, device, notes)
+    notes = _notes(family, source, before, target, output.dtype, method, text)
+    return Plan(
+        command, source, family, before, target, method, host, output, seed, device, notes, calibration=text, grouping=grouping
+    )
 
 
 def host_of(command: str, family: Family, source: Source, target: AttentionSpec, dtype: str) -> Host:
@@ -231,13 +228,21 @@ def _notes(
     target: AttentionSpec,
     dtype: str | None,
     method: GroupedMethod,
+    text: Calibration | None,
 ) -> tuple[str, ...]:
     if target == before:
         how = f"every tensor is cast to {dtype} and otherwise" if dtype else "every tensor is copied bit for bit,"
         return (f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged",)
-    notes = []
-    if method.absorbs and family.traits(source.config).qk_norm:
+    notes = list(text_notes(method, text))
+    if method.text is not TextUse.IGNORED and family.traits(source.config).qk_norm:
         notes.append("queries and keys are normalised, so that keys are averaged and not turned towards each other")
     if family.merges_norm_gains(source.config):
         notes.append("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group")
     return tuple(notes)
+
+
+def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None) -> Sequence[str]:
+    """What there is to say of a method that runs without the text it could use."""
+    if text is None and method.text is TextUse.USED:
+        return [f"without calibration text, which {method.name} is better with: it goes by weights and norm gains alone"]
+    return []

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
 from convert.allocate import check_fold, default_fold, split_budget
+from convert.calibration import Calibration, calibration_for
 from convert.families import Family, family_of
 from convert.hosts import Host
 from convert.methods.latent import LatentMethod
-from convert.plan import Calibration, Output, Plan, host_of, readable
+from convert.methods.text import TextUse
+from convert.plan import Output, Plan, host_of, readable, text_notes
 from convert.workdir import check_output
 from eval.device import require_device
 from eval.source import Source
-
-_CALIBRATION_TOKENS = 131072
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,16 @@ def plan_latent(
     fold = _freqfold(method, size.freqfold, rope_dim, turning)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     used = min(channels, full)
-    notes = [_channels_note(rank, used, host)]
+    without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
+    text = calibration_for(source, family, method, calibration, without)
+    notes = [_channels_note(rank, used, host), *text_notes(method, text)]
     if fold > 1:
         notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
     if target.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
         notes.append("the cache is not smaller than the source's")
     return Plan(
         "mla", source, family, before, target, method, host, output, seed, device, tuple(notes),
-        used, fold, size.pad_rank, _calibration(source, method, calibration),
+        used, fold, size.pad_rank, text,
     )  # fmt: skip
 
 
@@ -161,36 +163,6 @@ def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, turning: in
     chosen = default_fold(rope_dim, turning) if fold is None else fold
     check_fold(chosen, rope_dim, turning)
     return chosen
-
-
-def _calibration(source: Source, method: LatentMethod, wanted: Calibration) -> Calibration | None:
-    """What is wanted, checked and with its context; None for a method without."""
-    if not method.needs_text:
-        flags = {name.replace("_", "-") for name, value in wanted.as_options().items() if value is not None}
-        if flags:
-            listed = " and ".join(f"--{flag}" for flag in sorted(flags))
-            raise Refusal(f"method {method.name} looks at weights only and has no use for {listed}", hint="leave it out")
-        return None
-    if not wanted.given:
-        others = [name for name in methods.LATENT if not methods.load_latent(name).needs_text]
-        raise Refusal(
-            f"method {method.name} needs text to calibrate on",
-            hint=f"give --text FILE or --dataset NAME; {' or '.join(others)} needs none",
-        )
-    limit = source.max_positions
-    context = min(2048, limit or 2048) if wanted.context is None else wanted.context
-    if limit and context > limit:
-        raise Refusal(
-            f"a calibration context of {context} tokens exceeds the {limit} positions of the model",
-            hint=f"use --calibration-context {limit} or less",
-        )
-    tokens = _CALIBRATION_TOKENS if wanted.tokens is None else wanted.tokens
-    if tokens < context:
-        raise Refusal(
-            f"{tokens} calibration tokens are less than one block of {context}",
-            hint="raise --calibration-tokens, or lower --calibration-context",
-        )
-    return replace(wanted, tokens=tokens, context=context)
 
 
 def _channels_note(rank: int, used: int, host: Host) -> str:

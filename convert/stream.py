@@ -7,7 +7,8 @@ what it hands to each of them (masks, rotary tables, …), so that any class wil
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _OTHER_MODEL = "config.json and the weights are not of the same model"
 _TOKENS = 4096  # in one forward pass, unless one block is longer
 
 Observe = Callable[[torch.Tensor], None]
+Attended = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class LayerStream:
@@ -53,7 +55,8 @@ class LayerStream:
 
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        self._model, self._read, self._blocks, self._spool, self._device = model.eval(), read, blocks, spool, device
+        model = model.eval().requires_grad_(False)
+        self._model, self._read, self._blocks, self._spool, self._device = model, read, blocks, spool, device
         self._attentions = list(attentions)
         self._width = int(config.get_text_config(decoder=True).hidden_size)
         self._batch = max(1, _TOKENS // blocks.shape[1])
@@ -66,13 +69,18 @@ class LayerStream:
         return len(self._attentions)
 
     @property
+    def blocks(self) -> tuple[int, int]:
+        """How many blocks, and tokens of each."""
+        return self._blocks.shape[0], self._blocks.shape[1]
+
+    @property
     def next_layer(self) -> int | None:
         """The layer whose inputs lie ready, or None before `embed`."""
         whole = self._blocks.numel() * self._width * 4
         files = {layer: self._inputs(layer) for layer in range(len(self._attentions) + 1)}
         return max((layer for layer, file in files.items() if file.is_file() and file.stat().st_size == whole), default=None)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def embed(self) -> None:
         """Make the inputs of the first layer."""
         embeddings = self._model.get_input_embeddings()
@@ -84,7 +92,7 @@ class LayerStream:
                 write(self._calls(embeddings(ids).float().to(self._device), first_only=True)[0].hidden)
         embeddings.weight = torch.nn.Parameter(embeddings.weight.to("meta"), requires_grad=False)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def observe(self, layer: int, see: Observe) -> None:
         """Show `see` what goes into the layer's attention, `[b, T, E]` at a time; the layer runs no further than that."""
 
@@ -93,25 +101,58 @@ class LayerStream:
             raise _EnoughError
 
         with self._loaded(layer, attention=False) as module, self._watched(layer, see_and_stop):
-            for inputs in self._read_inputs(layer):
+            for batch in range(self.num_batches):
                 with contextlib.suppress(_EnoughError):
-                    self._forward(module, layer, inputs)
+                    self._forward(module, layer, self.batch(layer, batch))
 
-    @torch.inference_mode()
-    def advance(self, layer: int, see: Observe | None = None, then: Callable[[], None] | None = None) -> None:
+    @torch.no_grad()
+    def advance(
+        self,
+        layer: int,
+        see: Observe | None = None,
+        then: Callable[[], None] | None = None,
+        attended: Attended | None = None,
+    ) -> None:
         """Run the layer, and put its outputs in the place of its inputs.
 
         Args:
             layer: Which.
             see: As in `observe`.
             then: Called when all has been seen, while the inputs are still there.
+            attended: Called with each batch's number, the layer's input and its attention's output, `[b, T, E]` both.
         """
-        with self._loaded(layer) as module, self._watched(layer, see), self._writing(layer + 1) as write:
-            for inputs in self._read_inputs(layer):
+        out: list[torch.Tensor] = []
+        keep = None if attended is None else out.append
+        with self._loaded(layer) as module, self._watched(layer, see, keep), self._writing(layer + 1) as write:
+            for batch in range(self.num_batches):
+                inputs = self.batch(layer, batch)
                 write(self._forward(module, layer, inputs))
+                if attended:
+                    attended(batch, inputs, out.pop())
             if then:
                 then()
         self._inputs(layer).unlink()
+
+    @contextlib.contextmanager
+    def opened(self, layer: int) -> Iterator[OpenLayer]:
+        """The layer as a function of its attention's weights, for as long as the block lasts."""
+        with self._loaded(layer, attention=False) as module:
+            yield OpenLayer(partial(self._forward, module, layer), module, self._attentions[layer].rpartition(".")[0])
+
+    @property
+    def num_batches(self) -> int:
+        return -(-len(self._blocks) // self._batch)
+
+    def batch(self, layer: int, batch: int) -> torch.Tensor:
+        """The layer's inputs of one batch, `[b, T, E]`; those of the layer after the last are the last one's outputs."""
+        return self.select(layer, range(batch * self._batch, min((batch + 1) * self._batch, len(self._blocks))))
+
+    def select(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
+        """The layer's inputs of some blocks, `[b, T, E]`."""
+        length = self._blocks.shape[1]
+        size = self._blocks.numel() * self._width
+        mapped = torch.from_file(str(self._inputs(layer)), size=size, dtype=torch.float32).view(-1, length, self._width)
+        return mapped[list(blocks)].to(self._device)  # indexing copies: nothing of the file stays mapped
 
     def discard(self) -> None:
         """Remove what is spooled."""
@@ -133,13 +174,6 @@ class LayerStream:
 
             yield write
         temporary.replace(self._inputs(layer))
-
-    def _read_inputs(self, layer: int) -> Iterator[torch.Tensor]:
-        length = self._blocks.shape[1]
-        with self._inputs(layer).open("rb") as file:
-            for ids in self._blocks.split(self._batch):
-                raw = bytearray(file.read(len(ids) * length * self._width * 4))
-                yield torch.frombuffer(raw, dtype=torch.float32).view(len(ids), length, self._width).to(self._device)
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
@@ -177,23 +211,37 @@ class LayerStream:
         return value
 
     @contextlib.contextmanager
-    def _watched(self, layer: int, see: Observe | None) -> Iterator[None]:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _watched(self, layer: int, see: Observe | None, out: Observe | None = None) -> Iterator[None]:
+        """Show what goes into the layer's attention, and what comes out of it."""
+
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if see is not None:
                 see(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
-        handle = self._model.get_submodule(self._attentions[layer]).register_forward_pre_hook(hook, with_kwargs=True)
+        def after(module: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            if out is not None:
+                out(result[0] if isinstance(result, tuple) else result)
+
+        attention = self._model.get_submodule(self._attentions[layer])
+        handles = attention.register_forward_pre_hook(before, with_kwargs=True), attention.register_forward_hook(after)
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
-    def _forward(self, module: torch.nn.Module, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, module: torch.nn.Module, layer: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         batch = len(hidden)
         if batch not in self._arguments:  # they depend on nothing but the shape
-            self._arguments[batch] = self._calls(torch.zeros_like(hidden))
+            with torch.no_grad():
+                self._arguments[batch] = self._calls(torch.zeros_like(hidden))
         call = self._arguments[batch][layer]
-        out = module(hidden, *call.args, **call.kwargs)
+        if weights is None:
+            out = module(hidden, *call.args, **call.kwargs)
+        else:
+            out = torch.func.functional_call(module, weights, (hidden, *call.args), call.kwargs)
         return out[0] if isinstance(out, tuple) else out
 
     def _calls(self, embeddings: torch.Tensor, first_only: bool = False) -> list[_Call]:
@@ -211,6 +259,39 @@ class LayerStream:
         finally:
             setattr(owner, name, whole)
         raise AssertionError(f"{type(owner).__name__} called {len(calls)} of {last + 1} layers")
+
+
+class OpenLayer:
+    """A layer whose attention's weights are given anew with each call.
+
+    Args:
+        forward: `(input [b, T, E], weights by their names within the layer) -> output`.
+        module: The layer.
+        path: Its path in the model.
+    """
+
+    def __init__(self, forward: Callable[..., torch.Tensor], module: torch.nn.Module, path: str) -> None:
+        self._forward, self._module, self._path = forward, module, path
+
+    def __call__(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The layer's output `[b, T, E]`, differentiable by `weights`, which bear the names they have in checkpoints."""
+        return self._forward(hidden, {name.removeprefix(f"{self._path}."): weight for name, weight in weights.items()})
+
+    def into(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
+        """What goes into one of the layer's modules, named by its path in the model; the layer runs no further than that."""
+        seen: list[torch.Tensor] = []
+
+        def look(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            seen.append(args[0])
+            raise _EnoughError
+
+        handle = self._module.get_submodule(module.removeprefix(f"{self._path}.")).register_forward_pre_hook(look)
+        try:
+            with contextlib.suppress(_EnoughError):
+                self(hidden, weights)
+        finally:
+            handle.remove()
+        return seen[0]
 
 
 class _EnoughError(Exception):

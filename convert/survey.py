@@ -1,12 +1,11 @@
 """The survey: one pass over the source that leaves a few numbers per layer, in the work directory, for `--resume` to reuse.
 
-Nothing of one layer's activations outlives that layer: their first two moments are all that is kept.
+Of one layer's activations, their first two moments and a bounded sample are all that is kept.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,16 +18,23 @@ from attention.errors import Failure
 from convert.record import Statistics
 from convert.stream import LayerStream
 
+SAMPLE = 4096  # tokens, or one block
+
 
 class Moments:
-    """Running first and second moment of a layer's input, fp64.
+    """Running first and second moment of a layer's input, fp64, and some blocks of it, spread evenly.
 
     Args:
         layer: For messages.
+        blocks: How many there will be.
+        context: Tokens of each.
     """
 
-    def __init__(self, layer: int) -> None:
-        self._layer, self._tokens = layer, 0
+    def __init__(self, layer: int, blocks: int, context: int) -> None:
+        self._layer, self._tokens, self._seen = layer, 0, 0
+        count = min(blocks, max(1, SAMPLE // context))
+        self._sampled = {(2 * i + 1) * blocks // (2 * count) for i in range(count)}
+        self._sample: list[torch.Tensor] = []
         self._second: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
 
@@ -38,6 +44,8 @@ class Moments:
         Raises:
             Failure: It is not finite.
         """
+        self._sample += [x[i].bfloat16() for i in range(len(x)) if self._seen + i in self._sampled]
+        self._seen += len(x)
         x = x.flatten(0, 1)
         second, total = x.T @ x, x.sum(0, dtype=torch.float64)
         if not (torch.isfinite(second).all() and torch.isfinite(total).all()):
@@ -65,7 +73,8 @@ class Moments:
                 f"the input of layer {self._layer}'s attention is zero on the whole calibration text",
                 hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
             )
-        return Statistics(self._second / self._tokens, self._sum / self._tokens, self._tokens)
+        sample = torch.stack(self._sample)
+        return Statistics(self._second / self._tokens, self._sum / self._tokens, self._tokens, sample)
 
 
 class Shelf:
@@ -93,23 +102,23 @@ class Shelf:
 
     def put(self, layer: int, statistics: Statistics) -> None:
         path = self._path(layer)
-        tensors = {"second": statistics.second.cpu(), "mean": statistics.mean.cpu(), "tokens": torch.tensor(statistics.tokens)}
+        assert statistics.sample is not None
+        tensors = {name: getattr(statistics, name).cpu() for name in ("second", "mean", "sample")}
+        tensors["tokens"] = torch.tensor(statistics.tokens)
         path.with_suffix(".tmp").write_bytes(save(tensors))  # `save_file` would hide a full disk in an error of its own
         path.with_suffix(".tmp").replace(path)
 
     def get(self, layer: int) -> Statistics:
         found = load_file(self._path(layer))
-        return Statistics(found["second"], found["mean"], int(found["tokens"]))
+        return Statistics(found["second"], found["mean"], int(found["tokens"]), found["sample"])
 
 
-def survey(stream: LayerStream, shelf: Shelf, before_advance: Callable[[int], None] | None, quiet: bool) -> None:
+def survey(stream: LayerStream, shelf: Shelf, quiet: bool) -> None:
     """Fill the shelf, going on where an earlier run stopped.
 
     Args:
         stream: Of the model whose inputs are wanted.
         shelf: Where statistics go.
-        before_advance: Called with a layer whose statistics are on the shelf, before its weights are needed; None if they
-            are there anyway, so that one pass does for both.
         quiet: No progress bar.
     """
     layers = stream.num_layers
@@ -122,16 +131,12 @@ def survey(stream: LayerStream, shelf: Shelf, before_advance: Callable[[int], No
         stream.embed()
         ready = 0
     for layer in tqdm(range(ready, layers), desc="survey", unit="layer", file=sys.stderr, disable=quiet or None):
-        moments = Moments(layer)
-        if before_advance or layer + 1 == layers:
-            if not shelf.has(layer):
-                stream.observe(layer, moments.see)
-                shelf.put(layer, moments.statistics())
-            if before_advance and layer + 1 < layers:
-                before_advance(layer)
-                stream.advance(layer)
-        else:
+        moments = Moments(layer, *stream.blocks)
+        if layer + 1 < layers:
             stream.advance(layer, moments.see, partial(_put, shelf, layer, moments))
+        elif not shelf.has(layer):
+            stream.observe(layer, moments.see)
+            _put(shelf, layer, moments)
     stream.discard()
 
 

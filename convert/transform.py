@@ -1,29 +1,29 @@
-"""How a plan changes one layer: its method, with what that has to know of the whole model first.
+"""How a plan changes its layers: the method, with what it has to know of the whole model first.
 
-For a latent: survey → allocate, and the survey once more through converted layers if errors are to be propagated.
+survey → allocate → one function per layer; or, if layers are to be fitted behind the ones before them, all of them in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from attention.errors import Failure
 from attention.rope import Rotary
-from convert.allocate import pairs_by_loss, pairs_by_stride
+from convert.forward import output_error
 from convert.job import Job
-from convert.methods.grouped import Draw, GroupedMethod
+from convert.layer import Layer
+from convert.methods.grouped import Draw, GroupedMethod, reordered
 from convert.methods.latent import LatentMethod, Size
-from convert.plan import Plan
-from convert.record import Attention, FactoredAttention, Statistics
-from convert.stream import LayerStream
+from convert.record import Attention, Record, Statistics
+from convert.refit import refitted_queries
+from convert.sequence import Change, in_sequence
 from convert.survey import Shelf, survey
 
-Change = Callable[[Attention, int], Attention | FactoredAttention]
+_TRIED_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Transform:
     """What is done to each layer.
 
     Attributes:
-        change: `(record, layer) -> record of the result`.
+        layer: Layer → what is written of it.
         rotary: How the rotary key of MLA turns, in every layer.
         found: What was decided on the way, for conversion.json.
     """
 
-    change: Change
+    layer: Callable[[int], Layer]
     rotary: Rotary | None = None
     found: dict[str, Any] = field(default_factory=dict)
 
@@ -47,83 +47,101 @@ def transform_of(job: Job) -> Transform:
     Raises:
         Failure: Weights or activations are not finite.
     """
-    if isinstance(job.plan.method, GroupedMethod):
-        return Transform(_merge(job.plan, job.plan.method))
-    return _latent(job, job.plan.method)
+    statistics = _statistics(job)
+    change, rotary, found = _merging(job) if isinstance(job.plan.method, GroupedMethod) else _factoring(job, statistics)
+    change = _explained(change)
+    if job.plan.calibration and job.plan.calibration.in_sequence:
+        return Transform(in_sequence(job, change, rotary, statistics), rotary, found)
+
+    def layer(index: int) -> Layer:
+        tensors, before = job.read_layer(index)
+        return Layer.of(job, index, tensors, before, change(before, index, statistics(index)))
+
+    return Transform(layer, rotary, found)
 
 
-def _merge(plan: Plan, method: GroupedMethod) -> Change:
+def _statistics(job: Job) -> Callable[[int], Statistics]:
+    """What is known of each layer's input: surveyed, if there is text."""
+    if job.tokens is None:
+        return job.assumed
+    plan, shelf = job.plan, Shelf(job.surveys, "source")
+    stream = job.stream(plan.source.config, plan.family.module, job.reader.__getitem__, shelf.spool)
+    survey(stream, shelf, job.quiet)
+    return shelf.get
+
+
+def _merging(job: Job) -> tuple[Change, None, dict[str, Any]]:
+    plan, method = job.plan, job.plan.method
+    assert isinstance(method, GroupedMethod)
     groups, spread = plan.target.num_kv_heads, getattr(plan.source.config, "initializer_range", 0.02)
 
-    def change(before: Attention, layer: int) -> Attention:
+    def change(before: Attention, layer: int, statistics: Statistics) -> Record:
         if groups == before.num_kv_heads:
             return before
+        if plan.grouping == "similar" and method.partition:
+            before = reordered(before, method.partition(before, groups, statistics))
         # Seeded per layer, so that a resumed run draws what an uninterrupted one would have.
-        return method.merge(before, groups, Draw(torch.Generator().manual_seed(plan.seed * 100_003 + layer), spread))
+        draw = Draw(torch.Generator().manual_seed(plan.seed * 100_003 + layer), spread)
+        return _refitted(job, before, method.merge(before, groups, draw, statistics), statistics)
 
-    return change
+    return change, None, {}
 
 
-def _latent(job: Job, method: LatentMethod) -> Transform:
-    plan, layers = job.plan, job.plan.before.num_layers
-    statistics: Callable[[int], Statistics | None] = _survey(job).get if job.tokens else lambda layer: None
-    turning = [layer for layer in range(layers) if plan.family.rotary(plan.source.config, layer)]
-    rotary = plan.family.rotary(plan.source.config, turning[0])
+def _factoring(job: Job, statistics: Callable[[int], Statistics]) -> tuple[Change, Rotary, dict[str, Any]]:
+    plan, method, config = job.plan, job.plan.method, job.plan.source.config
+    assert isinstance(method, LatentMethod)
+    turning = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(config, layer)]
+    rotary = plan.family.rotary(config, turning[0])
     assert rotary is not None
-    if method.losses is None:
-        pairs = pairs_by_stride(plan.target.qk_rope_head_dim, rotary.dims)
-    else:
-        losses = [method.losses(job.read_layer(layer)[1], statistics(layer)).cpu() for layer in turning]
-        pairs = pairs_by_loss(losses, plan.target.qk_rope_head_dim // 2)
-    size, kept = Size(plan.rank, pairs, plan.freqfold, rotary), rotary.select(list(pairs), "interleaved")
-    if plan.calibration and plan.calibration.propagate:
-        behind = Shelf(job.work.survey, "converted")
-        statistics = behind.get
-        _propagate(job, _factor(method, size, statistics), kept, behind)
-    return Transform(_factor(method, size, statistics), kept, {"rotary_frequencies": list(pairs)})
+    size, count = Size(plan.rank, (), plan.freqfold, rotary), plan.target.qk_rope_head_dim // 2
+    look = method.survey
+    found = [look(job.read_layer(layer)[1], statistics(layer)) for layer in turning] if look else []
+    chosen, errors = _best(job, method, method.allocate(found, count, size), statistics)
+
+    def change(before: Attention, layer: int, statistics: Statistics) -> Record:
+        return _refitted(job, before, method.factor(before, chosen, statistics), statistics)
+
+    tried = {"rotary_frequencies_tried": errors} if errors else {}
+    return change, rotary.select(list(chosen.pairs), "interleaved"), {"rotary_frequencies": list(chosen.pairs), **tried}
 
 
-def _survey(job: Job) -> Shelf:
-    """Statistics of the source."""
-    plan, shelf = job.plan, Shelf(job.work.survey, "source")
-    survey(_stream(job, plan.source.config, plan.family.module, job.reader.__getitem__, shelf), shelf, None, job.quiet)
-    return shelf
+def _best(
+    job: Job, method: LatentMethod, sizes: Sequence[Size], statistics: Callable[[int], Statistics]
+) -> tuple[Size, list[dict[str, Any]]]:
+    """The size whose attention outputs come closest on the text, in layers spread evenly; the first if there is no text.
+
+    Returns:
+        It, and what each led to if there were several.
+    """
+    if len(sizes) == 1 or job.tokens is None:
+        return sizes[0], []
+    layers = job.plan.before.num_layers
+    count = min(layers, _TRIED_LAYERS)
+    errors = [0.0] * len(sizes)
+    for layer in sorted({(2 * i + 1) * layers // (2 * count) for i in range(count)}):
+        before, known = job.read_layer(layer)[1], statistics(layer).to(job.device)
+        assert known.sample is not None
+        for i, size in enumerate(sizes):
+            errors[i] += output_error(before, method.factor(before, size, known), known.sample) / count
+    best = min(range(len(sizes)), key=errors.__getitem__)
+    return sizes[best], [{"frequencies": list(s.pairs), "output_error": e} for s, e in zip(sizes, errors, strict=True)]
 
 
-def _factor(method: LatentMethod, size: Size, statistics: Callable[[int], Statistics | None]) -> Change:
-    def change(before: Attention, layer: int) -> FactoredAttention:
+def _refitted(job: Job, before: Attention, after: Record, statistics: Statistics) -> Record:
+    calibration, sample = job.plan.calibration, statistics.sample
+    if calibration is None or not calibration.refit or sample is None:
+        return after
+    return refitted_queries(before, after, sample.to(job.device))
+
+
+def _explained(change: Change) -> Change:
+    def explained(before: Attention, layer: int, statistics: Statistics) -> Record:
         try:
-            return method.factor(before, size, statistics(layer))
+            return change(before, layer, statistics)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
             raise Failure(
                 f"a decomposition of layer {layer} failed: {' '.join(str(error).split())[:120]}",
                 hint="its weights or activations are extreme; please report the model",
             ) from None
 
-    return change
-
-
-def _propagate(job: Job, change: Change, kept: Rotary, shelf: Shelf) -> None:
-    """Fill the shelf behind converted layers, each of which `change` makes as soon as its own statistics lie there."""
-    from transformers import AutoConfig
-
-    plan = job.plan
-    converted: dict[str, torch.Tensor] = {}
-
-    def convert(layer: int) -> None:
-        converted.clear()
-        converted.update(plan.host.tensors(plan.family, change(job.read_layer(layer)[1], layer), plan.target, layer))
-
-    def read(name: str) -> torch.Tensor:
-        return converted[name] if name in converted else job.reader[name]
-
-    config = AutoConfig.for_model(**plan.host.config(plan.source.raw, plan.source.config, plan.target, kept))
-    survey(_stream(job, config, partial(plan.host.module, plan.family), read, shelf), shelf, convert, job.quiet)
-
-
-def _stream(
-    job: Job, config: Any, module: Callable[[int], str], read: Callable[[str], torch.Tensor], shelf: Shelf
-) -> LayerStream:
-    assert job.blocks is not None
-    modules = [module(layer) for layer in range(job.plan.before.num_layers)]
-    return LayerStream(config, modules, read, job.blocks, shelf.spool, job.device, job.plan.source.trust_remote_code)
+    return explained

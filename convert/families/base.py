@@ -17,6 +17,19 @@ from convert.record import Attention
 
 
 @dataclass(frozen=True)
+class InputNorm:
+    """What normalises the input of an attention.
+
+    Attributes:
+        name: Its module; the checkpoint holds `{name}.weight`, and perhaps `{name}.bias`.
+        gain_offset: 1 where gain − 1 is stored.
+    """
+
+    name: str
+    gain_offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class Traits:
     """What the attention of a config has beside four projections, read without weights.
 
@@ -25,6 +38,8 @@ class Traits:
         o_bias: A bias of O.
         qk_norm: What normalises queries and keys, for people; None if nothing does.
         layers_with_rotary: How many layers turn with position.
+        adds_output: Whether a layer goes on with the plain sum of its input and its attention's output.
+        experts: Whether MLPs are experts, which files hold one by one and the class fused.
         beyond: Config fields that are set and make the class do more than the record says.
     """
 
@@ -32,6 +47,8 @@ class Traits:
     o_bias: bool
     qk_norm: str | None
     layers_with_rotary: int
+    adds_output: bool
+    experts: bool
     beyond: Mapping[str, Any]
 
 
@@ -51,6 +68,12 @@ class Family(Protocol):
 
     def module(self, layer: int) -> str:
         """The path of a layer's attention module, whose parent is the decoder layer."""
+
+    def input_norm(self, layer: int) -> InputNorm | None:
+        """The norm whose output the layer's attention reads, or None if it has no gains or there is none."""
+
+    def output(self, layer: int) -> str:
+        """The path of the module that brings a layer's heads back to the model's width."""
 
     def traits(self, config: Any) -> Traits:
         """What a config's attention has beside projections; hosts decide on it."""

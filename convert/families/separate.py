@@ -16,7 +16,7 @@ from attention import rope
 from attention.qk_norm import QKNorm
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
-from convert.families.base import Traits
+from convert.families.base import InputNorm, Traits
 from convert.record import Attention
 
 
@@ -103,6 +103,10 @@ class SeparateProjections:
         scale: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
         partial_rotary: Whether only the share `partial_rotary_factor` of D turns.
         rotates: Which layers have RoPE.
+        norm_before: The module before the attention, if it has gains.
+        gain_offset: 1 where it stores gain − 1.
+        adds_output: Whether a layer goes on with the plain sum of its input and its attention's output.
+        experts: Whether its MLPs are experts.
         beyond: Config fields that, when set, make the class do more than the record says.
     """
 
@@ -116,6 +120,10 @@ class SeparateProjections:
     scale_power: float = 1.0
     partial_rotary: bool = False
     rotates: Callable[[Any, int], bool] = _everywhere
+    norm_before: str | None = "input_layernorm"
+    gain_offset: float = 0.0
+    adds_output: bool = True
+    experts: bool = False
     beyond: tuple[str, ...] = ()
 
     layout = "separate projections"
@@ -191,6 +199,12 @@ class SeparateProjections:
     def module(self, layer: int) -> str:
         return f"model.layers.{layer}.self_attn"
 
+    def input_norm(self, layer: int) -> InputNorm | None:
+        return InputNorm(f"model.layers.{layer}.{self.norm_before}", self.gain_offset) if self.norm_before else None
+
+    def output(self, layer: int) -> str:
+        return f"{self.module(layer)}.{self.o_name}"
+
     def traits(self, config: Any) -> Traits:
         norm = self._norm(config)
         return Traits(
@@ -198,6 +212,8 @@ class SeparateProjections:
             o_bias=self._flag(config, self.o_bias),
             qk_norm=f"{norm.kind}, {norm.storage} gains" if norm else None,
             layers_with_rotary=sum(self.rotates(config, layer) for layer in range(self.spec(config).num_layers)),
+            adds_output=self.adds_output,
+            experts=self.experts,
             beyond={f: getattr(config, f) for f in self.beyond if getattr(config, f, None) not in (None, False)},
         )
 
@@ -237,6 +253,7 @@ class SeparateProjections:
 
 _WINDOW = ("sliding_window",)
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_POST_NORM: dict[str, Any] = {"norm_before": None, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scale": "query_pre_attn_scalar", "scale_power": -0.5}
 
 ROWS = [
@@ -245,26 +262,33 @@ ROWS = [
     SeparateProjections("cwm", beyond=_WINDOW),
     SeparateProjections("mistral", beyond=_WINDOW),
     SeparateProjections("ministral", beyond=_WINDOW),
-    SeparateProjections("mixtral", beyond=_WINDOW),
+    SeparateProjections("mixtral", experts=True, beyond=_WINDOW),
     SeparateProjections("qwen2", qkv_bias=True, beyond=("use_sliding_window",)),
-    SeparateProjections("qwen2_moe", qkv_bias="qkv_bias", beyond=("use_sliding_window",)),
+    SeparateProjections("qwen2_moe", experts=True, qkv_bias="qkv_bias", beyond=("use_sliding_window",)),
     SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=("use_sliding_window",)),
-    SeparateProjections("qwen3_moe", **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
+    SeparateProjections("qwen3_moe", experts=True, **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
     SeparateProjections("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
     SeparateProjections("smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=("use_sliding_window",)),
-    SeparateProjections("granite", **_ATTENTION_BIAS, scale="attention_multiplier"),
-    SeparateProjections("granitemoe", **_ATTENTION_BIAS, scale="attention_multiplier"),
-    SeparateProjections("hyperclovax", **_ATTENTION_BIAS, scale="attention_multiplier"),
-    SeparateProjections("gemma", **_ATTENTION_BIAS),
-    SeparateProjections("gemma2", **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
-    SeparateProjections("vaultgemma", **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
-    SeparateProjections("gemma3_text", **_GEMMA2, norm=NormRow(gain_offset=1.0), beyond=("attn_logit_softcapping", *_WINDOW)),
-    SeparateProjections("olmo", **_ATTENTION_BIAS, beyond=("clip_qkv",)),
-    SeparateProjections("olmo2", **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
-    SeparateProjections("olmo3", **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=_WINDOW),
-    SeparateProjections("olmoe", **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
-    SeparateProjections("exaone4", norm=NormRow(), rotates=_sliding_or_no_window, beyond=_WINDOW),
-    SeparateProjections("apertus", **_ATTENTION_BIAS, norm=NormRow()),
+    SeparateProjections("granite", adds_output=False, **_ATTENTION_BIAS, scale="attention_multiplier"),
+    SeparateProjections("granitemoe", adds_output=False, experts=True, **_ATTENTION_BIAS, scale="attention_multiplier"),
+    SeparateProjections("hyperclovax", adds_output=False, **_ATTENTION_BIAS, scale="attention_multiplier"),
+    SeparateProjections("gemma", gain_offset=1.0, **_ATTENTION_BIAS),
+    SeparateProjections("gemma2", adds_output=False, gain_offset=1.0, **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
+    SeparateProjections("vaultgemma", gain_offset=1.0, **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
+    SeparateProjections(
+        "gemma3_text",
+        adds_output=False,
+        gain_offset=1.0,
+        **_GEMMA2,
+        norm=NormRow(gain_offset=1.0),
+        beyond=("attn_logit_softcapping", *_WINDOW),
+    ),
+    SeparateProjections("olmo", norm_before=None, **_ATTENTION_BIAS, beyond=("clip_qkv",)),
+    SeparateProjections("olmo2", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
+    SeparateProjections("olmo3", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=_WINDOW),
+    SeparateProjections("olmoe", experts=True, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
+    SeparateProjections("exaone4", **_POST_NORM, norm=NormRow(), rotates=_sliding_or_no_window, beyond=_WINDOW),
+    SeparateProjections("apertus", norm_before="attention_layernorm", **_ATTENTION_BIAS, norm=NormRow()),
     SeparateProjections(
         "hunyuan_v1_dense",
         **_ATTENTION_BIAS,
@@ -272,31 +296,36 @@ ROWS = [
     ),
     SeparateProjections("jais2", **_ATTENTION_BIAS),
     SeparateProjections("starcoder2", qkv_bias="use_bias", o_bias="use_bias", beyond=_WINDOW),
-    SeparateProjections("nemotron", **_ATTENTION_BIAS, partial_rotary=True),
+    SeparateProjections("nemotron", gain_offset=1.0, **_ATTENTION_BIAS, partial_rotary=True),
     SeparateProjections(
         "stablelm",
+        adds_output=False,
         qkv_bias="use_qkv_bias",
         partial_rotary=True,
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", storage="list", switch="qk_layernorm", eps="layer_norm_eps"),
     ),
     SeparateProjections(
         "phi",
+        adds_output=False,
         qkv_bias=True,
         partial_rotary=True,
         o_bias=True,
         o_name="dense",
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
     ),
-    SeparateProjections("phimoe", **_ATTENTION_BIAS, beyond=_WINDOW),
+    SeparateProjections("phimoe", experts=True, **_ATTENTION_BIAS, beyond=_WINDOW),
     SeparateProjections(
         "cohere",
+        adds_output=False,
         **_ATTENTION_BIAS,
         norm=NormRow(kind="layer", storage="matrix", switch="use_qk_norm", eps="layer_norm_eps"),
         pairing="interleaved",
     ),
-    SeparateProjections("cohere2", **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=_WINDOW),
+    SeparateProjections(
+        "cohere2", adds_output=False, **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=_WINDOW
+    ),
     SeparateProjections("glm", qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
-    SeparateProjections("glm4", qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
+    SeparateProjections("glm4", adds_output=False, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
     SeparateProjections("helium", qkv_bias="attention_bias", pairing="interleaved"),
     SeparateProjections("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),
 ]

@@ -46,6 +46,9 @@ class Host(Protocol):
     def module(self, family: Family, layer: int) -> str:
         """The path of a layer's attention module, whose parent is the decoder layer."""
 
+    def output(self, family: Family, layer: int) -> str:
+        """The path of the module that brings the heads of a layer back to the model's width."""
+
     def drops(self, name: str) -> str | None:
         """Why a tensor of the source that is no part of its attention is left out, or None if it is copied."""
 

@@ -55,6 +55,9 @@ class DeepseekV3:
     def module(self, family: Family, layer: int) -> str:
         return f"model.layers.{layer}.self_attn"
 
+    def output(self, family: Family, layer: int) -> str:
+        return f"{self.module(family, layer)}.o_proj"
+
     def drops(self, name: str) -> str | None:
         return "RoPE's frequencies are in config.json" if name.endswith("rotary_emb.inv_freq") else None
 

@@ -33,6 +33,9 @@ class SourceClass:
     def module(self, family: Family, layer: int) -> str:
         return family.module(layer)
 
+    def output(self, family: Family, layer: int) -> str:
+        return family.output(layer)
+
     def drops(self, name: str) -> str | None:
         return None
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from convert.methods.latent import LatentMethod
 
 GROUPED = ("aligned", "mean", "first", "random")
-LATENT = ("svd", "pca")
+LATENT = ("weighted", "svd", "pca")
 
 
 def load_grouped(name: str) -> GroupedMethod:

@@ -1,139 +1,244 @@
 """`aligned`: heads of a group are turned towards each other before they are merged, and queries and outputs turn back.
 
 Keys: RoPE multiplies number l of each head by e^{iθ_l t}, so a complex factor per head and frequency commutes with it and can
-be absorbed into the queries. Per group and frequency, with λ_g² = Σ |q_h|² over the query heads of KV head g, the shared key is
-u^H Λ Z for the top eigenvector u of Λ Z Z^H Λ, and head h's query absorbs conj(u_g) / λ_g: the best rank-1 fit of the logits
-if queries, keys and frequencies were independent and inputs white. Dims that do not turn: the stacked M_g^½ K_g, truncated to
-N dims by SVD. Values: the stacked (Σ_h O_hᵀ O_h)^½ V_g, truncated to D; W_O absorbs the rest. Biases ride along as a column.
+be absorbed into the queries. Per group and frequency, with λ_g² = Σ_h E|q_h|² over the query heads of KV head g, the shared
+key is u^H Λ Z for the top eigenvector u of Λ Z Σ Z^H Λ, and head h's query absorbs conj(u_g) / λ_g: the best rank-1 fit of the
+logits if queries, keys and frequencies were independent. Dims that do not turn: the stacked M_g^½ K_g Σ^½, truncated to N
+dims by SVD, with M_g = Σ_h E[q_h q_hᵀ]. Values: the stacked (Σ_h O_hᵀ O_h)^½ V_g Σ^½, truncated to D; W_O absorbs the rest.
+Biases ride along as the weights of a constant input. Σ = E[x xᵀ] is measured on calibration text, or assumed from the gains of
+the input's norm.
 
 A norm of queries and keys forbids absorption: there the shared key is the mean of the heads, brought to one length and sign,
 which queries follow; one norm over all heads allows not even that, and keys are averaged as they are.
 
-Weights alone are looked at. Cost per layer and group of n heads: D/2 eigendecompositions of n × n, one or two of
-min(n D, E) squared.
+Which heads share a group may be chosen (`partition`): the same error of every pair of heads, then swaps between groups while
+its sum over pairs falls.
+
+Cost per layer: D/2 eigendecompositions of n × n and one of n D squared per group of n heads, no more than E squared in size
+where G D = E; `partition` adds one of 2 D squared for each pair of heads.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 
+from convert.methods.algebra import augmented, fix_signs, floored, roots
 from convert.methods.grouped import Draw, GroupedMethod, merged_norm
-from convert.methods.latent import leading_subspace
-from convert.record import Attention
+from convert.methods.text import TextUse
+from convert.record import Attention, Statistics
 
 
-def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
+@dataclass(frozen=True)
+class _Blocks:
+    """The weighted Gram matrix of heads' rows, N of each, and what weighs them: (root_g R_g) Σ (root_h R_h)ᵀ.
+
+    Attributes:
+        rows: `[G, N, E + 1]`.
+        root: `[G, N, N]`.
+        inverse: `[G, N, N]`, of `root`.
+        gram: `[G, N, G, N]`.
+    """
+
+    rows: torch.Tensor
+    root: torch.Tensor
+    inverse: torch.Tensor
+    gram: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, weights: torch.Tensor, second: torch.Tensor) -> _Blocks:
+        """`weights [G, N, N]` are what squared errors of each head's rows count."""
+        root, inverse = roots(weights, 1e-12)
+        weighted = (root @ rows).flatten(0, 1)
+        gram = weighted @ second @ weighted.T
+        return cls(rows, root, inverse, gram.unflatten(1, rows.shape[:2]).unflatten(0, rows.shape[:2]))
+
+    def merged(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best N shared rows `[N, E + 1]`, and `back [n, N, N]`: rows of head g ≈ back_g @ shared."""
+        count = self.rows.shape[1]
+        left = fix_signs(torch.linalg.eigh(self._within(heads)).eigenvectors.flip(-1)[:, :count])
+        shared = left.T @ (self.root[heads] @ self.rows[heads]).flatten(0, 1)
+        return shared, self.inverse[heads] @ left.unflatten(0, (len(heads), count))
+
+    def lost(self, heads: list[int]) -> float:
+        """Energy that the merged rows leave out."""
+        return float(torch.linalg.eigvalsh(self._within(heads))[: -self.rows.shape[1]].sum())
+
+    def energy(self) -> float:
+        return float(self.gram.flatten(2).flatten(0, 1).diagonal().sum())
+
+    def _within(self, heads: list[int]) -> torch.Tensor:
+        gram = self.gram[heads][:, :, heads].flatten(2).flatten(0, 1)
+        return (gram + gram.T) / 2
+
+
+class _Heads:
+    """One layer's heads, ready to be merged in any groups; fp64."""
+
+    def __init__(self, attention: Attention, statistics: Statistics) -> None:
+        self.attention, known = attention, statistics.shrunk().to(attention.k.device)
+        self.share, self.turning = attention.q.shape[0] // attention.num_kv_heads, 0
+        second = known.with_constant
+        a, turning = attention, attention.rotary.dims if attention.rotary else 0
+        self.q = augmented(a.q, a.q_bias).unflatten(0, (-1, self.share))  # [G, share, D, E + 1]
+        self.k, v = augmented(a.k, a.k_bias), augmented(a.v, a.v_bias)
+        self.o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, self.share))  # [G, share, E, D]
+        columns = self.o.flatten(1, 2)
+        self.values = _Blocks.of(v, columns.mT @ columns, second)
+        self.still: _Blocks | None = None
+        if a.k_norm is not None:
+            self.likeness = _likeness(a, self.k)
+            return
+        self.turning = turning
+        if turning:
+            self._measure_turning(second)
+        if turning < self.k.shape[1]:
+            rest = self.q[:, :, turning:]
+            moments = (rest @ second @ rest.mT).sum(1)
+            constant = torch.zeros_like(second)  # one on unrotated keys cancels in the softmax
+            constant[:-1, :-1] = known.covariance
+            self.still = _Blocks.of(self.k[:, turning:], moments, constant)
+
+    def _measure_turning(self, second: torch.Tensor) -> None:
+        """λ `[G, P/2]`, weighted keys `[G, P/2, E + 1]` and their Gram matrices `[P/2, G, G]`."""
+        rotary, rows = self.attention.rotary, self.q[:, :, : self.turning]
+        assert rotary is not None
+        power = ((rows @ second) * rows).sum(-1).sum(1)  # [G, P]
+        pairs = rotary.to_complex(power)[0]
+        self.weight = floored(pairs.real + pairs.imag, 1e-12).sqrt()
+        self.z = rotary.to_complex(self.k[:, : self.turning])[0] * self.weight[..., None]
+        moved = rotary.to_complex(self.k[:, : self.turning] @ second)[0] * self.weight[..., None]
+        gram = torch.einsum("gle,hle->lgh", moved, self.z.conj())
+        self.gram = (gram + gram.mH) / 2
+
+    def merged_key(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries `[n, share, D, E + 1]` and the one key `[D, E + 1]`."""
+        if self.attention.k_norm is not None:
+            return _averaged_key(self.attention, self.q[heads], self.k[heads])
+        parts = [self._turned_key(heads)] if self.turning else []
+        if self.still:
+            key, back = self.still.merged(heads)
+            parts.append((back.mT[:, None] @ self.q[heads][:, :, self.turning :], key))
+        queries, keys = zip(*parts, strict=True)
+        return torch.cat(queries, 2), torch.cat(keys)
+
+    def _turned_key(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        rotary = self.attention.rotary
+        assert rotary is not None
+        u = fix_signs(torch.linalg.eigh(self.gram[:, heads][:, :, heads]).eigenvectors[..., -1:])[..., 0]  # [P/2, n]
+        key = torch.einsum("lg,gle->le", u.conj(), self.z[heads])
+        factor = u.T / self.weight[heads]  # z_g ≈ factor_g · key
+        # The key as large as its heads are on average, so that neither side leaves the range of a half float.
+        size = factor.abs().square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+        key, factor = key * size[:, None], factor / size
+        numbers = rotary.to_complex(self.q[heads][:, :, : self.turning].flatten(0, 1))[0].unflatten(0, (len(heads), -1))
+        queries = rotary.from_complex((numbers * factor.conj()[:, None, :, None]).flatten(0, 1))
+        return queries.unflatten(0, (len(heads), -1)), rotary.from_complex(key[None])[0]
+
+    def merged_value(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output columns `[n, share, E, D]` and the one value `[D, E + 1]`."""
+        value, back = self.values.merged(heads)
+        return self.o[heads] @ back[:, None], value
+
+    def lost(self, heads: list[int]) -> float:
+        """What merging these heads costs: the shares of keys' and of values' energy that are left out."""
+        return self._lost_keys(heads) + self.values.lost(heads) / (self.values.energy() or 1.0)
+
+    def _lost_keys(self, heads: list[int]) -> float:
+        if self.attention.k_norm is not None:
+            return float(len(heads) - self.likeness[heads][:, heads].sum() / len(heads)) / len(self.likeness)
+        lost = energy = 0.0
+        if self.turning:
+            lost += float(torch.linalg.eigvalsh(self.gram[:, heads][:, :, heads])[:, :-1].sum())
+            energy += float(self.gram.diagonal(dim1=1, dim2=2).real.sum())
+        if self.still:
+            lost += self.still.lost(heads)
+            energy += self.still.energy()
+        return lost / (energy or 1.0)
+
+
+def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
     """K̂, V̂ with `groups` heads, and queries and output columns that fit them; fp32. Heads that are alike merge without loss."""
-    a = attention
-    share = a.q.shape[0] // a.num_kv_heads
-    q, k = _augmented(a.q, a.q_bias).unflatten(0, (groups, -1, share)), _augmented(a.k, a.k_bias).unflatten(0, (groups, -1))
-    v = _augmented(a.v, a.v_bias).unflatten(0, (groups, -1))
-    o = a.o.float().permute(1, 0, 2).unflatten(0, (groups, -1, share))  # [groups, n, share, E, D]
-    keys = [_shared_key(a, *part) for part in zip(q, k, strict=True)]
-    values = [_shared_value(*part) for part in zip(v, o, strict=True)]
-    merged_q = torch.stack([queries for queries, _ in keys]).flatten(0, 2)
-    merged_k, merged_v = torch.stack([key for _, key in keys]), torch.stack([value for value, _ in values])
-    merged_o = torch.stack([outputs for _, outputs in values]).flatten(0, 2).permute(1, 0, 2)
+    a, heads = attention, _Heads(attention, statistics)
+    members = torch.arange(a.num_kv_heads).view(groups, -1).tolist()
+    keys, values = [heads.merged_key(group) for group in members], [heads.merged_value(group) for group in members]
+    q, k = torch.stack([queries for queries, _ in keys]).flatten(0, 2).float(), torch.stack([key for _, key in keys]).float()
+    v = torch.stack([value for _, value in values]).float()
     return replace(
         a,
-        q=merged_q[..., :-1],
-        k=merged_k[..., :-1],
-        v=merged_v[..., :-1],
-        o=merged_o,
-        q_bias=None if a.q_bias is None else merged_q[..., -1],
-        k_bias=None if a.k_bias is None else merged_k[..., -1],
-        v_bias=None if a.v_bias is None else merged_v[..., -1],
+        q=q[..., :-1],
+        k=k[..., :-1],
+        v=v[..., :-1],
+        o=torch.stack([outputs for outputs, _ in values]).flatten(0, 2).permute(1, 0, 2).float(),
+        q_bias=None if a.q_bias is None else q[..., -1],
+        k_bias=None if a.k_bias is None else k[..., -1],
+        v_bias=None if a.v_bias is None else v[..., -1],
         k_norm=merged_norm(a.k_norm, lambda rows: rows.float().unflatten(0, (groups, -1)).mean(1)),
     )
 
 
-def _augmented(rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`[heads, D, E + 1]`: the bias as the weight of a constant input."""
-    rows = rows.float()
-    return torch.cat((rows, torch.zeros_like(rows[..., :1]) if bias is None else bias.float()[..., None]), -1)
+def partition(attention: Attention, groups: int, statistics: Statistics) -> list[int]:
+    """KV heads in an order that puts those of a group together; the given order unless another loses less."""
+    count = attention.num_kv_heads
+    contiguous = list(range(count))
+    if groups in (1, count):
+        return contiguous
+    heads = _Heads(attention, statistics)
+    pairs = torch.zeros(count, count, dtype=torch.float64)
+    for i, j in combinations(range(count), 2):
+        pairs[i, j] = pairs[j, i] = heads.lost([i, j])
+    found = _swapped(pairs, groups)
+
+    def lost(order: list[int]) -> float:
+        return sum(heads.lost(group) for group in torch.tensor(order).view(groups, -1).tolist())
+
+    return min(contiguous, found, key=lost)
 
 
-def _shared_key(a: Attention, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries `[n, share, D, E + 1]` and the one key `[D, E + 1]` of a group, from `q [n, share, D, …]` and `k [n, D, …]`."""
-    if a.k_norm is not None:
-        return _shared_normalised_key(a, q, k)
-    turning = a.rotary.dims if a.rotary else 0
-    parts = []
-    if a.rotary and turning:
-        parts.append(_turning(a, q[:, :, :turning], k[:, :turning]))
-    if turning < k.shape[1]:
-        parts.append(_still(q[:, :, turning:], k[:, turning:]))
-    queries, keys = zip(*parts, strict=True)
-    return torch.cat(queries, 2), torch.cat(keys)
+def _swapped(pairs: torch.Tensor, groups: int) -> list[int]:
+    """The order of heads at which no swap of two between groups lowers the sum of `pairs` within groups any more.
 
-
-def _turning(a: Attention, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    assert a.rotary is not None
-    z, _ = a.rotary.to_complex(k)  # [n, P/2, E + 1]
-    w, _ = a.rotary.to_complex(q.flatten(0, 1))
-    w = w.unflatten(0, q.shape[:2])  # [n, share, P/2, E + 1]
-    weight = w.abs().square().sum((1, 3)).sqrt().double()  # λ, [n, P/2]
-    weight = _floored(weight, 1e-6)
-    weighted = (z * weight[..., None]).transpose(0, 1)  # [P/2, n, E + 1], complex128
-    u = torch.linalg.eigh(weighted @ weighted.mH).eigenvectors[..., -1]  # [P/2, n]
-    key = (u.conj()[:, None] @ weighted)[:, 0]  # [P/2, E + 1]
-    factor = u.T / weight  # z_g ≈ factor_g · key
-    # The key as large as its heads are on average, so that neither side leaves the range of a half float.
-    size = factor.abs().square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-    key, factor = key * size[:, None], factor / size
-    queries = w * factor.conj()[:, None, :, None].to(w.dtype)
-    return (
-        a.rotary.from_complex(queries.flatten(0, 1)).unflatten(0, q.shape[:2]).float(),
-        a.rotary.from_complex(key[None])[0].float(),
-    )
-
-
-def _still(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    flat = q.transpose(1, 2).flatten(2)  # [n, N, share (E + 1)]
-    key, back = _joint(k, flat @ flat.mT)
-    return back.mT[:, None] @ q, key
-
-
-def _shared_value(v: torch.Tensor, o: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The one value `[D, E + 1]` and output columns `[n, share, E, D]`, from `v [n, D, E + 1]` and `o [n, share, E, D]`."""
-    columns = o.flatten(1, 2)  # [n, share E, D]
-    value, back = _joint(v, columns.mT @ columns)
-    return value, o @ back[:, None]
-
-
-def _joint(rows: torch.Tensor, gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best N shared rows for n heads, each weighted by the root of its `gram [n, N, N]`.
-
-    Returns:
-        Shared rows `[N, E]`, and `back [n, N, N]`: rows of head g ≈ back_g @ shared.
+    Groups come in the order of their smallest heads, and heads in groups ascending.
     """
-    values, vectors = torch.linalg.eigh(gram.double())
-    values = _floored(values, 1e-12).sqrt()
-    root, inverse = (vectors * values[:, None]) @ vectors.mT, (vectors / values[:, None]) @ vectors.mT
-    stacked = (root @ rows.double()).flatten(0, 1)  # [n N, E]
-    left = leading_subspace(stacked, None, min(rows.shape[1], *stacked.shape)).double()
-    left = torch.nn.functional.pad(left, (0, rows.shape[1] - left.shape[1]))  # a model narrower than its heads
-    shared = left.T @ stacked
-    back = inverse @ left.unflatten(0, rows.shape[:2])
-    return shared.float(), back.float()
+    count = len(pairs)
+    group = torch.arange(count) // (count // groups)
+    while True:
+        belonging = torch.nn.functional.one_hot(group, groups).double()
+        to = pairs @ belonging  # [heads, groups], what a head costs in each group
+        own = to.gather(1, group[:, None])
+        other = to[:, group]  # [i, j]: head i in the group of j
+        gain = own + own.T - other - other.T + 2 * pairs
+        gain[group[:, None] == group] = 0
+        best = int(gain.argmax())
+        i, j = divmod(best, count)
+        if gain[i, j] <= 1e-9 * pairs.sum():
+            break
+        group[i], group[j] = group[j].item(), group[i].item()
+    members = [[head for head in range(count) if group[head] == g] for g in range(groups)]
+    return [head for part in sorted(members) for head in part]
 
 
-def _floored(weights: torch.Tensor, share: float) -> torch.Tensor:
-    """Weights of which none is below a share of the largest, to be divided by; ones where all are zero."""
-    largest = weights.max()
-    return weights.clamp_min(share * largest) if largest > 0 else torch.ones_like(weights)
-
-
-def _shared_normalised_key(a: Attention, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _averaged_key(a: Attention, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     assert a.k_norm is not None
-    if a.k_norm.scope == "all" or a.k_norm.bias is not None:
+    if not _signs_are_free(a):
         return q, k.mean(0)
     lengths = torch.linalg.vector_norm(k, dim=(1, 2), keepdim=True)
     unit = k / lengths.clamp_min(torch.finfo(torch.float32).tiny)
-    signs = torch.where(torch.einsum("nde,de->n", unit, unit[0]) < 0, -1.0, 1.0)
+    signs = torch.where(torch.einsum("nde,de->n", unit, unit[0]) < 0, -1.0, 1.0).double()
     return q * signs[:, None, None, None], (unit * signs[:, None, None]).mean(0) * lengths.mean()
 
 
-METHOD = GroupedMethod("aligned", "heads turned towards each other, by weights alone", "", True, merge)
+def _signs_are_free(a: Attention) -> bool:
+    return a.k_norm is not None and a.k_norm.scope == "head" and a.k_norm.bias is None
+
+
+def _likeness(a: Attention, k: torch.Tensor) -> torch.Tensor:
+    """`[G, G]`, cosines between heads that a norm keeps apart."""
+    unit = torch.nn.functional.normalize(k.flatten(1), dim=1)
+    cosine = unit @ unit.T
+    return cosine.abs() if _signs_are_free(a) else cosine
+
+
+METHOD = GroupedMethod("aligned", "heads turned towards each other", "", TextUse.USED, merge, partition)

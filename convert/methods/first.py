@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from convert.methods.grouped import Draw, GroupedMethod, pool_kv
-from convert.record import Attention
+from convert.methods.text import TextUse
+from convert.record import Attention, Statistics
 
 
-def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
+def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
     """K̂_g = K of the group's first head, and likewise V and their biases; bits as they are."""
     return pool_kv(attention, groups, lambda members: members[0])
 
 
-METHOD = GroupedMethod("first", "first head of each group", "arXiv:2305.13245", False, merge)
+METHOD = GroupedMethod("first", "first head of each group", "arXiv:2305.13245", TextUse.IGNORED, merge)

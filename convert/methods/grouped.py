@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.qk_norm import QKNorm
-from convert.record import Attention
+from convert.methods.text import TextUse
+from convert.record import Attention, Statistics
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,18 @@ class GroupedMethod:
         name: As on the command line.
         summary: One line for help, plans and cards.
         source: The paper, or "".
-        absorbs: Whether queries take up what keys lose, which a norm of both forbids.
-        merge: `(attention with G KV heads, groups, draw) -> attention with `groups` KV heads`; groups divides G.
+        text: Whether calibration text is of use to it.
+        merge: `(attention with G KV heads, groups, draw, statistics) -> attention with `groups` KV heads`, of neighbours;
+            groups divides G.
+        partition: `(attention, groups, statistics) -> order of KV heads` that puts those that lose least together, or None.
     """
 
     name: str
     summary: str
     source: str
-    absorbs: bool
-    merge: Callable[[Attention, int, Draw], Attention]
+    text: TextUse
+    merge: Callable[[Attention, int, Draw, Statistics], Attention]
+    partition: Callable[[Attention, int, Statistics], list[int]] | None = None
 
 
 Pool = Callable[[torch.Tensor], torch.Tensor]
@@ -74,3 +78,27 @@ def merged_norm(norm: QKNorm | None, merged: Callable[[torch.Tensor], torch.Tens
     if norm is None or not norm.per_head_gains:
         return norm
     return replace(norm, gain=merged(norm.gain), bias=None if norm.bias is None else merged(norm.bias))
+
+
+def reordered(attention: Attention, order: list[int]) -> Attention:
+    """The same function with KV heads in another order, and their query heads and output columns with them."""
+    a, share = attention, attention.q.shape[0] // attention.num_kv_heads
+    queries = [head * share + i for head in order for i in range(share)]
+
+    def norm(norm: QKNorm | None, rows: list[int]) -> QKNorm | None:
+        if norm is None or not norm.per_head_gains:
+            return norm
+        return replace(norm, gain=norm.gain[rows], bias=None if norm.bias is None else norm.bias[rows])
+
+    return replace(
+        a,
+        q=a.q[queries],
+        k=a.k[order],
+        v=a.v[order],
+        o=a.o[:, queries],
+        q_bias=None if a.q_bias is None else a.q_bias[queries],
+        k_bias=None if a.k_bias is None else a.k_bias[order],
+        v_bias=None if a.v_bias is None else a.v_bias[order],
+        q_norm=norm(a.q_norm, queries),
+        k_norm=norm(a.k_norm, order),
+    )

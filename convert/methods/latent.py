@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from attention.rope import Rotary
+from convert.methods.algebra import fix_signs
+from convert.methods.text import TextUse
 from convert.record import Attention, FactoredAttention, Statistics
 
 
@@ -26,12 +29,14 @@ class Size:
         pairs: For each of the P/2 rotary pairs, the source's frequency that it turns with; the same in every layer.
         freqfold: How many neighbouring frequencies are treated as one.
         rotary: How the layers that turn do, for those without positions.
+        pursued: Whether a rotary key may serve frequencies beside its own.
     """
 
     rank: int
     pairs: tuple[int, ...]
     freqfold: int = 1
     rotary: Rotary | None = None
+    pursued: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,20 +47,22 @@ class LatentMethod:
         name: As on the command line.
         summary: One line for help, plans and cards.
         source: The paper, or "".
-        needs_text: Whether it works on statistics of calibration text.
+        text: Whether calibration text is of use to it.
         folds: Whether it treats neighbouring frequencies as one (`Size.freqfold`).
-        losses: `(attention, statistics) -> [D/2, G]`, the energy of each component of each frequency, largest first, for
-            choosing what turns, in layers that do; None where the method's formula says it.
+        survey: `(attention, statistics) -> what allocation has to know` of each layer that turns, or None.
+        allocate: `(all that, P/2, size without pairs) -> sizes with pairs`, the same for all layers; where there are several,
+            the one of least error on the text is taken.
         factor: `(attention, size, statistics) -> latent attention`.
     """
 
     name: str
     summary: str
     source: str
-    needs_text: bool
+    text: TextUse
     folds: bool
-    losses: Callable[[Attention, Statistics | None], torch.Tensor] | None
-    factor: Callable[[Attention, Size, Statistics | None], FactoredAttention]
+    survey: Callable[[Attention, Statistics], Any] | None
+    allocate: Callable[[list[Any], int, Size], list[Size]]
+    factor: Callable[[Attention, Size, Statistics], FactoredAttention]
 
 
 @dataclass(frozen=True)
@@ -205,50 +212,6 @@ def share_latent(attention: Attention, parts: Separated, left: torch.Tensor, bal
         k_rope_bias=parts.k_rope_bias,
         o_bias=o_bias,
     )
-
-
-def leading_subspace(rows: torch.Tensor, second: torch.Tensor | None, rank: int) -> torch.Tensor:
-    """Orthonormal `[n, rank]` whose projection keeps most of rows·x, by E|projection|²; fp64 inside.
-
-    One eigendecomposition of the smaller Gram matrix, n × n or E × E; in the second case one QR of `[n, rank]` as well, and
-    one more eigendecomposition if `second` is singular.
-
-    Args:
-        rows: `[n, E]`.
-        second: `[E, E]`, E[x xᵀ]; None for the identity. It may be singular: nothing is divided by it.
-        rank: At most min(n, E).
-    """
-    rows = rows.double()
-    if rows.shape[0] <= rows.shape[1]:
-        return _leading(rows @ rows.T if second is None else rows @ second.to(rows) @ rows.T, rank).float()
-    # The n × n Gram matrix A Aᵀ, for A = rows·L with second = L Lᵀ, has the spectrum of the E × E matrix Aᵀ A.
-    images = rows if second is None else rows @ _root(second.to(rows))
-    images = images @ _leading(images.T @ images, rank)
-    return torch.linalg.qr(images).Q.float()
-
-
-def _leading(gram: torch.Tensor, rank: int) -> torch.Tensor:
-    """Eigenvectors of the `rank` largest eigenvalues, as columns, largest first, each with a sign of its own choice fixed."""
-    return fix_signs(torch.linalg.eigh((gram + gram.mH) / 2).eigenvectors.flip(-1)[..., :rank])
-
-
-def fix_signs(vectors: torch.Tensor) -> torch.Tensor:
-    """Columns turned so that their largest entry is real and positive: eigenvectors leave that open, and libraries differ."""
-    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
-    return vectors * (largest.conj() / largest.abs().clamp_min(torch.finfo(torch.float64).tiny))
-
-
-def _root(second: torch.Tensor) -> torch.Tensor:
-    """L with L Lᵀ = `second`, whose directions without energy get 1e-12 of the mean so that they have a place, the last.
-
-    A second moment that is singular, or not even positive by the rounding of its sums, costs an eigendecomposition.
-    """
-    floor = (second.diagonal().mean() * 1e-12).clamp_min(torch.finfo(torch.float64).tiny)
-    root, failed = torch.linalg.cholesky_ex(second + floor * torch.eye(len(second)).to(second))
-    if not failed:
-        return root
-    values, vectors = torch.linalg.eigh(second)
-    return vectors * values.clamp_min(floor).sqrt()
 
 
 def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from convert.methods.grouped import Draw, GroupedMethod, pool_kv
-from convert.record import Attention
+from convert.methods.text import TextUse
+from convert.record import Attention, Statistics
 
 
 def _mean(members: torch.Tensor) -> torch.Tensor:
@@ -13,9 +14,9 @@ def _mean(members: torch.Tensor) -> torch.Tensor:
     return members[0] + (members - members[0]).mean(0)
 
 
-def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
+def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
     """K̂_g = mean over the group of K_i, and likewise V and their biases; fp32. Equal heads merge without loss."""
     return pool_kv(attention, groups, _mean)
 
 
-METHOD = GroupedMethod("mean", "mean of each group's heads", "arXiv:2305.13245", False, merge)
+METHOD = GroupedMethod("mean", "mean of each group's heads", "arXiv:2305.13245", TextUse.IGNORED, merge)

@@ -18,17 +18,20 @@ and where 2 G D − P > E one more, E squared, if the text's statistics are sing
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from convert.methods.latent import Keys, LatentMethod, Size, leading_subspace, separate, share_latent
+from convert.allocate import pairs_by_stride
+from convert.methods.algebra import leading_subspace
+from convert.methods.latent import Keys, LatentMethod, Size, separate, share_latent
+from convert.methods.text import TextUse
 from convert.record import Attention, FactoredAttention, Statistics
 
 
-def factor(attention: Attention, size: Size, statistics: Statistics | None) -> FactoredAttention:
+def factor(attention: Attention, size: Size, statistics: Statistics) -> FactoredAttention:
     """The latent attention."""
-    assert statistics is not None
     device = attention.k.device
     moment, second = statistics.second.to(device), statistics.with_constant.to(device)
     parts = separate(attention, size, partial(_gram, second))
@@ -57,6 +60,19 @@ def _mean_norm(rows: torch.Tensor, second: torch.Tensor) -> float:
     return float(squares.clamp_min(0).sqrt().mean()) if len(rows) else 0.0
 
 
+def allocate(found: list[object], count: int, size: Size) -> list[Size]:
+    """Frequencies spread evenly."""
+    assert size.rotary is not None
+    return [replace(size, pairs=pairs_by_stride(2 * count, size.rotary.dims))]
+
+
 METHOD = LatentMethod(
-    "pca", "published: real PCA per frequency, balanced joint PCA", "arXiv:2502.07864", True, True, None, factor
+    "pca",
+    "published: real PCA per frequency, balanced joint PCA",
+    "arXiv:2502.07864",
+    TextUse.NEEDED,
+    True,
+    None,
+    allocate,
+    factor,
 )

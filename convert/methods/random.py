@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 
 from convert.methods.grouped import Draw, GroupedMethod, merged_norm
-from convert.record import Attention
+from convert.methods.text import TextUse
+from convert.record import Attention, Statistics
 
 
-def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
+def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
     """K̂_g, V̂_g ~ N(0, initializer_range²), biases 0, the gains of merged key norms 1: as a new layer would start."""
 
     def fresh(rows: torch.Tensor) -> torch.Tensor:
@@ -34,4 +35,6 @@ def merge(attention: Attention, groups: int, draw: Draw) -> Attention:
     )
 
 
-METHOD = GroupedMethod("random", "fresh random heads (a control: expect a ruined model)", "arXiv:2305.13245", False, merge)
+METHOD = GroupedMethod(
+    "random", "fresh random heads (a control: expect a ruined model)", "arXiv:2305.13245", TextUse.IGNORED, merge
+)

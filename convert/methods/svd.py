@@ -10,18 +10,23 @@ min(2 G D − P, E) squared.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from convert.methods.latent import Keys, LatentMethod, Size, keys_of, leading_subspace, separate, share_latent
+from convert.allocate import pairs_by_loss
+from convert.methods.algebra import leading_subspace
+from convert.methods.latent import Keys, LatentMethod, Size, keys_of, separate, share_latent
+from convert.methods.text import TextUse
 from convert.record import Attention, FactoredAttention, Statistics
 
 
-def losses(attention: Attention, statistics: Statistics | None) -> torch.Tensor:
+def losses(attention: Attention, statistics: Statistics) -> torch.Tensor:
     """`[D/2, G]`: the eigenvalues of Z Z^H at each frequency, largest first."""
     return torch.linalg.eigvalsh(_gram(keys_of(attention))).flip(-1)
 
 
-def factor(attention: Attention, size: Size, statistics: Statistics | None) -> FactoredAttention:
+def factor(attention: Attention, size: Size, statistics: Statistics) -> FactoredAttention:
     """The latent attention; bits of the source are kept where the sizes are full, up to rounding."""
     parts = separate(attention, size, _gram)
     left = leading_subspace(torch.cat((parts.rest, attention.v.float().flatten(0, 1))), None, size.rank)
@@ -33,4 +38,9 @@ def _gram(keys: Keys) -> torch.Tensor:
     return rows @ rows.mH
 
 
-METHOD = LatentMethod("svd", "singular vectors of the weights alone", "", False, False, losses, factor)
+def allocate(found: list[torch.Tensor], count: int, size: Size) -> list[Size]:
+    """The frequencies of most energy."""
+    return [replace(size, pairs=pairs_by_loss(found, count))]
+
+
+METHOD = LatentMethod("svd", "singular vectors of the weights alone", "", TextUse.IGNORED, False, losses, allocate, factor)

@@ -1,0 +1,145 @@
+"""What a record computes on a sample of inputs: its outputs, and where it looks. Methods choose between results by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attention.qk_norm import QKNorm
+from attention.rope import Rotary
+from convert.record import Attention, FactoredAttention, Record
+
+
+def attention_output(record: Record, x: torch.Tensor) -> torch.Tensor:
+    """Causal attention of blocks `x [n, T, E]` that begin at position 0, `[n, T, E]`; fp32, one block at a time."""
+    return torch.stack([_output(record, block) for block in x.float()])
+
+
+def output_error(before: Record, after: Record, x: torch.Tensor) -> float:
+    """Squared error of what `after` computes on `x [n, T, E]`, relative to what `before` does."""
+    expected = attention_output(before, x)
+    return float((attention_output(after, x) - expected).double().square().sum() / expected.double().square().sum())
+
+
+def attention_mass(attention: Attention, x: torch.Tensor) -> torch.Tensor:
+    """How much attention each head pays to tokens t − s = 0 … T − 1 back, `[H, T]` fp64; rows sum to one.
+
+    Args:
+        attention: The record.
+        x: `[n, T, E]`, blocks that begin at position 0.
+    """
+    length = x.shape[1]
+    where = torch.arange(length, device=x.device)
+    distance = (where[:, None] - where).clamp_min(0).flatten()
+    mass = torch.zeros(attention.q.shape[0], length, dtype=torch.float64, device=x.device)
+    for block in x.float():
+        heads = heads_of(attention, block)
+        for head in range(len(mass)):  # one [T, T] at a time
+            mass[head].index_add_(0, distance, heads.weights(head).flatten().double())
+    return mass / mass.sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the heads of a record make of one block, fp32.
+
+    Attributes:
+        plain: `[H, T, D]`, queries as they are projected.
+        still: `[H, T, N]`, queries' part that does not turn.
+        turning: `[H, T, P]`, the other, turned.
+        kept_still: `[G, T, N]`, keys, or what a latent keeps in their place (see `lift`).
+        kept_turning: `[G, T, P]`, turned.
+        lift: `[H, N', N]` from a head's queries that do not turn to what is kept (MLA), or None.
+        turn: Turns rows `[…, T, P]` by their positions.
+        scale: Of the logits.
+    """
+
+    plain: torch.Tensor
+    still: torch.Tensor
+    turning: torch.Tensor
+    kept_still: torch.Tensor
+    kept_turning: torch.Tensor
+    lift: torch.Tensor | None
+    turn: Callable[[torch.Tensor], torch.Tensor]
+    scale: float
+
+    def kept(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a head's queries meet: `[T, N]` that does not turn, `[T, P]` that does."""
+        group = head * len(self.kept_still) // len(self.plain)
+        return self.kept_still[group], self.kept_turning[group]
+
+    def logits(self, head: int) -> torch.Tensor:
+        """`[T, T]`, those of the future included."""
+        still, turning = self.kept(head)
+        queries = self.still[head] if self.lift is None else self.still[head] @ self.lift[head]
+        return self.scale * (queries @ still.mT + self.turning[head] @ turning.mT)
+
+    def weights(self, head: int) -> torch.Tensor:
+        """`[T, T]`, the causal softmax of the logits."""
+        logits = self.logits(head)
+        future = torch.ones_like(logits, dtype=torch.bool).triu(1)
+        return logits.masked_fill(future, -torch.inf).softmax(-1)
+
+
+def heads_of(record: Record, x: torch.Tensor) -> Heads:
+    """Of one block `x [T, E]` from position 0."""
+    rotary, positions = record.rotary, torch.arange(x.shape[0], device=x.device)
+
+    def turn(rows: torch.Tensor) -> torch.Tensor:
+        return rotary.rotate(rows, positions) if rotary else rows
+
+    if isinstance(record, FactoredAttention):
+        plain = _project(x, record.q_nope, record.q_nope_bias)
+        key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
+        turning, key = _project(x, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
+        latent = (x @ record.down.float().T)[None]
+        return Heads(plain, plain, turn(turning), latent, turn(key), record.up_k.float(), turn, record.scale)
+    plain, keys = _project(x, record.q, record.q_bias), _project(x, record.k, record.k_bias)
+    split = rotary.dims if rotary else 0
+    queries, placed = _placed(plain, record.q_norm, rotary), _placed(keys, record.k_norm, rotary)
+    return Heads(
+        plain, queries[..., split:], queries[..., :split], placed[..., split:], placed[..., :split], None, turn, record.scale
+    )
+
+
+def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
+    queries, keys, values = _grouped(record, x) if isinstance(record, Attention) else _latent(record, x)
+    share = len(queries) // len(keys)
+    context = torch.nn.functional.scaled_dot_product_attention(
+        queries[None], keys.repeat_interleave(share, 0)[None], values.repeat_interleave(share, 0)[None],
+        is_causal=True, scale=record.scale,
+    )[0]  # fmt: skip
+    out = context.transpose(0, 1).flatten(1) @ record.o.float().flatten(1).T
+    return out if record.o_bias is None else out + record.o_bias.float()
+
+
+def _grouped(a: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries `[H, T, D]`, keys and values `[G, T, D]`, as they meet in the softmax."""
+    queries = _placed(_project(x, a.q, a.q_bias), a.q_norm, a.rotary)
+    return queries, _placed(_project(x, a.k, a.k_bias), a.k_norm, a.rotary), _project(x, a.v, a.v_bias)
+
+
+def _latent(a: FactoredAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys `[H, T, D + P]`, values `[H, T, D]`."""
+    turning = _placed(_project(x, a.q_rope, a.q_rope_bias), None, a.rotary)
+    key = _placed(_project(x, a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None]), None, a.rotary)
+    latent = x @ a.down.float().T
+    still, values = _project(latent, a.up_k, None), _project(latent, a.up_v, None)
+    queries = torch.cat((_project(x, a.q_nope, a.q_nope_bias), turning), -1)
+    return queries, torch.cat((still, key.expand(len(still), -1, -1)), -1), values
+
+
+def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`[heads, T, D]`."""
+    states = (x @ weight.float().flatten(0, 1).T).unflatten(-1, weight.shape[:2]).transpose(0, 1)
+    return states if bias is None else states + bias.float()[:, None]
+
+
+def _placed(states: torch.Tensor, norm: QKNorm | None, rotary: Rotary | None) -> torch.Tensor:
+    if norm and not norm.after_rotary:
+        states = norm(states[None])[0]
+    if rotary:
+        states = rotary.rotate(states, torch.arange(states.shape[-2], device=states.device))
+    return norm(states[None])[0] if norm and norm.after_rotary else states

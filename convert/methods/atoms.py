@@ -1,0 +1,152 @@
+"""Rotary keys that all heads share, and what they leave to keys that do not turn.
+
+An atom is a frequency b and one key y(x) that turns with it. Head h's number l, z_{h,l}·x, which turns with θ_l, is taken for
+Σ_m s_{h,l,m} e^{iθ_{b_m} t} y_m + unrotated, so that its queries absorb conj(s). What is left does not turn; the best unrotated
+key for it is its mean under the distances at which head h attends, φ_{h,l} z_{h,l} − Σ_m φ_{h,b_m} s_{h,l,m} y_m with
+φ_{h,l} = E e^{iθ_l (s − t)}. (`components` serve their own frequency alone; `convert.methods.pursuit` finds others.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attention.rope import Rotary
+from convert.forward import attention_mass
+from convert.methods.algebra import augmented, fix_signs, floored
+from convert.record import Attention, Statistics
+
+_CONTEXT = 2048  # of the assumed distances
+
+
+@dataclass(frozen=True)
+class TurningKeys:
+    """The rotary part of a layer's keys, fp64. H query heads, L frequencies; a bias is the weight of a constant input.
+
+    Attributes:
+        attention: The record.
+        z: `[G, L, E + 1]` complex, with the square of RoPE's attention factor.
+        w: `[H, L, E + 1]` complex, the queries.
+        weight: `[H, L]`, λ = root of E|w_{h,l}·x|².
+        mass: `[H, T]`, the attention that head h pays to tokens 0 … T − 1 back.
+        second: `[E + 1, E + 1]`.
+    """
+
+    attention: Attention
+    z: torch.Tensor
+    w: torch.Tensor
+    weight: torch.Tensor
+    mass: torch.Tensor
+    second: torch.Tensor
+
+    @classmethod
+    def of(cls, attention: Attention, statistics: Statistics) -> TurningKeys:
+        rotary, second = rotary_of(attention), statistics.with_constant
+        rows = augmented(attention.q, attention.q_bias)[:, : rotary.dims]
+        keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
+        power = rotary.to_complex(((rows @ second) * rows).sum(-1))[0]
+        weight = floored(power.real + power.imag, 1e-12).sqrt()
+        z = rotary.to_complex(keys)[0] * rotary.attention_factor**2
+        return cls(attention, z, rotary.to_complex(rows)[0], weight, _mass(attention, statistics), second)
+
+    @property
+    def waves(self) -> torch.Tensor:
+        """`[T, L]`, e^{iθ_l (s − t)} at each distance t − s."""
+        distance = torch.arange(self.mass.shape[1], dtype=torch.float64, device=self.mass.device)
+        angles = -distance[:, None] * rotary_of(self.attention).frequencies.to(distance)
+        return torch.polar(torch.ones_like(angles), angles)
+
+    @property
+    def phase(self) -> torch.Tensor:
+        """`[H, L]`, φ."""
+        return self.mass.to(self.waves.dtype) @ self.waves
+
+    @property
+    def share(self) -> int:
+        """Query heads of one KV head."""
+        return len(self.w) // len(self.z)
+
+    def per_query_head(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.repeat_interleave(self.share, 0)
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """Rotary keys of one layer.
+
+    Attributes:
+        pairs: For each of m atoms, the source's frequency that it turns with.
+        shares: `[H, L, m]` complex, s.
+        keys: `[m, E + 1]` complex, y.
+    """
+
+    pairs: tuple[int, ...]
+    shares: torch.Tensor
+    keys: torch.Tensor
+
+    def turning(self, keys: TurningKeys) -> tuple[Rotary, torch.Tensor, torch.Tensor]:
+        """How they turn, the queries `[H, P, E + 1]` that meet them, and they themselves `[P, E + 1]`."""
+        kept = rotary_of(keys.attention).select(list(self.pairs), "interleaved")
+        queries = torch.einsum("hlm,hle->hme", self.shares.conj(), keys.w)
+        return kept, kept.from_complex(queries), kept.from_complex(self.keys[None])[0]
+
+    def rest(self, keys: TurningKeys) -> torch.Tensor:
+        """Unrotated keys of each query head for what is left, `[H, 2 L, E + 1]`; zeros where nothing but rounding is."""
+        phase = keys.phase
+        whole = phase[..., None] * keys.per_query_head(keys.z)
+        left = whole - (phase[:, None, list(self.pairs)] * self.shares) @ self.keys
+        rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
+        return rotary_of(keys.attention).from_complex(torch.zeros_like(left) if rounding else left)
+
+
+@dataclass(frozen=True)
+class Components:
+    """Weighted complex principal components of the keys at each frequency, the costliest not to turn first.
+
+    Attributes:
+        lost: `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²): what not turning each would lose of squared logits.
+        basis: `[L, G, G]`, shares of KV heads (rows) in components (columns).
+        keys: `[L, G, E + 1]`.
+    """
+
+    lost: torch.Tensor
+    basis: torch.Tensor
+    keys: torch.Tensor
+
+    @classmethod
+    def of(cls, keys: TurningKeys) -> Components:
+        power = keys.weight.square().unflatten(0, (-1, keys.share))
+        weight = power.sum(1).sqrt().T  # [L, G]
+        turned_away = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.share))
+        away = ((power * turned_away).sum(1) / power.sum(1)).T
+        weighted = keys.z.transpose(0, 1) * weight[..., None]
+        gram = weighted @ keys.second.to(weighted.dtype) @ weighted.mH
+        energy, u = torch.linalg.eigh((gram + gram.mH) / 2)
+        u = fix_signs(u)
+        lost = (u.abs().square() * away[..., None]).sum(1) * energy.clamp_min(0)
+        order = lost.argsort(dim=1, descending=True, stable=True)
+        u = u.gather(2, order[:, None].expand_as(u))
+        return cls(lost.gather(1, order), u / weight[..., None], u.mH @ weighted)
+
+    def atoms(self, keys: TurningKeys, pairs: tuple[int, ...]) -> Atoms:
+        """The costliest components of each frequency, as many as it has among `pairs`."""
+        parts = [pairs[:i].count(pair) for i, pair in enumerate(pairs)]
+        shares = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
+        for m, (pair, part) in enumerate(zip(pairs, parts, strict=True)):
+            shares[:, pair, m] = self.basis[pair, :, part]
+        return Atoms(pairs, keys.per_query_head(shares), self.keys[list(pairs), parts])
+
+
+def rotary_of(attention: Attention) -> Rotary:
+    """That of a layer which turns."""
+    assert attention.rotary is not None, "a layer without positions has no frequencies"
+    return attention.rotary
+
+
+def _mass(attention: Attention, statistics: Statistics) -> torch.Tensor:
+    """Measured on the sample; without text, as if attention fell off like one over the distance."""
+    if statistics.sample is not None:
+        return attention_mass(attention, statistics.sample)
+    falling = 1 / (1 + torch.arange(_CONTEXT, dtype=torch.float64, device=attention.k.device))
+    return (falling / falling.sum()).expand(attention.q.shape[0], -1)

@@ -1,0 +1,131 @@
+"""Rotary atoms where fewer can be kept than there are frequencies: each may serve every head and every frequency near its own.
+
+"Near" is measured under each head's own distribution p_h of distances: ⟨e_a, e_b⟩_h = E_{p_h} e^{i (θ_a − θ_b)(s − t)}. The
+unrotated key is the atom of frequency 0 and is projected out first, so that an atom is only paid for what an unrotated key
+cannot do. Greedy, as in orthogonal matching pursuit: take the frequency b and the key y that explain most weighted energy over
+all entries (head, frequency), subtract that, repeat. All layers share the frequencies, each has keys of its own.
+
+Nothing of width E is touched on the way: keys are combinations of the layer's own z, whose Gram matrix says the rest. The best
+key at every frequency is found by power iteration for all frequencies at once, going on where the last atom left it.
+
+Cost per layer and atom: a few products of the Gram matrix `[G L, G L]` with L vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from convert.methods.atoms import Atoms, TurningKeys
+
+_FIRST, _FURTHER = 40, 8  # power iterations, from nothing and from the last atom's result
+
+
+@dataclass
+class Pursuit:
+    """What one layer's entries (query head h, frequency l) still miss at every candidate frequency b.
+
+    Attributes:
+        gram: `[G L, G L]`, z Σ z^H.
+        near: `[H, L, L]`, ⟨e_l, e_b⟩_h less what an unrotated key can do.
+        weight: `[H, L]`, λ.
+        total: The weighted energy at the start.
+        atoms: Of each atom so far its frequency, shares `[H, L]` and key as a combination `[G L]` of z.
+    """
+
+    gram: torch.Tensor
+    near: torch.Tensor
+    weight: torch.Tensor
+    total: float
+    atoms: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _found: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, keys: TurningKeys, dtype: torch.dtype = torch.complex128) -> Pursuit:
+        mass, waves = keys.mass.to(keys.z.dtype), keys.waves
+        mean = mass @ waves
+        near = torch.stack([(waves * row[:, None]).T @ waves.conj() for row in mass])
+        near = near - mean[:, :, None] * mean[:, None].conj()
+        rows = keys.z.flatten(0, 1)
+        gram = rows @ keys.second.to(rows.dtype) @ rows.mH
+        energy = keys.per_query_head(gram.diagonal().real.unflatten(0, keys.z.shape[:2]))
+        total = float((keys.weight.square() * energy * near.diagonal(dim1=1, dim2=2).real).sum())
+        real = torch.float64 if dtype == torch.complex128 else torch.float32
+        return cls(gram.to(dtype), near.to(dtype), keys.weight.to(real), total)
+
+    def explained(self) -> torch.Tensor:
+        """`[L]`, the share of all energy that the best key at each frequency explains."""
+        frequencies = self.near.shape[-1]
+        if self._found is None:
+            generator = torch.Generator().manual_seed(0)
+            start = torch.randn(frequencies, *self.weight.shape, dtype=self.near.dtype, generator=generator)
+            found, steps = start.to(self.near.device), _FIRST
+        else:
+            found, steps = self._found, _FURTHER
+        values = self.weight.new_zeros(frequencies)
+        for _ in range(steps):
+            found = self._apply(found)
+            values = found.abs().square().sum((1, 2)).sqrt()
+            found = found / values.clamp_min(torch.finfo(values.dtype).tiny)[:, None, None]
+        self._found = found
+        return values.double() / (self.total or 1.0)
+
+    def take(self, b: int) -> None:
+        """Add the atom of frequency b that was found."""
+        assert self._found is not None
+        u = self._found[b]
+        key = self._gathered(self._found)[b].conj()
+        self.atoms.append((b, u / self.weight / self._norm(b), key))
+
+    def _norm(self, b: int | slice) -> torch.Tensor:
+        """`[H, L or 1]`, the root of ⟨e_b, e_b⟩_h."""
+        own = self.near.diagonal(dim1=1, dim2=2).real
+        own = own.clamp_min(1e-9)
+        return own[:, b].sqrt()[:, None] if isinstance(b, int) else own.sqrt()
+
+    def _scale(self) -> torch.Tensor:
+        """`[B, H, L]`: λ over the norm of each candidate."""
+        return self.weight[None] / self._norm(slice(None)).T[:, :, None]
+
+    def _apply(self, u: torch.Tensor) -> torch.Tensor:
+        """What entries miss, times its own adjoint, for every candidate frequency: `[B, H, L]` → `[B, H, L]`."""
+        groups = len(self.gram) // self.weight.shape[1]
+        moved = self._gathered(u) @ self.gram.T  # [B, G L]
+        keys = moved.unflatten(1, (groups, -1)).repeat_interleave(self.weight.shape[0] // groups, 1)
+        out = self.near.permute(2, 0, 1) * keys
+        for a, shares, key in self.atoms:
+            out = out - self.near[:, a].T[:, :, None] * shares * (moved @ key)[:, None, None]
+        return out * self._scale()
+
+    def _gathered(self, u: torch.Tensor) -> torch.Tensor:
+        """The adjoint of the map from z to what entries miss, `[B, H, L]` → `[B, G L]`."""
+        u, groups = u * self._scale(), len(self.gram) // self.weight.shape[1]
+        out = (self.near.permute(2, 0, 1).conj() * u).unflatten(1, (groups, -1)).sum(2).flatten(1)
+        for a, shares, key in self.atoms:
+            out = out - (self.near[:, a].T[:, :, None] * shares).conj().mul(u).sum((1, 2))[:, None] * key.conj()
+        return out
+
+
+def pairs_by_pursuit(layers: Sequence[Pursuit], count: int) -> tuple[int, ...]:
+    """The frequencies of `count` atoms, in the order in which they explain most over all layers."""
+    chosen = []
+    for _ in range(count):
+        explained = [layer.explained() for layer in layers]
+        best = int(torch.stack(explained).sum(0).argmax())
+        for layer in layers:
+            layer.take(best)
+        chosen.append(best)
+    return tuple(chosen)
+
+
+def pursue(keys: TurningKeys, pairs: tuple[int, ...]) -> Atoms:
+    """The atoms of one layer at given frequencies."""
+    pursuit = Pursuit.of(keys)
+    for pair in pairs:
+        pursuit.explained()
+        pursuit.take(pair)
+    shares = torch.stack([shares for _, shares, _ in pursuit.atoms], -1)
+    combinations = torch.stack([key for _, _, key in pursuit.atoms])
+    return Atoms(pairs, shares, combinations @ keys.z.flatten(0, 1))

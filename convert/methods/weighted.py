@@ -1,0 +1,169 @@
+"""`weighted`: MLA that keeps what logits and outputs depend on, by what calibration text shows.
+
+Keys that turn: atoms (`convert.methods.atoms`), either weighted complex principal components, those most costly not to turn,
+or, where fewer can be kept than there are frequencies, atoms found by pursuit; which of the two is tried on the text.
+What they leave does not turn, and shares one latent with the values: the truncated SVD of
+[α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] (Σ − μμᵀ)^½, with M_h = E[q_h q_hᵀ]. A constant on unrotated keys cancels in the softmax,
+so that both are centred; the mean of what truncation takes from values is a constant output, and goes into its bias. α² times
+the ratio of both energies, κ, is the one of `_BALANCES` whose attention outputs come closest on a sample of the text.
+
+Without text, inputs are as the gains of their norm say, attention falls off as one over the distance, and κ is 1.
+
+Cost per layer: L eigendecompositions of G × G, a Cholesky factorisation of E × E, and for each κ tried one eigendecomposition
+of E × E, one QR of (H + G) D × R and the attention of the sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from attention.rope import Rotary
+from convert.allocate import pairs_by_loss
+from convert.forward import attention_output
+from convert.methods.algebra import augmented, leading, root, roots
+from convert.methods.atoms import Components, TurningKeys
+from convert.methods.latent import LatentMethod, Size
+from convert.methods.pursuit import Pursuit, pairs_by_pursuit, pursue
+from convert.methods.text import TextUse
+from convert.record import Attention, FactoredAttention, Statistics
+
+_BALANCES = (0.1, 0.3, 1.0, 3.0)
+
+
+def factor(attention: Attention, size: Size, statistics: Statistics) -> FactoredAttention:
+    """The latent attention."""
+    known = statistics.shrunk().to(attention.k.device)
+    turning = _turning(attention, size, known)
+    latent = _Latent.of(attention, turning.rest, known)
+    if known.sample is None or not latent.competing:
+        return latent.result(attention, turning, size.rank, 1.0)
+    expected = attention_output(attention, known.sample)
+
+    def error(result: FactoredAttention) -> float:
+        assert known.sample is not None
+        return float((attention_output(result, known.sample) - expected).square().sum())
+
+    return min((latent.result(attention, turning, size.rank, balance) for balance in _BALANCES), key=error)
+
+
+@dataclass(frozen=True)
+class _Turning:
+    """The rotary part of a result: as in FactoredAttention, each with a column for the bias, and `rest [H, D, E + 1]`."""
+
+    rotary: Rotary
+    queries: torch.Tensor
+    keys: torch.Tensor
+    rest: torch.Tensor
+
+
+def _turning(attention: Attention, size: Size, statistics: Statistics) -> _Turning:
+    share, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
+    if attention.rotary is None:  # all keys go into the latent
+        assert size.rotary is not None
+        count, width = 2 * len(size.pairs), rows.shape[-1]
+        rotary = size.rotary.select(list(size.pairs), "interleaved")
+        rest = rows.repeat_interleave(share, 0)
+        return _Turning(rotary, rows.new_zeros(attention.q.shape[0], count, width), rows.new_zeros(count, width), rest)
+    turning = TurningKeys.of(attention, statistics)
+    atoms = pursue(turning, size.pairs) if size.pursued else Components.of(turning).atoms(turning, size.pairs)
+    still = rows[:, attention.rotary.dims :].repeat_interleave(share, 0)
+    return _Turning(*atoms.turning(turning), torch.cat((atoms.rest(turning), still), 1))
+
+
+@dataclass(frozen=True)
+class _Latent:
+    """Unrotated keys and values, weighted, and ready to be factored at any balance.
+
+    Attributes:
+        keys: `[H, D, E]`, M^½ K.
+        values: `[G, D, E]`.
+        unweigh_keys: `[H, D, D]`, M^-½.
+        unweigh_values: `[G, D, D]`.
+        images: The rows of both times the root of the covariance, `[H D, E]` and `[G D, E]`.
+        grams: Their Gram matrices `[E, E]`.
+        mean: `[E]`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    unweigh_keys: torch.Tensor
+    unweigh_values: torch.Tensor
+    images: tuple[torch.Tensor, torch.Tensor]
+    grams: tuple[torch.Tensor, torch.Tensor]
+    mean: torch.Tensor
+
+    @classmethod
+    def of(cls, attention: Attention, rest: torch.Tensor, statistics: Statistics) -> _Latent:
+        share, q = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.q, attention.q_bias)
+        weigh_keys, unweigh_keys = roots(q @ statistics.with_constant @ q.mT, 1e-6)
+        columns = attention.o.double().permute(1, 0, 2)  # [H, E, D]
+        weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, share)).sum(1), 1e-6)
+        keys, values = weigh_keys @ rest[..., :-1], weigh_values @ attention.v.double()
+        spread = root(statistics.covariance)
+        images = (keys.flatten(0, 1) @ spread, values.flatten(0, 1) @ spread)
+        grams = (images[0].T @ images[0], images[1].T @ images[1])
+        return cls(keys, values, unweigh_keys, unweigh_values, images, grams, statistics.mean)
+
+    @property
+    def competing(self) -> bool:
+        """Whether there are both keys and values to be balanced."""
+        return bool(self.grams[0].diagonal().sum() > 0 and self.grams[1].diagonal().sum() > 0)
+
+    def result(self, a: Attention, turning: _Turning, rank: int, balance: float) -> FactoredAttention:
+        """The latent attention at a rank and κ."""
+        alpha = (balance * self.grams[1].trace() / self.grams[0].trace()).sqrt() if self.competing else 1.0
+        directions = leading(alpha**2 * self.grams[0] + self.grams[1], rank)
+        left = torch.linalg.qr(torch.cat((alpha * self.images[0], self.images[1])) @ directions).Q
+        heads, dim = self.keys.shape[:2]
+        of_keys, of_values = left[: heads * dim].unflatten(0, (heads, dim)), left[heads * dim :].unflatten(0, (-1, dim))
+        down = left.T @ torch.cat((alpha * self.keys.flatten(0, 1), self.values.flatten(0, 1)))
+        up_v = self.unweigh_values @ of_values
+        share, o = heads // len(self.values), a.o.float()
+        dropped = (a.v.double() - up_v @ down) @ self.mean  # what truncation takes from values, on average [G, D]
+        constant = dropped if a.v_bias is None else dropped + a.v_bias.double()
+        bias = torch.einsum("ehd,hd->e", a.o.double(), constant.repeat_interleave(share, 0))
+        biased = a.q_bias is not None, a.k_bias is not None
+        return FactoredAttention(
+            q_nope=a.q.float(),
+            q_rope=turning.queries[..., :-1].float(),
+            k_rope=turning.keys[..., :-1].float(),
+            down=down.float(),
+            up_k=(self.unweigh_keys @ of_keys / alpha).float(),
+            up_v=up_v.repeat_interleave(share, 0).float(),
+            o=o,
+            scale=a.scale,
+            rotary=turning.rotary,
+            q_nope_bias=None if a.q_bias is None else a.q_bias.float(),
+            q_rope_bias=turning.queries[..., -1].float() if biased[0] else None,
+            k_rope_bias=turning.keys[..., -1].float() if biased[1] else None,
+            o_bias=(bias if a.o_bias is None else bias + a.o_bias.double()).float(),
+        )
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What a layer would lose: `lost [L, G]` by components, and its pursuit."""
+
+    lost: torch.Tensor
+    pursuit: Pursuit
+
+
+def survey(attention: Attention, statistics: Statistics) -> _Survey:
+    """What allocation has to know of a layer."""
+    turning = TurningKeys.of(attention, statistics.shrunk().to(attention.k.device))
+    return _Survey(Components.of(turning).lost, Pursuit.of(turning, torch.complex64))
+
+
+def allocate(found: list[_Survey], count: int, size: Size) -> list[Size]:
+    """The costliest components; beside them, where they are fewer than the frequencies, those that a pursuit finds."""
+    sizes = [replace(size, pairs=pairs_by_loss([layer.lost for layer in found], count))]
+    if count < len(found[0].lost):
+        sizes.append(replace(size, pairs=pairs_by_pursuit([layer.pursuit for layer in found], count), pursued=True))
+    return sizes
+
+
+METHOD = LatentMethod(
+    "weighted", "what logits and outputs depend on, in one latent", "", TextUse.USED, False, survey, allocate, factor
+)

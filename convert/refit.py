@@ -1,0 +1,179 @@
+"""Least squares on calibration text, after a method has done its part: the closed form of what `convert.refine` descends.
+
+`refitted_queries`: methods take queries, keys and frequencies for independent; here the map A from each head's queries to what
+they meet is fitted to the queries and keys of the text: min E_t Var_{s ~ p_t} (q_tᵀ k_ts − q_tᵀ A φ_ts)², with p_t the source's
+attention, k_ts its keys as they are turned relative to t, and φ_ts what the result keeps of token s. W_Q (GQA) and W_UK and the
+rotary queries (MLA) take A up. A few steps of preconditioned conjugate gradients, with a ridge on the change of A.
+
+`OutputFit`: W_O and its bias are fitted to what the source adds to the residual stream, plus what the stream behind the
+converted layers lacks by now: regression on what the converted heads read, with a ridge on the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from convert.forward import Heads, heads_of, output_error
+from convert.record import Attention, FactoredAttention, Record
+
+_STEPS = 6
+_RIDGE = 1e-3
+_SHARES = (0.5, 0.75, 1.0)  # of the change of A
+
+
+def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Record:
+    """The result with queries that fit, as far as that brings its outputs closer to the source's.
+
+    Args:
+        before: The source's record.
+        after: The result's, whose heads are in the same order.
+        x: `[n, T, E]`, inputs in blocks from position 0.
+    """
+    if before.k_norm is not None:  # the norm follows the queries' projection: no map of theirs can be absorbed
+        return after
+    blocks = [(heads_of(before, block), heads_of(after, block)) for block in x.float()]
+    change = torch.stack([_solved(_HeadFit.of(before, after, head, blocks)) for head in range(len(before.q))])
+    results = [after, *(_applied(before, after, share * change) for share in _SHARES)]
+    return min(results, key=lambda result: output_error(before, result, x))
+
+
+@dataclass(frozen=True)
+class _HeadFit:
+    """The least squares problem of one head.
+
+    Attributes:
+        blocks: Of each block the queries `[T, D]`, attention `[T, T]`, what is missing of the logits `[T, T]` (scaled, centred
+            under the attention), what does not turn `[T, N]`, and what turns, turned, `[T, P]`.
+        turn: Turns rows `[T, P]` by their positions.
+        scale: Of the logits.
+    """
+
+    blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+    turn: Callable[[torch.Tensor], torch.Tensor]
+    scale: float
+
+    @classmethod
+    def of(cls, before: Attention, after: Record, head: int, blocks: list[tuple[Heads, Heads]]) -> _HeadFit:
+        found = []
+        for source, result in blocks:
+            weights, logits = source.weights(head), source.logits(head)
+            missing = (logits - result.logits(head)).tril()  # what is masked weighs nothing, but must be finite
+            found.append((source.plain[head], weights, _centred(missing, weights), *result.kept(head)))
+        return cls(found, blocks[0][1].turn, after.scale)
+
+    def gradient(self, change: torch.Tensor, target: bool) -> torch.Tensor:
+        """Of half the squared error, by the change `[D, N + P]` of A; without `target`, of half its square alone."""
+        total = torch.zeros_like(change)
+        for queries, weights, missing, still, turning in self.blocks:
+            with torch.enable_grad():
+                leaf = change.detach().requires_grad_(True)
+                moved = queries @ leaf
+                logits = moved[:, : still.shape[1]] @ still.mT + self.turn(moved[:, still.shape[1] :]) @ turning.mT
+                error = _centred(self.scale * logits, weights) - (missing if target else 0.0)
+                total += torch.autograd.grad(0.5 * (weights * error.square()).sum(), leaf)[0]
+        return total
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Σ_t q qᵀ `[D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[N + P, N + P]`, of what turns its diagonal alone; times scale²."""
+        of_queries = of_kept = torch.zeros(())
+        for queries, weights, _, still, turning in self.blocks:
+            of_queries = of_queries + queries.mT @ queries
+            received = weights.sum(0)
+            mean = weights @ still
+            kept = still.mT @ (received[:, None] * still) - mean.mT @ mean
+            mean = weights @ turning
+            variance = received @ turning.square() - mean.square().sum(0)
+            # A turn mixes the two dims of a pair, wherever they are: their mean over all positions serves both.
+            of_kept = of_kept + torch.block_diag(kept, variance.mean().expand(len(variance)).diag())
+        return of_queries, self.scale**2 * of_kept
+
+
+def _solved(fit: _HeadFit) -> torch.Tensor:
+    """`[D, N + P]`, the change of A after a few steps of conjugate gradients."""
+    queries, kept = fit.moments()
+    diagonal = kept.diagonal().clamp_min(1e-9 * kept.diagonal().max().clamp_min(1e-30))
+    ridge = _RIDGE * diagonal
+    count, eye = sum(len(block[0]) for block in fit.blocks), torch.eye
+    queries = queries / count
+    queries = queries + _RIDGE * queries.diagonal().mean() * eye(len(queries)).to(queries)
+    left = torch.linalg.inv(queries.double()).float()
+    right = torch.linalg.inv((kept + (ridge + 1e-9 * diagonal).diag()).double()).float()
+
+    def applied(change: torch.Tensor) -> torch.Tensor:
+        return fit.gradient(change, target=False) + queries @ change * ridge
+
+    change = torch.zeros(len(queries), len(kept)).to(queries)
+    residual = -fit.gradient(change, target=True)
+    direction = step = left @ residual @ right
+    energy = (residual * step).sum()
+    for _ in range(_STEPS):
+        if not energy > 0:
+            break
+        image = applied(direction)
+        length = energy / (direction * image).sum()
+        change, residual = change + length * direction, residual - length * image
+        step = left @ residual @ right
+        last, energy = energy, (residual * step).sum()
+        direction = step + energy / last * direction
+    return change
+
+
+def _applied(before: Attention, after: Record, change: torch.Tensor) -> Record:
+    q, bias = before.q.float(), before.q_bias
+    if isinstance(after, FactoredAttention):
+        rank = after.down.shape[0]
+        maps = change[..., rank:].mT
+        return replace(
+            after,
+            up_k=after.up_k + change[..., :rank],
+            q_rope=after.q_rope + maps @ q,
+            q_rope_bias=None if bias is None or after.q_rope_bias is None else after.q_rope_bias + _times(maps, bias),
+        )
+    turning = after.rotary.dims if after.rotary else 0
+    still = change.shape[-1] - turning
+    change = torch.cat((change[..., still:], change[..., :still]), -1).mT
+    new_bias = None if bias is None or after.q_bias is None else after.q_bias.float() + _times(change, bias)
+    return replace(after, q=after.q.float() + change @ q, q_bias=new_bias)
+
+
+def _times(maps: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return (maps @ bias.float()[..., None])[..., 0]
+
+
+def _centred(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return logits - (weights * logits).sum(-1, keepdim=True)
+
+
+class OutputFit:
+    """Running sums of a regression of the output projection.
+
+    Args:
+        record: Its `o`, and `o_bias` if it has one, are what is fitted.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._sums: list[torch.Tensor] = []
+
+    def see(self, read: torch.Tensor, target: torch.Tensor) -> None:
+        """Add what the heads read `[b, T, H D]` and what should come out of it `[b, T, E]`."""
+        read, target = read.flatten(0, 1), target.flatten(0, 1)
+        missing = target - read @ self._record.o.float().flatten(1).T
+        if self._record.o_bias is not None:
+            missing = missing - self._record.o_bias.float()
+        new = [read.T @ read, read.T @ missing, read.sum(0), missing.sum(0), read.new_tensor(float(len(read)))]
+        self._sums = [a + b.double() for a, b in zip(self._sums, new, strict=True)] if self._sums else [b.double() for b in new]
+
+    def record(self) -> Record:
+        """The record with its output projection fitted."""
+        a = self._record
+        square, cross, read, missing, count = self._sums
+        if a.o_bias is not None:
+            square, cross = square - torch.outer(read, read) / count, cross - torch.outer(read, missing) / count
+        square = square + _RIDGE * square.diagonal().mean() * torch.eye(len(square)).to(square)
+        change = torch.linalg.solve(square, cross, left=True).T
+        bias = None if a.o_bias is None else (a.o_bias.double() + (missing - change @ read) / count).float()
+        return replace(a, o=(a.o.double() + change.view(a.o.shape)).float(), o_bias=bias)

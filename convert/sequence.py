@@ -1,0 +1,125 @@
+"""Layers converted in order, each behind the converted ones before it, so that it can make up for what they lost.
+
+Two models run side by side over the calibration text, a layer at a time: the source, which says what should come out, and the
+result as far as it is made. Finished layers and the inputs of the next one lie on disk, where `--resume` finds them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from attention.rope import Rotary
+from convert.job import Job
+from convert.layer import Layer, LayerShelf
+from convert.record import Attention, FactoredAttention, Record, Statistics
+from convert.refine import refined
+from convert.refit import OutputFit
+from convert.stream import LayerStream
+from convert.survey import Moments
+
+Change = Callable[[Attention, int, Statistics], Record]
+
+
+def in_sequence(
+    job: Job, change: Change, rotary: Rotary | None, statistics: Callable[[int], Statistics]
+) -> Callable[[int], Layer]:
+    """Convert all layers.
+
+    Args:
+        job: Its plan says how: whether statistics come through converted layers, and how many steps of refinement there are.
+        change: `(record, layer, statistics) -> record of the result`.
+        rotary: How the rotary key of MLA turns.
+        statistics: Of the source's layers.
+
+    Returns:
+        Layer → what was made of it.
+    """
+    shelf = LayerShelf(job.work.survey)
+    layers, calibration = job.plan.before.num_layers, job.plan.calibration
+    assert calibration is not None
+    if all(shelf.has(layer) for layer in range(layers)):
+        return shelf.get
+    made: dict[str, torch.Tensor] = {}
+    teacher, student = _streams(job, rotary, made)
+    guided = calibration.refit or calibration.refine
+    begin = _begin(teacher, student) if guided else _begin(student)
+    for layer in tqdm(range(begin, layers), desc="fit", unit="layer", file=sys.stderr, disable=job.quiet or None):
+        if shelf.has(layer):
+            if guided:
+                teacher.advance(layer)
+        else:
+            tensors, before = job.read_layer(layer)
+            after = change(before, layer, _observed(student, layer) if calibration.propagate else statistics(layer))
+            after, more = _fitted(job, after, layer, teacher, student) if guided else (after, {})
+            shelf.put(Layer.of(job, layer, tensors, before, after, **more))
+        made.clear()
+        made.update(shelf.get(layer).tensors)
+        if layer + 1 < layers:
+            student.advance(layer)
+    for stream in (teacher, student):
+        stream.discard()
+    return shelf.get
+
+
+def _fitted(job: Job, after: Record, layer: int, teacher: LayerStream, student: LayerStream) -> tuple[Record, dict[str, float]]:
+    """The record brought closer to its source, and what that did; the teacher is past the layer then."""
+    plan, calibration = job.plan, job.plan.calibration
+    assert calibration is not None
+
+    def write(record: Record) -> dict[str, torch.Tensor]:
+        return plan.host.tensors(plan.family, record, plan.target, layer)
+
+    if isinstance(after, FactoredAttention) and after.o_bias is None:  # every host of a latent has a place for it
+        after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
+    if not calibration.refit:
+        teacher.advance(layer)
+    else:
+        fit, weights = OutputFit(after), write(after)
+        lacking = plan.family.traits(plan.source.config).adds_output
+        with student.opened(layer) as run:
+
+            def attended(batch: int, inputs: torch.Tensor, added: torch.Tensor) -> None:
+                own = student.batch(layer, batch)
+                read = run.into(own, weights, plan.host.output(plan.family, layer))
+                fit.see(read, added + inputs - own if lacking else added)
+
+            teacher.advance(layer, attended=attended)
+        after = fit.record()
+    return refined(after, write, student, teacher, layer, calibration.refine, plan.seed) if calibration.refine else (after, {})
+
+
+def _streams(job: Job, rotary: Rotary | None, made: dict[str, torch.Tensor]) -> tuple[LayerStream, LayerStream]:
+    """The source and the result, which finds the tensors of its next layer in `made`."""
+    from transformers import AutoConfig
+
+    plan = job.plan
+
+    def read(name: str) -> torch.Tensor:
+        return made[name] if name in made else job.reader[name]
+
+    config = AutoConfig.for_model(**plan.host.config(plan.source.raw, plan.source.config, plan.target, rotary))
+    source = job.stream(plan.source.config, plan.family.module, job.reader.__getitem__, job.work.survey / "teacher")
+    return source, job.stream(config, partial(plan.host.module, plan.family), read, job.work.survey / "student")
+
+
+def _begin(*streams: LayerStream) -> int:
+    """The layer at which all streams stand, or 0 with the first layer's inputs made anew."""
+    ready = {stream.next_layer for stream in streams}
+    if len(ready) == 1 and (layer := ready.pop()) is not None:
+        return layer
+    for stream in streams:
+        stream.discard()
+        stream.embed()
+    return 0
+
+
+def _observed(stream: LayerStream, layer: int) -> Statistics:
+    moments = Moments(layer, *stream.blocks)
+    stream.observe(layer, moments.see)
+    return moments.statistics()
