@@ -91,7 +91,7 @@ def _convert(plan_of: Callable[[Source, Output], Plan], **given: Any) -> None:
     plan = plan_of(source, where)
     if not given["dry_run"]:
         held_out = read_file(given["evaluate"]) if given["evaluate"] else None
-        execute(plan, held_out, _calibration_text(given), given["quiet"])
+        plan = execute(plan, held_out, _calibration_text(given), given["quiet"])
     _show(plan.as_dict(), plan_text(plan, done=not given["dry_run"]), given["as_json"])
 
 

@@ -32,7 +32,7 @@ from convert.memory import release
 from convert.methods.text import TextUse
 from convert.plan import Plan
 from convert.survey import SAMPLE
-from convert.transform import Transform, transform_of
+from convert.transform import Transform, decided, transform_of
 from convert.workdir import WorkDirectory
 from eval.device import compute_device
 from eval.evaluate import Settings, evaluate, prepare, tokens_of
@@ -55,7 +55,7 @@ def execute(
     calibrate_on: Text | None = None,
     quiet: bool = False,
     surveys: Path | None = None,
-) -> None:
+) -> Plan:
     """Write the plan's checkpoint.
 
     Args:
@@ -64,6 +64,9 @@ def execute(
         calibrate_on: The text that `plan.calibration` speaks of.
         quiet: No progress bars.
         surveys: Where surveys of the source are kept for other conversions; None to keep none.
+
+    Returns:
+        The plan, with what the text had to decide.
 
     Raises:
         KvfoldError: With nothing new at OUTPUT; the work directory stays only if `--resume` can use it.
@@ -80,7 +83,8 @@ def execute(
     job = Job(plan, reader, work, tokens, _device(plan), quiet, _survey_directory(plan, work, tokens, surveys))
     _require_space(job, units)
     try:
-        transform, layers = _convert(job, units)
+        job, units, transform, layers = _convert(job, units)
+        plan = job.plan
         _write_config(plan, transform, work.path)
         _copy_companions(plan, directory, work.path)
         record = _record(job, units, layers, transform)
@@ -95,6 +99,7 @@ def execute(
         }
         (work.path / "conversion.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         work.publish()
+        return plan
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the conversion") from None
     except OSError as error:
@@ -135,15 +140,17 @@ def _device(plan: Plan) -> torch.device:
     return compute_device(plan.device)
 
 
-def _convert(job: Job, units: list[Unit]) -> tuple[Transform, list[dict[str, Any]]]:
+def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, list[dict[str, Any]]]:
     """Survey, allocate, and write every shard. What fails for reasons in the source ends the conversion: nothing is kept.
 
     Returns:
-        What was done to each layer, and what that changed.
+        The job with all of its plan decided, what is written, what was done to each layer, and what that changed.
     """
     try:
+        job = decided(job)
+        units = units_of(job.plan, job.reader)
         transform = transform_of(job)
-        return transform, _write_weights(job, units, transform)
+        return job, units, transform, _write_weights(job, units, transform)
     except KvfoldError:
         job.work.discard()
         raise

@@ -60,6 +60,7 @@ class Plan:
         freqfold: Neighbouring frequencies that count as one (MLA).
         pad_rank: Whether channels beyond full rank were asked for (MLA).
         calibration: Text for the method, if there is any.
+        splits: Plans that spend the same cache, among which the text decides (MLA within a budget).
         grouping: Which KV heads share a group (GQA): "contiguous" or "similar".
     """
 
@@ -78,6 +79,7 @@ class Plan:
     freqfold: int = 1
     pad_rank: bool = False
     calibration: Calibration | None = None
+    splits: tuple[Plan, ...] = ()
     grouping: str = "contiguous"
 
     @property

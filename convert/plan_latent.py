@@ -89,13 +89,18 @@ def plan_latent(
     without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
     text = calibration_for(source, family, method, calibration, without)
     notes = [_channels_note(rank, used, host), *text_notes(method, text)]
+    open_split = text is not None and not method.folds and size.kv_lora_rank is None
+    if open_split:
+        notes.append("this split of the cache is where the search begins: the text decides on one, for all layers")
     if fold > 1:
         notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
     if target.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
         notes.append("the cache is not smaller than the source's")
+    sizes = _splits(source, before, target, host) if open_split else []
+    splits = tuple(plan_latent(source, split, method, calibration, device, output, seed) for split in sizes)
     return Plan(
         "mla", source, family, before, target, method, host, output, seed, device, tuple(notes),
-        used, fold, size.pad_rank, text,
+        used, fold, size.pad_rank, text, splits,
     )  # fmt: skip
 
 
@@ -147,6 +152,18 @@ def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: 
             f"a budget of {budget} bytes per token is too small for any rank: {error}",
             hint=f"the least is {least} bytes per token in {dtype}, and little is left of a model there",
         ) from None
+
+
+def _splits(source: Source, before: AttentionSpec, target: AttentionSpec, host: Host) -> list[LatentSize]:
+    """The target and its neighbours: as many values, of which an eighth to twice as many turn."""
+    values, turning = (target.kv_lora_rank or 0) + target.qk_rope_head_dim, target.qk_rope_head_dim
+    found = []
+    for rope_dim in sorted({turning * eighths // 16 * 2 for eighths in (1, 2, 4, 6, 8, 12, 16)} | {turning}):
+        rank = values - rope_dim
+        channels = rank - host.reserved(rank) if rank > 0 else 0
+        if 2 <= rope_dim <= before.num_kv_heads * before.head_dim and 1 <= channels <= full_rank(source, before, rope_dim):
+            found.append(LatentSize(rank, rope_dim))
+    return found
 
 
 def _rotary_dim(family: Family, source: Source) -> int:

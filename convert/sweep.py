@@ -161,4 +161,6 @@ def _finished(plan: Plan) -> bool:
         made = json.loads((plan.output.path / "conversion.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return False
-    return plan.output.resume and isinstance(made, dict) and made.get("recipe") == plan.recipe()
+    if not (plan.output.resume and isinstance(made, dict)):
+        return False
+    return made.get("recipe") in [possible.recipe() for possible in plan.splits or [plan]]

@@ -6,7 +6,7 @@ survey → allocate → one function per layer; or, if layers are to be fitted b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,22 @@ def transform_of(job: Job) -> Transform:
     return Transform(layer, rotary, found)
 
 
+def decided(job: Job) -> Job:
+    """The job with its plan's split of the cache decided by the text, where the plan leaves that open."""
+    plans, method = job.plan.splits, job.plan.method
+    if not plans or not isinstance(method, LatentMethod):
+        return job
+    statistics = _statistics(job)
+    rotary, found = _surveyed(job, method, statistics)
+    offers = [
+        (plan, size)
+        for plan in plans
+        for size in method.allocate(found, plan.target.qk_rope_head_dim // 2, Size(plan.rank, (), plan.freqfold, rotary))
+    ]
+    errors = _errors(job, method, [size for _, size in offers], statistics)
+    return replace(job, plan=offers[min(range(len(offers)), key=errors.__getitem__)][0])
+
+
 def _statistics(job: Job) -> Callable[[int], Statistics]:
     """What is known of each layer's input: surveyed, if there is text."""
     if job.tokens is None:
@@ -88,14 +104,10 @@ def _merging(job: Job) -> tuple[Change, None, dict[str, Any]]:
 
 
 def _factoring(job: Job, statistics: Callable[[int], Statistics]) -> tuple[Change, Rotary, dict[str, Any]]:
-    plan, method, config = job.plan, job.plan.method, job.plan.source.config
+    plan, method = job.plan, job.plan.method
     assert isinstance(method, LatentMethod)
-    turning = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(config, layer)]
-    rotary = plan.family.rotary(config, turning[0])
-    assert rotary is not None
+    rotary, found = _surveyed(job, method, statistics)
     size, count = Size(plan.rank, (), plan.freqfold, rotary), plan.target.qk_rope_head_dim // 2
-    look = method.survey
-    found = [look(job.read_layer(layer)[1], statistics(layer)) for layer in turning] if look else []
     chosen, errors = _best(job, method, method.allocate(found, count, size), statistics)
 
     def change(before: Attention, layer: int, statistics: Statistics) -> Record:
@@ -105,16 +117,32 @@ def _factoring(job: Job, statistics: Callable[[int], Statistics]) -> tuple[Chang
     return change, rotary.select(list(chosen.pairs), "interleaved"), {"rotary_frequencies": list(chosen.pairs), **tried}
 
 
+def _surveyed(job: Job, method: LatentMethod, statistics: Callable[[int], Statistics]) -> tuple[Rotary, list[Any]]:
+    """How layers turn, and what the method has to know of each that does."""
+    plan, look, config = job.plan, method.survey, job.plan.source.config
+    turning = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(config, layer)]
+    rotary = plan.family.rotary(config, turning[0])
+    assert rotary is not None
+    return rotary, [look(job.read_layer(layer)[1], statistics(layer)) for layer in turning] if look else []
+
+
 def _best(
     job: Job, method: LatentMethod, sizes: Sequence[Size], statistics: Callable[[int], Statistics]
 ) -> tuple[Size, list[dict[str, Any]]]:
-    """The size whose attention outputs come closest on the text, in layers spread evenly; the first if there is no text.
+    """The size of least error on the text; the first if there is no text.
 
     Returns:
         It, and what each led to if there were several.
     """
     if len(sizes) == 1 or job.tokens is None:
         return sizes[0], []
+    errors = _errors(job, method, sizes, statistics)
+    best = min(range(len(sizes)), key=errors.__getitem__)
+    return sizes[best], [{"frequencies": list(s.pairs), "output_error": e} for s, e in zip(sizes, errors, strict=True)]
+
+
+def _errors(job: Job, method: LatentMethod, sizes: Sequence[Size], statistics: Callable[[int], Statistics]) -> list[float]:
+    """What each size changes of the attention's outputs on the text: mean over layers spread evenly."""
     layers = job.plan.before.num_layers
     count = min(layers, _TRIED_LAYERS)
     errors = [0.0] * len(sizes)
@@ -123,8 +151,7 @@ def _best(
         assert known.sample is not None
         for i, size in enumerate(sizes):
             errors[i] += output_error(before, method.factor(before, size, known), known.sample) / count
-    best = min(range(len(sizes)), key=errors.__getitem__)
-    return sizes[best], [{"frequencies": list(s.pairs), "output_error": e} for s, e in zip(sizes, errors, strict=True)]
+    return errors
 
 
 def _refitted(job: Job, before: Attention, after: Record, statistics: Statistics) -> Record:

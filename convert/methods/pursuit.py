@@ -14,7 +14,7 @@ Cost per layer and atom: a few products of the Gram matrix `[G L, G L]` with L v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -110,6 +110,7 @@ class Pursuit:
 
 def pairs_by_pursuit(layers: Sequence[Pursuit], count: int) -> tuple[int, ...]:
     """The frequencies of `count` atoms, in the order in which they explain most over all layers."""
+    layers = [replace(layer, atoms=[], _found=None) for layer in layers]  # one survey may serve several sizes
     chosen = []
     for _ in range(count):
         explained = [layer.explained() for layer in layers]
