@@ -48,6 +48,8 @@ _COMPANIONS = (
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 
+_TOKENS_PER_CHANNEL = 8
+
 
 def execute(
     plan: Plan,
@@ -76,6 +78,8 @@ def execute(
     if evaluate_on:
         prepare([plan.source], evaluate_on, settings)  # whatever is wrong with the text is wrong before the work
     tokens = calibration_tokens(plan.source, plan.calibration, calibrate_on)
+    for remark in () if quiet else _remarks(plan, tokens):
+        print(f"warning: {remark}", file=sys.stderr)
     directory = plan.source.files
     reader = Reader(directory)
     units = units_of(plan, reader)
@@ -124,6 +128,18 @@ def calibration_tokens(source: Source, calibration: Calibration | None, text: Te
         )
     count = min(len(tokens.ids), calibration.tokens or len(tokens.ids))
     return replace(tokens, ids=tokens.ids[: count // context * context])
+
+
+def _remarks(plan: Plan, tokens: Tokens | None) -> list[str]:
+    """What to say of a calibration text that is short for the model's width."""
+    width = plan.source.config.hidden_size
+    wanted = _TOKENS_PER_CHANNEL * width
+    if tokens is None or len(tokens.ids) >= wanted:
+        return []
+    return [
+        f"{len(tokens.ids)} tokens of calibration text are few for {width} channels, {wanted} or more are advised: what they "
+        "say of channels together is trusted less"
+    ]
 
 
 def _survey_directory(plan: Plan, work: WorkDirectory, tokens: Tokens | None, surveys: Path | None) -> Path:
@@ -282,7 +298,7 @@ def _record(job: Job, units: list[Unit], layers: list[dict[str, Any]], transform
         "calibration_hash": tokens.hash if tokens else None,
         "calibration": {"text": tokens.name, "tokens": len(tokens.ids)} if tokens else None,
         **transform.found,
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *_remarks(plan, tokens)],
         "layers": layers,
         "tensors": {
             "converted": sorted(converted),

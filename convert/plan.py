@@ -200,6 +200,7 @@ def plan_grouped(
             f"method {method.name} does not say which heads are similar", hint=f"use --method {' or '.join(able)} for that"
         )
     text = calibration_for(source, family, method, calibration or Calibration(), methods.GROUPED)
+    text = text if target != before else None  # there is nothing to calibrate in a copy
     check_output(output.path, source.directory, output.overwrite, output.resume)
     notes = _notes(family, source, before, target, output.dtype, method, text)
     return Plan(

@@ -23,7 +23,7 @@ from convert.refit import OutputFit
 from convert.stream import LayerStream
 from convert.survey import Moments
 
-Change = Callable[[Attention, int, Statistics], Record]
+Change = Callable[[Attention, int, Statistics], tuple[Attention, Record]]
 
 
 def in_sequence(
@@ -33,7 +33,7 @@ def in_sequence(
 
     Args:
         job: Its plan says how: whether statistics come through converted layers, and how many steps of refinement there are.
-        change: `(record, layer, statistics) -> record of the result`.
+        change: `(record, layer, statistics) -> the record with its heads in the order of the result, and that of the result`.
         rotary: How the rotary key of MLA turns.
         statistics: Of the source's layers.
 
@@ -55,7 +55,8 @@ def in_sequence(
                 teacher.advance(layer)
         else:
             tensors, before = job.read_layer(layer)
-            after = change(before, layer, _observed(student, layer) if calibration.propagate else statistics(layer))
+            known = _observed(student, layer) if calibration.propagate else statistics(layer)
+            before, after = change(before, layer, known)
             after, more = _fitted(job, after, layer, teacher, student) if guided else (after, {})
             shelf.put(Layer.of(job, layer, tensors, before, after, **more))
         made.clear()

@@ -55,7 +55,7 @@ def transform_of(job: Job) -> Transform:
 
     def layer(index: int) -> Layer:
         tensors, before = job.read_layer(index)
-        return Layer.of(job, index, tensors, before, change(before, index, statistics(index)))
+        return Layer.of(job, index, tensors, *change(before, index, statistics(index)))
 
     return Transform(layer, rotary, found)
 
@@ -91,14 +91,14 @@ def _merging(job: Job) -> tuple[Change, None, dict[str, Any]]:
     assert isinstance(method, GroupedMethod)
     groups, spread = plan.target.num_kv_heads, getattr(plan.source.config, "initializer_range", 0.02)
 
-    def change(before: Attention, layer: int, statistics: Statistics) -> Record:
+    def change(before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
         if groups == before.num_kv_heads:
-            return before
+            return before, before
         if plan.grouping == "similar" and method.partition:
             before = reordered(before, method.partition(before, groups, statistics))
         # Seeded per layer, so that a resumed run draws what an uninterrupted one would have.
         draw = Draw(torch.Generator().manual_seed(plan.seed * 100_003 + layer), spread)
-        return _refitted(job, before, method.merge(before, groups, draw, statistics), statistics)
+        return before, _refitted(job, before, method.merge(before, groups, draw, statistics), statistics)
 
     return change, None, {}
 
@@ -110,8 +110,8 @@ def _factoring(job: Job, statistics: Callable[[int], Statistics]) -> tuple[Chang
     size, count = Size(plan.rank, (), plan.freqfold, rotary), plan.target.qk_rope_head_dim // 2
     chosen, errors = _best(job, method, method.allocate(found, count, size), statistics)
 
-    def change(before: Attention, layer: int, statistics: Statistics) -> Record:
-        return _refitted(job, before, method.factor(before, chosen, statistics), statistics)
+    def change(before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
+        return before, _refitted(job, before, method.factor(before, chosen, statistics), statistics)
 
     tried = {"rotary_frequencies_tried": errors} if errors else {}
     return change, rotary.select(list(chosen.pairs), "interleaved"), {"rotary_frequencies": list(chosen.pairs), **tried}
@@ -162,7 +162,7 @@ def _refitted(job: Job, before: Attention, after: Record, statistics: Statistics
 
 
 def _explained(change: Change) -> Change:
-    def explained(before: Attention, layer: int, statistics: Statistics) -> Record:
+    def explained(before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
         try:
             return change(before, layer, statistics)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it

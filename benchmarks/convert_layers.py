@@ -1,21 +1,26 @@
-"""What converting to MLA costs: seconds per layer of each method, and the memory of a survey.
+"""What conversion costs: seconds per layer of each method, and the memory of a survey.
 
-    python benchmarks/convert_mla.py [--widths 2048 4096] [--rank 512] [--rope 64] [--layers 24] [--directory DIR]
+    python benchmarks/convert_layers.py [--widths 2048 4096] [--rank 512] [--rope 64] [--layers 24] [--rounds 3]
+                                        [--directory DIR]
 
-Seconds are of one layer of random weights (heads of 128, MHA and GQA with 8 KV heads), median of three after one warm-up,
-on the CPU and, where there is one, on CUDA. The survey runs in a process of its own over a random bf16 checkpoint of
-width 2048; its peak is anonymous memory beyond that of importing torch and transformers. Its spooled inputs are on disk.
+Seconds are of one layer of random weights (heads of 128, MHA and GQA with 8 KV heads), median of the rounds after one
+warm-up, on the CPU and, where there is one, on CUDA; with statistics and a sample of 4,096 tokens in blocks of 2,048. The
+survey runs in a process of its own over a random bf16 checkpoint of width 2048; its peak is anonymous memory beyond that of
+importing torch and transformers. Its spooled inputs are on disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,13 +29,15 @@ from random_llama import HEAD_DIM, IMPORTS, build, layer_parameters, run
 HEADS, BLOCKS, CONTEXT = 16, 2, 2048
 
 
-def layer_seconds(method: str, width: int, groups: int, rank: int, rope: int, device: str) -> tuple[float, float]:
-    """Seconds of `method` on one layer: its losses (0 if it has none), and its factors."""
+def layer_seconds(width: int, groups: int, rank: int, rope: int, device: str, rounds: int) -> Iterator[tuple[str, float]]:
+    """What is done to one layer, and seconds of it."""
     from attention.rope import Rotary
     from convert.allocate import pairs_by_stride
-    from convert.methods import load_latent
+    from convert.methods import LATENT, load_grouped, load_latent
+    from convert.methods.grouped import Draw
     from convert.methods.latent import Size
     from convert.record import Attention, Statistics
+    from convert.refit import refitted_queries
 
     heads, generator = width // HEAD_DIM, torch.Generator().manual_seed(0)
 
@@ -40,22 +47,36 @@ def layer_seconds(method: str, width: int, groups: int, rank: int, rope: int, de
     rotary = Rotary(10000.0 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM))
     kv = (groups, HEAD_DIM, width)
     layer = Attention(draw(heads, HEAD_DIM, width), draw(*kv), draw(*kv), draw(width, heads, HEAD_DIM), 0.1, rotary)
-    x = torch.randn(2 * width, width, generator=generator).double()
-    known = Statistics(x.T @ x / len(x), x.mean(0), len(x))
-    how = load_latent(method)
-    fold = max(1, HEAD_DIM // rope) if how.folds else 1
-    size = Size(rank, pairs_by_stride(rope, HEAD_DIM), fold)
-    times: list[tuple[float, float]] = []
-    for _ in range(4):
-        marks = [time.monotonic()]
-        if how.losses:
-            how.losses(layer, known)
-        marks.append(_done(device))
-        how.factor(layer, size, known)
-        marks.append(_done(device))
-        times.append((marks[1] - marks[0], marks[2] - marks[1]))
-    first, second = zip(*times[1:], strict=True)
-    return statistics.median(first), statistics.median(second)
+    x = torch.randn(BLOCKS, CONTEXT, width, generator=generator)
+    rows = x.flatten(0, 1).double()
+    known = Statistics(rows.T @ rows / len(rows), rows.mean(0), 10**6, x.bfloat16()).to(torch.device(device))
+    merge = load_grouped("aligned").merge
+    for target in (8, 1) if groups > 8 else (1,):
+        draws = Draw(generator, 0.02)
+        yield (
+            f"aligned, to {target} KV heads",
+            _median(partial(merge, layer, target, draws, known), device, rounds),
+        )
+    for name in LATENT:
+        how = load_latent(name)
+        size = Size(rank, pairs_by_stride(rope, HEAD_DIM), max(1, HEAD_DIM // rope) if how.folds else 1, rotary)
+        if how.survey:
+            yield f"{name}, survey", _median(partial(how.survey, layer, known), device, rounds)
+        for pursued in (False, True) if name == "weighted" else (False,):
+            size = dataclasses.replace(size, pursued=pursued)
+            kind = f"{name}, pursuit" if pursued else name
+            yield kind, _median(partial(how.factor, layer, size, known), device, rounds)
+    result = load_latent("weighted").factor(layer, dataclasses.replace(size, pursued=False), known)
+    yield "queries of weighted refitted", _median(lambda: refitted_queries(layer, result, known.sample), device, rounds)
+
+
+def _median(work: Callable[[], object], device: str, rounds: int) -> float:
+    times = []
+    for _ in range(rounds + 1):
+        start = time.monotonic()
+        work()
+        times.append(_done(device) - start)
+    return statistics.median(times[1:])
 
 
 def _done(device: str) -> float:
@@ -76,7 +97,7 @@ def survey_only(model: Path, work: Path) -> None:
     blocks = torch.randint(source.config.vocab_size, (BLOCKS, CONTEXT), generator=torch.Generator().manual_seed(0))
     paths = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
     stream = LayerStream(source.config, paths, Reader(model).__getitem__, blocks, shelf.spool, torch.device("cpu"))
-    survey(stream, shelf, None, quiet=True)
+    survey(stream, shelf, quiet=True)
 
 
 def main() -> None:
@@ -85,6 +106,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=512)
     parser.add_argument("--rope", type=int, default=64)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=None, help="where to work; default: a temporary directory")
     parser.add_argument("--survey", type=Path, nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -93,14 +115,13 @@ def main() -> None:
         return
     print(f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}")
     print(f"\nSeconds per layer, {args.rank}+{args.rope}:\n")
-    print("| device | width | KV heads | method | losses, in the survey | factors, in the layer loop |")
-    print("| --- | --: | --: | --- | --: | --: |")
+    print("| device | width | KV heads | what | seconds |")
+    print("| --- | --: | --: | --- | --: |")
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for width in args.widths:
             for groups in (width // HEAD_DIM, 8):
-                for method in ("svd", "pca"):
-                    losses, factors = layer_seconds(method, width, groups, args.rank, args.rope, device)
-                    print(f"| {device} | {width} | {groups} | {method} | {losses:.2f} | {factors:.2f} |", flush=True)
+                for what, seconds in layer_seconds(width, groups, args.rank, args.rope, device, args.rounds):
+                    print(f"| {device} | {width} | {groups} | {what} | {seconds:.2f} |", flush=True)
     with tempfile.TemporaryDirectory(dir=args.directory) as work:
         model, shelf = Path(work, "model"), Path(work, "survey")
         build(model, HEADS, args.layers, 10**9)
