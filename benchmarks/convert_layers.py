@@ -61,7 +61,7 @@ def layer_seconds(width: int, groups: int, rank: int, rope: int, device: str, ro
         how = load_latent(name)
         size = Size(rank, pairs_by_stride(rope, HEAD_DIM), max(1, HEAD_DIM // rope) if how.folds else 1, rotary)
         if how.survey:
-            yield f"{name}, survey", _median(partial(how.survey, layer, known), device, rounds)
+            yield f"{name}, survey", _median(partial(how.survey, layer, known, rope // 2), device, rounds)
         for pursued in (False, True) if name == "weighted" else (False,):
             size = dataclasses.replace(size, pursued=pursued)
             kind = f"{name}, pursuit" if pursued else name

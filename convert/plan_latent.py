@@ -155,10 +155,10 @@ def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: 
 
 
 def _splits(source: Source, before: AttentionSpec, target: AttentionSpec, host: Host) -> list[LatentSize]:
-    """The target and its neighbours: as many values, of which an eighth to twice as many turn."""
+    """The target and its neighbours: as many values, of which a quarter to twice as many turn."""
     values, turning = (target.kv_lora_rank or 0) + target.qk_rope_head_dim, target.qk_rope_head_dim
     found = []
-    for rope_dim in sorted({turning * eighths // 16 * 2 for eighths in (1, 2, 4, 6, 8, 12, 16)} | {turning}):
+    for rope_dim in sorted({turning * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {turning}):
         rank = values - rope_dim
         channels = rank - host.reserved(rank) if rank > 0 else 0
         if 2 <= rope_dim <= before.num_kv_heads * before.head_dim and 1 <= channels <= full_rank(source, before, rope_dim):

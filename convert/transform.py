@@ -23,7 +23,7 @@ from convert.refit import refitted_queries
 from convert.sequence import Change, in_sequence
 from convert.survey import Shelf, survey
 
-_TRIED_LAYERS = 8
+_TRIED_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def _surveyed(job: Job, method: LatentMethod, statistics: Callable[[int], Statis
     turning = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(config, layer)]
     rotary = plan.family.rotary(config, turning[0])
     assert rotary is not None
-    return rotary, [look(job.read_layer(layer)[1], statistics(layer)) for layer in turning] if look else []
+    fewest = min(one.target.qk_rope_head_dim for one in plan.splits or [plan]) // 2
+    return rotary, [look(job.read_layer(layer)[1], statistics(layer), fewest) for layer in turning] if look else []
 
 
 def _best(
@@ -150,7 +151,7 @@ def _errors(job: Job, method: LatentMethod, sizes: Sequence[Size], statistics: C
         before, known = job.read_layer(layer)[1], statistics(layer).to(job.device)
         assert known.sample is not None
         for i, size in enumerate(sizes):
-            errors[i] += output_error(before, method.factor(before, size, known), known.sample) / count
+            errors[i] += output_error(before, method.factor(before, size, known), known.sample[::2]) / count
     return errors
 
 

@@ -27,28 +27,29 @@ class TurningKeys:
     Attributes:
         attention: The record.
         z: `[G, L, E + 1]` complex, with the square of RoPE's attention factor.
+        moved: `[G, L, E + 1]`, z Σ.
         w: `[H, L, E + 1]` complex, the queries.
         weight: `[H, L]`, λ = root of E|w_{h,l}·x|².
         mass: `[H, T]`, the attention that head h pays to tokens 0 … T − 1 back.
-        second: `[E + 1, E + 1]`.
     """
 
     attention: Attention
     z: torch.Tensor
+    moved: torch.Tensor
     w: torch.Tensor
     weight: torch.Tensor
     mass: torch.Tensor
-    second: torch.Tensor
 
     @classmethod
     def of(cls, attention: Attention, statistics: Statistics) -> TurningKeys:
         rotary, second = rotary_of(attention), statistics.with_constant
+        factor = rotary.attention_factor**2
         rows = augmented(attention.q, attention.q_bias)[:, : rotary.dims]
         keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
         power = rotary.to_complex(((rows @ second) * rows).sum(-1))[0]
         weight = floored(power.real + power.imag, 1e-12).sqrt()
-        z = rotary.to_complex(keys)[0] * rotary.attention_factor**2
-        return cls(attention, z, rotary.to_complex(rows)[0], weight, _mass(attention, statistics), second)
+        z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, keys @ second))
+        return cls(attention, z, moved, rotary.to_complex(rows)[0], weight, _mass(attention, statistics))
 
     @property
     def waves(self) -> torch.Tensor:
@@ -120,8 +121,8 @@ class Components:
         weight = power.sum(1).sqrt().T  # [L, G]
         turned_away = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.share))
         away = ((power * turned_away).sum(1) / power.sum(1)).T
-        weighted = keys.z.transpose(0, 1) * weight[..., None]
-        gram = weighted @ keys.second.to(weighted.dtype) @ weighted.mH
+        weighted, moved = (rows.transpose(0, 1) * weight[..., None] for rows in (keys.z, keys.moved))
+        gram = moved @ weighted.mH
         energy, u = torch.linalg.eigh((gram + gram.mH) / 2)
         u = fix_signs(u)
         lost = (u.abs().square() * away[..., None]).sum(1) * energy.clamp_min(0)

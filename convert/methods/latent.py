@@ -49,7 +49,7 @@ class LatentMethod:
         source: The paper, or "".
         text: Whether calibration text is of use to it.
         folds: Whether it treats neighbouring frequencies as one (`Size.freqfold`).
-        survey: `(attention, statistics) -> what allocation has to know` of each layer that turns, or None.
+        survey: `(attention, statistics, fewest P/2) -> what allocation has to know` of each layer that turns, or None.
         allocate: `(all that, P/2, size without pairs) -> sizes with pairs`, the same for all layers; where there are several,
             the one of least error on the text is taken.
         factor: `(attention, size, statistics) -> latent attention`.
@@ -60,7 +60,7 @@ class LatentMethod:
     source: str
     text: TextUse
     folds: bool
-    survey: Callable[[Attention, Statistics], Any] | None
+    survey: Callable[[Attention, Statistics, int], Any] | None
     allocate: Callable[[list[Any], int, Size], list[Size]]
     factor: Callable[[Attention, Size, Statistics], FactoredAttention]
 

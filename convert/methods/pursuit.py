@@ -48,8 +48,7 @@ class Pursuit:
         mean = mass @ waves
         near = torch.stack([(waves * row[:, None]).T @ waves.conj() for row in mass])
         near = near - mean[:, :, None] * mean[:, None].conj()
-        rows = keys.z.flatten(0, 1)
-        gram = rows @ keys.second.to(rows.dtype) @ rows.mH
+        gram = keys.moved.flatten(0, 1) @ keys.z.flatten(0, 1).mH
         energy = keys.per_query_head(gram.diagonal().real.unflatten(0, keys.z.shape[:2]))
         total = float((keys.weight.square() * energy * near.diagonal(dim1=1, dim2=2).real).sum())
         real = torch.float64 if dtype == torch.complex128 else torch.float32

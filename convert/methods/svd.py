@@ -21,7 +21,7 @@ from convert.methods.text import TextUse
 from convert.record import Attention, FactoredAttention, Statistics
 
 
-def losses(attention: Attention, statistics: Statistics) -> torch.Tensor:
+def losses(attention: Attention, statistics: Statistics, fewest: int) -> torch.Tensor:
     """`[D/2, G]`: the eigenvalues of Z Z^H at each frequency, largest first."""
     return torch.linalg.eigvalsh(_gram(keys_of(attention))).flip(-1)
 

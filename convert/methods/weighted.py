@@ -39,11 +39,11 @@ def factor(attention: Attention, size: Size, statistics: Statistics) -> Factored
     latent = _Latent.of(attention, turning.rest, known)
     if known.sample is None or not latent.competing:
         return latent.result(attention, turning, size.rank, 1.0)
-    expected = attention_output(attention, known.sample)
+    trial = known.sample[::2]  # half of it is enough to rank a few results
+    expected = attention_output(attention, trial)
 
     def error(result: FactoredAttention) -> float:
-        assert known.sample is not None
-        return float((attention_output(result, known.sample) - expected).square().sum())
+        return float((attention_output(result, trial) - expected).square().sum())
 
     return min((latent.result(attention, turning, size.rank, balance) for balance in _BALANCES), key=error)
 
@@ -115,10 +115,11 @@ class _Latent:
         """The latent attention at a rank and κ."""
         alpha = (balance * self.grams[1].trace() / self.grams[0].trace()).sqrt() if self.competing else 1.0
         directions = leading(alpha**2 * self.grams[0] + self.grams[1], rank)
-        left = torch.linalg.qr(torch.cat((alpha * self.images[0], self.images[1])) @ directions).Q
+        images = torch.cat((alpha * (self.images[0] @ directions), self.images[1] @ directions))
+        left = torch.linalg.qr(images).Q
         heads, dim = self.keys.shape[:2]
         of_keys, of_values = left[: heads * dim].unflatten(0, (heads, dim)), left[heads * dim :].unflatten(0, (-1, dim))
-        down = left.T @ torch.cat((alpha * self.keys.flatten(0, 1), self.values.flatten(0, 1)))
+        down = alpha * left[: heads * dim].T @ self.keys.flatten(0, 1) + left[heads * dim :].T @ self.values.flatten(0, 1)
         up_v = self.unweigh_values @ of_values
         share, o = heads // len(self.values), a.o.float()
         dropped = (a.v.double() - up_v @ down) @ self.mean  # what truncation takes from values, on average [G, D]
@@ -144,23 +145,25 @@ class _Latent:
 
 @dataclass(frozen=True)
 class _Survey:
-    """What a layer would lose: `lost [L, G]` by components, and its pursuit."""
+    """What a layer would lose: `lost [L, G]` by components, and its pursuit where there may be one."""
 
     lost: torch.Tensor
-    pursuit: Pursuit
+    pursuit: Pursuit | None
 
 
-def survey(attention: Attention, statistics: Statistics) -> _Survey:
+def survey(attention: Attention, statistics: Statistics, fewest: int) -> _Survey:
     """What allocation has to know of a layer."""
     turning = TurningKeys.of(attention, statistics.shrunk().to(attention.k.device))
-    return _Survey(Components.of(turning).lost, Pursuit.of(turning, torch.complex64))
+    lost = Components.of(turning).lost
+    return _Survey(lost, Pursuit.of(turning, torch.complex64) if fewest < len(lost) else None)
 
 
 def allocate(found: list[_Survey], count: int, size: Size) -> list[Size]:
     """The costliest components; beside them, where they are fewer than the frequencies, those that a pursuit finds."""
     sizes = [replace(size, pairs=pairs_by_loss([layer.lost for layer in found], count))]
     if count < len(found[0].lost):
-        sizes.append(replace(size, pairs=pairs_by_pursuit([layer.pursuit for layer in found], count), pursued=True))
+        pursuits = [layer.pursuit for layer in found if layer.pursuit]
+        sizes.append(replace(size, pairs=pairs_by_pursuit(pursuits, count), pursued=True))
     return sizes
 
 
