@@ -15,7 +15,8 @@ from attention.reference import grouped_attention, latent_attention
 from attention.rope import Pairing, Rotary
 from convert.allocate import pairs_by_loss, pairs_by_stride
 from convert.methods import LATENT, load_latent
-from convert.methods.latent import Size, fix_signs, keys_of, leading_subspace
+from convert.methods.algebra import fix_signs, leading_subspace
+from convert.methods.latent import Size, keys_of
 from convert.methods.svd import losses
 from convert.record import Attention, FactoredAttention, Statistics
 
@@ -55,7 +56,7 @@ def inputs(width: int, tokens: int = 24, seed: int = 7) -> torch.Tensor:
 
 def moments(x: torch.Tensor) -> Statistics:
     rows = x.double().flatten(0, 1)
-    return Statistics(rows.T @ rows / len(rows), rows.mean(0), len(rows))
+    return Statistics(rows.T @ rows / len(rows), rows.mean(0), len(rows), x)
 
 
 def turning(a: Attention) -> int:
@@ -79,8 +80,13 @@ def run(a: Attention | FactoredAttention, x: torch.Tensor) -> torch.Tensor:
 
 
 def factor(name: str, a: Attention, size: Size, x: torch.Tensor | None = None) -> FactoredAttention:
-    method = load_latent(name)
-    return method.factor(a, size, moments(inputs(a.q.shape[2]) if x is None else x) if method.needs_text else None)
+    """By a method, with the statistics of `x`."""
+    return load_latent(name).factor(a, size, moments(inputs(a.q.shape[2]) if x is None else x))
+
+
+def energies(a: Attention) -> torch.Tensor:
+    """What `svd` allocates by."""
+    return losses(a, Statistics.assumed(a.q.shape[2]))
 
 
 def loss(a: Attention, b: FactoredAttention, x: torch.Tensor | None = None) -> float:
@@ -159,7 +165,7 @@ def test_heads_that_are_turned_copies_need_one_component_each(
 ) -> None:
     a = turned_copies(record(groups, share, pairs, 0, 30, pairing, True, attention_factor, seed))
     kept = tuple(range(pairs))
-    assert pairs_by_loss([losses(a, None)], pairs) == kept
+    assert pairs_by_loss([energies(a)], pairs) == kept
     assert loss(a, factor("svd", a, Size(full_rank(a, kept), kept))) < 1e-5
 
 
@@ -231,7 +237,7 @@ def test_svd_errs_by_the_singular_values_that_it_leaves_out() -> None:
 @pytest.mark.parametrize("attention_factor", [1.0, 1.25])
 def test_the_losses_of_svd_are_the_energies_of_what_turns(attention_factor: float) -> None:
     a = record(groups=3, pairs=3, still=2, width=40, factor=attention_factor)
-    table = losses(a, None)
+    table = energies(a)
     assert table.shape == (3, 3)
     assert (table[:, :-1] >= table[:, 1:]).all()
     assert float(table.sum()) == pytest.approx(float(a.k[:, :6].square().sum()) * attention_factor**4, rel=1e-5)
@@ -437,8 +443,8 @@ def test_nothing_at_all_is_finite_and_right(what: str, method: str) -> None:
         assert loss(a, found) < 1e-5
     else:
         assert run(found, x).abs().max() < 1e-5
-    assert torch.isfinite(losses(a, None)).all()
-    assert len(pairs_by_loss([losses(a, None)], 3)) == 3
+    assert torch.isfinite(energies(a)).all()
+    assert len(pairs_by_loss([energies(a)], 3)) == 3
 
 
 @pytest.mark.parametrize("method", LATENT)
@@ -455,4 +461,4 @@ def test_the_registry_names_each_method_by_its_module(name: str) -> None:
     method = load_latent(name)
     assert method.name == name
     assert method.summary
-    assert (method.losses is None) == method.folds
+    assert (method.survey is None) == method.folds
