@@ -77,7 +77,13 @@ WAYS = (*LATENT, "weighted with text")
 
 def method_options(way: str, text: Path) -> list[Any]:
     name, _, with_text = way.partition(" with ")
-    return ["--method", name, *(["--text", text] if name == "pca" or with_text else [])]
+    given = {"pca": ["--text", text], "weighted": ["--text", text, "--calibration-tokens", 768]}
+    return ["--method", name, *(given[name] if name == "pca" or with_text else [])]
+
+
+def tolerance(way: str) -> float:
+    """Where least squares have had their say: their ridge keeps what is exact, but rounding is fitted too."""
+    return 1e-3 if way == "weighted with text" else 1e-4
 
 
 def same_logits(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -108,7 +114,7 @@ def test_full_size_gives_the_sources_logits(
 ) -> None:
     source = checkpoint(model_type, **PLAIN.get(model_type, {}))
     ok(convert("mla", source, tmp_path / "out", *size(4, 8), *method_options(method, text)))
-    same_logits(logits(tmp_path / "out"), logits(source))
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == ("deepseek_v3", 33, 32)
 
@@ -122,7 +128,7 @@ def test_layers_without_positions_are_carried(
     source = checkpoint("smollm3", no_rope_layers=layers, hidden_size=96)
     full = ["--kv-lora-rank", 65, "--qk-rope-head-dim", 32, *method_options(method, text)]
     ok(convert("mla", source, tmp_path / "out", *full))
-    same_logits(logits(tmp_path / "out"), logits(source))
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
     refused = convert("mla", source, tmp_path / "more", "--kv-lora-rank", 66, "--qk-rope-head-dim", 32, "--method", "svd")
     assert "use --kv-lora-rank 65" in refused.stderr
     ok(convert("mla", source, tmp_path / "less", "--kv-lora-rank", 33, "--qk-rope-head-dim", 32, *method_options(method, text)))
@@ -141,7 +147,7 @@ def test_every_scaling_of_rope_is_carried(
     source = checkpoint(rope_parameters={"rope_theta": 10000.0, "rope_type": kind, **ROPES[kind]})
     ok(convert("mla", source, tmp_path / "out", *size(4, 8), *method_options(method, text)))
     for length in (12, 100):  # before and beyond original_max_position_embeddings
-        same_logits(logits_of(tmp_path / "out", tokens(length)), logits_of(source, tokens(length)))
+        same_logits(logits_of(tmp_path / "out", tokens(length)), logits_of(source, tokens(length)), tolerance(method))
     written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
     assert written["rope_type"] == "longrope", "four components of each frequency are no plain stride"
 
@@ -161,7 +167,7 @@ def test_every_shape_of_attention_is_carried(
 ) -> None:  # fmt: skip
     source = checkpoint(num_key_value_heads=kv_heads, **changes)
     ok(convert("mla", source, tmp_path / "out", *size(kv_heads, changes.get("head_dim", 8)), *method_options(method, text)))
-    same_logits(logits(tmp_path / "out"), logits(source))
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
     assert ("lm_head.weight" in weights(tmp_path / "out")) == ("tie_word_embeddings" not in changes)
 
 
@@ -180,7 +186,8 @@ def test_less_than_full_size_loses(
     assert distance[2] < 1e-4
     layers = json.loads((tmp_path / "8" / "conversion.json").read_text())["layers"]
     assert [layer["layer"] for layer in layers] == [0, 1, 2]
-    assert all(0.1 < layer["output_error"] < 1 and 0.01 < layer["score_error"] < 2 for layer in layers)
+    most = 3 if method == "weighted with text" else 1  # least squares do not heed errors that inputs do not show
+    assert all(0.1 < layer["output_error"] < most and 0.01 < layer["score_error"] < 2 for layer in layers)
     whole = json.loads((tmp_path / "33" / "conversion.json").read_text())["layers"]
     assert all(layer["output_error"] < 1e-9 and layer["score_error"] < 1e-6 for layer in whole)
 
@@ -502,12 +509,11 @@ IN_SEQUENCE = {
 # The survey advances twice and puts three layers on the shelf. Then the result advances twice, and where it has the source
 # beside it, that one three times; three converted layers are put on a shelf of their own.
 KILLED = [
-    ("inputs", 2, "pca"), ("statistics", 3, "pca"), ("shards", 3, "pca"), ("layers", 2, "propagated"), ("inputs", 5, "all"),
+    ("inputs", 2, "pca"), ("statistics", 3, "pca"), ("shards", 3, "pca"), ("layers", 2, "all"),
 ]  # fmt: skip
 STOPPED = [
-    *KILLED, ("inputs", 3, "propagated"), ("inputs", 4, "propagated"), ("layers", 1, "refitted"), ("layers", 3, "refined"),
-    *(("inputs", count, "refitted") for count in range(3, 8)), ("inputs", 6, "refined"), ("layers", 2, "all"),
-    ("shards", 2, "all"),
+    *KILLED, ("inputs", 4, "propagated"), ("layers", 2, "propagated"), ("layers", 1, "refitted"), ("layers", 3, "refined"),
+    *(("inputs", count, "refitted") for count in range(3, 8)), ("inputs", 6, "refined"), ("inputs", 5, "all"),
 ]  # fmt: skip
 
 
@@ -516,7 +522,7 @@ def test_a_killed_run_leaves_nothing_loadable_and_resumes(
     place: str, count: int, way: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
 ) -> None:
     source, out = checkpoint(), tmp_path / "out"
-    options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--max-shard-size", "20KB"]
+    options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 512, "--max-shard-size", "20KB"]
     command = ["mla", source, out, *options]
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, place, str(count), *map(str, command)], capture_output=True, text=True, check=False
@@ -533,7 +539,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     from convert import execute
 
     source, out, left = checkpoint(), tmp_path / "out", [count]
-    options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--max-shard-size", "20KB"]
+    options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 512, "--max-shard-size", "20KB"]
     where: dict[str, tuple[Any, str]] = {
         "inputs": (LayerStream, "advance"), "statistics": (Shelf, "put"), "shards": (execute, "write_shard"),
         "layers": (LayerShelf, "put"),
@@ -765,7 +771,7 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
         [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate"], "has no use for --propagate and --text"
     ),
     "propagate and refit with svd": (
-        [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate", "--refit"], "weights only and has no use for --propagate ("
+        [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate", "--refit"], "weights only and has no use for --propagate\nhint"
     ),
     "propagate without text": ([*SMALL, "--propagate"], "--propagate is about calibration text, and there is none"),
     "refit without text": ([*SMALL, "--refit"], "--refit is about calibration text, and there is none"),
@@ -951,7 +957,7 @@ def test_a_layer_of_zeros_is_no_obstacle(
 ) -> None:
     source = damage(checkpoint(), lambda tensors: tensors[f"model.layers.1.self_attn.{name}.weight"].zero_())
     ok(convert("mla", source, tmp_path / "full", *size(4, 8), *method_options(method, text)))
-    same_logits(logits(tmp_path / "full"), logits(source))
+    same_logits(logits(tmp_path / "full"), logits(source), tolerance(method))
     ok(convert("mla", source, tmp_path / "small", *SMALL, *method_options(method, text)))
     assert torch.isfinite(logits(tmp_path / "small")).all()
 
