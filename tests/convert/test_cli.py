@@ -197,7 +197,10 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
     [
         ("gqa: [1, 2]", "is no recipe"),
         ("a: {b: c", "is no YAML"),
-        ("shrink: {model: x}", "a recipe cannot run 'shrink' (choose demo, eval, families, gqa, inspect, mla, mqa, plan, sweep)"),
+        (
+            "shrink: {model: x}",
+            "a recipe cannot run 'shrink' (choose demo, eval, families, gqa, inspect, mla, mqa, plan, sweep)",
+        ),
         ("run: {recipe: x}", "a recipe cannot run 'run'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
         ("gqa: {model: x, output: y, groups: [4, 2]}", "groups of a recipe takes one value, not [4, 2]"),

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import inputs, measured
 
 from attention.qk_norm import QKNorm
 from attention.reference import grouped_attention
 from attention.rope import Rotary
 from convert.methods import GROUPED, load_grouped
-from convert.methods.grouped import Draw
+from convert.methods.grouped import Draw, reordered
 from convert.record import Attention, Statistics
 
 
@@ -195,14 +196,18 @@ def disguised(a: Attention, times: int, seed: int = 0) -> Attention:
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @settings(max_examples=15, deadline=None)
-@given(groups=st.sampled_from([1, 2]), times=st.sampled_from([2, 4]), pairs=st.integers(1, 3), seed=st.integers(0, 50))
+@given(
+    groups=st.sampled_from([1, 2]), times=st.sampled_from([2, 4]), pairs=st.integers(1, 3), seed=st.integers(0, 50),
+    text=st.booleans(),
+)  # fmt: skip
 def test_heads_that_differ_by_what_commutes_with_rope_merge_without_loss(
-    pairing: str, groups: int, times: int, pairs: int, seed: int
+    pairing: str, groups: int, times: int, pairs: int, seed: int, text: bool
 ) -> None:
     few = turning(record(heads=4 * groups, groups=groups, seed=seed), pairs, pairing)
     many = disguised(few, times, seed)
     assert loss(few, many) < 1e-9
-    assert loss(many, merge("aligned", many, groups)) < 1e-4
+    known = measured(inputs(10)) if text else None
+    assert loss(many, merge("aligned", many, groups, statistics=known)) < 1e-4
     assert loss(many, merge("mean", many, groups)) > 1e-2
 
 
@@ -262,3 +267,82 @@ def test_heads_wider_than_the_model_keep_their_shape() -> None:
     merged = merge("aligned", narrow, 2)
     assert (merged.k.shape, merged.v.shape, merged.o.shape) == ((2, 6, 3), (2, 6, 3), (3, 8, 6))
     assert torch.isfinite(merged.o).all()
+
+
+def test_aligned_looks_at_the_text() -> None:
+    a = turning(record(heads=8, groups=8))
+    scales = torch.logspace(0, -2, 10), torch.logspace(-2, 0, 10)
+    texts = [inputs(10, tokens=64) * scale for scale in scales]
+    own, other = (merge("aligned", a, 2, statistics=measured(x)) for x in texts)
+
+    def lost(merged: Attention) -> float:
+        found, expected = (over(texts[0], b) for b in (merged, a))
+        return float((found - expected).norm() / expected.norm())
+
+    assert lost(own) < 0.8 * lost(other)
+
+
+def over(x: torch.Tensor, a: Attention) -> torch.Tensor:
+    a = widened(a)
+    return grouped_attention(x.double(), **{field.name: getattr(a, field.name) for field in dataclasses.fields(a)})
+
+
+@settings(max_examples=15, deadline=None)
+@given(norm=st.sampled_from([None, "shared", "head", "all"]), share=st.integers(1, 3), order=st.permutations(range(4)))
+def test_heads_in_another_order_are_the_same_function(norm: str | None, share: int, order: list[int]) -> None:
+    a = turning(record(heads=4 * share, groups=4, norm=norm))
+    moved = reordered(a, order)
+    assert loss(a, moved) < 1e-6
+    assert torch.equal(moved.k, a.k[order])
+    back = reordered(moved, [order.index(head) for head in range(4)])
+    assert all(torch.equal(getattr(a, name), getattr(back, name)) for name in ("q", "k", "v", "o", "q_bias", "v_bias"))
+
+
+@pytest.mark.parametrize("text", [False, True])
+@settings(max_examples=20, deadline=None)
+@given(shape=st.sampled_from([(2, 2), (4, 2), (2, 3), (2, 4), (3, 2)]), seed=st.integers(0, 50), data=st.data())
+def test_similar_heads_find_each_other_wherever_they_are(
+    text: bool, shape: tuple[int, int], seed: int, data: st.DataObject
+) -> None:
+    groups, times = shape
+    count = groups * times
+    order = data.draw(st.permutations(range(count)))
+    few = turning(record(heads=2 * count, groups=groups, seed=seed))
+    scattered = reordered(disguised(few, times, seed), order)
+    known = measured(inputs(10)) if text else Statistics.assumed(10)
+    method = load_grouped("aligned")
+    assert method.partition
+    found = method.partition(scattered, groups, known)
+    kin = [{order[head] // times for head in found[i : i + times]} for i in range(0, count, times)]
+    assert all(len(group) == 1 for group in kin)
+    assert loss(scattered, merge("aligned", reordered(scattered, found), groups, statistics=known)) < 1e-4
+    if any(len({order[i + j] // times for j in range(times)}) > 1 for i in range(0, count, times)):
+        assert loss(scattered, merge("aligned", scattered, groups, statistics=known)) > 1e-2
+    else:
+        assert found == list(range(count)), "the given order stays unless another is better"
+
+
+@pytest.mark.parametrize("norm", ["shared", "head", "all"])
+def test_similar_heads_find_each_other_where_norms_forbid_turning(norm: str) -> None:
+    few = turning(record(heads=8, groups=2, norm=norm))
+    scattered = reordered(repeated(few, 2), [0, 2, 1, 3])
+    method = load_grouped("aligned")
+    assert method.partition
+    assert method.partition(scattered, 2, Statistics.assumed(10)) == [0, 2, 1, 3]
+
+
+def test_a_partition_is_a_permutation_and_never_loses_more_than_neighbours() -> None:
+    method = load_grouped("aligned")
+    assert method.partition
+    for seed in range(6):
+        a = turning(record(heads=8, groups=8, seed=seed))
+        for groups in (1, 2, 4, 8):
+            order = method.partition(a, groups, Statistics.assumed(10))
+            assert sorted(order) == list(range(8))
+            assert method.partition(a, groups, Statistics.assumed(10)) == order
+            if groups in (1, 8):
+                assert order == list(range(8))
+
+
+def test_only_methods_that_can_tell_have_a_partition() -> None:
+    assert [name for name in GROUPED if load_grouped(name).partition] == ["aligned"]
