@@ -771,7 +771,7 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
         [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate"], "has no use for --propagate and --text"
     ),
     "propagate and refit with svd": (
-        [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate", "--refit"], "weights only and has no use for --propagate\nhint"
+        [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate", "--refit"], "has no use for --propagate\nhint"
     ),
     "propagate without text": ([*SMALL, "--propagate"], "--propagate is about calibration text, and there is none"),
     "refit without text": ([*SMALL, "--refit"], "--refit is about calibration text, and there is none"),
