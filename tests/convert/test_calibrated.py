@@ -40,7 +40,7 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture
 def on(text: Path) -> list[Any]:
     """The options that name it, for a few short blocks."""
-    return ["--text", text, "--calibration-tokens", 512, "--calibration-context", 64]
+    return ["--text", text, "--calibration-tokens", 256, "--calibration-context", 32]
 
 
 def notes(path: Path) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def nats_lost(path: Path, source: Path, text: Path) -> float:
     """KL of what the result says to what the source says, on what was calibrated on."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(source)(text.read_text()[:512], return_tensors="pt")["input_ids"][:, :512].view(8, 64)
+    ids = AutoTokenizer.from_pretrained(source)(text.read_text()[:256], return_tensors="pt")["input_ids"][:, :256].view(8, 32)
     said = []
     for model in (source, path):
         with torch.inference_mode():
@@ -139,7 +139,7 @@ def test_refinement_brings_every_layer_closer_and_touches_nothing_else(
 def test_refinement_follows_its_seed(
     checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convert.refine._TOKENS", 128)  # two blocks a step, so that their order matters
+    monkeypatch.setattr("convert.refine._TOKENS", 64)  # two blocks a step, so that their order matters
     source = checkpoint()
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         ok(convert("gqa", source, tmp_path / name, "--groups", 2, *on, "--refine", 3, "--seed", seed))

@@ -45,7 +45,7 @@ def test_held_out_modules_are_not_in_the_training_text() -> None:
 def test_the_demo_converts_evaluates_and_reports(
     convert: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = {VALIDATION: slice(2_500), ("difflib", "statistics"): slice(8_000, 14_000)}
+    parts = {VALIDATION: slice(2_500), ("difflib", "statistics"): slice(8_000, 11_000)}
     monkeypatch.setattr("convert.demo.showcase.held_out_text", lambda modules: held_out_text(("statistics",))[parts[modules]])
     demo = tmp_path / "demo"
     result = convert("demo", "--output", demo, "--json", "-q")

@@ -77,7 +77,7 @@ WAYS = (*LATENT, "weighted with text")
 
 def method_options(way: str, text: Path) -> list[Any]:
     name, _, with_text = way.partition(" with ")
-    given = {"pca": ["--text", text], "weighted": ["--text", text, "--calibration-tokens", 768]}
+    given = {"pca": ["--text", text], "weighted": ["--text", text, "--calibration-tokens", 384]}
     return ["--method", name, *(given[name] if name == "pca" or with_text else [])]
 
 
@@ -522,7 +522,7 @@ def test_a_killed_run_leaves_nothing_loadable_and_resumes(
     place: str, count: int, way: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
 ) -> None:
     source, out = checkpoint(), tmp_path / "out"
-    options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 512, "--max-shard-size", "20KB"]
+    options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
     command = ["mla", source, out, *options]
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, place, str(count), *map(str, command)], capture_output=True, text=True, check=False
@@ -539,7 +539,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     from convert import execute
 
     source, out, left = checkpoint(), tmp_path / "out", [count]
-    options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 512, "--max-shard-size", "20KB"]
+    options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
     where: dict[str, tuple[Any, str]] = {
         "inputs": (LayerStream, "advance"), "statistics": (Shelf, "put"), "shards": (execute, "write_shard"),
         "layers": (LayerShelf, "put"),

@@ -18,7 +18,10 @@ from convert.record import Attention, Statistics
 
 
 def keys_of(a: Attention, text: bool = True) -> TurningKeys:
-    return TurningKeys.of(a, measured(inputs(a.q.shape[2])) if text else Statistics.assumed(a.q.shape[2]))
+    """With distances up to a few tens of tokens: sums over them are spelled out here."""
+    keys = TurningKeys.of(a, measured(inputs(a.q.shape[2])) if text else Statistics.assumed(a.q.shape[2]))
+    mass = keys.mass[:, :40]
+    return dataclasses.replace(keys, mass=mass / mass.sum(-1, keepdim=True))
 
 
 class Dense:
@@ -85,14 +88,14 @@ def test_an_atom_explains_the_top_eigenvalue_and_what_is_missing_falls_by_it(
     assert pursuit.total == pytest.approx(dense.whole, rel=1e-9)
     for step in range(3):
         found, expected = settle(pursuit), dense.explained()
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-9)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-7)
         b, before = int(found.argmax()), dense.energy()
-        if before < 1e-9 * dense.whole:
+        if before < 1e-6 * dense.whole:
             break
         pursuit.take(b)
         _, shares, combination = pursuit.atoms[-1]
         dense.take(b, shares, combination @ keys.z.flatten(0, 1))
-        assert (before - dense.energy()) / dense.whole == pytest.approx(float(found[b]), rel=2e-2, abs=1e-9), step
+        assert (before - dense.energy()) / dense.whole == pytest.approx(float(found[b]), rel=2e-2, abs=1e-7), step
 
 
 def test_a_few_iterations_are_enough_to_choose_by() -> None:
@@ -202,3 +205,13 @@ def test_distances_are_measured_on_text_and_assumed_without() -> None:
     falling = TurningKeys.of(a, Statistics.assumed(20)).mass
     torch.testing.assert_close(falling.sum(1), torch.ones(4).double())
     torch.testing.assert_close(falling[0, 0] / falling[0, 9], torch.tensor(10.0).double())
+
+
+def test_a_frequency_that_was_taken_can_be_taken_again() -> None:
+    """What the pursuit goes on from is just what was subtracted there; the next key must be found all the same."""
+    for seed in range(20):
+        pursuit = Pursuit.of(keys_of(record(2, 1, 2, 0, 20, biased=False, seed=seed)))
+        pursuit.take(int(pursuit.explained().argmax()))
+        going_on = pursuit.explained()
+        anew = Pursuit(pursuit.gram, pursuit.near, pursuit.weight, pursuit.total, pursuit.atoms).explained()
+        torch.testing.assert_close(going_on, anew, rtol=0.1, atol=1e-6)
