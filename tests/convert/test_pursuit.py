@@ -207,10 +207,11 @@ def test_distances_are_measured_on_text_and_assumed_without() -> None:
     torch.testing.assert_close(falling[0, 0] / falling[0, 9], torch.tensor(10.0).double())
 
 
-def test_a_frequency_that_was_taken_can_be_taken_again() -> None:
+@pytest.mark.parametrize("pairs", [1, 2, 3])
+def test_a_frequency_that_was_taken_can_be_taken_again(pairs: int) -> None:
     """What the pursuit goes on from is just what was subtracted there; the next key must be found all the same."""
-    for seed in range(20):
-        pursuit = Pursuit.of(keys_of(record(2, 1, 2, 0, 20, biased=False, seed=seed)))
+    for seed in range(40):
+        pursuit = Pursuit.of(keys_of(record(2, 1, pairs, 0, 20, biased=False, seed=seed)))
         pursuit.take(int(pursuit.explained().argmax()))
         going_on = pursuit.explained()
         anew = Pursuit(pursuit.gram, pursuit.near, pursuit.weight, pursuit.total, pursuit.atoms).explained()
