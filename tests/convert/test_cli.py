@@ -41,8 +41,9 @@ def edit(path: Path, **changes: Any) -> Path:
 def test_gqa_prints_what_it_did_on_stdout_alone(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2)
     assert result.stdout.splitlines() == [
-        "GQA-4 → GQA-2, method aligned (heads turned towards each other, by weights alone)",
+        "GQA-4 → GQA-2, method aligned (heads turned towards each other)",
         "KV cache: 768 → 384 bytes per token (50.0%, kept in float32)",
+        "without calibration text, which aligned is better with: it goes by weights and norm gains alone",
         f"written to {tmp_path / 'out'}, loads in transformers as llama",
     ]
     assert result.stderr == ""
@@ -196,7 +197,10 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
     [
         ("gqa: [1, 2]", "is no recipe"),
         ("a: {b: c", "is no YAML"),
-        ("shrink: {model: x}", "a recipe cannot run 'shrink' (choose demo, eval, families, gqa, inspect, mla, mqa, plan)"),
+        (
+            "shrink: {model: x}",
+            "a recipe cannot run 'shrink' (choose demo, eval, families, gqa, inspect, mla, mqa, plan, sweep)",
+        ),
         ("run: {recipe: x}", "a recipe cannot run 'run'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
         ("gqa: {model: x, output: y, groups: [4, 2]}", "groups of a recipe takes one value, not [4, 2]"),

@@ -45,23 +45,34 @@ def test_held_out_modules_are_not_in_the_training_text() -> None:
 def test_the_demo_converts_evaluates_and_reports(
     convert: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convert.demo.showcase.held_out_text", lambda modules: held_out_text(("statistics",))[:8_000])
-    result = convert("demo", "--output", tmp_path / "demo", "--json", "-q")
+    parts = {VALIDATION: slice(2_500), ("difflib", "statistics"): slice(8_000, 11_000)}
+    monkeypatch.setattr("convert.demo.showcase.held_out_text", lambda modules: held_out_text(("statistics",))[parts[modules]])
+    demo = tmp_path / "demo"
+    result = convert("demo", "--output", demo, "--json", "-q")
     assert result.exit_code == 0, result.output
     assert "report.html" in result.stderr
     source, *others = json.loads(result.stdout)["models"]
     assert source["kind"] == "MHA"
     assert source["perplexity"] < 40
     by_method = {(entry["method"], entry["kind"]): entry for entry in others}
+    assert len(by_method) == 2 * 3 + 2 * 2
     for method in ("mean", "aligned"):
         losses = [by_method[method, kind]["loss_nats"] for kind in ("GQA-4", "GQA-2", "MQA")]
         assert 0 < losses[0] < losses[2]
-    for method in ("svd", "pca"):
+    for method in ("weighted", "pca"):
         losses = [by_method[method, kind]["loss_nats"] for kind in ("MLA-96+32", "MLA-48+16")]
         assert 0 < losses[0] < losses[1] < by_method["mean", "MQA"]["loss_nats"]
-    assert {entry["calibration_hash"] is None for entry in others if entry["method"] == "pca"} == {False}
-    again = convert("demo", "--output", tmp_path / "demo", "--json", "-q")
-    assert json.loads(again.stdout) == json.loads(result.stdout)
-    (tmp_path / "demo" / "report" / "mine.txt").write_text("mine")
-    convert("demo", "--output", tmp_path / "demo", "-q")
-    assert (tmp_path / "demo" / "report" / "mine.txt").read_text() == "mine"
+    for better, worse, kinds in (("aligned", "mean", ("GQA-4", "GQA-2", "MQA")), ("weighted", "pca", ("MLA-48+16",))):
+        assert all(by_method[better, kind]["loss_nats"] < by_method[worse, kind]["loss_nats"] for kind in kinds)
+    assert {method for method, kind in by_method if by_method[method, kind]["calibration_hash"] is None} == {"mean"}
+    names = [f"gqa-{groups}-{method}" for groups in (4, 2, 1) for method in ("aligned", "mean")]
+    names += [f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "pca")]
+    assert sorted(path.name for path in demo.iterdir()) == sorted([*names, "report", "calibration.txt"])
+    assert [entry["name"] for entry in others] == names
+    (demo / "report" / "mine.txt").write_text("mine")
+    monkeypatch.setattr("convert.demo.showcase._GROUPS", (4,))
+    monkeypatch.setattr("convert.demo.showcase._SHARES", (0.25,))
+    monkeypatch.setattr("convert.demo.showcase._METHODS", ("aligned", "pca"))
+    again = json.loads(convert("demo", "--output", demo, "--json", "-q").stdout)
+    assert again["models"] == [source, by_method["aligned", "GQA-4"], by_method["pca", "MLA-96+32"]]
+    assert (demo / "report" / "mine.txt").read_text() == "mine"

@@ -118,3 +118,121 @@ def test_an_unknown_family_is_refused_with_the_list() -> None:
         family_of("bert")
     assert caught.value.hint is not None
     assert all(name in caught.value.hint for name in ("llama", "qwen3", "phi"))
+
+
+# ---- around the attention ------------------------------------------------------------------------------------------
+
+
+def around(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What goes into every layer, and into its attention, in one forward pass."""
+    layers: list[torch.Tensor] = []
+    attentions: list[torch.Tensor] = []
+
+    def keep(into: list[torch.Tensor]) -> Any:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            into.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+        return hook
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(keep(layers), with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(keep(attentions), with_kwargs=True)
+    with torch.inference_mode():
+        model(torch.randint(4, 96, (2, 20), generator=torch.Generator().manual_seed(0)))
+    return layers, attentions
+
+
+def normalised(x: torch.Tensor, centred: bool) -> torch.Tensor:
+    x = x.double()
+    x = x - x.mean(-1, keepdim=True) if centred else x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_norm_before_the_attention_is_the_one_that_is_named(model_type: str) -> None:
+    model, family = tiny_model(switched(model_type, True)), FAMILIES[model_type]
+    state = model.state_dict()
+    for layer, (stream, x) in enumerate(zip(*around(model), strict=True)):
+        norm, found = family.input_norm(layer), []
+        for centred in (False, True):
+            hat = normalised(stream, centred)
+            if norm is not None:
+                hat = hat * (state[f"{norm.name}.weight"].double() + norm.gain_offset)
+                if f"{norm.name}.bias" in state:
+                    hat = hat + state[f"{norm.name}.bias"].double()
+            found.append(hat)
+        if norm is None:
+            found.append(stream.double())
+        distance = min(float((hat - x.double()).norm() / x.double().norm()) for hat in found)
+        assert distance < 1e-3, f"layer {layer}"
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_output_module_is_the_one_whose_weight_is_o(model_type: str) -> None:
+    model, family = tiny_model(switched(model_type, True)), FAMILIES[model_type]
+    for layer in range(model.config.num_hidden_layers):
+        record = family.split(layer_tensors(model, family, layer), model.config, layer)
+        module = model.get_submodule(family.output(layer))
+        assert family.output(layer).startswith(family.module(layer) + ".")
+        assert torch.equal(module.weight, record.o.flatten(1))
+        assert (module.bias is None) == (record.o_bias is None)
+
+
+def layer_outputs(model: Any, shift: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
+    """Of the first layer, if `shift` is added to its input and its attention gives `constant` less the shift."""
+    seen: list[torch.Tensor] = []
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + shift}
+        return (args[0] + shift, *args[1:]), kwargs
+
+    def after(module: Any, args: tuple[Any, ...], out: Any) -> Any:
+        stub = constant - shift
+        return (stub, *out[1:]) if isinstance(out, tuple) else stub
+
+    layer = model.model.layers[0]
+    handles = [
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.self_attn.register_forward_hook(after),
+        layer.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out)),
+    ]
+    with torch.inference_mode():
+        model(torch.randint(4, 96, (2, 6), generator=torch.Generator().manual_seed(0)))
+    for handle in handles:
+        handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("changes", [{}, {"residual_multiplier": 0.5, "use_parallel_residual": True}], ids=["plain", "changed"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_is_said_to_add_its_output_depends_on_the_sum_alone(model_type: str, changes: dict[str, Any]) -> None:
+    config = switched(model_type, True, **changes)
+    model, family = tiny_model(config), FAMILIES[model_type]
+    generator = torch.Generator().manual_seed(2)
+    shift, constant = (torch.randn(2, 6, config.hidden_size, generator=generator) for _ in range(2))
+    still, shifted = layer_outputs(model, torch.zeros_like(shift), constant), layer_outputs(model, shift, constant)
+    if family.traits(config).adds_output:
+        assert float((still - shifted).norm() / still.norm()) < 1e-4
+
+
+# Where a plain sum is only one of the ways in which the class can be set up.
+SOMETIMES = {"granite", "granitemoe", "hyperclovax", "stablelm"}
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in SOMETIMES])
+def test_what_depends_on_the_sum_alone_is_said_to(model_type: str) -> None:
+    """Otherwise a fit would leave unmended what the layers before have lost."""
+    config = switched(model_type, True)
+    model, family = tiny_model(config), FAMILIES[model_type]
+    generator = torch.Generator().manual_seed(2)
+    shift, constant = (torch.randn(2, 6, config.hidden_size, generator=generator) for _ in range(2))
+    still, shifted = layer_outputs(model, torch.zeros_like(shift), constant), layer_outputs(model, shift, constant)
+    alike = float((still - shifted).norm() / still.norm()) < 1e-4
+    assert family.traits(config).adds_output == alike
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_experts_are_told_apart(model_type: str) -> None:
+    model, family = tiny_model(tiny_config(model_type)), FAMILIES[model_type]
+    assert family.traits(model.config).experts == any(".experts." in name for name, _ in model.named_parameters())

@@ -10,52 +10,17 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from records import inputs, loss, measured, random, record, run
 
-from attention.reference import grouped_attention, latent_attention
 from attention.rope import Pairing, Rotary
 from convert.allocate import pairs_by_loss, pairs_by_stride
 from convert.methods import LATENT, load_latent
-from convert.methods.latent import Size, fix_signs, keys_of, leading_subspace
+from convert.methods.algebra import fix_signs, leading_subspace
+from convert.methods.latent import Size, keys_of
 from convert.methods.svd import losses
 from convert.record import Attention, FactoredAttention, Statistics
 
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def record(
-    groups: int = 2,
-    share: int = 2,
-    pairs: int = 3,
-    still: int = 0,
-    width: int = 20,
-    pairing: Pairing = "half",
-    biased: bool = True,
-    factor: float = 1.0,
-    seed: int = 0,
-) -> Attention:
-    heads, dim = groups * share, 2 * pairs + still
-    shapes = {"q": (heads, dim, width), "k": (groups, dim, width), "v": (groups, dim, width), "o": (width, heads, dim)}
-    biases = {"q_bias": (heads, dim), "k_bias": (groups, dim), "v_bias": (groups, dim), "o_bias": (width,)}
-    drawn = {name: random(*shape, seed=seed * 10 + i) * width**-0.5 for i, (name, shape) in enumerate(shapes.items())}
-    if biased:
-        drawn |= {name: random(*shape, seed=seed * 10 + 5 + i) for i, (name, shape) in enumerate(biases.items())}
-    frequencies = 1.3 * 0.4 ** torch.arange(pairs, dtype=torch.float64)
-    return Attention(**drawn, scale=0.4, rotary=Rotary(frequencies, pairing, factor))
-
-
-def inputs(width: int, tokens: int = 24, seed: int = 7) -> torch.Tensor:
-    """`[2, T, E]`, anisotropic and off centre, as the inputs of real layers are."""
-    mixing = torch.diag(torch.linspace(0.5, 2, width)) @ (torch.eye(width) + 0.2 * random(width, width, seed=seed))
-    return random(2, tokens, width, seed=seed + 1) @ mixing + 0.5 * random(width, seed=seed + 2)
-
-
-def moments(x: torch.Tensor) -> Statistics:
-    rows = x.double().flatten(0, 1)
-    return Statistics(rows.T @ rows / len(rows), rows.mean(0), len(rows))
 
 
 def turning(a: Attention) -> int:
@@ -71,23 +36,14 @@ def full_rank(a: Attention, pairs: tuple[int, ...]) -> int:
     return min(a.q.shape[2], 2 * a.k.shape[0] * a.k.shape[1] - 2 * len(pairs))
 
 
-def run(a: Attention | FactoredAttention, x: torch.Tensor) -> torch.Tensor:
-    """Its output by the naive reference, in fp64."""
-    fields: dict[str, Any] = {field.name: getattr(a, field.name) for field in dataclasses.fields(a)}
-    values = {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in fields.items()}
-    return (latent_attention if isinstance(a, FactoredAttention) else grouped_attention)(x.double(), **values)
-
-
 def factor(name: str, a: Attention, size: Size, x: torch.Tensor | None = None) -> FactoredAttention:
-    method = load_latent(name)
-    return method.factor(a, size, moments(inputs(a.q.shape[2]) if x is None else x) if method.needs_text else None)
+    """By a method, with the statistics of `x`."""
+    return load_latent(name).factor(a, size, measured(inputs(a.q.shape[2]) if x is None else x))
 
 
-def loss(a: Attention, b: FactoredAttention, x: torch.Tensor | None = None) -> float:
-    """Distance of the outputs, relative to the source's."""
-    x = inputs(a.q.shape[2]) if x is None else x
-    before = run(a, x)
-    return float((run(b, x) - before).norm() / before.norm())
+def energies(a: Attention) -> torch.Tensor:
+    """What `svd` allocates by."""
+    return losses(a, Statistics.assumed(a.q.shape[2]))
 
 
 # ---- full size -----------------------------------------------------------------------------------------------------
@@ -159,7 +115,7 @@ def test_heads_that_are_turned_copies_need_one_component_each(
 ) -> None:
     a = turned_copies(record(groups, share, pairs, 0, 30, pairing, True, attention_factor, seed))
     kept = tuple(range(pairs))
-    assert pairs_by_loss([losses(a, None)], pairs) == kept
+    assert pairs_by_loss([energies(a)], pairs) == kept
     assert loss(a, factor("svd", a, Size(full_rank(a, kept), kept))) < 1e-5
 
 
@@ -231,7 +187,7 @@ def test_svd_errs_by_the_singular_values_that_it_leaves_out() -> None:
 @pytest.mark.parametrize("attention_factor", [1.0, 1.25])
 def test_the_losses_of_svd_are_the_energies_of_what_turns(attention_factor: float) -> None:
     a = record(groups=3, pairs=3, still=2, width=40, factor=attention_factor)
-    table = losses(a, None)
+    table = energies(a)
     assert table.shape == (3, 3)
     assert (table[:, :-1] >= table[:, 1:]).all()
     assert float(table.sum()) == pytest.approx(float(a.k[:, :6].square().sum()) * attention_factor**4, rel=1e-5)
@@ -437,8 +393,8 @@ def test_nothing_at_all_is_finite_and_right(what: str, method: str) -> None:
         assert loss(a, found) < 1e-5
     else:
         assert run(found, x).abs().max() < 1e-5
-    assert torch.isfinite(losses(a, None)).all()
-    assert len(pairs_by_loss([losses(a, None)], 3)) == 3
+    assert torch.isfinite(energies(a)).all()
+    assert len(pairs_by_loss([energies(a)], 3)) == 3
 
 
 @pytest.mark.parametrize("method", LATENT)
@@ -455,4 +411,87 @@ def test_the_registry_names_each_method_by_its_module(name: str) -> None:
     method = load_latent(name)
     assert method.name == name
     assert method.summary
-    assert (method.losses is None) == method.folds
+    assert (method.survey is None) == method.folds
+
+
+# ---- weighted ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    groups=st.integers(1, 4), share=st.integers(1, 3), pairs=st.integers(1, 4), still=st.integers(0, 3),
+    width=st.integers(3, 40), pairing=st.sampled_from(PAIRINGS), biased=st.booleans(), gains=st.booleans(),
+    attention_factor=st.sampled_from([1.0, 1.25]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_weighted_is_the_same_function_at_full_size_without_text(
+    groups: int, share: int, pairs: int, still: int, width: int, pairing: Pairing, biased: bool, gains: bool,
+    attention_factor: float, seed: int,
+) -> None:  # fmt: skip
+    a = record(groups, share, pairs, still, width, pairing, biased, attention_factor, seed)
+    kept = every_pair(a)
+    known = Statistics.assumed(width, *(random(2, width, seed=seed + 1) if gains else ()))
+    assert loss(a, load_latent("weighted").factor(a, Size(full_rank(a, kept), kept), known)) < 1e-5
+
+
+@pytest.mark.parametrize("method", LATENT)
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.integers(1, 4), share=st.integers(1, 2), dim=st.integers(1, 6), width=st.integers(3, 40),
+    biased=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_without_positions_the_latent_alone_is_the_same_function(
+    method: str, groups: int, share: int, dim: int, width: int, biased: bool, seed: int
+) -> None:
+    a = record(groups, share, 0, dim, width, "half", biased, 1.0, seed)
+    elsewhere = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
+    found = factor(method, a, Size(min(width, 2 * groups * dim), (0, 1, 1), rotary=elsewhere))
+    assert not found.k_rope.any()
+    assert loss(a, found) < 1e-5
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    groups=st.integers(2, 4), share=st.integers(1, 2), pairs=st.integers(1, 3), pairing=st.sampled_from(PAIRINGS),
+    attention_factor=st.sampled_from([1.0, 1.25]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_weighted_needs_one_component_for_heads_that_are_turned_copies(
+    groups: int, share: int, pairs: int, pairing: Pairing, attention_factor: float, seed: int
+) -> None:
+    a = turned_copies(record(groups, share, pairs, 0, 30, pairing, True, attention_factor, seed))
+    kept = tuple(range(pairs))
+    assert loss(a, factor("weighted", a, Size(full_rank(a, kept), kept))) < 1e-5
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_weighted_allocates_as_many_frequencies_as_there_are_pairs_to_keep(text: bool) -> None:
+    method, size = load_latent("weighted"), Size(8, ())
+    layers = [record(groups=2, pairs=4, width=30, seed=seed) for seed in range(3)]
+    found = [method.survey(a, measured(inputs(30)) if text else Statistics.assumed(30)) for a in layers]  # type: ignore[misc]
+    for count in range(1, 9):
+        sizes = method.allocate(found, count, size)
+        assert [len(s.pairs) for s in sizes] == [count] * len(sizes)
+        assert [s.pursued for s in sizes] == ([False, True] if count < 4 else [False])
+        assert all(s.rank == 8 and set(s.pairs) <= {0, 1, 2, 3} for s in sizes)
+
+
+def test_weighted_loses_less_than_the_others_on_the_text_that_it_saw() -> None:
+    for seed in range(4):
+        a = record(groups=4, pairs=4, width=60, seed=seed)
+        x = inputs(60, tokens=64, seed=seed) * torch.logspace(0, -2, 60)
+        survey, allocate = load_latent("weighted").survey, load_latent("weighted").allocate
+        assert survey
+        (own, *_) = allocate([survey(a, measured(x))], 6, Size(10, ()))
+        weighted = loss(a, factor("weighted", a, own, x), x)
+        for other, pairs in (("pca", pairs_by_stride(12, 8)), ("svd", pairs_by_loss([energies(a)], 6))):
+            assert weighted < loss(a, factor(other, a, Size(10, pairs), x), x), (seed, other)
+
+
+def test_what_truncation_takes_from_values_on_average_is_a_constant_output() -> None:
+    a, x = record(groups=3, width=30, biased=False), inputs(30) + 3 * random(30, seed=5)
+    found = factor("weighted", a, Size(4, (0, 1, 2)), x)
+    assert found.o_bias is not None
+    mean = x.double().flatten(0, 1).mean(0)
+    v = a.v.double().repeat_interleave(2, 0)
+    expected = torch.einsum("ehd,hd->e", a.o.double(), (v - found.up_v.double() @ found.down.double()) @ mean)
+    torch.testing.assert_close(found.o_bias.double(), expected, rtol=1e-4, atol=1e-4)
+    assert loss(a, found, x) < loss(a, dataclasses.replace(found, o_bias=None), x)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import inputs, measured
 
 from attention.qk_norm import QKNorm
 from attention.reference import grouped_attention
 from attention.rope import Rotary
 from convert.methods import GROUPED, load_grouped
-from convert.methods.grouped import Draw
-from convert.record import Attention
+from convert.methods.grouped import Draw, reordered
+from convert.record import Attention, Statistics
 
 
 def record(
@@ -50,8 +51,9 @@ def run(a: Attention) -> torch.Tensor:
     return grouped_attention(x, **{field.name: getattr(a, field.name) for field in dataclasses.fields(a)})
 
 
-def draw(seed: int = 0) -> Draw:
-    return Draw(torch.Generator().manual_seed(seed), 0.02)
+def merge(method: str, a: Attention, groups: int, seed: int = 0, statistics: Statistics | None = None) -> Attention:
+    draw = Draw(torch.Generator().manual_seed(seed), 0.02)
+    return load_grouped(method).merge(a, groups, draw, statistics or Statistics.assumed(a.q.shape[2]))
 
 
 @pytest.mark.parametrize("norm", [None, "shared", "head", "all"])
@@ -64,7 +66,7 @@ def test_equal_heads_merge_into_themselves_bit_for_bit(
 ) -> None:
     few = record(heads=4 * times, groups=groups, norm=norm, seed=seed, dtype=dtype)
     many = repeated(few, times)
-    merged = load_grouped(method).merge(many, groups, draw())
+    merged = merge(method, many, groups)
     for name in ("k", "v", "k_bias", "v_bias", "q", "o", "q_bias", "o_bias"):
         assert torch.equal(getattr(merged, name).to(dtype), getattr(few, name)), name
     if norm:
@@ -81,7 +83,7 @@ def test_repeating_heads_does_not_change_the_function() -> None:
 
 def test_mean_is_the_mean_of_adjacent_heads() -> None:
     a = record(groups=4, norm="head")
-    merged = load_grouped("mean").merge(a, 2, draw())
+    merged = merge("mean", a, 2)
     for name in ("k", "v", "k_bias", "v_bias"):
         rows = getattr(a, name)
         expected = torch.stack([(rows[0] + rows[1]) / 2, (rows[2] + rows[3]) / 2])
@@ -91,7 +93,7 @@ def test_mean_is_the_mean_of_adjacent_heads() -> None:
 
 def test_first_takes_the_first_head_of_each_group() -> None:
     a = record(groups=4, norm="all")
-    merged = load_grouped("first").merge(a, 2, draw())
+    merged = merge("first", a, 2)
     for name in ("k", "v", "k_bias", "v_bias"):
         assert torch.equal(getattr(merged, name), getattr(a, name)[::2]), name
     assert torch.equal(merged.k_norm.gain, a.k_norm.gain[::2])
@@ -99,7 +101,7 @@ def test_first_takes_the_first_head_of_each_group() -> None:
 
 def test_random_keeps_nothing_and_is_seeded() -> None:
     a = record(groups=4, norm="head")
-    once, again, other = (load_grouped("random").merge(a, 2, draw(seed)) for seed in (3, 3, 4))
+    once, again, other = (merge("random", a, 2, seed) for seed in (3, 3, 4))
     assert torch.equal(once.k, again.k)
     assert torch.equal(once.v, again.v)
     assert not torch.equal(once.k, other.k)
@@ -114,7 +116,7 @@ def test_random_keeps_nothing_and_is_seeded() -> None:
 def test_random_gains_are_one_where_gain_minus_one_is_stored() -> None:
     a = record(groups=4, norm="head")
     a = dataclasses.replace(a, k_norm=dataclasses.replace(a.k_norm, gain_offset=1.0))
-    assert load_grouped("random").merge(a, 2, draw()).k_norm.gain.abs().sum() == 0
+    assert merge("random", a, 2).k_norm.gain.abs().sum() == 0
 
 
 @pytest.mark.parametrize("method", GROUPED)
@@ -122,7 +124,7 @@ def test_random_gains_are_one_where_gain_minus_one_is_stored() -> None:
 def test_every_method_gives_a_record_that_runs(method: str, norm: str | None) -> None:
     a = record(norm=norm)
     for groups in (1, 2):
-        merged = load_grouped(method).merge(a, groups, draw())
+        merged = merge(method, a, groups)
         assert merged.num_kv_heads == groups
         assert merged.v.shape == (groups, 6, 10)
         assert merged.k.dtype == a.k.dtype
@@ -194,15 +196,19 @@ def disguised(a: Attention, times: int, seed: int = 0) -> Attention:
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @settings(max_examples=15, deadline=None)
-@given(groups=st.sampled_from([1, 2]), times=st.sampled_from([2, 4]), pairs=st.integers(1, 3), seed=st.integers(0, 50))
+@given(
+    groups=st.sampled_from([1, 2]), times=st.sampled_from([2, 4]), pairs=st.integers(1, 3), seed=st.integers(0, 50),
+    text=st.booleans(),
+)  # fmt: skip
 def test_heads_that_differ_by_what_commutes_with_rope_merge_without_loss(
-    pairing: str, groups: int, times: int, pairs: int, seed: int
+    pairing: str, groups: int, times: int, pairs: int, seed: int, text: bool
 ) -> None:
     few = turning(record(heads=4 * groups, groups=groups, seed=seed), pairs, pairing)
     many = disguised(few, times, seed)
     assert loss(few, many) < 1e-9
-    assert loss(many, load_grouped("aligned").merge(many, groups, draw())) < 1e-4
-    assert loss(many, load_grouped("mean").merge(many, groups, draw())) > 1e-2
+    known = measured(inputs(10)) if text else None
+    assert loss(many, merge("aligned", many, groups, statistics=known)) < 1e-4
+    assert loss(many, merge("mean", many, groups)) > 1e-2
 
 
 @pytest.mark.parametrize("norm", [None, "shared", "head", "all"])
@@ -212,7 +218,7 @@ def test_equal_heads_are_lossless_whatever_turns(norm: str | None, factor: float
         few = record(heads=8, groups=2, norm=norm)
         few = turning(few, pairs, factor=factor) if pairs else few
         many = repeated(few, 4)
-        merged = load_grouped("aligned").merge(many, 2, draw())
+        merged = merge("aligned", many, 2)
         assert loss(many, merged) < 1e-4
         assert merged.k.shape == (2, 6, 10)
         assert merged.o.shape == many.o.shape
@@ -228,7 +234,7 @@ def test_keys_of_opposite_sign_meet_where_norms_forbid_more() -> None:
         many, k=many.k * sign[..., None], k_bias=many.k_bias * sign, q=many.q * sign[..., None], q_bias=many.q_bias * sign
     )
     assert loss(many, flipped) < 1e-6
-    assert loss(many, load_grouped("aligned").merge(flipped, 2, draw())) < 1e-5
+    assert loss(many, merge("aligned", flipped, 2)) < 1e-5
 
 
 def repeated_without_norm_bias(a: Attention) -> Attention:
@@ -240,7 +246,7 @@ def repeated_without_norm_bias(a: Attention) -> Attention:
 def test_aligned_loses_less_than_mean(norm: str | None) -> None:
     for seed in range(5):
         a = turning(record(heads=8, groups=8, norm=norm, seed=seed))
-        aligned, mean = (loss(a, load_grouped(name).merge(a, 2, draw())) for name in ("aligned", "mean"))
+        aligned, mean = (loss(a, merge(name, a, 2)) for name in ("aligned", "mean"))
         assert aligned < mean
 
 
@@ -249,7 +255,7 @@ def test_heads_of_zeros_stay_finite(what: str) -> None:
     a = turning(record(heads=8, groups=4))
     tensor = getattr(a, what).clone()
     (tensor[:, :4] if what == "o" else tensor[:2]).zero_()
-    merged = load_grouped("aligned").merge(dataclasses.replace(a, **{what: tensor}), 2, draw())
+    merged = merge("aligned", dataclasses.replace(a, **{what: tensor}), 2)
     assert torch.isfinite(run(widened(merged))).all()
 
 
@@ -258,6 +264,85 @@ def test_heads_wider_than_the_model_keep_their_shape() -> None:
     narrow = dataclasses.replace(
         a, q=a.q[..., :3], k=a.k[..., :3], v=a.v[..., :3], o=a.o[:3], o_bias=a.o_bias[:3], k_bias=None, v_bias=None
     )
-    merged = load_grouped("aligned").merge(narrow, 2, draw())
+    merged = merge("aligned", narrow, 2)
     assert (merged.k.shape, merged.v.shape, merged.o.shape) == ((2, 6, 3), (2, 6, 3), (3, 8, 6))
     assert torch.isfinite(merged.o).all()
+
+
+def test_aligned_looks_at_the_text() -> None:
+    a = turning(record(heads=8, groups=8))
+    scales = torch.logspace(0, -2, 10), torch.logspace(-2, 0, 10)
+    texts = [inputs(10, tokens=64) * scale for scale in scales]
+    own, other = (merge("aligned", a, 2, statistics=measured(x)) for x in texts)
+
+    def lost(merged: Attention) -> float:
+        found, expected = (over(texts[0], b) for b in (merged, a))
+        return float((found - expected).norm() / expected.norm())
+
+    assert lost(own) < 0.8 * lost(other)
+
+
+def over(x: torch.Tensor, a: Attention) -> torch.Tensor:
+    a = widened(a)
+    return grouped_attention(x.double(), **{field.name: getattr(a, field.name) for field in dataclasses.fields(a)})
+
+
+@settings(max_examples=15, deadline=None)
+@given(norm=st.sampled_from([None, "shared", "head", "all"]), share=st.integers(1, 3), order=st.permutations(range(4)))
+def test_heads_in_another_order_are_the_same_function(norm: str | None, share: int, order: list[int]) -> None:
+    a = turning(record(heads=4 * share, groups=4, norm=norm))
+    moved = reordered(a, order)
+    assert loss(a, moved) < 1e-6
+    assert torch.equal(moved.k, a.k[order])
+    back = reordered(moved, [order.index(head) for head in range(4)])
+    assert all(torch.equal(getattr(a, name), getattr(back, name)) for name in ("q", "k", "v", "o", "q_bias", "v_bias"))
+
+
+@pytest.mark.parametrize("text", [False, True])
+@settings(max_examples=20, deadline=None)
+@given(shape=st.sampled_from([(2, 2), (4, 2), (2, 3), (2, 4), (3, 2)]), seed=st.integers(0, 50), data=st.data())
+def test_similar_heads_find_each_other_wherever_they_are(
+    text: bool, shape: tuple[int, int], seed: int, data: st.DataObject
+) -> None:
+    groups, times = shape
+    count = groups * times
+    order = data.draw(st.permutations(range(count)))
+    few = turning(record(heads=2 * count, groups=groups, seed=seed))
+    scattered = reordered(disguised(few, times, seed), order)
+    known = measured(inputs(10)) if text else Statistics.assumed(10)
+    method = load_grouped("aligned")
+    assert method.partition
+    found = method.partition(scattered, groups, known)
+    kin = [{order[head] // times for head in found[i : i + times]} for i in range(0, count, times)]
+    assert all(len(group) == 1 for group in kin)
+    assert loss(scattered, merge("aligned", reordered(scattered, found), groups, statistics=known)) < 1e-4
+    if any(len({order[i + j] // times for j in range(times)}) > 1 for i in range(0, count, times)):
+        assert loss(scattered, merge("aligned", scattered, groups, statistics=known)) > 1e-2
+    else:
+        assert found == list(range(count)), "the given order stays unless another is better"
+
+
+@pytest.mark.parametrize("norm", ["shared", "head", "all"])
+def test_similar_heads_find_each_other_where_norms_forbid_turning(norm: str) -> None:
+    few = turning(record(heads=8, groups=2, norm=norm))
+    scattered = reordered(repeated(few, 2), [0, 2, 1, 3])
+    method = load_grouped("aligned")
+    assert method.partition
+    assert method.partition(scattered, 2, Statistics.assumed(10)) == [0, 2, 1, 3]
+
+
+def test_a_partition_is_a_permutation_and_never_loses_more_than_neighbours() -> None:
+    method = load_grouped("aligned")
+    assert method.partition
+    for seed in range(6):
+        a = turning(record(heads=8, groups=8, seed=seed))
+        for groups in (1, 2, 4, 8):
+            order = method.partition(a, groups, Statistics.assumed(10))
+            assert sorted(order) == list(range(8))
+            assert method.partition(a, groups, Statistics.assumed(10)) == order
+            if groups in (1, 8):
+                assert order == list(range(8))
+
+
+def test_only_methods_that_can_tell_have_a_partition() -> None:
+    assert [name for name in GROUPED if load_grouped(name).partition] == ["aligned"]

@@ -22,6 +22,7 @@ from written import WITHOUT_KVFOLD, ok, same_but_for_the_run, weights
 from attention import load
 from attention.spec import AttentionSpec
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA, constants
+from convert.layer import LayerShelf
 from convert.methods import LATENT
 from convert.stream import LayerStream
 from convert.survey import Shelf
@@ -70,8 +71,19 @@ def size(kv_heads: int, dim: int, width: int = 64) -> list[Any]:
 SMALL = ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8]
 
 
-def method_options(method: str, text: Path) -> list[Any]:
-    return ["--method", method, *(["--text", text] if method == "pca" else [])]
+# `weighted` runs with text or without it; with text, queries and outputs are refitted.
+WAYS = (*LATENT, "weighted with text")
+
+
+def method_options(way: str, text: Path) -> list[Any]:
+    name, _, with_text = way.partition(" with ")
+    given = {"pca": ["--text", text], "weighted": ["--text", text, "--calibration-tokens", 384]}
+    return ["--method", name, *(given[name] if name == "pca" or with_text else [])]
+
+
+def tolerance(way: str) -> float:
+    """Where least squares have had their say: their ridge keeps what is exact, but rounding is fitted too."""
+    return 1e-3 if way == "weighted with text" else 1e-4
 
 
 def same_logits(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -96,18 +108,18 @@ def tokens(length: int, batch: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model_type", _LIKE_LLAMA)
-@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("method", WAYS)
 def test_full_size_gives_the_sources_logits(
     method: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, text: Path, tmp_path: Path
 ) -> None:
     source = checkpoint(model_type, **PLAIN.get(model_type, {}))
     ok(convert("mla", source, tmp_path / "out", *size(4, 8), *method_options(method, text)))
-    same_logits(logits(tmp_path / "out"), logits(source))
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == ("deepseek_v3", 33, 32)
 
 
-@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize("layers", [[1, 0, 1], [0, 1, 0]])
 def test_layers_without_positions_are_carried(
     layers: list[int], method: str, checkpoint: Make, convert: Convert, logits: Logits, text: Path, tmp_path: Path
@@ -116,7 +128,7 @@ def test_layers_without_positions_are_carried(
     source = checkpoint("smollm3", no_rope_layers=layers, hidden_size=96)
     full = ["--kv-lora-rank", 65, "--qk-rope-head-dim", 32, *method_options(method, text)]
     ok(convert("mla", source, tmp_path / "out", *full))
-    same_logits(logits(tmp_path / "out"), logits(source))
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
     refused = convert("mla", source, tmp_path / "more", "--kv-lora-rank", 66, "--qk-rope-head-dim", 32, "--method", "svd")
     assert "use --kv-lora-rank 65" in refused.stderr
     ok(convert("mla", source, tmp_path / "less", "--kv-lora-rank", 33, "--qk-rope-head-dim", 32, *method_options(method, text)))
@@ -128,14 +140,14 @@ def test_layers_without_positions_are_carried(
 
 
 @pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("method", WAYS)
 def test_every_scaling_of_rope_is_carried(
     method: str, kind: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
 ) -> None:
     source = checkpoint(rope_parameters={"rope_theta": 10000.0, "rope_type": kind, **ROPES[kind]})
     ok(convert("mla", source, tmp_path / "out", *size(4, 8), *method_options(method, text)))
     for length in (12, 100):  # before and beyond original_max_position_embeddings
-        same_logits(logits_of(tmp_path / "out", tokens(length)), logits_of(source, tokens(length)))
+        same_logits(logits_of(tmp_path / "out", tokens(length)), logits_of(source, tokens(length)), tolerance(method))
     written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
     assert written["rope_type"] == "longrope", "four components of each frequency are no plain stride"
 
@@ -148,18 +160,18 @@ def test_every_scaling_of_rope_is_carried(
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("method", WAYS)
 def test_every_shape_of_attention_is_carried(
     method: str, kv_heads: int, changes: dict[str, Any], checkpoint: Make, convert: Convert, logits: Logits, text: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     source = checkpoint(num_key_value_heads=kv_heads, **changes)
     ok(convert("mla", source, tmp_path / "out", *size(kv_heads, changes.get("head_dim", 8)), *method_options(method, text)))
-    same_logits(logits(tmp_path / "out"), logits(source))
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
     assert ("lm_head.weight" in weights(tmp_path / "out")) == ("tie_word_embeddings" not in changes)
 
 
-@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("method", WAYS)
 def test_less_than_full_size_loses(
     method: str, checkpoint: Make, convert: Convert, logits: Logits, text: Path, tmp_path: Path
 ) -> None:
@@ -174,7 +186,8 @@ def test_less_than_full_size_loses(
     assert distance[2] < 1e-4
     layers = json.loads((tmp_path / "8" / "conversion.json").read_text())["layers"]
     assert [layer["layer"] for layer in layers] == [0, 1, 2]
-    assert all(0.1 < layer["output_error"] < 1 and 0.01 < layer["score_error"] < 2 for layer in layers)
+    most = 3 if method == "weighted with text" else 1  # least squares do not heed errors that inputs do not show
+    assert all(0.1 < layer["output_error"] < most and 0.01 < layer["score_error"] < 2 for layer in layers)
     whole = json.loads((tmp_path / "33" / "conversion.json").read_text())["layers"]
     assert all(layer["output_error"] < 1e-9 and layer["score_error"] < 1e-6 for layer in whole)
 
@@ -344,7 +357,7 @@ def test_the_live_cache_is_what_the_config_says(
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("method", WAYS)
 def test_two_runs_write_the_same_bytes(method: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path) -> None:
     source = checkpoint()
     for name in "ab":
@@ -384,7 +397,7 @@ def test_every_tensor_is_accounted_for_once(tied: bool, checkpoint: Make, conver
     }
 
 
-@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("method", WAYS)
 def test_a_conversion_is_repeated_from_its_record(
     method: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
 ) -> None:
@@ -395,7 +408,7 @@ def test_a_conversion_is_repeated_from_its_record(
     ok(convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))
     same_but_for_the_run(tmp_path / "a", tmp_path / "b")
     record = json.loads((tmp_path / "a" / "conversion.json").read_text())
-    assert (record["calibration_hash"] is not None) == (method == "pca")
+    assert (record["calibration_hash"] is None) == (method in ("svd", "weighted"))
     if method == "pca":
         assert record["calibration"] == {"text": "text.txt", "tokens": 1000}
 
@@ -412,11 +425,11 @@ def test_evaluating_fills_the_card(checkpoint: Make, convert: Convert, text: Pat
     source, converted = json.loads((tmp_path / "out" / "conversion.json").read_text())["evaluation"]["models"]
     assert converted["perplexity"] == pytest.approx(source["perplexity"], rel=1e-4)
     assert converted["kl_to_source"] == pytest.approx(0, abs=1e-5)
-    assert (converted["kind"], converted["method"], converted["kv_bytes_per_token"]) == ("MLA-33+32", "svd", 3 * 65 * 4)
+    assert (converted["kind"], converted["method"], converted["kv_bytes_per_token"]) == ("MLA-33+32", "weighted", 3 * 65 * 4)
     assert "held-out.txt, context 128" in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("method", WAYS)
 def test_a_dry_run_needs_no_weights(method: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path) -> None:
     source = checkpoint()
     (source / "model.safetensors").unlink()
@@ -424,7 +437,7 @@ def test_a_dry_run_needs_no_weights(method: str, checkpoint: Make, convert: Conv
                                  "--json")).stdout)  # fmt: skip
     assert (plan["target"], plan["model_type"], plan["latent_channels"]) == ("MLA-16+8", "deepseek_v3", 15)
     assert plan["kv_bytes_per_token_after"] == 3 * 24 * 4
-    assert (plan["calibration"] is None) == (method == "svd")
+    assert (plan["calibration"] is None) == (method in ("svd", "weighted"))
     assert not list(tmp_path.glob("out*"))
 
 
@@ -456,6 +469,7 @@ INTERRUPTED = """
 import os, signal, sys
 import convert.execute as execute
 from convert.cli import main
+from convert.layer import LayerShelf
 from convert.stream import LayerStream
 from convert.survey import Shelf
 place, count = sys.argv[1], int(sys.argv[2])
@@ -475,22 +489,40 @@ if place == "inputs":
     LayerStream.advance = dying(LayerStream.advance, half_spool)
 elif place == "statistics":
     Shelf.put = dying(Shelf.put, lambda shelf, layer, _: shelf._path(layer).with_suffix(".tmp").write_bytes(b"half"))
+elif place == "layers":
+    LayerShelf.put = dying(
+        LayerShelf.put, lambda shelf, layer: shelf._path(layer.note["layer"]).with_suffix(".tmp").write_bytes(b"half")
+    )
 else:
     execute.write_shard = dying(
         execute.write_shard, lambda path, *_: path.with_name(path.name + ".tmp").write_bytes(b"half of a sha")
     )
 main(sys.argv[3:], prog_name="convert")
 """
-# The survey advances twice and puts three layers on the shelf; with --propagate it does so once more.
-PLACES = [("inputs", 2, False), ("statistics", 3, False), ("shards", 3, False), ("statistics", 5, True)]
+IN_SEQUENCE = {
+    "pca": ["--method", "pca"],
+    "propagated": ["--method", "pca", "--propagate"],
+    "refitted": ["--method", "weighted"],
+    "refined": ["--method", "svd", "--no-refit", "--refine", 2],
+    "all": ["--method", "weighted", "--propagate", "--refine", 2],
+}
+# The survey advances twice and puts three layers on the shelf. Then the result advances twice, and where it has the source
+# beside it, that one three times; three converted layers are put on a shelf of their own.
+KILLED = [
+    ("inputs", 2, "pca"), ("statistics", 3, "pca"), ("shards", 3, "pca"), ("layers", 2, "all"),
+]  # fmt: skip
+STOPPED = [
+    *KILLED, ("inputs", 4, "propagated"), ("layers", 2, "propagated"), ("layers", 1, "refitted"), ("layers", 3, "refined"),
+    *(("inputs", count, "refitted") for count in range(3, 8)), ("inputs", 6, "refined"), ("inputs", 5, "all"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "count", "propagate"), PLACES)
+@pytest.mark.parametrize(("place", "count", "way"), KILLED)
 def test_a_killed_run_leaves_nothing_loadable_and_resumes(
-    place: str, count: int, propagate: bool, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
+    place: str, count: int, way: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
 ) -> None:
     source, out = checkpoint(), tmp_path / "out"
-    options = [*SMALL, "--method", "pca", "--text", text, "--max-shard-size", "20KB", *(["--propagate"] if propagate else [])]
+    options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
     command = ["mla", source, out, *options]
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, place, str(count), *map(str, command)], capture_output=True, text=True, check=False
@@ -499,17 +531,18 @@ def test_a_killed_run_leaves_nothing_loadable_and_resumes(
     resumed(convert, source, out, options, tmp_path)
 
 
-@pytest.mark.parametrize(("place", "count", "propagate"), PLACES)
+@pytest.mark.parametrize(("place", "count", "way"), STOPPED)
 def test_an_interrupted_run_says_how_to_go_on(
-    place: str, count: int, propagate: bool, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path,
+    place: str, count: int, way: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from convert import execute
 
     source, out, left = checkpoint(), tmp_path / "out", [count]
-    options = [*SMALL, "--method", "pca", "--text", text, "--max-shard-size", "20KB", *(["--propagate"] if propagate else [])]
+    options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
     where: dict[str, tuple[Any, str]] = {
-        "inputs": (LayerStream, "advance"), "statistics": (Shelf, "put"), "shards": (execute, "write_shard")
+        "inputs": (LayerStream, "advance"), "statistics": (Shelf, "put"), "shards": (execute, "write_shard"),
+        "layers": (LayerShelf, "put"),
     }  # fmt: skip
     owner, name = where[place]
     function = getattr(owner, name)
@@ -729,9 +762,23 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
     "budget above all": (["--kv-budget", "150%"], "'150%' is no budget"),
     "budget nonsense": (["--kv-budget", "a little"], "'a little' is no budget"),
     "budget negative": (["--kv-budget", "-4096"], "'-4096' is no budget"),
-    "freqfold with svd": ([*SMALL, "--freqfold", 2], "method svd does not fold frequencies"),
-    "text with svd": ([*SMALL, "--text", "TEXT"], "method svd looks at weights only and has no use for --text"),
-    "propagate with svd": ([*SMALL, "--propagate"], "has no use for --propagate"),
+    "freqfold with weighted": ([*SMALL, "--freqfold", 2], "method weighted does not fold frequencies"),
+    "freqfold with svd": ([*SMALL, "--method", "svd", "--freqfold", 2], "method svd does not fold frequencies"),
+    "text with svd": (
+        [*SMALL, "--method", "svd", "--text", "TEXT"], "method svd looks at weights only and has no use for --text"
+    ),
+    "propagate with svd": (
+        [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate"], "has no use for --propagate and --text"
+    ),
+    "propagate and refit with svd": (
+        [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate", "--refit"], "has no use for --propagate\nhint"
+    ),
+    "propagate without text": ([*SMALL, "--propagate"], "--propagate is about calibration text, and there is none"),
+    "refit without text": ([*SMALL, "--refit"], "--refit is about calibration text, and there is none"),
+    "refine without text": (
+        [*SMALL, "--refine", 3, "--calibration-tokens", 9], "--calibration-tokens and --refine are about calibration text"
+    ),
+    "refine nothing": ([*SMALL, "--text", "TEXT", "--refine", 0], "0 is not in the range x>=1"),
     "pca without text": ([*SMALL, "--method", "pca"], "method pca needs text to calibrate on"),
     "freqfold 3": ([*SMALL, "--method", "pca", "--text", "TEXT", "--freqfold", 3], "cannot fold 4 frequencies by 3"),
     "freqfold 0": ([*SMALL, "--method", "pca", "--text", "TEXT", "--freqfold", 0], "cannot fold 4 frequencies by 0"),
@@ -904,13 +951,13 @@ def test_large_and_small_weights_have_errors_that_are_numbers(
 
 
 @pytest.mark.parametrize("name", ["k_proj", "v_proj"])
-@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("method", WAYS)
 def test_a_layer_of_zeros_is_no_obstacle(
     method: str, name: str, checkpoint: Make, convert: Convert, logits: Logits, text: Path, tmp_path: Path
 ) -> None:
     source = damage(checkpoint(), lambda tensors: tensors[f"model.layers.1.self_attn.{name}.weight"].zero_())
     ok(convert("mla", source, tmp_path / "full", *size(4, 8), *method_options(method, text)))
-    same_logits(logits(tmp_path / "full"), logits(source))
+    same_logits(logits(tmp_path / "full"), logits(source), tolerance(method))
     ok(convert("mla", source, tmp_path / "small", *SMALL, *method_options(method, text)))
     assert torch.isfinite(logits(tmp_path / "small")).all()
 
@@ -966,5 +1013,9 @@ def test_a_fold_is_called_inexact_and_a_large_result_large(
     notes = json.loads(folded.stdout)["notes"]
     assert "inexact at any rank: 2 neighbouring frequencies are taken for one" in notes
     assert "the cache is not smaller than the source's" in notes
-    (note,) = json.loads(ok(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json")).stdout)["notes"]
+    (note,) = json.loads(ok(convert("mla", source, tmp_path / "out", *SMALL, "--method", "svd", "--dry-run", "--json")).stdout)[
+        "notes"
+    ]
     assert "latent channels carry keys and values" in note
+    _, note = json.loads(ok(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json")).stdout)["notes"]
+    assert note == "without calibration text, which weighted is better with: it goes by weights and norm gains alone"

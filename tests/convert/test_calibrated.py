@@ -1,0 +1,254 @@
+"""Whole conversions on calibration text: least squares, gradient refinement, layers in sequence, similar heads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from written import ok, same_but_for_the_run, weights
+
+from convert.families import FAMILIES
+from convert.layer import LayerShelf
+from convert.stream import LayerStream
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
+SWITCHES = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
+EXPERTS = [name for name in FAMILIES if "moe" in name or name == "mixtral"]
+SMALL: dict[str, list[Any]] = {
+    "gqa": ["--groups", 2],
+    "mla": ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8],
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Characters in an order that never repeats."""
+    drawn = torch.randint(97, 123, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    path = tmp_path / "text.txt"
+    path.write_text("".join(map(chr, drawn)))
+    return path
+
+
+@pytest.fixture
+def on(text: Path) -> list[Any]:
+    """The options that name it, for a few short blocks."""
+    return ["--text", text, "--calibration-tokens", 256, "--calibration-context", 32]
+
+
+def notes(path: Path) -> list[dict[str, Any]]:
+    return list(json.loads((path / "conversion.json").read_text())["layers"])
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert torch.isfinite(found).all()
+    return float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+
+
+# ---- families ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in EXPERTS])
+def test_every_family_is_calibrated_and_equal_heads_stay_lossless(
+    model_type: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint(model_type, duplicated=2, num_hidden_layers=2, **SWITCHES)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
+    assert distance(logits(tmp_path / "out"), logits(source)) < 1e-3
+    ok(convert("mqa", source, tmp_path / "one", *on, "--refine", 1))
+    assert torch.isfinite(logits(tmp_path / "one")).all()
+    assert (logits(tmp_path / "one") - logits(source)).abs().max() > 1e-3
+    before, after = weights(source), weights(tmp_path / "one")
+    assert all(torch.equal(before[name], after[name]) for name in before if "self_attn" not in name)
+
+
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_families_of_experts_refuse_text(
+    model_type: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    result = convert("gqa", checkpoint(model_type), tmp_path / "out", "--groups", 2, *on)
+    assert result.exit_code == 2, result.output
+    assert (
+        f"no statistics can be taken of {tmp_path / 'source'}: {model_type} keeps its experts in another form" in result.stderr
+    )
+    assert "leave out the text" in result.stderr
+    assert not list(tmp_path.glob("out*"))
+
+
+# ---- what text does ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [[], ["--propagate"], ["--refine", 2]], ids=str)
+def test_as_many_groups_as_heads_copies_every_bit_with_text_too(
+    way: list[Any], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 4, *on, *way))
+    before, after = weights(source), weights(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def nats_lost(path: Path, source: Path, text: Path) -> float:
+    """KL of what the result says to what the source says, on what was calibrated on."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(source)(text.read_text()[:256], return_tensors="pt")["input_ids"][:, :256].view(8, 32)
+    said = []
+    for model in (source, path):
+        with torch.inference_mode():
+            said.append(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits.log_softmax(-1))
+    return float((said[0].exp() * (said[0] - said[1])).sum(-1).mean())
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_each_step_brings_the_result_closer(
+    command: str, checkpoint: Make, convert: Convert, on: list[Any], text: Path, tmp_path: Path
+) -> None:
+    source, lost = checkpoint(num_key_value_heads=8), {}
+    ways: dict[str, list[Any]] = {
+        "blind": [], "method": [*on, "--no-refit"], "refit": on, "refine": [*on, "--refine", 20],
+    }  # fmt: skip
+    for name, way in ways.items():
+        ok(convert(command, source, tmp_path / name, *SMALL[command], *way))
+        lost[name] = nats_lost(tmp_path / name, source, text)
+    assert lost["blind"] > lost["refit"] > lost["refine"]
+    assert lost["method"] > lost["refit"]
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_refinement_brings_every_layer_closer_and_touches_nothing_else(
+    command: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert(command, source, tmp_path / "out", *SMALL[command], *on, "--refine", 10))
+    assert [note["layer"] for note in notes(tmp_path / "out")] == [0, 1, 2]
+    assert all(0 < note["layer_error_refined"] < note["layer_error"] for note in notes(tmp_path / "out"))
+    before, after = weights(source), weights(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before if "self_attn" not in name)
+    ok(convert(command, source, tmp_path / "none", *SMALL[command], *on))
+    assert not any("layer_error" in note for note in notes(tmp_path / "none"))
+
+
+def test_refinement_follows_its_seed(
+    checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convert.refine._TOKENS", 64)  # two blocks a step, so that their order matters
+    source = checkpoint()
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        ok(convert("gqa", source, tmp_path / name, "--groups", 2, *on, "--refine", 3, "--seed", seed))
+    same_but_for_the_run(tmp_path / "a", tmp_path / "b")
+    a, c = weights(tmp_path / "a"), weights(tmp_path / "c")
+    differing = {name for name in a if not torch.equal(a[name], c[name])}
+    assert differing
+    assert all("self_attn" in name for name in differing)
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random"])
+def test_methods_that_look_at_weights_alone_can_be_refitted(
+    method: str, checkpoint: Make, convert: Convert, on: list[Any], text: Path, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *on, "--refit"))
+    ok(convert("gqa", source, tmp_path / "plain", "--groups", 2, "--method", method))
+    refused = convert("gqa", source, tmp_path / "no", "--groups", 2, "--method", method, *on)
+    assert refused.exit_code == 2
+    assert f"method {method} looks at weights only and has no use for" in refused.stderr
+    assert nats_lost(tmp_path / "out", source, text) < nats_lost(tmp_path / "plain", source, text)
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["calibration_hash"].startswith("sha256:")
+
+
+def test_propagation_changes_what_later_layers_see(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    source = checkpoint()
+    ok(convert("gqa", source, tmp_path / "plain", "--groups", 2, *on, "--no-refit"))
+    ok(convert("gqa", source, tmp_path / "through", "--groups", 2, *on, "--no-refit", "--propagate"))
+    plain, through = weights(tmp_path / "plain"), weights(tmp_path / "through")
+    assert {name.split(".")[2] for name in plain if not torch.equal(plain[name], through[name])} == {"1", "2"}
+
+
+def test_a_text_in_shorter_blocks_is_another_calibration(
+    checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert("gqa", source, tmp_path / "a", "--groups", 2, "--text", text, "--calibration-tokens", 256,
+               "--calibration-context", 32))  # fmt: skip
+    record = json.loads((tmp_path / "a" / "conversion.json").read_text())
+    assert record["calibration"] == {"text": "text.txt", "tokens": 256}
+    recipe = record["recipe"]["gqa"]
+    assert (recipe["calibration_tokens"], recipe["calibration_context"], recipe["refit"]) == (256, 32, True)
+    ok(convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))
+    same_but_for_the_run(tmp_path / "a", tmp_path / "b")
+
+
+# ---- similar heads -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_text", [False, True])
+def test_similar_heads_that_are_apart_are_grouped_and_lossless(
+    with_text: bool, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint(num_key_value_heads=4, duplicated=2)  # heads 0 and 1 are equal, and 2 and 3
+    tensors = load_file(source / "model.safetensors")
+    order = torch.tensor([0, 2, 1, 3])
+    for name in tensors:
+        if any(part in name for part in (".q_proj.", ".k_proj.", ".v_proj.")):
+            tensors[name] = tensors[name].unflatten(0, (4, -1))[order].flatten(0, 1).contiguous()
+        elif ".o_proj.weight" in name:
+            tensors[name] = tensors[name].unflatten(1, (4, -1))[:, order].flatten(1).contiguous()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    given = on if with_text else []
+    ok(convert("gqa", source, tmp_path / "similar", "--groups", 2, "--grouping", "similar", *given))
+    ok(convert("gqa", source, tmp_path / "neighbours", "--groups", 2, *given))
+    assert distance(logits(tmp_path / "similar"), logits(source)) < (1e-3 if with_text else 1e-4)
+    assert distance(logits(tmp_path / "neighbours"), logits(source)) > 1e-2
+    recipe = json.loads((tmp_path / "similar" / "conversion.json").read_text())["recipe"]["gqa"]
+    assert recipe["grouping"] == "similar"
+    ok(convert("run", tmp_path / "similar" / "conversion.json", "--set", f"output={tmp_path / 'again'}"))
+    same_but_for_the_run(tmp_path / "similar", tmp_path / "again")
+
+
+def test_a_method_that_cannot_tell_similar_heads_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    command = ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--method", "mean"]
+    result = convert(*command, "--grouping", "similar")
+    assert result.exit_code == 2
+    assert "method mean does not say which heads are similar" in result.stderr
+    assert "use --method aligned for that" in result.stderr
+    assert convert(*command, "--grouping", "alike").exit_code == 2
+
+
+# ---- interruption --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "count"), [(LayerShelf, "put", 2), (LayerStream, "advance", 4), (LayerStream, "advance", 6)]
+)
+def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
+    owner: type, name: str, count: int, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    source, options, left, made = checkpoint(), ["--groups", 2, *on, "--refine", 3, "--propagate"], [count], []
+    function, put = getattr(owner, name), LayerShelf.put
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        assert convert("gqa", source, tmp_path / "out", *options).exit_code == 130
+    there = {path.name for path in (tmp_path / "out.partial" / "survey").glob("layer-*.safetensors")}
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerShelf, "put", lambda self, layer: made.append(layer.note["layer"]) or put(self, layer))
+        ok(convert("gqa", source, tmp_path / "out", *options, "--resume"))
+    assert made == list(range(len(there), 3)), "no layer is fitted twice"
+    ok(convert("gqa", source, tmp_path / "whole", *options))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()

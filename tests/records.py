@@ -1,0 +1,100 @@
+"""Random records of one layer, inputs for them, and what they compute by the naive reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from attention.qk_norm import QKNorm
+from attention.reference import grouped_attention, latent_attention
+from attention.rope import Pairing, Rotary
+from convert.record import Attention, FactoredAttention, Record, Statistics
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def record(
+    groups: int = 2,
+    share: int = 2,
+    pairs: int = 3,
+    still: int = 0,
+    width: int = 20,
+    pairing: Pairing = "half",
+    biased: bool = True,
+    factor: float = 1.0,
+    seed: int = 0,
+    norm: str | None = None,
+) -> Attention:
+    """Grouped attention; without pairs nothing turns. `norm` is of queries and keys: "shared", "head", "all", "after"."""
+    heads, dim = groups * share, 2 * pairs + still
+    shapes = {"q": (heads, dim, width), "k": (groups, dim, width), "v": (groups, dim, width), "o": (width, heads, dim)}
+    biases = {"q_bias": (heads, dim), "k_bias": (groups, dim), "v_bias": (groups, dim), "o_bias": (width,)}
+    drawn: dict[str, Any] = {
+        name: random(*shape, seed=seed * 10 + i) * width**-0.5 for i, (name, shape) in enumerate(shapes.items())
+    }
+    if biased:
+        drawn |= {name: random(*shape, seed=seed * 10 + 5 + i) for i, (name, shape) in enumerate(biases.items())}
+    frequencies = 1.3 * 0.4 ** torch.arange(pairs, dtype=torch.float64)
+    if norm:
+        for name, count in (("q_norm", heads), ("k_norm", groups)):
+            rows = 1 if norm in ("shared", "after") else count
+            scope, gain = "all" if norm == "all" else "head", random(rows, dim, seed=seed + 90)
+            drawn[name] = QKNorm("rms", scope, gain, None, 1e-6, after_rotary=norm == "after")  # type: ignore[arg-type]
+    return Attention(**drawn, scale=0.4, rotary=Rotary(frequencies, pairing, factor) if pairs else None)
+
+
+def factored(
+    heads: int = 4,
+    dim: int = 6,
+    pairs: int = 2,
+    rank: int = 9,
+    width: int = 20,
+    biased: bool = True,
+    seed: int = 0,
+    pairing: Pairing = "interleaved",
+) -> FactoredAttention:
+    """Latent attention."""
+    turning = 2 * pairs
+    shapes = {
+        "q_nope": (heads, dim, width), "q_rope": (heads, turning, width), "k_rope": (turning, width), "down": (rank, width),
+        "up_k": (heads, dim, rank), "up_v": (heads, dim, rank), "o": (width, heads, dim),
+    }  # fmt: skip
+    biases = {"q_nope_bias": (heads, dim), "q_rope_bias": (heads, turning), "k_rope_bias": (turning,), "o_bias": (width,)}
+    drawn = {name: random(*shape, seed=seed * 20 + i) * shape[-1] ** -0.5 for i, (name, shape) in enumerate(shapes.items())}
+    if biased:
+        drawn |= {name: random(*shape, seed=seed * 20 + 9 + i) for i, (name, shape) in enumerate(biases.items())}
+    return FactoredAttention(**drawn, scale=0.4, rotary=Rotary(1.3 * 0.4 ** torch.arange(pairs, dtype=torch.float64), pairing))
+
+
+def inputs(width: int, tokens: int = 24, seed: int = 7, blocks: int = 2) -> torch.Tensor:
+    """`[blocks, T, E]`, anisotropic and off centre, as the inputs of real layers are."""
+    mixing = torch.diag(torch.linspace(0.5, 2, width)) @ (torch.eye(width) + 0.2 * random(width, width, seed=seed))
+    return random(blocks, tokens, width, seed=seed + 1) @ mixing + 0.5 * random(width, seed=seed + 2)
+
+
+def measured(x: torch.Tensor) -> Statistics:
+    """What a survey would find of `x [n, T, E]`."""
+    rows = x.double().flatten(0, 1)
+    return Statistics(rows.T @ rows / len(rows), rows.mean(0), len(rows), x)
+
+
+def run(a: Record, x: torch.Tensor) -> torch.Tensor:
+    """Its output by the naive reference, in fp64."""
+    fields: dict[str, Any] = {field.name: getattr(a, field.name) for field in dataclasses.fields(a)}
+    values = {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in fields.items()}
+    return (latent_attention if isinstance(a, FactoredAttention) else grouped_attention)(x.double(), **values)
+
+
+def width_of(a: Record) -> int:
+    return a.o.shape[0]
+
+
+def loss(a: Record, b: Record, x: torch.Tensor | None = None) -> float:
+    """Distance of the outputs, relative to the first's."""
+    x = inputs(width_of(a)) if x is None else x
+    before = run(a, x)
+    return float((run(b, x) - before).norm() / before.norm())
