@@ -95,9 +95,7 @@ def calibration_for(
 
 
 def _flags(wanted: Calibration) -> str:
-    return " and ".join(
-        sorted(f"--{name.replace('_', '-')}" for name, value in wanted.as_options().items() if value is not None)
-    )
+    return " and ".join(sorted(f"--{name.replace('_', '-')}" for name, value in wanted.as_options().items() if value))
 
 
 def _with_numbers(source: Source, wanted: Calibration) -> Calibration:

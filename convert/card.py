@@ -58,8 +58,9 @@ def _command(recipe: dict[str, dict[str, Any]]) -> str:
     ((command, options),) = recipe.items()
     flags: list[str] = []
     for name, value in options.items():
+        flag = name.replace("_", "-")
         if name != "model":
-            flags += [f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)]
+            flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return shlex.join(["convert", command, options["model"], "OUTPUT", *flags])
 
 

@@ -6,6 +6,7 @@ It knows the order of work and nothing of heads, names or formulas: those are th
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
 import math
 import platform
@@ -83,8 +84,8 @@ def execute(
     directory = plan.source.files
     reader = Reader(directory)
     units = units_of(plan, reader)
-    work = WorkDirectory(plan.output.path, _decides(plan, reader, tokens), plan.output.resume)
-    job = Job(plan, reader, work, tokens, _device(plan), quiet, _survey_directory(plan, work, tokens, surveys))
+    work = WorkDirectory(plan.output.path, inputs_of(plan, reader, tokens), plan.output.resume)
+    job = Job(plan, reader, work, tokens, _device(plan), quiet, _survey_directory(plan, reader, work, tokens, surveys))
     _require_space(job, units)
     try:
         job, units, transform, layers = _convert(job, units)
@@ -142,10 +143,12 @@ def _remarks(plan: Plan, tokens: Tokens | None) -> list[str]:
     ]
 
 
-def _survey_directory(plan: Plan, work: WorkDirectory, tokens: Tokens | None, surveys: Path | None) -> Path:
+def _survey_directory(plan: Plan, reader: Reader, work: WorkDirectory, tokens: Tokens | None, surveys: Path | None) -> Path:
+    """Where statistics of this source on this text lie."""
     if surveys is None or tokens is None or plan.calibration is None:
         return work.survey
-    directory = surveys / f"{tokens.hash.rpartition(':')[2][:16]}-{plan.calibration.context}"
+    seen = [str(plan.source.files), plan.source.raw, reader.fingerprint(), tokens.hash, plan.calibration.context]
+    directory = surveys / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -167,18 +170,25 @@ def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, l
         units = units_of(job.plan, job.reader)
         transform = transform_of(job)
         return job, units, transform, _write_weights(job, units, transform)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
+        job.work.discard()
+        raise Failure(
+            f"a decomposition failed: {' '.join(str(error).split())[:120]}",
+            hint="the model's weights or activations are extreme; please report it",
+        ) from None
     except KvfoldError:
         job.work.discard()
         raise
 
 
-def _decides(plan: Plan, reader: Reader, tokens: Tokens | None) -> dict[str, Any]:
+def inputs_of(plan: Plan, reader: Reader, tokens: Tokens | None) -> dict[str, Any]:
     """Everything that the bytes depend on, for `--resume` to compare."""
     ((command, options),) = plan.recipe().items()
     source = str(plan.source.directory.resolve()) if plan.source.directory else options["model"]
     return {
         **options,
         "command": command,
+        "splits": [split.recipe() for split in plan.splits],
         "model": source,
         "device": str(_device(plan)),
         "config": plan.source.raw,
@@ -255,6 +265,9 @@ def _fill(
             continue
         bar.set_postfix(layer=unit.layer, refresh=False)
         converted = transform.layer(unit.layer)
+        for name, info in unit.outputs.items():
+            found = converted.tensors[name].shape
+            assert found == info.shape, f"{name} came out as {list(found)}, and config.json will say {list(info.shape)}"
         into |= converted.tensors
         release()
         yield dict(converted.note)

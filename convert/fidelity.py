@@ -12,7 +12,8 @@ def layer_errors(before: Attention, after: Record) -> dict[str, float]:
 
     Where queries stay, `k_error` and `v_error`: distance of each source head from the one that replaces it. Where they
     change too, `score_error`: distance of each head's bilinear score form W_Qᵀ W_K at distance 0, where nothing has turned
-    (it does not see what not turning costs), and `output_error`: that of each head's W_O W_V.
+    (it does not see what not turning costs), and `output_error`: that of each head's W_O W_V. By weights alone: what is fitted
+    to text may move away from its source here and come closer there.
     """
     if isinstance(after, Attention) and after.q is before.q:
         return {"k_error": _head_error(before.k, after.k), "v_error": _head_error(before.v, after.v)}

@@ -91,5 +91,6 @@ def _arguments(parameter: click.Parameter, value: Any) -> list[str]:
         return values
     flag = max(parameter.opts, key=len)
     if isinstance(parameter, click.Option) and parameter.is_flag:
-        return [flag] if click.BOOL.convert(value, parameter, None) else []
+        negative = parameter.secondary_opts[:1]  # --no-…, where there is one
+        return [flag] if click.BOOL.convert(value, parameter, None) else negative
     return [part for v in values for part in (flag, v)]

@@ -72,6 +72,8 @@ def refined(
         after = whole()
     if not after < before:  # not a number, or worse: the closed form was better
         return record, {"layer_error": before, "layer_error_refined": before}
+    for parameter in weights.parameters.values():
+        parameter.requires_grad_(False)
     return weights.record(), {"layer_error": before, "layer_error_refined": after}
 
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from convert.forward import Heads, heads_of, output_error
+from convert.forward import Heads, attention_output, heads_of
 from convert.record import Attention, FactoredAttention, Record
 
 _STEPS = 6
 _RIDGE = 1e-3
+_ROUNDING = 1e-8  # of an output's energy: what does not lose more than that is left as it is
 _SHARES = (0.5, 0.75, 1.0)  # of the change of A
 
 
@@ -34,10 +35,17 @@ def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Recor
     """
     if before.k_norm is not None:  # the norm follows the queries' projection: no map of theirs can be absorbed
         return after
+    expected = attention_output(before, x)
+
+    def error(result: Record) -> float:
+        return float((attention_output(result, x) - expected).double().square().sum())
+
+    if error(after) <= _ROUNDING * float(expected.double().square().sum()):
+        return after
     blocks = [(heads_of(before, block), heads_of(after, block)) for block in x.float()]
     change = torch.stack([_solved(_HeadFit.of(before, after, head, blocks)) for head in range(len(before.q))])
     results = [after, *(_applied(before, after, share * change) for share in _SHARES)]
-    return min(results, key=lambda result: output_error(before, result, x))
+    return min(results, key=error)
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,8 @@ class _HeadFit:
 def _solved(fit: _HeadFit) -> torch.Tensor:
     """`[D, N + P]`, the change of A after a few steps of conjugate gradients."""
     queries, kept = fit.moments()
+    if not (queries.any() and kept.any()):  # a head without queries, or that meets nothing
+        return kept.new_zeros(len(queries), len(kept))
     diagonal = kept.diagonal().clamp_min(1e-9 * kept.diagonal().max().clamp_min(1e-30))
     ridge = _RIDGE * diagonal
     count, eye = sum(len(block[0]) for block in fit.blocks), torch.eye
@@ -164,16 +174,20 @@ class OutputFit:
         missing = target - read @ self._record.o.float().flatten(1).T
         if self._record.o_bias is not None:
             missing = missing - self._record.o_bias.float()
-        new = [read.T @ read, read.T @ missing, read.sum(0), missing.sum(0), read.new_tensor(float(len(read)))]
+        energies = read.new_tensor([float(len(read)), float(missing.square().sum()), float(target.square().sum())])
+        new = [read.T @ read, read.T @ missing, read.sum(0), missing.sum(0), energies]
         self._sums = [a + b.double() for a, b in zip(self._sums, new, strict=True)] if self._sums else [b.double() for b in new]
 
     def record(self) -> Record:
         """The record with its output projection fitted."""
         a = self._record
-        square, cross, read, missing, count = self._sums
+        square, cross, read, missing, (count, lacking, whole) = self._sums
+        if lacking <= _ROUNDING * whole:
+            return a
         if a.o_bias is not None:
             square, cross = square - torch.outer(read, read) / count, cross - torch.outer(read, missing) / count
-        square = square + _RIDGE * square.diagonal().mean() * torch.eye(len(square)).to(square)
+        ridge = (_RIDGE * square.diagonal().mean()).clamp_min(1e-30)  # heads may read nothing but zeros
+        square = square + ridge * torch.eye(len(square)).to(square)
         change = torch.linalg.solve(square, cross, left=True).T
         bias = None if a.o_bias is None else (a.o_bias.double() + (missing - change @ read) / count).float()
         return replace(a, o=(a.o.double() + change.view(a.o.shape)).float(), o_bias=bias)

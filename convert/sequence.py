@@ -74,7 +74,8 @@ def _fitted(job: Job, after: Record, layer: int, teacher: LayerStream, student: 
     assert calibration is not None
 
     def write(record: Record) -> dict[str, torch.Tensor]:
-        return plan.host.tensors(plan.family, record, plan.target, layer)
+        tensors = plan.host.tensors(plan.family, record, plan.target, layer)
+        return {name: tensor.float() for name, tensor in tensors.items()}
 
     if isinstance(after, FactoredAttention) and after.o_bias is None:  # every host of a latent has a place for it
         after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))

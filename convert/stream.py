@@ -62,6 +62,8 @@ class LayerStream:
         self._batch = max(1, _TOKENS // blocks.shape[1])
         self._arguments: dict[int, list[_Call]] = {}
         for module in model.modules():  # rotary tables and the like, which no checkpoint holds
+            if module is model.get_input_embeddings():  # it stays where its weights are mapped
+                continue
             module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None})
 
     @property

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from attention.errors import Refusal
 from convert import methods
 from convert.calibration import Calibration
-from convert.execute import execute
+from convert.checkpoint import Reader
+from convert.execute import calibration_tokens, execute, inputs_of
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
 from convert.plan import Output, Plan, plan_grouped
 from convert.plan_latent import LatentSize, plan_latent
-from convert.workdir import partial_path
+from convert.workdir import check_output, partial_path
 from eval import report
 from eval.evaluate import Settings, evaluate, prepare
 from eval.source import Source
-from eval.text import Text
+from eval.text import Text, Tokens
 
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is named
+_LEDGER = "sweep.json"
 _CONTROL = "random"  # ruins every model: only where it is asked for
 
 
@@ -50,19 +54,25 @@ class Wanted:
     seed: int = 0
 
 
-def plans_for(source: Source, wanted: Wanted) -> list[Plan]:
+def plans_for(source: Source, wanted: Wanted, quiet: bool = False) -> list[Plan]:
     """One plan for each target and method, in the order of the report.
 
     Raises:
         Refusal: Something that was asked for by name cannot be done. What was not asked for is left out.
     """
     plans: list[Plan] = []
+    named = any(given is not None for given in (wanted.latents, wanted.groups, wanted.methods))
     for name, plan in _all(source, wanted):
+        output = _output(wanted.output, name)
+        check_output(output.path, source.directory, output.overwrite, output.resume)
         try:
-            plans.append(plan(_output(wanted.output, name)))
-        except Refusal:
-            if wanted.latents is not None or wanted.groups is not None or wanted.methods is not None:
+            plans.append(plan(output))
+        except Refusal as refusal:
+            if named:
                 raise
+            if quiet:
+                continue
+            print(f"note: {name} is left out: {refusal}", file=sys.stderr)
     if not plans:
         raise Refusal(f"there is nothing to convert {source.reference} to", hint="see `convert inspect`")
     return plans
@@ -82,9 +92,12 @@ def sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, s
     """
     directory, source = plans[0].output.path.parent, plans[0].source
     prepare([source], evaluate_on, settings)  # whatever is wrong with the text is wrong before the work
+    directory.mkdir(parents=True, exist_ok=True)
+    ledger = _Ledger(directory, calibrate_on)
     for plan in plans:
-        if not _finished(plan):
+        if not ledger.has(plan):
             execute(plan, None, calibrate_on if plan.calibration else None, settings.quiet, directory / "survey")
+            ledger.note(plan)
     results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
     found = evaluate([source, *results], evaluate_on, settings)
     report.write(found, directory / "report")
@@ -148,19 +161,51 @@ def _size_name(size: LatentSize) -> str:
 
 
 def _output(output: Output, name: str) -> Output:
-    """That of one result: with `resume`, what is there already is gone on with or looked at again."""
+    """That of one result: a resumed sweep may replace what a sweep made."""
     path = output.path / name
-    if not output.resume:
-        return replace(output, path=path)
-    return replace(output, path=path, overwrite=path.is_dir() and not partial_path(path).exists())
+    return replace(output, path=path, overwrite=output.overwrite or (output.resume and name in _noted(output.path)))
 
 
-def _finished(plan: Plan) -> bool:
-    """Whether a resumed sweep finds what the plan would make."""
+def _noted(directory: Path) -> dict[str, Any]:
+    """What the finished results of a sweep in DIR were made from, by name."""
     try:
-        made = json.loads((plan.output.path / "conversion.json").read_text(encoding="utf-8"))
+        found = json.loads((directory / _LEDGER).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        return False
-    if not (plan.output.resume and isinstance(made, dict)):
-        return False
-    return made.get("recipe") in [possible.recipe() for possible in plan.splits or [plan]]
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class _Ledger:
+    """What the finished results of a sweep were made from, in DIR, so that a resumed one makes none of them twice.
+
+    Args:
+        directory: DIR.
+        calibrate_on: The text that plans speak of.
+    """
+
+    def __init__(self, directory: Path, calibrate_on: Text | None) -> None:
+        self._path, self._text, self._entries = directory / _LEDGER, calibrate_on, _noted(directory)
+        self._tokens: dict[tuple[int | None, int | None], Tokens | None] = {}
+
+    def has(self, plan: Plan) -> bool:
+        """Whether a resumed sweep finds what the plan would make."""
+        path = plan.output.path
+        return (
+            plan.output.resume
+            and (path / "conversion.json").is_file()
+            and not partial_path(path).exists()
+            and self._entries.get(path.name) == self._inputs(plan)
+        )
+
+    def note(self, plan: Plan) -> None:
+        self._entries[plan.output.path.name] = self._inputs(plan)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._entries, indent=1), encoding="utf-8")
+        temporary.replace(self._path)
+
+    def _inputs(self, plan: Plan) -> Any:
+        calibration = plan.calibration
+        key = (calibration.tokens, calibration.context) if calibration else (None, None)
+        if key not in self._tokens:
+            self._tokens[key] = calibration_tokens(plan.source, calibration, self._text)
+        return json.loads(json.dumps(inputs_of(plan, Reader(plan.source.files), self._tokens[key])))

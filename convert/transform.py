@@ -5,14 +5,15 @@ survey → allocate → one function per layer; or, if layers are to be fitted b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from attention.errors import Failure
 from attention.rope import Rotary
+from convert.families.base import hides_logits
 from convert.forward import output_error
 from convert.job import Job
 from convert.layer import Layer
@@ -49,7 +50,6 @@ def transform_of(job: Job) -> Transform:
     """
     statistics = _statistics(job)
     change, rotary, found = _merging(job) if isinstance(job.plan.method, GroupedMethod) else _factoring(job, statistics)
-    change = _explained(change)
     if job.plan.calibration and job.plan.calibration.in_sequence:
         return Transform(in_sequence(job, change, rotary, statistics), rotary, found)
 
@@ -62,18 +62,40 @@ def transform_of(job: Job) -> Transform:
 
 def decided(job: Job) -> Job:
     """The job with its plan's split of the cache decided by the text, where the plan leaves that open."""
-    plans, method = job.plan.splits, job.plan.method
-    if not plans or not isinstance(method, LatentMethod):
+    if not job.plan.splits:
         return job
-    statistics = _statistics(job)
-    rotary, found = _surveyed(job, method, statistics)
+    return replace(job, plan=job.plan.splits[_decision(job, _statistics(job))["split"]])
+
+
+def _decision(job: Job, statistics: Callable[[int], Statistics]) -> dict[str, Any]:
+    """Which split, and which frequencies turn; kept in the work directory, so that a resumed run decides the same."""
+    path = job.work.survey / "decision.json"
+    if path.is_file():
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    plans, method = job.plan.splits or (job.plan,), job.plan.method
+    assert isinstance(method, LatentMethod)
+    rotary, found_by_layer = _surveyed(job, method, statistics)
     offers = [
-        (plan, size)
-        for plan in plans
-        for size in method.allocate(found, plan.target.qk_rope_head_dim // 2, Size(plan.rank, (), plan.freqfold, rotary))
+        (index, size)
+        for index, plan in enumerate(plans)
+        for size in method.allocate(
+            found_by_layer, plan.target.qk_rope_head_dim // 2, Size(plan.rank, (), plan.freqfold, rotary)
+        )
     ]
-    errors = _errors(job, method, [size for _, size in offers], statistics)
-    return replace(job, plan=offers[min(range(len(offers)), key=errors.__getitem__)][0])
+    tried = len(offers) > 1 and job.tokens is not None
+    errors = _errors(job, method, [size for _, size in offers], statistics) if tried else [0.0] * len(offers)
+    best = min(range(len(offers)), key=errors.__getitem__)
+    (split, size), pairs = offers[best], [{"rank": s.rank, "frequencies": list(s.pairs)} for _, s in offers]
+    decision = {
+        "split": split,
+        "pairs": list(size.pairs),
+        "pursued": size.pursued,
+        "tried": [pair | {"output_error": error} for pair, error in zip(pairs, errors, strict=True)] if tried else [],
+    }
+    path.with_suffix(".tmp").write_text(json.dumps(decision), encoding="utf-8")
+    path.with_suffix(".tmp").replace(path)
+    return decision
 
 
 def _statistics(job: Job) -> Callable[[int], Statistics]:
@@ -106,40 +128,35 @@ def _merging(job: Job) -> tuple[Change, None, dict[str, Any]]:
 def _factoring(job: Job, statistics: Callable[[int], Statistics]) -> tuple[Change, Rotary, dict[str, Any]]:
     plan, method = job.plan, job.plan.method
     assert isinstance(method, LatentMethod)
-    rotary, found = _surveyed(job, method, statistics)
-    size, count = Size(plan.rank, (), plan.freqfold, rotary), plan.target.qk_rope_head_dim // 2
-    chosen, errors = _best(job, method, method.allocate(found, count, size), statistics)
+    decision, rotary = _decision(job, statistics), _rotary(job)
+    pairs: list[int] = decision["pairs"]
+    chosen = Size(plan.rank, tuple(pairs), plan.freqfold, rotary, decision["pursued"])
 
     def change(before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
         return before, _refitted(job, before, method.factor(before, chosen, statistics), statistics)
 
-    tried = {"rotary_frequencies_tried": errors} if errors else {}
-    return change, rotary.select(list(chosen.pairs), "interleaved"), {"rotary_frequencies": list(chosen.pairs), **tried}
+    tried = {"rotary_frequencies_tried": decision["tried"]} if decision["tried"] else {}
+    return change, rotary.select(pairs, "interleaved"), {"rotary_frequencies": pairs, **tried}
+
+
+def _turning(job: Job) -> list[int]:
+    plan = job.plan
+    return [layer for layer in range(plan.before.num_layers) if plan.family.rotary(plan.source.config, layer)]
+
+
+def _rotary(job: Job) -> Rotary:
+    """How the layers that turn do."""
+    rotary = job.plan.family.rotary(job.plan.source.config, _turning(job)[0])
+    assert rotary is not None
+    return rotary
 
 
 def _surveyed(job: Job, method: LatentMethod, statistics: Callable[[int], Statistics]) -> tuple[Rotary, list[Any]]:
     """How layers turn, and what the method has to know of each that does."""
-    plan, look, config = job.plan, method.survey, job.plan.source.config
-    turning = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(config, layer)]
-    rotary = plan.family.rotary(config, turning[0])
-    assert rotary is not None
+    plan, look = job.plan, method.survey
     fewest = min(one.target.qk_rope_head_dim for one in plan.splits or [plan]) // 2
-    return rotary, [look(job.read_layer(layer)[1], statistics(layer), fewest) for layer in turning] if look else []
-
-
-def _best(
-    job: Job, method: LatentMethod, sizes: Sequence[Size], statistics: Callable[[int], Statistics]
-) -> tuple[Size, list[dict[str, Any]]]:
-    """The size of least error on the text; the first if there is no text.
-
-    Returns:
-        It, and what each led to if there were several.
-    """
-    if len(sizes) == 1 or job.tokens is None:
-        return sizes[0], []
-    errors = _errors(job, method, sizes, statistics)
-    best = min(range(len(sizes)), key=errors.__getitem__)
-    return sizes[best], [{"frequencies": list(s.pairs), "output_error": e} for s, e in zip(sizes, errors, strict=True)]
+    found = [look(job.read_layer(layer)[1], statistics(layer), fewest) for layer in _turning(job)] if look else []
+    return _rotary(job), found
 
 
 def _errors(job: Job, method: LatentMethod, sizes: Sequence[Size], statistics: Callable[[int], Statistics]) -> list[float]:
@@ -156,20 +173,7 @@ def _errors(job: Job, method: LatentMethod, sizes: Sequence[Size], statistics: C
 
 
 def _refitted(job: Job, before: Attention, after: Record, statistics: Statistics) -> Record:
-    calibration, sample = job.plan.calibration, statistics.sample
-    if calibration is None or not calibration.refit or sample is None:
+    calibration, sample, traits = job.plan.calibration, statistics.sample, job.plan.family.traits(job.plan.source.config)
+    if calibration is None or not calibration.refit or sample is None or hides_logits(traits, sample.shape[1]):
         return after
     return refitted_queries(before, after, sample.to(job.device))
-
-
-def _explained(change: Change) -> Change:
-    def explained(before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
-        try:
-            return change(before, layer, statistics)
-        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
-            raise Failure(
-                f"a decomposition of layer {layer} failed: {' '.join(str(error).split())[:120]}",
-                hint="its weights or activations are extreme; please report the model",
-            ) from None
-
-    return explained

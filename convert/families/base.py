@@ -52,6 +52,11 @@ class Traits:
     beyond: Mapping[str, Any]
 
 
+def hides_logits(traits: Traits, context: int) -> bool:
+    """Whether the class computes other attention weights from logits than the record says, in blocks of `context` tokens."""
+    return any(field != "sliding_window" or value < context for field, value in traits.beyond.items())
+
+
 class Family(Protocol):
     """How one model type keeps its attention. `join(split(x)) == x`, bit for bit."""
 

@@ -18,9 +18,12 @@ def floored(weights: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def roots(moments: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The roots of positive `[n, D, D]` matrices, whose eigenvalues are floored, and the roots' inverses."""
+    """The roots of positive `[n, D, D]` matrices, and the roots' inverses.
+
+    Eigenvalues are floored at a share of the largest of all, so that a matrix of zeros weighs next to nothing.
+    """
     values, vectors = torch.linalg.eigh(moments)
-    values = torch.stack([floored(row, share) for row in values]).sqrt()
+    values = floored(values, share).sqrt()
     return (vectors * values[:, None]) @ vectors.mT, (vectors / values[:, None]) @ vectors.mT
 
 

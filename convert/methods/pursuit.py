@@ -2,8 +2,8 @@
 
 "Near" is measured under each head's own distribution p_h of distances: ⟨e_a, e_b⟩_h = E_{p_h} e^{i (θ_a − θ_b)(s − t)}. The
 unrotated key is the atom of frequency 0 and is projected out first, so that an atom is only paid for what an unrotated key
-cannot do. Greedy, as in orthogonal matching pursuit: take the frequency b and the key y that explain most weighted energy over
-all entries (head, frequency), subtract that, repeat. All layers share the frequencies, each has keys of its own.
+cannot do. Greedy matching pursuit (Mallat and Zhang, 1993): take the frequency b and the key y that explain most weighted
+energy over all entries (head, frequency), subtract that, repeat. All layers share the frequencies, each has keys of its own.
 
 Nothing of width E is touched on the way: keys are combinations of the layer's own z, whose Gram matrix says the rest. The best
 key at every frequency is found by power iteration for all frequencies at once, going on where the last atom left it.
@@ -58,9 +58,7 @@ class Pursuit:
         """`[L]`, the share of all energy that the best key at each frequency explains."""
         frequencies = self.near.shape[-1]
         if self._found is None:
-            generator = torch.Generator().manual_seed(0)
-            start = torch.randn(frequencies, *self.weight.shape, dtype=self.near.dtype, generator=generator)
-            found, steps = start.to(self.near.device), _FIRST
+            found, steps = torch.stack([self._start(b) for b in range(frequencies)]), _FIRST
         else:
             found, steps = self._found, _FURTHER
         values = self.weight.new_zeros(frequencies)
@@ -77,6 +75,12 @@ class Pursuit:
         u = self._found[b]
         key = self._gathered(self._found)[b].conj()
         self.atoms.append((b, u / self.weight / self._norm(b), key))
+        self._found[b] = self._start(b)  # what was found there is explained by now
+
+    def _start(self, b: int) -> torch.Tensor:
+        """Where the power iteration at frequency b begins."""
+        generator = torch.Generator().manual_seed(b)
+        return torch.randn(self.weight.shape, dtype=self.near.dtype, generator=generator).to(self.near.device)
 
     def _norm(self, b: int | slice) -> torch.Tensor:
         """`[H, L or 1]`, the root of ⟨e_b, e_b⟩_h."""

@@ -154,15 +154,15 @@ class _Survey:
 def survey(attention: Attention, statistics: Statistics, fewest: int) -> _Survey:
     """What allocation has to know of a layer."""
     turning = TurningKeys.of(attention, statistics.shrunk().to(attention.k.device))
-    lost = Components.of(turning).lost
-    return _Survey(lost, Pursuit.of(turning, torch.complex64) if fewest < len(lost) else None)
+    lost, tried = Components.of(turning).lost, statistics.sample is not None
+    return _Survey(lost, Pursuit.of(turning, torch.complex64) if tried and fewest < len(lost) else None)
 
 
 def allocate(found: list[_Survey], count: int, size: Size) -> list[Size]:
     """The costliest components; beside them, where they are fewer than the frequencies, those that a pursuit finds."""
     sizes = [replace(size, pairs=pairs_by_loss([layer.lost for layer in found], count))]
-    if count < len(found[0].lost):
-        pursuits = [layer.pursuit for layer in found if layer.pursuit]
+    pursuits = [layer.pursuit for layer in found if layer.pursuit]
+    if pursuits and count < len(found[0].lost):
         sizes.append(replace(size, pairs=pairs_by_pursuit(pursuits, count), pursued=True))
     return sizes
 

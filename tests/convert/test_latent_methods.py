@@ -43,7 +43,7 @@ def factor(name: str, a: Attention, size: Size, x: torch.Tensor | None = None) -
 
 def energies(a: Attention) -> torch.Tensor:
     """What `svd` allocates by."""
-    return losses(a, Statistics.assumed(a.q.shape[2]))
+    return losses(a, Statistics.assumed(a.q.shape[2]), 1)
 
 
 # ---- full size -----------------------------------------------------------------------------------------------------
@@ -466,11 +466,11 @@ def test_weighted_needs_one_component_for_heads_that_are_turned_copies(
 def test_weighted_allocates_as_many_frequencies_as_there_are_pairs_to_keep(text: bool) -> None:
     method, size = load_latent("weighted"), Size(8, ())
     layers = [record(groups=2, pairs=4, width=30, seed=seed) for seed in range(3)]
-    found = [method.survey(a, measured(inputs(30)) if text else Statistics.assumed(30)) for a in layers]  # type: ignore[misc]
+    found = [method.survey(a, measured(inputs(30)) if text else Statistics.assumed(30), 1) for a in layers]  # type: ignore[misc]
     for count in range(1, 9):
         sizes = method.allocate(found, count, size)
         assert [len(s.pairs) for s in sizes] == [count] * len(sizes)
-        assert [s.pursued for s in sizes] == ([False, True] if count < 4 else [False])
+        assert [s.pursued for s in sizes] == ([False, True] if text and count < 4 else [False])
         assert all(s.rank == 8 and set(s.pairs) <= {0, 1, 2, 3} for s in sizes)
 
 
@@ -480,7 +480,7 @@ def test_weighted_loses_less_than_the_others_on_the_text_that_it_saw() -> None:
         x = inputs(60, tokens=64, seed=seed) * torch.logspace(0, -2, 60)
         survey, allocate = load_latent("weighted").survey, load_latent("weighted").allocate
         assert survey
-        (own, *_) = allocate([survey(a, measured(x))], 6, Size(10, ()))
+        (own, *_) = allocate([survey(a, measured(x), 6)], 6, Size(10, ()))
         weighted = loss(a, factor("weighted", a, own, x), x)
         for other, pairs in (("pca", pairs_by_stride(12, 8)), ("svd", pairs_by_loss([energies(a)], 6))):
             assert weighted < loss(a, factor(other, a, Size(10, pairs), x), x), (seed, other)

@@ -346,3 +346,11 @@ def test_a_partition_is_a_permutation_and_never_loses_more_than_neighbours() -> 
 
 def test_only_methods_that_can_tell_have_a_partition() -> None:
     assert [name for name in GROUPED if load_grouped(name).partition] == ["aligned"]
+
+
+def test_heads_that_nobody_reads_cost_the_others_nothing() -> None:
+    a = record(heads=4, groups=4)
+    alive = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    a = dataclasses.replace(a, o=a.o * alive[:, None], q=a.q * alive[:, None, None], q_bias=a.q_bias * alive[:, None])
+    merged = merge("aligned", a, 2)
+    torch.testing.assert_close(run(merged), run(a), rtol=1e-3, atol=1e-3)

@@ -17,9 +17,13 @@ from convert.methods.pursuit import Pursuit, pairs_by_pursuit, pursue
 from convert.record import Attention, Statistics
 
 
+def known_of(a: Attention, text: bool) -> Statistics:
+    return measured(inputs(a.q.shape[2])) if text else Statistics.assumed(a.q.shape[2])
+
+
 def keys_of(a: Attention, text: bool = True) -> TurningKeys:
     """With distances up to a few tens of tokens: sums over them are spelled out here."""
-    keys = TurningKeys.of(a, measured(inputs(a.q.shape[2])) if text else Statistics.assumed(a.q.shape[2]))
+    keys = TurningKeys.of(a, known_of(a, text))
     mass = keys.mass[:, :40]
     return dataclasses.replace(keys, mass=mass / mass.sum(-1, keepdim=True))
 
@@ -27,13 +31,13 @@ def keys_of(a: Attention, text: bool = True) -> TurningKeys:
 class Dense:
     """Entries (head, frequency) as functions of distance and input, spelled out: `[H, T, L, E + 1]`."""
 
-    def __init__(self, keys: TurningKeys) -> None:
+    def __init__(self, keys: TurningKeys, text: bool = True) -> None:
         a = keys.attention
         assert a.rotary is not None
         length, share = keys.mass.shape[1], len(keys.w) // len(keys.z)
         distance = torch.arange(length, dtype=torch.float64)
         self.waves = torch.exp(-1j * distance[:, None] * a.rotary.frequencies)  # e^{iθ (s − t)}, [T, L]
-        self.mass, self.second = keys.mass, keys.second.to(torch.complex128)
+        self.mass, self.second = keys.mass, known_of(a, text).with_constant.to(torch.complex128)
         self.weight = keys.weight
         self.missing = torch.stack([self.waves[:, :, None] * keys.z[h // share] for h in range(len(keys.w))])
         self.missing = self.missing - self._mean(self.missing)
@@ -84,7 +88,7 @@ def test_an_atom_explains_the_top_eigenvalue_and_what_is_missing_falls_by_it(
     groups: int, share: int, pairs: int, still: int, pairing: Pairing, biased: bool, factor: float, seed: int, text: bool
 ) -> None:
     keys = keys_of(record(groups, share, pairs, still, 20, pairing, biased, factor, seed), text)
-    pursuit, dense = Pursuit.of(keys), Dense(keys)
+    pursuit, dense = Pursuit.of(keys), Dense(keys, text)
     assert pursuit.total == pytest.approx(dense.whole, rel=1e-9)
     for step in range(3):
         found, expected = settle(pursuit), dense.explained()
@@ -115,6 +119,9 @@ def test_two_keys_at_one_frequency_are_both_found() -> None:
     keys = keys_of(dataclasses.replace(a, k=k.flatten(1, 2)))
     pursuit = Pursuit.of(keys)
     assert pairs_by_pursuit([pursuit], 2) == (2, 2)
+    for pair in (2, 2):
+        pursuit.explained()
+        pursuit.take(pair)
     settle(pursuit)
     assert float(pursuit.explained().max()) < 1e-6, "nothing is left"
     atoms = pursue(keys, (2, 2))
@@ -132,6 +139,8 @@ def test_one_atom_serves_frequencies_that_are_next_to_equal() -> None:
     pursuit = Pursuit.of(keys)
     (chosen,) = pairs_by_pursuit([pursuit], 1)
     assert chosen in (0, 1, 2)
+    pursuit.explained()
+    pursuit.take(chosen)
     assert float(settle(pursuit).max()) < 1e-6, "nothing is left"
 
 
@@ -192,7 +201,7 @@ def test_what_does_not_turn_is_the_mean_over_the_distances() -> None:
 def test_what_a_component_loses_is_what_not_turning_costs() -> None:
     """MHA, one head: λ² E|z|² (1 − |φ|²) at each frequency."""
     keys = keys_of(record(1, 1, 4, 0, 30))
-    energy = torch.einsum("gle,ef,glf->l", keys.z, keys.second.to(keys.z.dtype), keys.z.conj()).real
+    energy = torch.einsum("gle,gle->l", keys.moved, keys.z.conj()).real
     expected = keys.weight[0].square() * energy * (1 - keys.phase[0].abs().square())
     torch.testing.assert_close(Components.of(keys).lost[:, 0], expected, rtol=1e-9, atol=0)
 
