@@ -17,7 +17,7 @@ from eval.text import Text, read_file
 
 MODEL = Path(__file__).parent / "python-5m-mha"
 _GROUPS = (4, 2, 1)
-_SHARES = (0.25, 0.125)
+_SIZES = (LatentSize(96, 32), LatentSize(48, 16))  # a quarter and an eighth of the cache
 _METHODS = ("aligned", "mean", "weighted", "pca")
 _MODULES = ("difflib", "statistics")  # of those held out: as much as two minutes allow
 _CALIBRATION_TOKENS = 16384
@@ -38,8 +38,7 @@ def showcase(output: Path, quiet: bool = False) -> tuple[dict[str, Any], Path]:
     output.mkdir(parents=True, exist_ok=True)
     calibration.write_text(held_out_text(VALIDATION), encoding="utf-8")  # modules that watched the training
     text = Calibration({"text": str(calibration)}, _CALIBRATION_TOKENS)
-    sizes = tuple(LatentSize(kv_share=share) for share in _SHARES)
-    plans = plans_for(source, Wanted(_GROUPS, sizes, _METHODS, text, Output(output, overwrite=True), "cpu"))
+    plans = plans_for(source, Wanted(_GROUPS, _SIZES, _METHODS, text, Output(output, overwrite=True), "cpu"))
     held_out = Text(f"Python {platform.python_version()}: {', '.join(_MODULES)}", held_out_text(_MODULES))
     found = sweep(plans, read_file(calibration), held_out, Settings(device="cpu", quiet=quiet))
     return found, output / "report" / "report.html"

@@ -61,15 +61,15 @@ def test_the_demo_converts_evaluates_and_reports(
         losses = [by_method[method, kind]["loss_nats"] for kind in ("GQA-4", "GQA-2", "MQA")]
         assert 0 < losses[0] < losses[2]
     for method in ("weighted", "pca"):
-        losses = [by_name[f"mla-{share}%-{method}"] for share in ("25", "12.5")]
+        losses = [by_name[f"mla-{share}-{method}"] for share in ("96+32", "48+16")]
         assert 0 < losses[0] < losses[1] < by_method["mean", "MQA"]["loss_nats"]
     for kind in ("GQA-4", "GQA-2", "MQA"):
         assert by_method["aligned", kind]["loss_nats"] < by_method["mean", kind]["loss_nats"] / 2
-    for share in ("25", "12.5"):
-        assert by_name[f"mla-{share}%-weighted"] < 0.6 * by_name[f"mla-{share}%-pca"]
+    for share in ("96+32", "48+16"):
+        assert by_name[f"mla-{share}-weighted"] < 0.6 * by_name[f"mla-{share}-pca"]
     assert {method for method, kind in by_method if by_method[method, kind]["calibration_hash"] is None} == {"mean"}
     names = [f"gqa-{groups}-{method}" for groups in (4, 2, 1) for method in ("aligned", "mean")]
-    names += [f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "pca")]
+    names += [f"mla-{share}-{method}" for share in ("96+32", "48+16") for method in ("weighted", "pca")]
     assert sorted(path.name for path in demo.iterdir()) == sorted([*names, "report", "sweep.json", "calibration.txt"])
     assert [entry["name"] for entry in others] == names
     (demo / "report" / "mine.txt").write_text("mine")
