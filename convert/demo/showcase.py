@@ -19,7 +19,7 @@ MODEL = Path(__file__).parent / "python-5m-mha"
 _GROUPS = (4, 2, 1)
 _SIZES = (LatentSize(96, 32), LatentSize(48, 16))  # a quarter and an eighth of the cache
 _METHODS = ("aligned", "mean", "weighted", "pca")
-_MODULES = ("difflib", "statistics")  # of those held out: as much as two minutes allow
+_MODULES = ("difflib", "statistics")  # of those held out: as much as a few minutes allow
 _CALIBRATION_TOKENS = 16384
 
 
