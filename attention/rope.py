@@ -45,10 +45,16 @@ class Rotary:
         turning, still = states[..., : self.dims], states[..., self.dims :]
         axis = -2 if self.pairing == "half" else -1
         first, second = turning.unflatten(-1, self._shape).unbind(axis)  # [..., T, P/2] each
-        angles = positions[:, None].double() * self._frequencies(positions).to(positions.device)  # [T, P/2]
+        angles = positions[:, None].double() * self.frequencies_for(positions).to(positions.device)  # [T, P/2]
         cos, sin = ((f(angles) * self.attention_factor).to(states.dtype) for f in (torch.cos, torch.sin))
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), axis).flatten(-2)
         return torch.cat((turned, still), -1)
+
+    def frequencies_for(self, positions: torch.Tensor) -> torch.Tensor:
+        """`[P/2]`, those of a sequence with tokens at `positions [T]`."""
+        if self.long_frequencies is None or self.long_beyond is None or int(positions.max()) < self.long_beyond:
+            return self.frequencies
+        return self.long_frequencies
 
     def to_complex(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pairs of rows as complex numbers: RoPE multiplies number l of a head by e^(iθ_l t).
@@ -81,11 +87,6 @@ class Rotary:
     def _shape(self) -> tuple[int, int]:
         pairs = len(self.frequencies)
         return (2, pairs) if self.pairing == "half" else (pairs, 2)
-
-    def _frequencies(self, positions: torch.Tensor) -> torch.Tensor:
-        if self.long_frequencies is None or self.long_beyond is None or int(positions.max()) < self.long_beyond:
-            return self.frequencies
-        return self.long_frequencies
 
 
 def from_config(

@@ -88,16 +88,17 @@ def _done(device: str) -> float:
 def survey_only(model: Path, work: Path) -> None:
     """The survey of a checkpoint over random tokens, as `convert mla` makes it."""
     from convert.checkpoint import Reader
+    from convert.shelf import Shelf
     from convert.stream import LayerStream
-    from convert.survey import Shelf, survey
+    from convert.survey import survey
     from eval.source import Source
 
-    source, shelf = Source.parse(str(model)), Shelf(work, "source")
+    source = Source.parse(str(model))
     layers = source.config.num_hidden_layers
     blocks = torch.randint(source.config.vocab_size, (BLOCKS, CONTEXT), generator=torch.Generator().manual_seed(0))
     paths = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
-    stream = LayerStream(source.config, paths, Reader(model).__getitem__, blocks, shelf.spool, torch.device("cpu"))
-    survey(stream, shelf, quiet=True)
+    stream = LayerStream(source.config, paths, Reader(model).__getitem__, blocks, work / "inputs", torch.device("cpu"))
+    survey(stream, Shelf(work, "source"), quiet=True)
 
 
 def main() -> None:

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from attention.errors import Refusal
+from attention.errors import Failure, Refusal
 from convert.families import Family
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
+from eval.evaluate import tokens_of
 from eval.source import Source
+from eval.text import Text, Tokens
 
 _TOKENS = 131072
+_TOKENS_PER_CHANNEL = 8
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,35 @@ def calibration_for(
         )
     planned = _with_numbers(source, wanted)
     return replace(planned, refit=method.text is TextUse.USED) if planned.refit is None else planned
+
+
+def calibration_tokens(source: Source, calibration: Calibration | None, text: Text | None) -> Tokens | None:
+    """What a method is calibrated on: whole blocks from the start of the text.
+
+    Raises:
+        Failure: The text is shorter than one block.
+    """
+    if calibration is None or text is None:
+        return None
+    tokens, context = tokens_of(source, text), calibration.context or 1
+    if len(tokens.ids) < context:
+        raise Failure(
+            f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {context}",
+            hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
+        )
+    count = min(len(tokens.ids), calibration.tokens or len(tokens.ids))
+    return replace(tokens, ids=tokens.ids[: count // context * context])
+
+
+def remarks(tokens: Tokens | None, width: int) -> list[str]:
+    """What to say of a calibration text that is short for a model of that width."""
+    wanted = _TOKENS_PER_CHANNEL * width
+    if tokens is None or len(tokens.ids) >= wanted:
+        return []
+    return [
+        f"{len(tokens.ids)} tokens of calibration text are few for {width} channels, {wanted} or more are advised: what they "
+        "say of channels together is trusted less"
+    ]
 
 
 def _flags(wanted: Calibration) -> str:

@@ -14,7 +14,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from attention.errors import Failure, Interrupted, KvfoldError
-from convert.calibration import Calibration
+from convert.calibration import calibration_tokens, remarks
 from convert.card import model_card
 from convert.checkpoint import Reader, shard_names, write_index, write_shard
 from convert.job import Job
@@ -36,7 +35,7 @@ from convert.survey import SAMPLE
 from convert.transform import Transform, decided, transform_of
 from convert.workdir import WorkDirectory
 from eval.device import compute_device
-from eval.evaluate import Settings, evaluate, prepare, tokens_of
+from eval.evaluate import Settings, evaluate, prepare
 from eval.overlap import WARN_ABOVE
 from eval.source import Source
 from eval.text import Text, Tokens
@@ -48,8 +47,6 @@ _COMPANIONS = (
     "generation_config.json", "chat_template*", "additional_chat_templates", "preprocessor_config.json",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-
-_TOKENS_PER_CHANNEL = 8
 
 
 def execute(
@@ -79,7 +76,7 @@ def execute(
     if evaluate_on:
         prepare([plan.source], evaluate_on, settings)  # whatever is wrong with the text is wrong before the work
     tokens = calibration_tokens(plan.source, plan.calibration, calibrate_on)
-    for remark in () if quiet else _remarks(plan, tokens):
+    for remark in () if quiet else remarks(tokens, plan.source.config.hidden_size):
         print(f"warning: {remark}", file=sys.stderr)
     directory = plan.source.files
     reader = Reader(directory)
@@ -111,36 +108,6 @@ def execute(
         raise Failure(
             f"conversion to {plan.output.path} stopped: {error}", hint="mend that, then repeat the command with --resume"
         ) from None
-
-
-def calibration_tokens(source: Source, calibration: Calibration | None, text: Text | None) -> Tokens | None:
-    """What a method is calibrated on: whole blocks from the start of the text.
-
-    Raises:
-        Failure: The text is shorter than one block.
-    """
-    if calibration is None or text is None:
-        return None
-    tokens, context = tokens_of(source, text), calibration.context or 1
-    if len(tokens.ids) < context:
-        raise Failure(
-            f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {context}",
-            hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
-        )
-    count = min(len(tokens.ids), calibration.tokens or len(tokens.ids))
-    return replace(tokens, ids=tokens.ids[: count // context * context])
-
-
-def _remarks(plan: Plan, tokens: Tokens | None) -> list[str]:
-    """What to say of a calibration text that is short for the model's width."""
-    width = plan.source.config.hidden_size
-    wanted = _TOKENS_PER_CHANNEL * width
-    if tokens is None or len(tokens.ids) >= wanted:
-        return []
-    return [
-        f"{len(tokens.ids)} tokens of calibration text are few for {width} channels, {wanted} or more are advised: what they "
-        "say of channels together is trusted less"
-    ]
 
 
 def _survey_directory(plan: Plan, reader: Reader, work: WorkDirectory, tokens: Tokens | None, surveys: Path | None) -> Path:
@@ -311,7 +278,7 @@ def _record(job: Job, units: list[Unit], layers: list[dict[str, Any]], transform
         "calibration_hash": tokens.hash if tokens else None,
         "calibration": {"text": tokens.name, "tokens": len(tokens.ids)} if tokens else None,
         **transform.found,
-        "notes": [*plan.notes, *_remarks(plan, tokens)],
+        "notes": [*plan.notes, *remarks(tokens, plan.source.config.hidden_size)],
         "layers": layers,
         "tensors": {
             "converted": sorted(converted),

@@ -105,7 +105,14 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
 
 
 def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
-    queries, keys, values = _grouped(record, x) if isinstance(record, Attention) else _latent(record, x)
+    heads = heads_of(record, x)
+    queries = torch.cat((heads.still, heads.turning), -1)
+    still = heads.kept_still if heads.lift is None else heads.kept_still @ heads.lift.mT
+    keys = torch.cat((still, heads.kept_turning.expand(len(still), -1, -1)), -1)
+    if isinstance(record, FactoredAttention):
+        values = _project(heads.kept_still[0], record.up_v, None)
+    else:
+        values = _project(x, record.v, record.v_bias)
     share = len(queries) // len(keys)
     context = torch.nn.functional.scaled_dot_product_attention(
         queries[None], keys.repeat_interleave(share, 0)[None], values.repeat_interleave(share, 0)[None],
@@ -113,22 +120,6 @@ def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
     )[0]  # fmt: skip
     out = context.transpose(0, 1).flatten(1) @ record.o.float().flatten(1).T
     return out if record.o_bias is None else out + record.o_bias.float()
-
-
-def _grouped(a: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries `[H, T, D]`, keys and values `[G, T, D]`, as they meet in the softmax."""
-    queries = _placed(_project(x, a.q, a.q_bias), a.q_norm, a.rotary)
-    return queries, _placed(_project(x, a.k, a.k_bias), a.k_norm, a.rotary), _project(x, a.v, a.v_bias)
-
-
-def _latent(a: FactoredAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys `[H, T, D + P]`, values `[H, T, D]`."""
-    turning = _placed(_project(x, a.q_rope, a.q_rope_bias), None, a.rotary)
-    key = _placed(_project(x, a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None]), None, a.rotary)
-    latent = x @ a.down.float().T
-    still, values = _project(latent, a.up_k, None), _project(latent, a.up_v, None)
-    queries = torch.cat((_project(x, a.q_nope, a.q_nope_bias), turning), -1)
-    return queries, torch.cat((still, key.expand(len(still), -1, -1)), -1), values
 
 
 def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from attention.spec import AttentionSpec
 from convert import methods
 from convert.calibration import Calibration, calibration_for
 from convert.families import Family, family_of
+from convert.families.base import Traits, hides_logits
 from convert.hosts import HOSTS, Host
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
@@ -236,7 +237,7 @@ def _notes(
     if target == before:
         how = f"every tensor is cast to {dtype} and otherwise" if dtype else "every tensor is copied bit for bit,"
         return (f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged",)
-    notes = list(text_notes(method, text))
+    notes = list(text_notes(method, text, family.traits(source.config)))
     if method.text is not TextUse.IGNORED and family.traits(source.config).qk_norm:
         notes.append("queries and keys are normalised, so that keys are averaged and not turned towards each other")
     if family.merges_norm_gains(source.config):
@@ -244,8 +245,10 @@ def _notes(
     return tuple(notes)
 
 
-def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None) -> Sequence[str]:
-    """What there is to say of a method that runs without the text it could use."""
+def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, traits: Traits) -> Sequence[str]:
+    """What there is to say of text that a method could use and has not got, and of a step that the source rules out."""
     if text is None and method.text is TextUse.USED:
         return [f"without calibration text, which {method.name} is better with: it goes by weights and norm gains alone"]
+    if text and text.refit and (hiding := hides_logits(traits, text.context or 0)):
+        return [f"queries are not refitted, outputs are: {' and '.join(hiding)} changes what heads attend to"]
     return []

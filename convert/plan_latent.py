@@ -88,7 +88,7 @@ def plan_latent(
     used = min(channels, full)
     without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
     text = calibration_for(source, family, method, calibration, without)
-    notes = [_channels_note(rank, used, host), *text_notes(method, text)]
+    notes = [_channels_note(rank, used, host), *text_notes(method, text, family.traits(source.config))]
     open_split = text is not None and not method.folds and size.kv_lora_rank is None
     if open_split:
         notes.append("this split of the cache is where the search begins: the text decides on one, for all layers")

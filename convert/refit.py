@@ -85,7 +85,10 @@ class _HeadFit:
         return total
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Σ_t q qᵀ `[D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[N + P, N + P]`, of what turns its diagonal alone; times scale²."""
+        """Σ_t q qᵀ `[D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[N + P, N + P]` times scale², of which what turns has its mean alone.
+
+        They precondition the problem and size its ridge; its solution needs no more of them than that.
+        """
         of_queries = of_kept = torch.zeros(())
         for queries, weights, _, still, turning in self.blocks:
             of_queries = of_queries + queries.mT @ queries
@@ -94,7 +97,7 @@ class _HeadFit:
             kept = still.mT @ (received[:, None] * still) - mean.mT @ mean
             mean = weights @ turning
             variance = received @ turning.square() - mean.square().sum(0)
-            # A turn mixes the two dims of a pair, wherever they are: their mean over all positions serves both.
+            # Keys turn relative to t, which mixes the dims of a pair; one variance for all of them needs no turning back.
             of_kept = of_kept + torch.block_diag(kept, variance.mean().expand(len(variance)).diag())
         return of_queries, self.scale**2 * of_kept
 

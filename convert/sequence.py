@@ -16,10 +16,11 @@ from tqdm import tqdm
 
 from attention.rope import Rotary
 from convert.job import Job
-from convert.layer import Layer, LayerShelf
+from convert.layer import Layer
 from convert.record import Attention, FactoredAttention, Record, Statistics
 from convert.refine import refined
 from convert.refit import OutputFit
+from convert.shelf import Shelf
 from convert.stream import LayerStream
 from convert.survey import Moments
 
@@ -40,11 +41,11 @@ def in_sequence(
     Returns:
         Layer → what was made of it.
     """
-    shelf = LayerShelf(job.work.survey)
+    shelf = Shelf(job.work.survey, "layer")
     layers, calibration = job.plan.before.num_layers, job.plan.calibration
     assert calibration is not None
     if all(shelf.has(layer) for layer in range(layers)):
-        return shelf.get
+        return partial(_get, shelf)
     made: dict[str, torch.Tensor] = {}
     teacher, student = _streams(job, rotary, made)
     guided = calibration.refit or calibration.refine
@@ -58,14 +59,19 @@ def in_sequence(
             known = _observed(student, layer) if calibration.propagate else statistics(layer)
             before, after = change(before, layer, known)
             after, more = _fitted(job, after, layer, teacher, student) if guided else (after, {})
-            shelf.put(Layer.of(job, layer, tensors, before, after, **more))
+            converted = Layer.of(job, layer, tensors, before, after, **more)
+            shelf.put(layer, converted.tensors, converted.note)
         made.clear()
-        made.update(shelf.get(layer).tensors)
+        made.update(shelf.get(layer)[0])
         if layer + 1 < layers:
             student.advance(layer)
     for stream in (teacher, student):
         stream.discard()
-    return shelf.get
+    return partial(_get, shelf)
+
+
+def _get(shelf: Shelf, layer: int) -> Layer:
+    return Layer(*shelf.get(layer))
 
 
 def _fitted(job: Job, after: Record, layer: int, teacher: LayerStream, student: LayerStream) -> tuple[Record, dict[str, float]]:

@@ -6,16 +6,15 @@ Of one layer's activations, their first two moments and a bounded sample are all
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
 from tqdm import tqdm
 
 from attention.errors import Failure
 from convert.record import Statistics
+from convert.shelf import Shelf
 from convert.stream import LayerStream
 
 SAMPLE = 4096  # tokens; of a longer block its first ones, which see nothing of the others
@@ -77,54 +76,21 @@ class Moments:
         return Statistics(self._second / self._tokens, self._sum / self._tokens, self._tokens, sample)
 
 
-class Shelf:
-    """Where statistics lie, one file a layer.
-
-    Args:
-        directory: Of the survey.
-        name: "source", or "converted" where the inputs come through converted layers.
-    """
-
-    def __init__(self, directory: Path, name: str) -> None:
-        self._directory, self._name = directory, name
-        self.spool = directory / f"{name}-inputs"
-
-    def _path(self, layer: int) -> Path:
-        return self._directory / f"{self._name}-{layer:05d}.safetensors"
-
-    def has(self, layer: int) -> bool:
-        """Whether a whole file lies there; one that lost its end with the power is written again."""
-        try:
-            with safe_open(self._path(layer), "pt"):
-                return True
-        except (FileNotFoundError, SafetensorError):
-            return False
-
-    def put(self, layer: int, statistics: Statistics) -> None:
-        path = self._path(layer)
-        assert statistics.sample is not None
-        tensors = {name: getattr(statistics, name).cpu() for name in ("second", "mean", "sample")}
-        tensors["tokens"] = torch.tensor(statistics.tokens)
-        path.with_suffix(".tmp").write_bytes(save(tensors))  # `save_file` would hide a full disk in an error of its own
-        path.with_suffix(".tmp").replace(path)
-
-    def get(self, layer: int) -> Statistics:
-        found = load_file(self._path(layer))
-        return Statistics(found["second"], found["mean"], int(found["tokens"]), found["sample"])
-
-
-def survey(stream: LayerStream, shelf: Shelf, quiet: bool) -> None:
+def survey(stream: LayerStream, shelf: Shelf, quiet: bool) -> Callable[[int], Statistics]:
     """Fill the shelf, going on where an earlier run stopped.
 
     Args:
         stream: Of the model whose inputs are wanted.
-        shelf: Where statistics go.
+        shelf: Where statistics lie.
         quiet: No progress bar.
+
+    Returns:
+        Layer → what was found of it.
     """
     layers = stream.num_layers
     done = next((layer for layer in range(layers) if not shelf.has(layer)), layers)
     if done == layers:
-        return
+        return partial(_get, shelf)
     ready = stream.next_layer
     if ready is None or ready > done:  # inputs are lost, and later ones need them
         stream.discard()
@@ -138,7 +104,15 @@ def survey(stream: LayerStream, shelf: Shelf, quiet: bool) -> None:
             stream.observe(layer, moments.see)
             _put(shelf, layer, moments)
     stream.discard()
+    return partial(_get, shelf)
 
 
 def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
-    shelf.put(layer, moments.statistics())
+    found = moments.statistics()
+    assert found.sample is not None
+    shelf.put(layer, {"second": found.second, "mean": found.mean, "sample": found.sample}, {"tokens": found.tokens})
+
+
+def _get(shelf: Shelf, layer: int) -> Statistics:
+    found, note = shelf.get(layer)
+    return Statistics(found["second"], found["mean"], note["tokens"], found["sample"])

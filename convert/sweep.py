@@ -12,13 +12,13 @@ from typing import Any
 
 from attention.errors import Refusal
 from convert import methods
-from convert.calibration import Calibration
+from convert.calibration import Calibration, calibration_tokens
 from convert.checkpoint import Reader
-from convert.execute import calibration_tokens, execute, inputs_of
+from convert.execute import execute, inputs_of
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
-from convert.plan import Output, Plan, plan_grouped
+from convert.plan import Output, Plan, plan_grouped, readable
 from convert.plan_latent import LatentSize, plan_latent
 from convert.workdir import check_output, partial_path
 from eval import report
@@ -149,8 +149,6 @@ def _chosen(known: Sequence[str], wanted: Wanted) -> list[str]:
 
 
 def _kv_heads(source: Source) -> int:
-    from convert.plan import readable
-
     return readable(source).spec(source.config).num_kv_heads
 
 

@@ -22,7 +22,8 @@ from convert.methods.latent import LatentMethod, Size
 from convert.record import Attention, Record, Statistics
 from convert.refit import refitted_queries
 from convert.sequence import Change, in_sequence
-from convert.survey import Shelf, survey
+from convert.shelf import Shelf
+from convert.survey import survey
 
 _TRIED_LAYERS = 4
 
@@ -102,10 +103,9 @@ def _statistics(job: Job) -> Callable[[int], Statistics]:
     """What is known of each layer's input: surveyed, if there is text."""
     if job.tokens is None:
         return job.assumed
-    plan, shelf = job.plan, Shelf(job.surveys, "source")
-    stream = job.stream(plan.source.config, plan.family.module, job.reader.__getitem__, shelf.spool)
-    survey(stream, shelf, job.quiet)
-    return shelf.get
+    plan, spool = job.plan, job.surveys / "source-inputs"
+    stream = job.stream(plan.source.config, plan.family.module, job.reader.__getitem__, spool)
+    return survey(stream, Shelf(job.surveys, "source"), job.quiet)
 
 
 def _merging(job: Job) -> tuple[Change, None, dict[str, Any]]:
@@ -174,6 +174,6 @@ def _errors(job: Job, method: LatentMethod, sizes: Sequence[Size], statistics: C
 
 def _refitted(job: Job, before: Attention, after: Record, statistics: Statistics) -> Record:
     calibration, sample, traits = job.plan.calibration, statistics.sample, job.plan.family.traits(job.plan.source.config)
-    if calibration is None or not calibration.refit or sample is None or hides_logits(traits, sample.shape[1]):
+    if calibration is None or not calibration.refit or sample is None or hides_logits(traits, calibration.context or 0):
         return after
     return refitted_queries(before, after, sample.to(job.device))

@@ -52,9 +52,9 @@ class Traits:
     beyond: Mapping[str, Any]
 
 
-def hides_logits(traits: Traits, context: int) -> bool:
-    """Whether the class computes other attention weights from logits than the record says, in blocks of `context` tokens."""
-    return any(field != "sliding_window" or value < context for field, value in traits.beyond.items())
+def hides_logits(traits: Traits, context: int) -> list[str]:
+    """Config fields for which attention, in blocks of `context` tokens, is not the softmax of logits that a record knows."""
+    return [field for field, value in traits.beyond.items() if field != "sliding_window" or value < context]
 
 
 class Family(Protocol):

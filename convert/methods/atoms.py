@@ -15,6 +15,7 @@ import torch
 from attention.rope import Rotary
 from convert.forward import attention_mass
 from convert.methods.algebra import augmented, fix_signs, floored
+from convert.methods.latent import rotary_of
 from convert.record import Attention, Statistics
 
 _CONTEXT = 2048  # of the assumed distances
@@ -55,7 +56,7 @@ class TurningKeys:
     def waves(self) -> torch.Tensor:
         """`[T, L]`, e^{iθ_l (s − t)} at each distance t − s."""
         distance = torch.arange(self.mass.shape[1], dtype=torch.float64, device=self.mass.device)
-        angles = -distance[:, None] * rotary_of(self.attention).frequencies.to(distance)
+        angles = -distance[:, None] * rotary_of(self.attention).frequencies_for(distance).to(distance)
         return torch.polar(torch.ones_like(angles), angles)
 
     @property
@@ -137,12 +138,6 @@ class Components:
         for m, (pair, part) in enumerate(zip(pairs, parts, strict=True)):
             shares[:, pair, m] = self.basis[pair, :, part]
         return Atoms(pairs, keys.per_query_head(shares), self.keys[list(pairs), parts])
-
-
-def rotary_of(attention: Attention) -> Rotary:
-    """That of a layer which turns."""
-    assert attention.rotary is not None, "a layer without positions has no frequencies"
-    return attention.rotary
 
 
 def _mass(attention: Attention, statistics: Statistics) -> torch.Tensor:

@@ -82,7 +82,7 @@ class Keys:
 
 def keys_of(attention: Attention, fold: int = 1) -> Keys:
     """The keys of a record, fp32. Where RoPE carries an attention factor a, they carry a² of it."""
-    rotary = _rotary(attention)
+    rotary = rotary_of(attention)
     bias = attention.k.new_zeros(attention.k.shape[:2]) if attention.k_bias is None else attention.k_bias
     rows, still = rotary.to_complex(attention.k.float())
     row_bias, _ = rotary.to_complex(bias.float())
@@ -113,6 +113,12 @@ class Separated:
     spread: torch.Tensor
 
 
+def rotary_of(attention: Attention) -> Rotary:
+    """That of a layer which turns."""
+    assert attention.rotary is not None, "a layer without positions has no frequencies"
+    return attention.rotary
+
+
 def separate(attention: Attention, size: Size, gram: Callable[[Keys], torch.Tensor]) -> Separated:
     """Split keys into components, of which the first of each band turn on.
 
@@ -134,7 +140,7 @@ def separate(attention: Attention, size: Size, gram: Callable[[Keys], torch.Tens
     still[bands, parts] = False
     spread = _spread(basis, groups, size.freqfold)  # [G, D/2, bands, G F]
     queries, query_bias = _queries(attention, spread[:, :, bands, parts].repeat_interleave(heads // groups, 0))
-    kept = _rotary(attention).select(list(size.pairs), "interleaved")
+    kept = rotary_of(attention).select(list(size.pairs), "interleaved")
     rest, rest_spread = _rest(attention, keys.still, components[still], spread[:, :, still])
     return Separated(
         rotary=kept,
@@ -173,7 +179,7 @@ def _rest(
         components: `[m, E]` complex.
         spread: `[G, D/2, m]` complex, their share in each number of each KV head.
     """
-    rotary, (groups, count) = _rotary(attention), still.shape[:2]
+    rotary, (groups, count) = rotary_of(attention), still.shape[:2]
     # y = y' + i y'' contributes (s y', i s y'') for its share s.
     numbers = torch.cat((spread, 1j * spread), -1)  # [G, D/2, 2 m]
     turned = rotary.from_complex(numbers, numbers.real.new_zeros(groups, count, numbers.shape[-1]))
@@ -218,11 +224,6 @@ def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.float()
 
 
-def _rotary(attention: Attention) -> Rotary:
-    assert attention.rotary is not None, "a layer without positions has no components"
-    return attention.rotary
-
-
 def _banded(numbers: torch.Tensor, fold: int) -> torch.Tensor:
     """`[G, D/2, …]` as `[bands, G F, …]`."""
     return numbers.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
@@ -245,7 +246,7 @@ def _kept(size: Size) -> tuple[list[int], list[int]]:
 
 def _queries(attention: Attention, spread: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Each head's queries of the kept components: Σ_l conj(spread_{h,l,m}) q_{h,l}, for `spread [H, D/2, P/2]`."""
-    rotary = _rotary(attention)
+    rotary = rotary_of(attention)
     queries = spread.mH @ rotary.to_complex(attention.q.float())[0]
     if attention.q_bias is None:
         return queries, None

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from written import ok, same_but_for_the_run, weights
 
+from convert import transform
 from convert.families import FAMILIES
-from convert.layer import LayerShelf
+from convert.layer import Layer
+from convert.shelf import Shelf
 from convert.stream import LayerStream
 
 Make = Callable[..., Path]
@@ -213,6 +215,28 @@ def test_similar_heads_that_are_apart_are_grouped_and_lossless(
     same_but_for_the_run(tmp_path / "similar", tmp_path / "again")
 
 
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [
+        ({"attn_logit_softcapping": 50.0, "sliding_window": 64}, ["attn_logit_softcapping"]),
+        ({"attn_logit_softcapping": None, "sliding_window": 16}, ["sliding_window"]),
+        ({"attn_logit_softcapping": None, "sliding_window": 64}, []),
+    ],
+    ids=["capped", "windows within blocks", "windows beyond blocks"],
+)
+def test_a_plan_says_why_queries_are_not_refitted(
+    settings: dict[str, Any], fields: list[str], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    fitted = []
+    monkeypatch.setattr(transform, "refitted_queries", lambda before, after, x: fitted.append(x) or after)
+    source = checkpoint("gemma2", num_hidden_layers=2, **settings)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
+    said = [note for note in json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"] if "refitted" in note]
+    assert [note.split(": ")[1].removesuffix(" changes what heads attend to") for note in said] == fields
+    assert bool(fitted) == (not fields)
+
+
 def test_a_method_that_cannot_tell_similar_heads_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     command = ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--method", "mean"]
     result = convert(*command, "--grouping", "similar")
@@ -226,14 +250,14 @@ def test_a_method_that_cannot_tell_similar_heads_is_refused(checkpoint: Make, co
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "count"), [(LayerShelf, "put", 2), (LayerStream, "advance", 4), (LayerStream, "advance", 6)]
+    ("owner", "name", "count"), [(Layer, "of", 2), (LayerStream, "advance", 4), (LayerStream, "advance", 6)]
 )
 def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
     owner: type, name: str, count: int, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     source, options, left, made = checkpoint(), ["--groups", 2, *on, "--refine", 3, "--propagate"], [count], []
-    function, put = getattr(owner, name), LayerShelf.put
+    function, put = getattr(owner, name), Shelf.put
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
@@ -246,7 +270,7 @@ def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
         assert convert("gqa", source, tmp_path / "out", *options).exit_code == 130
     there = {path.name for path in (tmp_path / "out.partial" / "survey").glob("layer-*.safetensors")}
     with monkeypatch.context() as patch:
-        patch.setattr(LayerShelf, "put", lambda self, layer: made.append(layer.note["layer"]) or put(self, layer))
+        patch.setattr(Shelf, "put", lambda self, layer, *what: made.append(layer) or put(self, layer, *what))
         ok(convert("gqa", source, tmp_path / "out", *options, "--resume"))
     assert made == list(range(len(there), 3)), "no layer is fitted twice"
     ok(convert("gqa", source, tmp_path / "whole", *options))

@@ -22,10 +22,10 @@ from written import WITHOUT_KVFOLD, ok, same_but_for_the_run, weights
 from attention import load
 from attention.spec import AttentionSpec
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA, constants
-from convert.layer import LayerShelf
+from convert.layer import Layer
 from convert.methods import LATENT
+from convert.shelf import Shelf
 from convert.stream import LayerStream
-from convert.survey import Shelf
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -469,14 +469,13 @@ INTERRUPTED = """
 import os, signal, sys
 import convert.execute as execute
 from convert.cli import main
-from convert.layer import LayerShelf
+from convert.shelf import Shelf
 from convert.stream import LayerStream
-from convert.survey import Shelf
 place, count = sys.argv[1], int(sys.argv[2])
-def dying(function, half=None):
+def dying(function, half=None, kind=""):
     def wrapped(*args, **kwargs):
         global count
-        count -= 1
+        count -= not kind or args[0]._name == kind
         if count == 0:
             if half:
                 half(*args)
@@ -487,11 +486,10 @@ def half_spool(stream, *rest):
     stream._spool.with_name(stream._spool.name + "-unfinished").write_bytes(b"half of it")
 if place == "inputs":
     LayerStream.advance = dying(LayerStream.advance, half_spool)
-elif place == "statistics":
-    Shelf.put = dying(Shelf.put, lambda shelf, layer, _: shelf._path(layer).with_suffix(".tmp").write_bytes(b"half"))
-elif place == "layers":
-    LayerShelf.put = dying(
-        LayerShelf.put, lambda shelf, layer: shelf._path(layer.note["layer"]).with_suffix(".tmp").write_bytes(b"half")
+elif place in ("statistics", "layers"):
+    kind = {"statistics": "source", "layers": "layer"}[place]
+    Shelf.put = dying(
+        Shelf.put, lambda shelf, layer, *_: shelf._path(layer).with_suffix(".tmp").write_bytes(b"half"), kind
     )
 else:
     execute.write_shard = dying(
@@ -542,7 +540,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
     where: dict[str, tuple[Any, str]] = {
         "inputs": (LayerStream, "advance"), "statistics": (Shelf, "put"), "shards": (execute, "write_shard"),
-        "layers": (LayerShelf, "put"),
+        "layers": (Layer, "of"),
     }  # fmt: skip
     owner, name = where[place]
     function = getattr(owner, name)

@@ -216,6 +216,15 @@ def test_distances_are_measured_on_text_and_assumed_without() -> None:
     torch.testing.assert_close(falling[0, 0] / falling[0, 9], torch.tensor(10.0).double())
 
 
+def test_phases_turn_as_the_sequence_does() -> None:
+    """LongRoPE: beyond its limit all of a sequence turns by the long list, in the attention and in the phases."""
+    short, long = (torch.tensor(values, dtype=torch.float64) for values in ([1.0, 0.3, 0.1], [0.5, 0.1, 0.01]))
+    a = dataclasses.replace(record(2, 2, 3, 0, 20), rotary=Rotary(short, long_frequencies=long, long_beyond=20))
+    for tokens, expected in ((20, short), (21, long)):
+        waves = TurningKeys.of(a, measured(inputs(20, tokens=tokens))).waves
+        torch.testing.assert_close(waves[1], torch.exp(-1j * expected))
+
+
 @pytest.mark.parametrize("pairs", [1, 2, 3])
 def test_a_frequency_that_was_taken_can_be_taken_again(pairs: int) -> None:
     """What the pursuit goes on from is just what was subtracted there; the next key must be found all the same."""

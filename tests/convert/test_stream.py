@@ -14,8 +14,9 @@ from tiny import tiny_config, tiny_model
 
 from attention.errors import Failure
 from convert.record import Statistics
+from convert.shelf import Shelf
 from convert.stream import LayerStream
-from convert.survey import Moments, Shelf, survey
+from convert.survey import Moments, survey
 
 CPU = torch.device("cpu")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -235,10 +236,8 @@ def test_another_stream_goes_on_where_one_was_cut_off(tmp_path: Path) -> None:
 # ---- the survey ----------------------------------------------------------------------------------------------------
 
 
-def run_survey(model: Any, directory: Path, blocks: torch.Tensor) -> Shelf:
-    shelf = Shelf(directory, "source")
-    survey(stream_of(model, shelf.spool, blocks), shelf, True)
-    return shelf
+def run_survey(model: Any, directory: Path, blocks: torch.Tensor) -> Callable[[int], Statistics]:
+    return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"), True)
 
 
 def direct(x: torch.Tensor) -> Statistics:
@@ -249,9 +248,9 @@ def direct(x: torch.Tensor) -> Statistics:
 @pytest.mark.parametrize("case", ["llama", "gemma2, sliding layers and scaled embeddings"])
 def test_statistics_are_the_moments_of_what_layers_see(case: str, batched: int, tmp_path: Path) -> None:
     model, blocks = model_of(case), blocks_of()
-    shelf = run_survey(model, tmp_path, blocks)
+    known = run_survey(model, tmp_path, blocks)
     for layer, x in enumerate(seen_by(model, blocks)):
-        found, expected = shelf.get(layer), direct(x)
+        found, expected = known(layer), direct(x)
         assert found.tokens == 84
         assert found.second.dtype == found.mean.dtype == torch.float64
         torch.testing.assert_close(found.second, expected.second, rtol=1e-4, atol=1e-4)
@@ -269,8 +268,7 @@ def test_the_last_layer_need_not_run(tmp_path: Path) -> None:
         assert ".layers.2." not in name or "self_attn" not in name, "its inputs are all that is wanted"
         return weights[name]
 
-    shelf = Shelf(tmp_path, "source")
-    survey(stream_of(model, shelf.spool, blocks_of(), read), shelf, True)
+    survey(stream_of(model, tmp_path / "inputs", blocks_of(), read), Shelf(tmp_path, "source"), True)
     assert len(list(tmp_path.iterdir())) == 3, "no inputs are left"
 
 
@@ -335,13 +333,13 @@ def test_a_survey_goes_on_from_any_step_and_does_none_twice(
     with pytest.raises(KeyboardInterrupt):
         run_survey(model, directory, blocks)
     armed[0] = False
-    shelf = run_survey(model, directory, blocks)
+    known = run_survey(model, directory, blocks)
     # Statistics come before the next layer's inputs, and if those were lost in between, once more.
     again = cut if cut in ("put 0", "put 1") and after else None
     assert [step for i, step in enumerate(steps) if not (step == again and step in steps[:i])] == STEPS
     for layer in range(3):
-        assert torch.equal(shelf.get(layer).second, whole.get(layer).second)
-        assert torch.equal(shelf.get(layer).mean, whole.get(layer).mean)
+        assert torch.equal(known(layer).second, whole(layer).second)
+        assert torch.equal(known(layer).mean, whole(layer).mean)
 
 
 def _made(path: Path) -> Path:
@@ -352,18 +350,17 @@ def _made(path: Path) -> Path:
 def test_a_finished_survey_reads_nothing(tmp_path: Path) -> None:
     model, blocks = model_of(), blocks_of()
     run_survey(model, tmp_path, blocks)
-    shelf = Shelf(tmp_path, "source")
-    stream = stream_of(model, shelf.spool, blocks, lambda name: pytest.fail(name))
-    survey(stream, shelf, True)
+    stream = stream_of(model, tmp_path / "inputs", blocks, lambda name: pytest.fail(name))
+    survey(stream, Shelf(tmp_path, "source"), True)
 
 
 def test_lost_inputs_are_made_again_and_statistics_stay_the_same(tmp_path: Path) -> None:
     model, blocks = model_of(), blocks_of()
-    shelf = run_survey(model, tmp_path, blocks)
+    known = run_survey(model, tmp_path, blocks)
     (tmp_path / "source-00001.safetensors").unlink()
     before = (tmp_path / "source-00000.safetensors").read_bytes()
     expected = direct(seen_by(model, blocks)[1])
-    (tmp_path / "source-inputs-2").write_bytes(b"of no use: layer 1 comes first")
+    (tmp_path / "inputs-2").write_bytes(b"of no use: layer 1 comes first")
     run_survey(model, tmp_path, blocks)
     assert (tmp_path / "source-00000.safetensors").read_bytes() == before
-    torch.testing.assert_close(shelf.get(1).second, expected.second, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(known(1).second, expected.second, rtol=1e-4, atol=1e-4)

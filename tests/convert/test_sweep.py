@@ -15,7 +15,8 @@ import torch
 from written import ok, same_but_for_the_run
 
 from convert import sweep as module
-from convert.survey import Shelf
+from convert.shelf import Shelf
+from convert.survey import Moments
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -61,7 +62,13 @@ def test_all_targets_come_from_one_survey_into_one_report(
     checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, surveyed = Shelf.put, []
-    monkeypatch.setattr(Shelf, "put", lambda self, layer, known: surveyed.append(layer) or put(self, layer, known))
+
+    def note(self: Shelf, layer: int, tensors: Any, note: Any) -> None:
+        if "second" in tensors:
+            surveyed.append(layer)
+        put(self, layer, tensors, note)
+
+    monkeypatch.setattr(Shelf, "put", note)
     out = tmp_path / "out"
     report = json.loads(ok(convert("sweep", checkpoint(), out, *TARGETS, *on, *held_out)).stdout)
     assert surveyed == [0, 1, 2]
@@ -197,7 +204,7 @@ def test_a_killed_sweep_uses_its_survey_again(
     done = subprocess.run([sys.executable, "-c", KILLED, *map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert results(out) == ["gqa-1-aligned.partial", "gqa-2-aligned", "survey"]
-    monkeypatch.setattr(Shelf, "put", lambda self, layer, known: pytest.fail("surveyed again"))
+    monkeypatch.setattr(Moments, "statistics", lambda self: pytest.fail("surveyed again"))
     ok(convert(*command, "--resume"))
     assert results(out) == ["gqa-1-aligned", "gqa-2-aligned", "report"]
 
