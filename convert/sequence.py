@@ -53,7 +53,7 @@ def in_sequence(
     for layer in tqdm(range(begin, layers), desc="fit", unit="layer", file=sys.stderr, disable=job.quiet or None):
         if shelf.has(layer):
             if guided:
-                teacher.advance(layer)
+                teacher.advance(layer, keep=True)
         else:
             tensors, before = job.read_layer(layer)
             known = _observed(student, layer) if calibration.propagate else statistics(layer)
@@ -86,7 +86,7 @@ def _fitted(job: Job, after: Record, layer: int, teacher: LayerStream, student: 
     if isinstance(after, FactoredAttention) and after.o_bias is None:  # every host of a latent has a place for it
         after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
     if not calibration.refit:
-        teacher.advance(layer)
+        teacher.advance(layer, keep=True)
     else:
         fit, weights = OutputFit(after), write(after)
         lacking = plan.family.traits(plan.source.config).adds_output
@@ -97,7 +97,7 @@ def _fitted(job: Job, after: Record, layer: int, teacher: LayerStream, student: 
                 read = run.into(own, weights, plan.host.output(plan.family, layer))
                 fit.see(read, added + inputs - own if lacking else added)
 
-            teacher.advance(layer, attended=attended)
+            teacher.advance(layer, attended=attended, keep=True)
         after = fit.record()
     return refined(after, write, student, teacher, layer, calibration.refine, plan.seed) if calibration.refine else (after, {})
 
@@ -117,10 +117,9 @@ def _streams(job: Job, rotary: Rotary | None, made: dict[str, torch.Tensor]) -> 
 
 
 def _begin(*streams: LayerStream) -> int:
-    """The layer at which all streams stand, or 0 with the first layer's inputs made anew."""
-    ready = {stream.next_layer for stream in streams}
-    if len(ready) == 1 and (layer := ready.pop()) is not None:
-        return layer
+    """The last layer whose inputs all streams have, or 0 with the first layer's inputs made anew."""
+    if ready := set.intersection(*(stream.ready for stream in streams)):
+        return max(ready)
     for stream in streams:
         stream.discard()
         stream.embed()

@@ -76,11 +76,11 @@ class LayerStream:
         return self._blocks.shape[0], self._blocks.shape[1]
 
     @property
-    def next_layer(self) -> int | None:
-        """The layer whose inputs lie ready, or None before `embed`."""
+    def ready(self) -> set[int]:
+        """Layers whose inputs lie there: none before `embed`, and then the next one; one before it if that was kept."""
         whole = self._blocks.numel() * self._width * 4
         files = {layer: self._inputs(layer) for layer in range(len(self._attentions) + 1)}
-        return max((layer for layer, file in files.items() if file.is_file() and file.stat().st_size == whole), default=None)
+        return {layer for layer, file in files.items() if file.is_file() and file.stat().st_size == whole}
 
     @torch.no_grad()
     def embed(self) -> None:
@@ -114,18 +114,20 @@ class LayerStream:
         see: Observe | None = None,
         then: Callable[[], None] | None = None,
         attended: Attended | None = None,
+        keep: bool = False,
     ) -> None:
-        """Run the layer, and put its outputs in the place of its inputs.
+        """Run the layer, and put its outputs in the place of all inputs so far.
 
         Args:
             layer: Which.
             see: As in `observe`.
             then: Called when all has been seen, while the inputs are still there.
             attended: Called with each batch's number, the layer's input and its attention's output, `[b, T, E]` both.
+            keep: Whether the layer's own inputs stay beside its outputs until the next layer is run.
         """
         out: list[torch.Tensor] = []
-        keep = None if attended is None else out.append
-        with self._loaded(layer) as module, self._watched(layer, see, keep), self._writing(layer + 1) as write:
+        note = None if attended is None else out.append
+        with self._loaded(layer) as module, self._watched(layer, see, note), self._writing(layer + 1) as write:
             for batch in range(self.num_batches):
                 inputs = self.batch(layer, batch)
                 write(self._forward(module, layer, inputs))
@@ -133,7 +135,8 @@ class LayerStream:
                     attended(batch, inputs, out.pop())
             if then:
                 then()
-        self._inputs(layer).unlink()
+        for earlier in self.ready - {layer + 1, *([layer] if keep else [])}:
+            self._inputs(earlier).unlink()
 
     @contextlib.contextmanager
     def opened(self, layer: int) -> Iterator[OpenLayer]:

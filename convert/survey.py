@@ -91,7 +91,7 @@ def survey(stream: LayerStream, shelf: Shelf, quiet: bool) -> Callable[[int], St
     done = next((layer for layer in range(layers) if not shelf.has(layer)), layers)
     if done == layers:
         return partial(_get, shelf)
-    ready = stream.next_layer
+    ready = max(stream.ready, default=None)
     if ready is None or ready > done:  # inputs are lost, and later ones need them
         stream.discard()
         stream.embed()

@@ -250,7 +250,8 @@ def test_a_method_that_cannot_tell_similar_heads_is_refused(checkpoint: Make, co
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "count"), [(Layer, "of", 2), (LayerStream, "advance", 4), (LayerStream, "advance", 6)]
+    ("owner", "name", "count"),
+    [(Layer, "of", 1), (Layer, "of", 2), (Layer, "of", 3), *((LayerStream, "advance", count) for count in range(3, 8))],
 )
 def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
     owner: type, name: str, count: int, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path,
@@ -269,10 +270,13 @@ def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
         patch.setattr(owner, name, interrupted)
         assert convert("gqa", source, tmp_path / "out", *options).exit_code == 130
     there = {path.name for path in (tmp_path / "out.partial" / "survey").glob("layer-*.safetensors")}
+    again: list[LayerStream] = []
     with monkeypatch.context() as patch:
         patch.setattr(Shelf, "put", lambda self, layer, *what: made.append(layer) or put(self, layer, *what))
+        patch.setattr(LayerStream, "embed", again.append)
         ok(convert("gqa", source, tmp_path / "out", *options, "--resume"))
     assert made == list(range(len(there), 3)), "no layer is fitted twice"
+    assert not again, "neither stream begins anew"
     ok(convert("gqa", source, tmp_path / "whole", *options))
     same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()

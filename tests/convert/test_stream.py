@@ -95,7 +95,7 @@ def test_layers_see_what_they_see_in_the_whole_model(case: str, tmp_path: Path, 
         stream.advance(layer, lambda x, into=passing: into.append(x.clone()))
         torch.testing.assert_close(torch.cat(observed), whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
         assert torch.equal(torch.cat(observed), torch.cat(passing))
-        assert stream.next_layer == layer + 1
+        assert stream.ready == {layer + 1}
 
 
 def test_the_size_of_a_batch_changes_nothing(batched: int, tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_weights_leave_memory_when_a_layer_fails(tmp_path: Path) -> None:
             step(0, fail)
         assert all(parameter.device.type == "meta" for parameter in stream._model.parameters())
         assert not stream._model.get_submodule("model.layers.0.self_attn")._forward_pre_hooks
-    assert stream.next_layer == 0, "its inputs stay"
+    assert stream.ready == {0}, "its inputs stay"
     stream.advance(0)
-    assert stream.next_layer == 1
+    assert stream.ready == {1}
 
 
 def test_nothing_of_a_layer_is_kept(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_nothing_of_a_layer_is_kept(tmp_path: Path) -> None:
 
 def test_one_layers_inputs_are_on_disk_at_a_time(tmp_path: Path) -> None:
     stream = stream_of(model_of(), tmp_path / "spool", blocks_of())
-    assert stream.next_layer is None
+    assert stream.ready == set()
     stream.embed()
     for layer in range(3):
         assert [path.name for path in tmp_path.iterdir()] == [f"spool-{layer}"]
@@ -227,7 +227,7 @@ def test_another_stream_goes_on_where_one_was_cut_off(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         first.advance(1, fail)
     second, found = stream_of(model, tmp_path / "spool", blocks), []
-    assert second.next_layer == 1
+    assert second.ready == {1}
     second.advance(1)
     second.observe(2, lambda x: found.append(x.clone()))
     torch.testing.assert_close(torch.cat(found), seen_by(model, blocks)[2], rtol=1e-4, atol=1e-4)
