@@ -269,6 +269,7 @@ def sweep_command(evaluate: Path, latents: tuple[Any, ...] | None, **given: Any)
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """
+    from convert.describe import plans_text
     from convert.plan import Output
     from convert.plan_latent import LatentSize
     from convert.sweep import Wanted, plans_for, sweep
@@ -282,7 +283,11 @@ def sweep_command(evaluate: Path, latents: tuple[Any, ...] | None, **given: Any)
     where = Output(*(given[name] for name in ("output", "dtype", "max_shard_size", "overwrite", "resume")))
     sizes = None if latents is None else tuple(LatentSize(*size) for size in latents)
     chosen = (given["groups"], sizes, given["methods"], _calibration(given), where, given["device"], given["seed"])
-    plans, held_out = plans_for(source, Wanted(*chosen), given["quiet"]), read_file(evaluate)
+    plans = plans_for(source, Wanted(*chosen), given["quiet"])
+    if given["dry_run"]:
+        _show([plan.as_dict() for plan in plans], plans_text(plans), given["as_json"])
+        return
+    held_out = read_file(evaluate)
     settings = Settings(given["protocol"], given["context"], given["max_tokens"], "auto", given["device"], given["quiet"])
     found = sweep(plans, _calibration_text(given), held_out, settings)
     _show(found, report.to_markdown(found), given["as_json"])

@@ -1,9 +1,9 @@
-"""What the read-only commands say: `inspect`, `plan` and `families`. Configs are read; weights never are."""
+"""What `inspect`, `plan`, `families` and dry runs say. Configs are read; weights never are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -195,3 +195,13 @@ def plan_text(plan: Plan, done: bool) -> str:
         f"{where} {facts['output']}, loads in {facts['loads_in']} as {facts['model_type']}",
     ]
     return "\n".join(lines)
+
+
+def plans_text(plans: Sequence[Plan]) -> str:
+    """What a sweep would make, one row per result."""
+    rows = []
+    for plan in plans:
+        before, after = plan.before.bytes_per_token(plan.source.dtype), plan.target.bytes_per_token(plan.cache_dtype)
+        rows.append([plan.output.path.name, plan.target.kind, plan.method.name, str(after), f"{after / before:.1%}"])
+    where = f"would be written to {plans[0].output.path.parent}, with a report"
+    return table(["result", "attention", "method", "KV bytes/token", "of the source's"], rows, right=(3, 4)) + f"\n\n{where}"

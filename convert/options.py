@@ -167,13 +167,13 @@ writing = _all(
     ),
     click.option("--overwrite", is_flag=True, help="Replace what is there once the new one is whole."),
     click.option("--resume", is_flag=True, help="Finish an interrupted run of the same command."),
+    click.option("--dry-run", is_flag=True, help="Print the plan and stop; reads no weights."),
 )
 
 conversion = _all(
     click.argument("model"),
     click.argument("output", type=click.Path(path_type=Path)),
     writing,
-    click.option("--dry-run", is_flag=True, help="Print the plan and stop; reads no weights."),
     click.option(
         "--evaluate",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -209,6 +209,20 @@ def test_a_killed_sweep_uses_its_survey_again(
     assert results(out) == ["gqa-1-aligned", "gqa-2-aligned", "report"]
 
 
+def test_a_dry_run_says_what_would_be_made_and_makes_nothing(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
+) -> None:
+    command = ["sweep", checkpoint(), tmp_path / "out", *TARGETS, *on, *[o for o in held_out if o != "--json"], "--dry-run"]
+    said = ok(convert(*command)).stdout
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("| ")][2:]
+    assert [row[0] for row in rows] == NAMES
+    # The source caches 3 layers × 64 values × 4 bytes.
+    assert {(row[1], row[3], row[4]) for row in rows if "gqa-2" in row[0]} == {("GQA-2", "384", "50.0%")}
+    plans = json.loads(ok(convert(*command, "--json")).stdout)
+    assert [Path(plan["output"]).name for plan in plans] == NAMES
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_finished_sweep_is_resumed_without_work_and_grows(
     checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
