@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attention.errors import Refusal
+from attention.errors import Failure, Interrupted, Refusal
 from convert import methods
 from convert.calibration import Calibration, calibration_tokens
 from convert.checkpoint import Reader
@@ -89,18 +89,28 @@ def sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, s
 
     Returns:
         The report, as it is written to DIR/report.
+
+    Raises:
+        KvfoldError: What is finished stays, for a resumed sweep.
     """
     directory, source = plans[0].output.path.parent, plans[0].source
     prepare([source], evaluate_on, settings)  # whatever is wrong with the text is wrong before the work
-    directory.mkdir(parents=True, exist_ok=True)
-    ledger = _Ledger(directory, calibrate_on)
-    for plan in plans:
-        if not ledger.has(plan):
-            execute(plan, None, calibrate_on if plan.calibration else None, settings.quiet, directory / "survey")
-            ledger.note(plan)
-    results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
-    found = evaluate([source, *results], evaluate_on, settings)
-    report.write(found, directory / "report")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        ledger = _Ledger(directory, calibrate_on)
+        for plan in plans:
+            if not ledger.has(plan):
+                execute(plan, None, calibrate_on if plan.calibration else None, settings.quiet, directory / "survey")
+                ledger.note(plan)
+        results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
+        found = evaluate([source, *results], evaluate_on, settings)
+        report.write(found, directory / "report")
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted", hint="the same command with --resume finishes the sweep") from None
+    except OSError as error:
+        raise Failure(
+            f"the sweep into {directory} stopped: {error}", hint="mend that, then repeat the command with --resume"
+        ) from None
     shutil.rmtree(directory / "survey", ignore_errors=True)
     return found
 

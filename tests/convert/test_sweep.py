@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -142,8 +143,11 @@ def times_of(directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("place", ["between conversions", "within one", "while it evaluates"])
+@pytest.mark.parametrize(
+    "how", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=["^C", "full"]
+)
 def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
-    place: str, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
+    place: str, how: BaseException, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     import convert.execute as execute
@@ -158,13 +162,16 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
-            raise KeyboardInterrupt
+            raise how
         return function(*args, **kwargs)
 
     source, out, command = checkpoint(), tmp_path / "out", [*FEW, *on, *held_out]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
-        assert convert("sweep", source, out, *command).exit_code == 130
+        stopped = convert("sweep", source, out, *command)
+    assert stopped.exit_code == (1 if isinstance(how, OSError) else 130)
+    assert ("No space left on device" if isinstance(how, OSError) else "interrupted") in stopped.stderr
+    assert "--resume" in stopped.stderr
     finished = times_of(out)
     assert len(finished) == (4 if place == "while it evaluates" else 2)
     assert not (out / "report").exists()
