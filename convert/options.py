@@ -120,6 +120,9 @@ _verbosity = _all(
 common = _all(json_output, remote_code, _verbosity)
 plain = _all(json_output, _verbosity)
 
+arithmetic = click.option(
+    "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", show_default=True, help="Arithmetic."
+)
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, …")
 
 calibration = _all(
