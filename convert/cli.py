@@ -247,7 +247,9 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
 
 @main.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@click.option("--batch", type=options.Listed(click.IntRange(1)), metavar="N,…", default="1", show_default=True, help="Sequences at once.")
+@click.option(
+    "--batch", type=options.Listed(click.IntRange(1)), metavar="N,…", default="1", show_default=True, help="Sequences at once."
+)
 @click.option(
     "--context",
     type=options.Listed(click.IntRange(2)),

@@ -26,7 +26,7 @@ from eval.capacity import GIGABYTE, count_parameters
 from eval.clock import hardware, spread, timed
 from eval.device import compute_device, free_memory, require_device
 from eval.source import Source
-from eval.workload import MOST_SEQUENCES, Workload, largest_batch, out_of_memory
+from eval.workload import MOST_SEQUENCES, Workload, largest_batch, out_of_memory, weight_bytes
 
 _WARM_UP = 3  # steps; CUDA graphs are recorded in the second
 _NO_PEAK = "not measured on a CPU"
@@ -124,7 +124,7 @@ def run(sources: Sequence[Source], settings: Settings) -> dict[str, Any]:
             found += figures
     _add_largest(entrants, found, settings, device)
     _add_ratios(found)
-    order = "alternating" if together else "one after another"
+    order = None if len(entrants) == 1 else "alternating" if together else "one after another"
     asked = {"rounds": settings.rounds, "steps": settings.steps, "compile": settings.compile, "order": order}
     return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
 
@@ -219,7 +219,7 @@ def _describe(entrant: Entrant, model: Any) -> dict[str, Any]:
         "class": type(model).__name__,
         "attention": model.config._attn_implementation,
         "dtype": entrant.dtype,
-        "weight_bytes": model.get_memory_footprint(),
+        "weight_bytes": weight_bytes(model),
         "kv_bytes_per_token": entrant.spec.bytes_per_token(entrant.dtype),
         "cases": [],
     }
@@ -255,7 +255,7 @@ def _warm_up(work: Workload, entrant: Entrant, settings: Settings) -> dict[str, 
     """Everything but times: what memory the work took, how the prefill was cut, how long compilation took."""
     device = work.ids.device
     work.fill()
-    work.check(entrant.spec, entrant.dtype)
+    work.check(entrant.source.name, entrant.spec, entrant.dtype)
     compiling = None
     if settings.compile:
         work.compile(settings.backend)
@@ -264,24 +264,25 @@ def _warm_up(work: Workload, entrant: Entrant, settings: Settings) -> dict[str, 
     return {
         "prefill_chunk": work.chunk,
         "compile_seconds": compiling,
-        "peak_prefill_bytes": _peak(work, lambda: (work.to_start(), work.prefill())),
-        "peak_decode_bytes": _peak(work, lambda: (work.to_last(), work.step())),
+        "peak_prefill_bytes": _peak(work, work.to_start, work.prefill),
+        "peak_decode_bytes": _peak(work, work.to_last, work.step),
         "peak_reason": _NO_PEAK if device.type == "cpu" else None,
     }
 
 
-def _peak(work: Workload, run: Callable[[], Any]) -> int | None:
-    """The most bytes of tensors that `run` makes, with the model's weights and cache but without other models'."""
+def _peak(work: Workload, before: Callable[[], Any], run: Callable[[], Any]) -> int | None:
+    """The most bytes of tensors that `run` makes after `before`: with the model's own weights and cache, and no other's."""
     device = work.ids.device
     if device.type != "cuda":
         return None
+    before()
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    idle = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
     torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - before
-    return int(work.model.get_memory_footprint()) + work.cache_bytes + activations
+    activations = torch.cuda.max_memory_allocated(device) - idle
+    return weight_bytes(work.model) + work.cache_bytes + activations
 
 
 def _speed(row: dict[str, Any], model: Any, cache: int, prefills: list[float], steps: list[float]) -> dict[str, Any]:
@@ -305,7 +306,7 @@ def _weights_read(model: Any) -> int | None:
         return None  # how many are read is up to the router
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     looked_up = 0 if head is not None and head.weight is embedding.weight else embedding.weight.nbytes
-    return sum(parameter.nbytes for parameter in model.parameters()) - looked_up
+    return weight_bytes(model) - looked_up
 
 
 @contextlib.contextmanager
@@ -322,9 +323,7 @@ def _memory_for(entrant: Entrant, case: Case) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _add_largest(
-    entrants: Sequence[Entrant], found: list[dict[str, Any]], settings: Settings, device: torch.device
-) -> None:
+def _add_largest(entrants: Sequence[Entrant], found: list[dict[str, Any]], settings: Settings, device: torch.device) -> None:
     """The largest batch that fits at each context, with one model in memory at a time."""
     for entrant, entry in zip(entrants, found, strict=True):
         sizes: dict[int, int] = {}
@@ -352,4 +351,4 @@ def _add_ratios(found: list[dict[str, Any]]) -> None:
 
 
 def _gigabytes(size: int) -> str:
-    return f"{size / GIGABYTE:,.3g} GB"
+    return f"{size / GIGABYTE:,.0f} GB" if size >= 100 * GIGABYTE else f"{size / GIGABYTE:.3g} GB"

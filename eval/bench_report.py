@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,6 +46,10 @@ def _milliseconds(seconds: dict[str, Any]) -> str:
     return f"{median} ({low} to {high})"
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _peak(row: Row) -> str:
     sizes = row["peak_prefill_bytes"], row["peak_decode_bytes"]
     return "" if None in sizes else " / ".join(_rate(size / 1e9) for size in sizes)
@@ -75,7 +80,7 @@ def to_json(report: Report) -> str:
 
 def to_markdown(report: Report) -> str:
     """One GitHub table, the models of each batch and context together, and lines that say what it was measured on."""
-    cases = zip(*(zip(itertools.repeat(model), model["cases"]) for model in report["models"]), strict=True)  # noqa: B905
+    cases = zip(*([(model, row) for row in model["cases"]] for model in report["models"]), strict=True)
     cells = [[printable(column.cell(*pair)) for column in COLUMNS] for case in cases for pair in case]
     kept = [i for i in range(len(COLUMNS)) if any(row[i] for row in cells)]
     header = [COLUMNS[i].header for i in kept]
@@ -85,31 +90,43 @@ def to_markdown(report: Report) -> str:
 
 
 def _lines(report: Report) -> list[str]:
-    setup, models = report["setup"], report["models"]
-    dtypes, attentions = ({model[key]: None for model in models} for key in ("dtype", "attention"))
-    load = "" if setup["load_average"] is None else f", load {setup['load_average']:.1f} before"
-    lines = [
-        f"{setup['name']} ({setup['device']}), {setup['cores']} cores, {setup['threads']} threads{load}; torch {setup['torch']}, "
-        f"transformers {setup['transformers']}; {' and '.join(dtypes)}, {' and '.join(attentions)} attention, "
-        f"steps {'compiled' if setup['compile'] else 'not compiled'}.",
-        f"Medians of {setup['rounds']} rounds of one prefill and {setup['steps']} steps, with the least and the largest; "
-        f"{'models took turns' if setup['order'] == 'alternating' else 'one model after another'}. A step is one forward pass of "
-        "one token per sequence, the last of the context; GB/s: what the cache holds, and with the weights that a step reads.",
-    ]
-    if len(dtypes) > 1:
-        listed = ", ".join(f"{model['name']} {model['dtype']}" for model in models)
-        lines.append(f"Models ran in different dtypes ({listed}), which --dtype makes equal.")
-    rows = [(model, row) for model in models for row in model["cases"]]
-    cut = {f"{model['name']} {row['prefill_chunk']:,}": None for model, row in rows if row["prefill_chunk"] < row["context"]}
+    rows = [(model, row) for model in report["models"] for row in model["cases"]]
+    lines = [_machine(report), _protocol(report["setup"])]
+    dtypes = [f"{model['name']} {model['dtype']}" for model in report["models"]]
+    if len({model["dtype"] for model in report["models"]}) > 1:
+        lines.append(f"Models ran in different dtypes ({', '.join(dtypes)}), which --dtype makes equal.")
+    cut = [f"{model['name']} {row['prefill_chunk']:,}" for model, row in rows if row["prefill_chunk"] < row["context"]]
     if cut:
-        lines.append(f"For want of memory prefills were cut into chunks of so many tokens: {', '.join(cut)}.")
-    reasons = {"Peak memory": "peak_reason", "The largest batch": "largest_batch_reason"}
-    for what, key in reasons.items():
+        lines.append(f"For want of memory prefills were cut into chunks of so many tokens: {', '.join(dict.fromkeys(cut))}.")
+    for what, key in (("Peak memory", "peak_reason"), ("The largest batch", "largest_batch_reason")):
         lines += [f"{what}: {reason}." for reason in dict.fromkeys(row[key] for _, row in rows) if reason]
-    compiled = [f"{model['name']} {_rate(row['compile_seconds'])} s" for model, row in rows if row["compile_seconds"] is not None]
+    compiled = [
+        f"{model['name']} {_rate(row['compile_seconds'])} s" for model, row in rows if row["compile_seconds"] is not None
+    ]
     if compiled:
         lines.append(f"First steps, compilation included: {', '.join(compiled)}.")
     return [printable(line) for line in lines]
+
+
+def _machine(report: Report) -> str:
+    setup, models = report["setup"], report["models"]
+    dtypes, attentions = (" and ".join(dict.fromkeys(model[key] for model in models)) for key in ("dtype", "attention"))
+    load = "" if setup["load_average"] is None else f", load {setup['load_average']:.1f} before"
+    return (
+        f"{setup['name']} ({setup['device']}), {_count(setup['cores'], 'core')}, {_count(setup['threads'], 'thread')}{load}; "
+        f"torch {setup['torch']}, transformers {setup['transformers']}; {dtypes}, {attentions} attention, "
+        f"steps {'compiled' if setup['compile'] else 'not compiled'}."
+    )
+
+
+def _protocol(setup: dict[str, Any]) -> str:
+    rounds, steps = _count(setup["rounds"], "round"), _count(setup["steps"], "step")
+    turns = {"alternating": "; models took turns", "one after another": "; one model after another", None: ""}
+    return (
+        f"Medians of {rounds} of one prefill and {steps}, with the least and the largest{turns[setup['order']]}. "
+        "A step is one forward pass of one token per sequence, the last of the context. "
+        "GB/s: what the cache holds, in the time of a step; with weights: and those that a step reads."
+    )
 
 
 def to_svg(report: Report) -> str:
@@ -123,7 +140,8 @@ def to_svg(report: Report) -> str:
         figure = Figure(figsize=(760 / 72, 440 / 72), dpi=72, layout="constrained")
         axes = figure.add_subplot()
         _plot(axes, report)
-        figure.legend(loc="outside upper left", ncols=2, handlelength=2.5)
+        longest = max(len(label) for label in axes.get_legend_handles_labels()[1])
+        figure.legend(loc="outside upper left", ncols=max(1, 760 // (7 * longest + 60)), handlelength=2.5)
         stream = io.StringIO()
         figure.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue()
@@ -154,11 +172,14 @@ def _plot(axes: Axes, report: Report) -> None:
 
 
 def require_room(directory: Path, overwrite: bool) -> None:
-    """Refuse a `directory` that holds figures already, unless they may be replaced; other files are no matter.
+    """Refuse a `directory` that cannot be written, or holds figures already that may not be replaced; other files may stay.
 
     Raises:
-        Refusal: It does.
+        Refusal: It is such a one.
     """
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise Refusal(f"cannot write into {directory}: {existing} is no directory that you may write to")
     there = [name for name in NAMES if (directory / name).exists()]
     if there and not overwrite:
         raise Refusal(f"{directory / there[0]} exists", hint="give --overwrite, or another --output")

@@ -83,8 +83,9 @@ class Workload:
         """`to_start` and `prefill`, in halves, quarters, … of the context if there is no memory for all of it at once.
 
         Raises:
-            torch.OutOfMemoryError: There is none for 128 tokens either.
+            torch.OutOfMemoryError: There is none for pieces of 128 tokens either, or of up to 255 if those are halves.
         """
+
         def whole() -> None:
             self.to_start()
             self.prefill()
@@ -104,7 +105,7 @@ class Workload:
         """Bytes of the live cache: all of it is read by a step."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
-    def check(self, spec: AttentionSpec, dtype: str) -> None:
+    def check(self, name: str, spec: AttentionSpec, dtype: str) -> None:
         """Hold the live cache to what `spec` predicts, and the logits of a step to being numbers; the cache is full.
 
         Raises:
@@ -114,15 +115,20 @@ class Workload:
         windows = any(layer.is_sliding and layer.max_cache_len < self.ids.shape[1] for layer in self.cache.layers)
         if self.cache_bytes != predicted and not (windows and self.cache_bytes < predicted):
             raise Failure(
-                f"the live cache of {type(self.model).__name__} holds {self.cache_bytes} bytes, its config predicts {predicted}",
+                f"the live cache of {name} holds {self.cache_bytes} bytes, its config predicts {predicted}",
                 hint="this class caches something that kvfold does not know; please report the model type",
             )
         self.to_last()
         if not bool(self.step().isfinite().all()):
             raise Failure(
-                f"{type(self.model).__name__} gives logits that are not finite in {dtype}, and its speed would mean nothing",
+                f"logits of {name} ({type(self.model).__name__}) are not finite in {dtype}: its speed would mean nothing",
                 hint="use --dtype float32 or bfloat16; if it stays, convert again",
             )
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters, tied ones once."""
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def fits(work: Callable[[], Any], final: bool = False) -> bool:
