@@ -247,15 +247,8 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
 
 @main.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@click.option(
-    "--batch", type=options.Listed(click.IntRange(1)), metavar="N,…", default="1", show_default=True, help="Sequences at once."
-)
-@click.option(
-    "--context",
-    type=options.Listed(click.IntRange(2)),
-    metavar="N,…",
-    help="Tokens that a step attends over, itself among them.  [default: 2048, or the models' limit]",
-)
+@options.listed("--batch", click.IntRange(1), "Sequences at once.  [default: 1]")
+@options.listed("--context", click.IntRange(2), "Tokens that a step attends over.  [default: 2048, or the models' limit]")
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Decode steps per round.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Of each model, batch and context.")
 @click.option("--stock", is_flag=True, help="Measure MLA models in transformers' own classes, too.")
@@ -270,7 +263,7 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
 @options.arithmetic
 @options.device
 @options.common
-def bench(models: tuple[str, ...], batch: tuple[int, ...], context: tuple[int, ...] | None, **given: Any) -> None:
+def bench(models: tuple[str, ...], batch: tuple[int, ...], context: tuple[int, ...], **given: Any) -> None:
     """Speed and memory of MODELs side by side.
 
     Prefill and decode tokens per second, time per step, bandwidth over the cache, peak memory and the largest batch that fits,
@@ -287,7 +280,7 @@ def bench(models: tuple[str, ...], batch: tuple[int, ...], context: tuple[int, .
     if given["output"]:
         bench_report.require_room(given["output"], given["overwrite"])
     names = ("steps", "rounds", "dtype", "device", "compile", "stock", "largest_batch", "quiet")
-    found = run(sources, Settings(batch, context or (), **{name: given[name] for name in names}))
+    found = run(sources, Settings(batch or (1,), context, **{name: given[name] for name in names}))
     _show(found, bench_report.to_markdown(found), given["as_json"])
     if given["output"]:
         _written(bench_report.write(found, given["output"]), given["quiet"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -102,6 +103,15 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
         if isinstance(value, tuple):
             return value
         return tuple(dict.fromkeys(self._each.convert(item.strip(), param, ctx) for item in str(value).split(",")))
+
+
+def listed(name: str, each: click.IntRange, help_text: str) -> Decorator:
+    """An option that takes values with commas between them, may be given again, and is a tuple of them all, none twice."""
+
+    def flat(ctx: click.Context, param: click.Parameter, value: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(itertools.chain(*value)))
+
+    return click.option(name, type=Listed(each), multiple=True, callback=flat, metavar="N,…", help=help_text)
 
 
 def _all(*decorators: Decorator) -> Decorator:

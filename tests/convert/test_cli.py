@@ -156,7 +156,7 @@ def test_eval_writes_the_report_and_holds_the_gate(checkpoint: Make, convert: Co
 def test_bench_measures_and_writes(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, out = checkpoint(), tmp_path / "speed"
     convert("mqa", source, tmp_path / "one")
-    sizes = ("--batch", "1,2", "--context", "8,16", "--rounds", 2, "--steps", 2, "--device", "cpu")
+    sizes = ("--batch", "1,2", "--context", 8, "--context", "16,8", "--rounds", 2, "--steps", 2, "--device", "cpu")
     result = convert("bench", source, tmp_path / "one", *sizes, "--json", "--output", out, "-q")
     assert result.exit_code == 0, result.output
     assert result.stderr == ""

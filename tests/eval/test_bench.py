@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -59,6 +61,28 @@ def test_only_the_work_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
     assert clock.timed(CPU, spend("work", 0.25), spend("before", 8.0), 3) == [0.25, 0.25, 0.25]
     assert log == ["before", "work"] * 3
+
+
+def test_a_gpu_times_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = list[str]()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("mark")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert log[-1] == "wait"  # before that the events may not have happened
+            return 250.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    work, before = (lambda what=what: log.append(what) for what in ("work", "before"))
+    assert clock.timed(torch.device("cuda"), work, before, 2) == [0.25, 0.25]
+    assert log == ["wait", *["before", "mark", "work", "mark"] * 2, "wait"]
 
 
 def test_a_median_comes_with_its_spread() -> None:
@@ -236,6 +260,22 @@ def test_the_largest_number_that_runs_is_found(truth: int, guess: int) -> None:
     assert most(runs, guess) == min(truth, 4096)
     assert len(asked) == len(set(asked)) < 80
     assert all(1 <= number <= 4096 for number in asked)
+
+
+def test_the_peak_on_a_gpu_is_without_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, own = 5000, 300 + 40  # the model's weights and cache
+    now, peak = [others + own], [10**6]  # once, long ago
+
+    def step() -> None:
+        peak[0] = max(peak[0], now[0] + 70)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: now[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, now[0]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(bench, "weight_bytes", lambda model: 300)
+    work: Any = SimpleNamespace(ids=SimpleNamespace(device=torch.device("cuda")), model=None, cache_bytes=40)
+    assert bench._peak(work, lambda: None, step) == 300 + 40 + 70
 
 
 @pytest.mark.usefixtures("no_grad")
