@@ -322,22 +322,27 @@ def _memory_for(entrant: Entrant, case: Case) -> Iterator[None]:
         ) from error
 
 
-@torch.no_grad()
 def _add_largest(entrants: Sequence[Entrant], found: list[dict[str, Any]], settings: Settings, device: torch.device) -> None:
-    """The largest batch that fits at each context, with one model in memory at a time."""
+    """The largest batch that fits at each context, with one model in memory at a time, or why there is none."""
     for entrant, entry in zip(entrants, found, strict=True):
-        sizes: dict[int, int] = {}
-        if device.type == "cuda" and settings.largest_batch:
+        contexts = sorted({row["context"] for row in entry["cases"]})
+        sizes: dict[int, tuple[int | None, str | None]]
+        if device.type == "cpu" or not settings.largest_batch:
+            sizes = dict.fromkeys(contexts, (None, _NO_LARGEST if device.type == "cpu" else "not asked for"))
+        else:
             with _loaded([entrant], settings, device) as models:
-                for context in sorted({row["context"] for row in entry["cases"]}):
-                    room, each = free_memory(device), entrant.cache_bytes(1, context)
-                    sizes[context] = largest_batch(models[0], context, room, each)
+                sizes = {context: _largest(entrant, models[0], context, device) for context in contexts}
         for row in entry["cases"]:
-            size = sizes.get(row["context"])
-            row["largest_batch"] = size
-            row["largest_batch_reason"] = f"the search ends at {MOST_SEQUENCES}" if size == MOST_SEQUENCES else None
-            if size is None:
-                row["largest_batch_reason"] = _NO_LARGEST if device.type == "cpu" else "not asked for"
+            row["largest_batch"], row["largest_batch_reason"] = sizes[row["context"]]
+
+
+@torch.no_grad()
+def _largest(entrant: Entrant, model: Any, context: int, device: torch.device) -> tuple[int | None, str | None]:
+    try:
+        size = largest_batch(model, context, free_memory(device), entrant.cache_bytes(1, context))
+    except RuntimeError as error:  # kernels have limits of their own; everything else has been measured by now
+        return None, f"the search failed for {entrant.source.name}: {' '.join(str(error).split())[:200]}"
+    return size, f"the search ends at {MOST_SEQUENCES}" if size == MOST_SEQUENCES else None
 
 
 def _add_ratios(found: list[dict[str, Any]]) -> None:

@@ -295,6 +295,30 @@ def test_the_largest_batch_is_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> N
     assert (11, 16) in ran
 
 
+def test_the_search_for_the_largest_batch_loses_no_figures(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[int, Any] = {8: 31, 16: 4096, 32: RuntimeError("CUDA error: invalid\nconfiguration")}
+
+    def search(model: str, context: int, room: int, bytes_per_sequence: int) -> int:
+        assert (model, room, bytes_per_sequence) == ("loaded", 10**9, context * 1536)
+        if isinstance(answers[context], RuntimeError):
+            raise answers[context]
+        return int(answers[context])
+
+    monkeypatch.setattr(bench, "_loaded", lambda *given: contextlib.nullcontext(["loaded"]))
+    monkeypatch.setattr(bench, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(bench, "largest_batch", search)
+    entrants, _ = check(pair[:1], SHORT)
+
+    def found(settings: Settings) -> list[tuple[int | None, str | None]]:
+        rows = [{"batch": batch, "context": context} for batch in (1, 2) for context in (8, 16, 32)]
+        bench._add_largest(entrants, [{"cases": rows}], settings, torch.device("cuda"))
+        return [(row["largest_batch"], row["largest_batch_reason"]) for row in rows]  # type: ignore[misc]
+
+    failed = "the search failed for source: CUDA error: invalid configuration"
+    assert found(SHORT) == [(31, None), (4096, "the search ends at 4096"), (None, failed)] * 2
+    assert found(replace(SHORT, largest_batch=False)) == [(None, "not asked for")] * 6
+
+
 # ---- side by side --------------------------------------------------------------------------------------------------
 
 
