@@ -68,6 +68,11 @@ def _show(facts: Any, text: str, as_json: bool) -> None:
     click.echo(json.dumps(facts, indent=2) if as_json else text)
 
 
+def _written(paths: dict[str, Path], quiet: bool) -> None:
+    if not quiet:
+        click.echo(f"written: {', '.join(str(path) for path in paths.values())}", err=True)
+
+
 def _quieten(verbose: bool) -> None:
     """Keep transformers' own warnings and bars off the terminal unless they are asked for."""
     click.get_current_context().meta["kvfold.verbose"] = verbose  # shared with the group, which handles errors
@@ -211,7 +216,7 @@ def mla(method: str, **given: Any) -> None:
 @click.option(
     "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write report.json, .md and .html."
 )
-@click.option("--dtype", type=click.Choice(("auto", *options.DTYPES)), default="auto", show_default=True, help="Arithmetic.")
+@options.arithmetic
 @options.device
 @options.common
 def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **given: Any) -> None:
@@ -236,10 +241,49 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
     found = run(sources, text or str(dataset), Settings(**{name: given[name] for name in names}))
     _show(found, report.to_markdown(found), given["as_json"])
     if given["output"]:
-        paths = report.write(found, given["output"])
-        if not given["quiet"]:
-            click.echo(f"written: {', '.join(str(path) for path in paths.values())}", err=True)
+        _written(report.write(found, given["output"]), given["quiet"])
     require_ratio(found, limit)
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@options.listed("--batch", click.IntRange(1), "Sequences at once.  [default: 1]")
+@options.listed("--context", click.IntRange(2), "Tokens that a step attends over.  [default: 2048, or the models' limit]")
+@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Decode steps per round.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Of each model, batch and context.")
+@click.option("--stock", is_flag=True, help="Measure MLA models in transformers' own classes, too.")
+@click.option("--compile/--no-compile", default=False, show_default=True, help="Run decode steps through torch.compile.")
+@click.option(
+    "--largest-batch/--no-largest-batch", default=True, show_default=True, help="On a GPU: find it, by filling its memory."
+)
+@click.option(
+    "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write bench.json, .md and .svg."
+)
+@click.option("--overwrite", is_flag=True, help="Replace those in DIR.")
+@options.arithmetic
+@options.device
+@options.common
+def bench(models: tuple[str, ...], batch: tuple[int, ...], context: tuple[int, ...], **given: Any) -> None:
+    """Speed and memory of MODELs side by side.
+
+    Prefill and decode tokens per second, time per step, bandwidth over the cache, peak memory and the largest batch that fits,
+    on random tokens. The others are compared with the first MODEL. MLA models decode over their latent.
+
+    Example: convert bench ./my-model my-model-mla --context 512,2048,8192 --output speed
+    """
+    from eval import bench_report
+    from eval.bench import Settings, run
+    from eval.source import Source
+
+    _quieten(given["verbose"])
+    sources = [Source.parse(model, given["trust_remote_code"]) for model in models]
+    if given["output"]:
+        bench_report.require_room(given["output"], given["overwrite"])
+    names = ("steps", "rounds", "dtype", "device", "compile", "stock", "largest_batch", "quiet")
+    found = run(sources, Settings(batch or (1,), context, **{name: given[name] for name in names}))
+    _show(found, bench_report.to_markdown(found), given["as_json"])
+    if given["output"]:
+        _written(bench_report.write(found, given["output"]), given["quiet"])
 
 
 @main.command(name="sweep")

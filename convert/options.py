@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -104,6 +105,15 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
         return tuple(dict.fromkeys(self._each.convert(item.strip(), param, ctx) for item in str(value).split(",")))
 
 
+def listed(name: str, each: click.IntRange, help_text: str) -> Decorator:
+    """An option that takes values with commas between them, may be given again, and is a tuple of them all, none twice."""
+
+    def flat(ctx: click.Context, param: click.Parameter, value: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(itertools.chain(*value)))
+
+    return click.option(name, type=Listed(each), multiple=True, callback=flat, metavar="N,…", help=help_text)
+
+
 def _all(*decorators: Decorator) -> Decorator:
     return lambda command: reduce(lambda f, decorate: decorate(f), reversed(decorators), command)
 
@@ -120,6 +130,9 @@ _verbosity = _all(
 common = _all(json_output, remote_code, _verbosity)
 plain = _all(json_output, _verbosity)
 
+arithmetic = click.option(
+    "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", show_default=True, help="Arithmetic."
+)
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, …")
 
 calibration = _all(

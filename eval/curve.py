@@ -71,13 +71,13 @@ def _plot(axes: Axes, models: list[Model]) -> list[tuple[float, float]]:
         curve = sorted(p for p, model in zip(points[1:], models[1:], strict=True) if model["method"] == method)
         colour, marker, label = COLOURS[f"series-{index % 8}"], MARKERS[index % len(MARKERS)], method or "not converted"
         axes.plot(*zip(*curve, strict=True), color=colour, marker=marker, markersize=6, label=printable(label))
-    log_x, log_y = _scale(axes, 0, [x for x, _ in points]), _scale(axes, 1, [y for _, y in points])
+    log_x, log_y = scale(axes, 0, [x for x, _ in points]), scale(axes, 1, [y for _, y in points])
     axes.set_xlabel(f"KV bytes per token ({name}{', log scale' if log_x else ''})")
     axes.set_title(f"perplexity{' (log scale)' if log_y else ''}", loc="left")
     return points
 
 
-def _scale(axes: Axes, which: int, values: list[float]) -> bool:
+def scale(axes: Axes, which: int, values: list[float]) -> bool:
     """Sets limits and ticks of axis `which` (0: x, 1: y), logarithmic from a span of four on."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 

@@ -1,7 +1,10 @@
-"""Which device a command may use, and where a loaded model takes its input."""
+"""Which device a command may use, what memory it has left, and where a loaded model takes its input."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Refusal
@@ -35,6 +38,19 @@ def compute_device(name: str) -> Any:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
+
+
+def free_memory(device: Any) -> int:
+    """Bytes that tensors may still take on `device`: what a GPU has free, or what this machine has available."""
+    import torch
+
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, for later
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # not Linux: all there is
 
 
 def input_device(model: Any) -> Any:

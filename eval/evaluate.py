@@ -141,7 +141,7 @@ def check(sources: Sequence[Source], settings: Settings) -> Protocol:
     """Everything that can be refused from configs: the protocol at the context that all models allow."""
     require_device(settings.device)
     for source in sources:
-        _require_causal(source)
+        require_causal(source)
     vocabularies = {source.config.get_text_config(decoder=True).vocab_size for source in sources}
     if len(vocabularies) > 1:
         listed = ", ".join(f"{s.name} {s.config.get_text_config(decoder=True).vocab_size}" for s in sources)
@@ -153,24 +153,34 @@ def check(sources: Sequence[Source], settings: Settings) -> Protocol:
         AttentionSpec.from_config(source.config).bytes_per_token(source.dtype)
     if settings.max_tokens is not None and settings.max_tokens < 2:
         raise Refusal(f"perplexity needs at least 2 tokens, not {settings.max_tokens}")
-    limits = [limit for source in sources if (limit := source.max_positions)]
-    context = min([_DEFAULT_CONTEXT, *limits]) if settings.context is None else settings.context
-    if limits and context > min(limits):
-        raise Refusal(
-            f"a context of {context} tokens exceeds the {min(limits)} positions of the model",
-            hint=f"use --context {min(limits)} or less",
-        )
+    (context,) = require_contexts(sources, () if settings.context is None else (settings.context,))
     return Protocol.named(settings.protocol, context)
 
 
-def _require_causal(source: Source) -> None:
+def require_contexts(sources: Sequence[Source], wanted: Sequence[int]) -> tuple[int, ...]:
+    """`wanted`, or min(2048, the smallest position limit of the models) where it is empty.
+
+    Raises:
+        Refusal: One exceeds a model's positions.
+    """
+    limits = [limit for source in sources if (limit := source.max_positions)]
+    if limits and max(wanted, default=0) > min(limits):
+        raise Refusal(
+            f"a context of {max(wanted)} tokens exceeds the {min(limits)} positions of the model",
+            hint=f"use --context {min(limits)} or less",
+        )
+    return tuple(wanted) or (min([_DEFAULT_CONTEXT, *limits]),)
+
+
+def require_causal(source: Source) -> None:
+    """Raise `Refusal` for what is no decoder-only language model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     known = type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
     if getattr(source.config, "is_encoder_decoder", False) or not known:
         raise Refusal(
             f"{source.reference} is no decoder-only language model (model type {source.model_type!r})",
-            hint="perplexity is defined for models that AutoModelForCausalLM loads",
+            hint="it takes a model that AutoModelForCausalLM loads",
         )
 
 

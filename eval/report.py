@@ -182,7 +182,13 @@ def to_html(report: Report) -> str:
 
 def write(report: Report, directory: Path) -> dict[str, Path]:
     """Writes report.json, report.md and report.html, each whole or not at all; returns their paths by name."""
-    pages = {"report.json": to_json(report), "report.md": to_markdown(report), "report.html": to_html(report)}
+    return write_pages(
+        {"report.json": to_json(report), "report.md": to_markdown(report), "report.html": to_html(report)}, directory
+    )
+
+
+def write_pages(pages: dict[str, str], directory: Path) -> dict[str, Path]:
+    """Writes each of `pages`, text by file name, whole or not at all; returns their paths by name."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         temporary = directory / f".{name}.{os.getpid()}"

@@ -153,6 +153,37 @@ def test_eval_writes_the_report_and_holds_the_gate(checkpoint: Make, convert: Co
     assert "the limit is" in gated.stderr
 
 
+def test_bench_measures_and_writes(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, out = checkpoint(), tmp_path / "speed"
+    convert("mqa", source, tmp_path / "one")
+    sizes = ("--batch", "1,2", "--context", 8, "--context", "16,8", "--rounds", 2, "--steps", 2, "--device", "cpu")
+    result = convert("bench", source, tmp_path / "one", *sizes, "--json", "--output", out, "-q")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    report = json.loads(result.stdout)
+    assert [(entry["kind"], entry["dtype"]) for entry in report["models"]] == [("GQA-4", "float32"), ("MQA", "float32")]
+    assert [(row["batch"], row["context"]) for row in report["models"][1]["cases"]] == [(1, 8), (1, 16), (2, 8), (2, 16)]
+    assert json.loads((out / "bench.json").read_text()) == report
+    refused(convert("bench", source, *sizes, "--output", out), 2, "bench.json exists")
+    again = convert("bench", source, "--context", 8, "--rounds", 1, "--steps", 1, "--output", out, "--overwrite")
+    assert again.stdout == (out / "bench.md").read_text() + "\n"
+    assert f"written: {out / 'bench.json'}" in again.stderr
+
+
+def test_an_interrupted_bench_writes_nothing(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eval import bench
+
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "spread", interrupt)  # the last round is done
+    result = convert("bench", checkpoint(), "--context", 8, "--rounds", 1, "--output", tmp_path / "speed")
+    refused(result, 130, "interrupted")
+    assert not (tmp_path / "speed").exists()
+
+
 # ---- recipes -------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +230,7 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
         ("a: {b: c", "is no YAML"),
         (
             "shrink: {model: x}",
-            "a recipe cannot run 'shrink' (choose demo, eval, families, gqa, inspect, mla, mqa, plan, sweep)",
+            "a recipe cannot run 'shrink' (choose bench, demo, eval, families, gqa, inspect, mla, mqa, plan, sweep)",
         ),
         ("run: {recipe: x}", "a recipe cannot run 'run'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
@@ -286,6 +317,19 @@ def test_texts_that_cannot_be_evaluated(checkpoint: Make, convert: Convert, text
     refused(convert("eval", source, "--text", tmp_path / "missing.txt"), 2, "does not exist")
     refused(convert("eval", source), 2, "give either --text FILE or --dataset NAME")
     refused(convert("eval", source, "--text", text, "--context", 4096), 2, "a context of 4096 tokens exceeds the 128 positions")
+
+
+def test_sizes_that_cannot_be_measured(checkpoint: Make, convert: Convert) -> None:
+    source = checkpoint()
+    (source / "model.safetensors").write_bytes(b"garbage")
+    refused(convert("bench"), 2, "Missing argument 'MODEL...'")
+    refused(convert("bench", "./nowhere"), 2, "no model directory './nowhere'")
+    refused(convert("bench", source, "--batch", "1,0"), 2, "0 is not in the range x>=1")
+    refused(convert("bench", source, "--context", "1"), 2, "1 is not in the range x>=2")
+    refused(convert("bench", source, "--context", "8,4096"), 2, "a context of 4096 tokens exceeds the 128 positions")
+    refused(convert("bench", source, "--dtype", "int8"), 2, "'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'")
+    refused(convert("bench", source, "--device", "cuda:99"), 1, "this machine has no device 'cuda:99'")
+    refused(convert("bench", source, "--context", 8), 1, "cannot load")
 
 
 def test_an_empty_text_is_seen_before_a_conversion(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

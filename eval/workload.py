@@ -1,0 +1,195 @@
+"""One model at one batch and context: its prefill and its decode step over a static cache of exactly that many tokens.
+
+A step writes the last token of the context again and again, so that every one attends over the same number of tokens, in a
+cache without room to spare: stock attention reads all of a static cache, what is masked too. It times nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer
+
+from attention.errors import Failure
+from attention.spec import AttentionSpec
+from eval.device import input_device
+
+_LEAST_CHUNK = 128
+MOST_SEQUENCES = 4096  # where the search for the largest batch ends
+
+
+class Workload:
+    """Random tokens for `model`, and a static cache for them.
+
+    Attributes:
+        model: A causal LM of transformers, absorbed or not.
+        ids: `[batch, context]`.
+        cache: A `StaticCache` of `context` tokens.
+        chunk: Tokens that the prefill takes at a time; `fill` lowers it where memory demands it.
+        decode: What runs a step: `model`, or `model` compiled.
+    """
+
+    def __init__(self, model: Any, batch: int, context: int) -> None:
+        """Allocates the tokens; the cache allocates itself when it is first written.
+
+        Raises:
+            Failure: The model keeps something beside keys and values, which would have to be rewound too.
+        """
+        device = input_device(model)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        generator = torch.Generator(device).manual_seed(0)
+        self.model = self.decode = model
+        self.ids = torch.randint(vocabulary, (batch, context), generator=generator, device=device)
+        self.cache = StaticCache(config=model.config, max_cache_len=context)
+        self.chunk = context
+        if other := {type(layer).__name__ for layer in self.cache.layers if not isinstance(layer, StaticLayer)}:
+            raise Failure(
+                f"{type(model).__name__} keeps more than keys and values: {', '.join(sorted(other))}",
+                hint="kvfold measures models with attention in all layers",
+            )
+        # The logits of a whole prompt can be larger than the model; `generate` takes the last ones alone, too.
+        keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._last = {"logits_to_keep": 1} if keep else {}
+
+    def rewind(self, tokens: int) -> None:
+        """Let the cache take the next token for number `tokens`, counted from 0; what it holds stays."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(tokens)
+            if layer.is_sliding:
+                layer.cumulative_length_int = tokens
+
+    def to_start(self) -> None:
+        self.rewind(0)
+
+    def to_last(self) -> None:
+        self.rewind(self.ids.shape[1] - 1)
+
+    def prefill(self) -> None:
+        """Read all tokens into the cache; `to_start` first."""
+        for piece in self.ids.split(self.chunk, 1):
+            self.model(piece, past_key_values=self.cache, use_cache=True, **self._last)
+
+    def step(self) -> torch.Tensor:
+        """Logits `[batch, 1, vocabulary]` of the last token over all others; `to_last` first."""
+        logits: torch.Tensor = self.decode(self.ids[:, -1:], past_key_values=self.cache, use_cache=True).logits
+        return logits
+
+    def fill(self) -> None:
+        """`to_start` and `prefill`, in halves, quarters, … of the context if there is no memory for all of it at once.
+
+        Raises:
+            torch.OutOfMemoryError: There is none for pieces of 128 tokens either, or of up to 255 if those are halves.
+        """
+
+        def whole() -> None:
+            self.to_start()
+            self.prefill()
+
+        while not fits(whole, final=self.chunk < 2 * _LEAST_CHUNK):
+            self.chunk = (self.chunk + 1) // 2
+
+    def compile(self, backend: str) -> None:
+        """Let `step` run through torch.compile, anew: whatever has been compiled before in this process is forgotten."""
+        torch.compiler.reset()
+        on_gpu = self.ids.device.type == "cuda" and backend == "inductor"
+        mode = "reduce-overhead" if on_gpu else None  # CUDA graphs
+        self.decode = torch.compile(self.model, backend=backend, mode=mode, dynamic=False)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the live cache: all of it is read by a step."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+    def check(self, name: str, spec: AttentionSpec, dtype: str) -> None:
+        """Hold the live cache to what `spec` predicts, and the logits of a step to being numbers; the cache is full.
+
+        Raises:
+            Failure: They are not.
+        """
+        predicted = self.ids.numel() * spec.bytes_per_token(dtype)
+        windows = any(layer.is_sliding and layer.max_cache_len < self.ids.shape[1] for layer in self.cache.layers)
+        if self.cache_bytes != predicted and not (windows and self.cache_bytes < predicted):
+            raise Failure(
+                f"the live cache of {name} holds {self.cache_bytes} bytes, its config predicts {predicted}",
+                hint="this class caches something that kvfold does not know; please report the model type",
+            )
+        self.to_last()
+        if not bool(self.step().isfinite().all()):
+            raise Failure(
+                f"logits of {name} ({type(self.model).__name__}) are not finite in {dtype}: its speed would mean nothing",
+                hint="use --dtype float32 or bfloat16; if it stays, convert again",
+            )
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters, tied ones once."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def fits(work: Callable[[], Any], final: bool = False) -> bool:
+    """Run `work`; false if memory did not suffice, after giving back what torch keeps. `final`: raise then."""
+    try:
+        work()
+    except RuntimeError as error:
+        if final or not out_of_memory(error):
+            raise
+    else:
+        return True
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing without a GPU
+    return False
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether torch asked for memory in vain; on a CPU it has no exception class for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def largest_batch(model: Any, context: int, room: int, bytes_per_sequence: int) -> int:
+    """The most sequences of `context` tokens over which `model` runs a decode step, found by running it; 0 if none.
+
+    The cache is written by steps alone: a prefill can go sequence by sequence.
+
+    Args:
+        model: On a GPU, with nothing else there that could be removed.
+        context: Tokens of each sequence, the new one among them.
+        room: Bytes that are free.
+        bytes_per_sequence: Of the cache of one sequence.
+    """
+
+    def runs(batch: int) -> bool:
+        def twice() -> None:
+            workload = Workload(model, batch, context)
+            for _ in range(2):  # the first allocates
+                workload.to_last()
+                workload.step()
+
+        return fits(twice)
+
+    return most(runs, room // bytes_per_sequence)
+
+
+def most(runs: Callable[[int], bool], guess: int, limit: int = MOST_SEQUENCES) -> int:
+    """The largest number up to `limit` for which `runs` is true, as it is for all below; 0 if there is none.
+
+    Looks near `guess` first, in strides of a tenth, and halves the last one down to one.
+    """
+    low, high = 0, limit + 1  # runs, does not
+    probe = min(max(guess, 1), limit)
+    while high - low > 1:
+        if runs(probe):
+            low = probe
+        else:
+            high = probe
+        if high > limit:
+            probe = min(limit, low + low // 10 + 1)
+        elif low == 0:
+            probe = high - high // 10 - 1
+        else:
+            probe = (low + high) // 2
+    return low
