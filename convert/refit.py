@@ -53,15 +53,15 @@ class _HeadFit:
     """The least squares problem of one head.
 
     Attributes:
-        blocks: Of each block the queries `[T, D]`, attention `[T, T]`, what is missing of the logits `[T, T]` (scaled, centred
-            under the attention), what does not turn `[T, N]`, and what turns, turned, `[T, P]`.
+        blocks: Of each block the queries `[T, D]`, attention `[T, T]`, what is missing of the logits `[T, T]` (centred under the
+            attention), and what is kept `[T, N + P]`: what does not turn, and what turns, turned; times the scale of logits.
+        turning: P.
         turn: Turns rows `[T, P]` by their positions.
-        scale: Of the logits.
     """
 
-    blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+    blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+    turning: int
     turn: Callable[[torch.Tensor], torch.Tensor]
-    scale: float
 
     @classmethod
     def of(cls, before: Attention, after: Record, head: int, blocks: list[tuple[Heads, Heads]]) -> _HeadFit:
@@ -69,37 +69,39 @@ class _HeadFit:
         for source, result in blocks:
             weights, logits = source.weights(head), source.logits(head)
             missing = (logits - result.logits(head)).tril()  # what is masked weighs nothing, but must be finite
-            found.append((source.plain[head], weights, _centred(missing, weights), *result.kept(head)))
-        return cls(found, blocks[0][1].turn, after.scale)
+            kept = after.scale * torch.cat(result.kept(head), -1)
+            found.append((source.plain[head], weights, _centred(missing, weights), kept))
+        return cls(found, blocks[0][1].turning.shape[-1], blocks[0][1].turn)
 
     def gradient(self, change: torch.Tensor, target: bool) -> torch.Tensor:
         """Of half the squared error, by the change `[D, N + P]` of A; without `target`, of half its square alone."""
         total = torch.zeros_like(change)
-        for queries, weights, missing, still, turning in self.blocks:
+        for queries, weights, missing, kept in self.blocks:
             with torch.enable_grad():
                 leaf = change.detach().requires_grad_(True)
-                moved = queries @ leaf
-                logits = moved[:, : still.shape[1]] @ still.mT + self.turn(moved[:, still.shape[1] :]) @ turning.mT
-                error = _centred(self.scale * logits, weights) - (missing if target else 0.0)
-                total += torch.autograd.grad(0.5 * (weights * error.square()).sum(), leaf)[0]
+                still, turning = (queries @ leaf).tensor_split([change.shape[1] - self.turning], -1)
+                moved = torch.cat((still, self.turn(turning)), -1)
+            error = _centred(moved.detach() @ kept.mT, weights)
+            error = error.sub_(missing) if target else error
+            # The error is centred, so that centring has no part in the derivative by the logits: it is weight times error.
+            total += torch.autograd.grad(moved, leaf, error.mul_(weights) @ kept)[0]
         return total
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Σ_t q qᵀ `[D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[N + P, N + P]` times scale², of which what turns has its mean alone.
+        """Σ_t q qᵀ `[D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[N + P, N + P]`, of whose turning part the mean variance alone.
 
         They precondition the problem and size its ridge; its solution needs no more of them than that.
         """
         of_queries = of_kept = torch.zeros(())
-        for queries, weights, _, still, turning in self.blocks:
+        for queries, weights, _, kept in self.blocks:
             of_queries = of_queries + queries.mT @ queries
-            received = weights.sum(0)
-            mean = weights @ still
-            kept = still.mT @ (received[:, None] * still) - mean.mT @ mean
-            mean = weights @ turning
-            variance = received @ turning.square() - mean.square().sum(0)
+            received, mean = weights.sum(0), weights @ kept
+            spread = kept.mT @ (received[:, None] * kept) - mean.mT @ mean
+            still = len(spread) - self.turning
             # Keys turn relative to t, which mixes the dims of a pair; one variance for all of them needs no turning back.
-            of_kept = of_kept + torch.block_diag(kept, variance.mean().expand(len(variance)).diag())
-        return of_queries, self.scale**2 * of_kept
+            variance = spread.diagonal()[still:].mean().expand(self.turning)
+            of_kept = of_kept + torch.block_diag(spread[:still, :still], variance.diag())
+        return of_queries, of_kept
 
 
 def _solved(fit: _HeadFit) -> torch.Tensor:

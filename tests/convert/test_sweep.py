@@ -143,9 +143,7 @@ def times_of(directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("place", ["between conversions", "within one", "while it evaluates"])
-@pytest.mark.parametrize(
-    "how", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=["^C", "full"]
-)
+@pytest.mark.parametrize("how", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=["^C", "full"])
 def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     place: str, how: BaseException, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
