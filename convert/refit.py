@@ -53,8 +53,8 @@ class _HeadFit:
     """The least squares problem of one head.
 
     Attributes:
-        blocks: Of each block the queries `[T, D]`, attention `[T, T]`, what is missing of the logits `[T, T]` (centred under the
-            attention), and what is kept `[T, N + P]`: what does not turn, and what turns, turned; times the scale of logits.
+        blocks: Of each block the queries `[T, D]`, attention `[T, T]`, what is missing of the logits `[T, T]` (centred under
+            it), and what is kept `[T, N + P]`: what does not turn, and what turns, turned; times the scale of logits.
         turning: P.
         turn: Turns rows `[T, P]` by their positions.
     """
