@@ -120,7 +120,7 @@ def _merging(job: Job) -> tuple[Change, None, dict[str, Any]]:
             before = reordered(before, method.partition(before, groups, statistics))
         # Seeded per layer, so that a resumed run draws what an uninterrupted one would have.
         draw = Draw(torch.Generator().manual_seed(plan.seed * 100_003 + layer), spread)
-        return before, _refitted(job, before, method.merge(before, groups, draw, statistics), statistics)
+        return before, _refitted(job, before, method.merge(before, groups, draw, statistics), statistics.sample)
 
     return change, None, {}
 
@@ -133,7 +133,7 @@ def _factoring(job: Job, statistics: Callable[[int], Statistics]) -> tuple[Chang
     chosen = Size(plan.rank, tuple(pairs), plan.freqfold, rotary, decision["pursued"])
 
     def change(before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
-        return before, _refitted(job, before, method.factor(before, chosen, statistics), statistics)
+        return before, _refitted(job, before, method.factor(before, chosen, statistics), statistics.sample)
 
     tried = {"rotary_frequencies_tried": decision["tried"]} if decision["tried"] else {}
     return change, rotary.select(pairs, "interleaved"), {"rotary_frequencies": pairs, **tried}
@@ -160,20 +160,25 @@ def _surveyed(job: Job, method: LatentMethod, statistics: Callable[[int], Statis
 
 
 def _errors(job: Job, method: LatentMethod, sizes: Sequence[Size], statistics: Callable[[int], Statistics]) -> list[float]:
-    """What each size changes of the attention's outputs on the text: mean over layers spread evenly."""
+    """What each size changes of the attention's outputs on the text: mean over layers spread evenly.
+
+    Refitted as they will be, on the other half of the sample: before that, sizes rank differently.
+    """
     layers = job.plan.before.num_layers
     count = min(layers, _TRIED_LAYERS)
     errors = [0.0] * len(sizes)
     for layer in sorted({(2 * i + 1) * layers // (2 * count) for i in range(count)}):
         before, known = job.read_layer(layer)[1], statistics(layer).to(job.device)
         assert known.sample is not None
+        tried, other = known.sample[::2], known.sample[1::2] if len(known.sample) > 1 else known.sample
         for i, size in enumerate(sizes):
-            errors[i] += output_error(before, method.factor(before, size, known), known.sample[::2]) / count
+            after = _refitted(job, before, method.factor(before, size, known), other)
+            errors[i] += output_error(before, after, tried) / count
     return errors
 
 
-def _refitted(job: Job, before: Attention, after: Record, statistics: Statistics) -> Record:
-    calibration, sample, traits = job.plan.calibration, statistics.sample, job.plan.family.traits(job.plan.source.config)
+def _refitted(job: Job, before: Attention, after: Record, sample: torch.Tensor | None) -> Record:
+    calibration, traits = job.plan.calibration, job.plan.family.traits(job.plan.source.config)
     if calibration is None or not calibration.refit or sample is None or hides_logits(traits, calibration.context or 0):
         return after
     return refitted_queries(before, after, sample.to(job.device))
