@@ -26,6 +26,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     eager_attention_forward,
 )
 
+from attention.kernels import Backend, decode
+from attention.kernels.torch_decode import probabilities, read
+
 # (queries T, cached S, rank R, nope N, rope P, value Dv) -> whether to absorb
 Rule = Callable[[int, int, int, int, int, int], bool]
 When = Literal["auto", "always", "never"] | Rule
@@ -37,7 +40,6 @@ ABSORBED_COST = 0.8
 
 # A norm weight from which on latents of root mean square 1 change the norm by less than one ulp of fp32.
 _NEUTRAL_WEIGHT = 2.0**12
-_BLOCK = 4096
 
 
 def absorbs(queries: int, cached: int, rank: int, nope: int, rope: int, value: int) -> bool:
@@ -71,11 +73,13 @@ class LatentAttention(nn.Module):
 
     Attributes:
         rule: See `absorbs`.
+        backend: See `attention.kernels.decode`.
         constant_channels: `[R + P]`, true on the latent's constant channels where the latent norm is neutral (see
             `neutral_constants`); the norm is then skipped. None where it is a norm like any other.
     """
 
     rule: Rule
+    backend: Backend
     constant_channels: torch.Tensor | None
 
     # What the stock class brings along.
@@ -99,14 +103,14 @@ class LatentAttention(nn.Module):
     o_proj: nn.Module
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-    def prepare(self, rule: Rule) -> None:
+    def prepare(self, rule: Rule, backend: Backend) -> None:
         """Add what `forward` needs beside the stock attributes; `state_dict` is not touched."""
-        self.rule = rule
+        self.rule, self.backend = rule, backend
         self.register_buffer("constant_channels", neutral_constants(self), persistent=False)
 
     def unprepare(self) -> None:
         """Take away what `prepare` added."""
-        del self.rule, self.constant_channels
+        del self.rule, self.backend, self.constant_channels
 
     def train(self, mode: bool = True) -> LatentAttention:
         """Switch the mode; training may have moved the constants of a neutral norm, so they are looked at anew."""
@@ -213,7 +217,7 @@ class LatentAttention(nn.Module):
             weights = probabilities(q_latent, q_rope, latent, k_rope, dense, self.scaling)
             o_latent = read(weights, latent)
         else:
-            o_latent = decode(q_latent, q_rope, latent, k_rope, dense, self.scaling)
+            o_latent = decode(q_latent, q_rope, latent, k_rope, dense, self.scaling, self.backend)
         return per_head(o_latent, up_v.transpose(1, 2)).transpose(1, 2), weights
 
 
@@ -274,67 +278,3 @@ def dense_mask(mask: torch.Tensor | BlockMask | None, queries: int, latent: torc
         return seen
     last = torch.arange(known - queries, known, device=device)  # [T]
     return seen & (torch.arange(cached, device=device) <= last[:, None])
-
-
-def decode(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    """Attention of H heads over one latent that is key and value of all.
-
-    Args:
-        q_latent: `[B, H, T, R]`, queries taken through W_UK.
-        q_rope: `[B, H, T, P]`, turned.
-        latent: `[B, S, R]`.
-        k_rope: `[B, S, P]`, turned.
-        mask: `[B, 1, T, S]` or what broadcasts to it: true where a token is seen, or a number added to the scores; or None.
-        scaling: What scores are multiplied by.
-
-    Returns:
-        `[B, H, T, R]`, the mean latent each query sees; zero where it sees nothing at all.
-    """
-    mean = read(probabilities(q_latent, q_rope, latent, k_rope, mask, scaling), latent)
-    if mask is None:
-        return mean
-    seen = mask if mask.dtype == torch.bool else mask > -torch.inf
-    return mean.masked_fill(~seen.any(-1, keepdim=True), 0)
-
-
-def probabilities(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    """The attention of `decode`, `[B, H, T, S]` in the dtype of the queries; scores and softmax are at least fp32."""
-    wide = torch.promote_types(latent.dtype, torch.float32)
-    # A product in half precision would round scores to its own 8 or 11 bits. Keys are widened a block of tokens at a time,
-    # so that there is never a second copy of the cache (compiled code takes them whole: a loop over S would be unrolled anew).
-    block = latent.shape[1] if latent.dtype == wide or torch.compiler.is_compiling() else _BLOCK
-    rows, turned = ((q.flatten(1, 2).to(wide) * scaling) for q in (q_latent, q_rope))  # heads and queries
-    blocks = [
-        torch.baddbmm(torch.bmm(turned, k.to(wide).transpose(1, 2)), rows, c.to(wide).transpose(1, 2))
-        for c, k in zip(latent.split(block, 1), k_rope.split(block, 1), strict=True)
-    ]
-    scores = torch.cat(blocks, -1) if len(blocks) > 1 else blocks[0]
-    scores = scores.unflatten(1, q_latent.shape[1:3])
-    if mask is not None:
-        least = torch.finfo(wide).min  # not −∞: a row that sees nothing must not become NaN
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=wide).masked_fill(~mask, least)
-        scores = scores + mask.to(wide).clamp(min=least)
-    return scores.softmax(-1).to(q_latent.dtype)
-
-
-def read(weights: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-    """`weights [B, H, T, S]` times `latent [B, S, R]` is `[B, H, T, R]`.
-
-    Heads and queries are rows of one product: broadcasting over heads would copy the latent H times.
-    """
-    return torch.bmm(weights.flatten(1, 2), latent).unflatten(1, weights.shape[1:3])

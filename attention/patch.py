@@ -19,6 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention.errors import Failure, Refusal
+from attention.kernels import Backend, check
 from attention.latent import RULES, LatentAttention, When
 
 
@@ -38,24 +39,28 @@ LATENT: dict[type[nn.Module], type[nn.Module]] = {
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def load(path: str | Path, *, when: When = "auto", **arguments: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained(path, **arguments)`, absorbed; `when` as in `absorb`.
+def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **arguments: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained(path, **arguments)`, absorbed; `when` and `backend` as in `absorb`.
 
     Raises:
         Refusal, Failure: As `absorb`.
     """
-    return absorb(AutoModelForCausalLM.from_pretrained(path, **arguments), when=when)
+    return absorb(AutoModelForCausalLM.from_pretrained(path, **arguments), when=when, backend=backend)
 
 
-def absorb(model: Any, *, when: When = "auto") -> Any:
+def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
     """Let `model` decode over its cached latent.
 
-    Doing it again changes `when`, and looks anew at whether the latent norm is neutral: do so after loading other weights.
+    Doing it again changes `when` and `backend`, and looks anew at whether the latent norm is neutral: do so after loading
+    other weights.
 
     Args:
         model: A transformers model with stock MLA attention (a class of `LATENT`), its weights in memory and not quantised.
         when: "auto" (where it is cheaper, `attention.latent.absorbs`), "always" (as far as the mask allows, see
             `LatentAttention`), "never" (still skips a neutral norm), or a function of the signature of `absorbs`.
+        backend: What attends to the latent for one new token: "auto" (the fastest that can), "triton" or "torch". A
+            backend asked for by name refuses in the forward pass what it cannot serve. Several tokens at once are always
+            torch's, and so are the probabilities of eager attention.
 
     Returns:
         `model` itself.
@@ -65,6 +70,7 @@ def absorb(model: Any, *, when: When = "auto") -> Any:
         Failure: Weights are not in memory.
     """
     rule = _rule(when)
+    check(backend)
     modules = _attention(model)
     if not modules:
         known = " or ".join(stock.__name__ for stock in LATENT)
@@ -78,7 +84,7 @@ def absorb(model: Any, *, when: When = "auto") -> Any:
     for module in modules.values():
         if type(module) in LATENT:
             _become(module, LATENT[type(module)])
-        cast(LatentAttention, module).prepare(rule)
+        cast(LatentAttention, module).prepare(rule, backend)
     return model
 
 
@@ -96,20 +102,20 @@ def restore(model: Any) -> Any:
 
 
 @contextmanager
-def absorbed(model: Any, *, when: When = "auto") -> Iterator[Any]:
+def absorbed(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Iterator[Any]:
     """`model` is absorbed inside the `with` block, and as it was before after it, also after an exception.
 
     Raises:
         Refusal, Failure: As `absorb`.
     """
-    before = next((m.rule for m in _attention(model).values() if isinstance(m, LatentAttention)), None)
+    before = next(((m.rule, m.backend) for m in _attention(model).values() if isinstance(m, LatentAttention)), None)
     try:
-        yield absorb(model, when=when)
+        yield absorb(model, when=when, backend=backend)
     finally:
         if before is None:
             restore(model)
         else:
-            absorb(model, when=before)
+            absorb(model, when=before[0], backend=before[1])
 
 
 def _rule(when: When) -> Any:

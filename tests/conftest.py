@@ -10,6 +10,8 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tiny models gain nothing from threads, and lose much to threads that wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton reads this when it is imported, which only the tests of kernels make happen. Set to 0, these run on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
 from attention import absorb, absorbed, restore
-from attention.latent import LatentAttention, absorbs, decode, dense_mask, neutral_constants
+from attention.kernels.torch_decode import decode
+from attention.latent import LatentAttention, absorbs, dense_mask, neutral_constants
 from attention.reference import latent_attention
 from attention.rope import from_config
 

@@ -1,0 +1,271 @@
+"""Split-KV decoding over the cached latent: one new query a request, all heads over one read of the cache.
+
+A step of absorbed attention reads S (R + P) values a request and multiplies each with every head's query, twice. Below about
+a hundred heads a GPU waits for the cache, so everything here serves the reading: each tile of the latent is loaded once and
+used for scores and for outputs; the rank is worked off in chunks of powers of two, so that 320 is 256 + 64 and not 512; the
+tokens that any request sees, and no others, are dealt out evenly to as many programs as the GPU runs at once.
+
+Three launches: `_spans` finds the tokens a request sees between the first and the last; `_attend` lets each program walk its
+share of all tiles of all requests, one after the other, and write one partial softmax for each request it meets; `_combine`
+merges the partials of a request. Nothing is copied to the host and no shape depends on a value, so the three can be
+captured in a CUDA graph, and the same graph serves a static cache as it fills. The method is Flash-Decoding's
+(https://pytorch.org/blog/flash-decoding); that all heads share one latent is DeepSeek-V2's (arXiv 2405.04434), and dealing
+tiles across request boundaries follows the tile schedulers of FlashMLA and stream-K (arXiv 2301.03598).
+
+Importing this module imports Triton. Its interpreter runs the same kernels on CPU tensors if the environment says
+TRITON_INTERPRET=1 before that; sums are right there, bf16 is not (products of bf16 are taken in fp32, but its rounding is
+wrong). Letters as in `attention`; R is the rank of the latent, P its rotary dims.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.tiling import Tiling, choose, machine, power_of_two
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.constexpr_function
+def _chunks(rank):
+    """How many powers of two add up to the rank."""
+    return rank.bit_count()
+
+
+@triton.constexpr_function
+def _start(rank, chunk):
+    """Where chunk number `chunk` begins: the widest come first, so that starts are multiples of their widths."""
+    start = 0
+    for _ in range(chunk):
+        start += 1 << ((rank - start).bit_length() - 1)
+    return start
+
+
+@triton.constexpr_function
+def _width(rank, chunk):
+    for _ in range(chunk):
+        rank -= 1 << (rank.bit_length() - 1)
+    return 1 << (rank.bit_length() - 1)
+
+
+@triton.constexpr_function
+def _unseen(mask):
+    """What a mask of this kind says of a token that is not seen."""
+    return 0 if mask == "bool" else float("-inf")
+
+
+@triton.jit
+def _sees(values, MASK: tl.constexpr):
+    return values != 0 if MASK == "bool" else values > float("-inf")
+
+
+# What follows from B and S changes from call to call: being divisible by 16 must not make a kernel of its own.
+@triton.jit(do_not_specialize=["mask_b", "B", "S"])
+def _spans(mask, spans, slots, mask_b, mask_s, B, S, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """`spans [2, B]`: the first token that request b sees, and the one after the last; equal where it sees nothing.
+
+    `slots [2, B]` becomes the empty range, for requests that no program will meet.
+    """
+    b = tl.program_id(0)
+    tl.store(slots + b, 0)
+    tl.store(slots + B + b, 0)
+    if MASK == "none":
+        tl.store(spans + b, 0)
+        tl.store(spans + B + b, S)
+    else:
+        row = mask + b.to(tl.int64) * mask_b
+        # One minimum and one maximum a lane, so that only the last step has lanes wait for each other.
+        first = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+        end = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, S, BLOCK):
+            tokens = start + tl.arange(0, BLOCK)
+            seen = _sees(tl.load(row + tokens.to(tl.int64) * mask_s, mask=tokens < S, other=_unseen(MASK)), MASK)
+            first = tl.minimum(first, tl.where(seen, tokens, 0x7FFFFFFF))
+            end = tl.maximum(end, tl.where(seen, tokens + 1, 0))
+        last = tl.max(end, 0)
+        tl.store(spans + b, tl.minimum(tl.min(first, 0), last))
+        tl.store(spans + B + b, last)
+
+
+@triton.jit(do_not_specialize=["mask_b", "B"])
+def _attend(
+    q_latent, q_rope, latent, k_rope, mask, spans, slots, partial, tops, weights, scale,
+    q_latent_b, q_latent_h, q_rope_b, q_rope_h, latent_b, latent_s, k_rope_b, k_rope_s, mask_b, mask_s,
+    B, H, R: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, PROGRAMS: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program's walk; partials are Σ p c `[slots, H, R]`, Σ p and what p is relative to, the highest score, `[slots, H]`.
+
+    The tiles of all requests, in their order, are dealt out in equal shares. Whole tiles leave some programs with one more
+    than others whatever the rule: rounding the share up costs no time, and saves partials; a share below LEAST would cost
+    more in partials than in reading. Programs and requests only go up along the walk, and each step ups one of them: so
+    program + request is a slot that nobody else writes, and those of one request, `slots [2, B]` from and to, are adjacent.
+    """
+    program = tl.program_id(0)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    tokens = tl.arange(0, BLOCK_N)
+    turned = tl.arange(0, BLOCK_P)
+    request = tl.arange(0, BLOCK_B)
+    firsts = tl.load(spans + request, mask=request < B, other=0)
+    tiles = tl.cdiv(tl.load(spans + B + request, mask=request < B, other=0) - firsts, BLOCK_N)
+    ends = tl.cumsum(tiles, 0)  # where each request's tiles end in the walk
+    total = tl.sum(tiles, 0)
+    share = tl.maximum(tl.cdiv(total, PROGRAMS), LEAST)
+    tile = program * share
+    stop = tl.minimum(tile + share, total)
+    while tile < stop:
+        b = tl.sum((ends <= tile).to(tl.int32), 0)  # passes over requests that see nothing
+        first, end = tl.load(spans + b), tl.load(spans + B + b)
+        after = tl.sum(tl.where(request == b, ends, 0), 0)
+        before = after - tl.cdiv(end - first, BLOCK_N)
+        until = tl.minimum(stop, after)
+        if tile == before:
+            tl.store(slots + b, program + b)
+            tl.store(slots + B + b, (after - 1) // share + b + 1)
+        # A cache can have more than 2³¹ values: what grows with requests and tokens is counted in 64 bits.
+        wide = b.to(tl.int64)
+        queries = ()
+        sums = ()
+        for i in tl.static_range(_chunks(R)):
+            columns = _start(R, i) + tl.arange(0, _width(R, i))
+            q = tl.load(
+                q_latent + wide * q_latent_b + heads[:, None] * q_latent_h + columns, mask=heads[:, None] < H, other=0.0
+            )
+            queries = queries + (q.to(tl.float32) if UPCAST else q,)
+            sums = sums + (tl.zeros([BLOCK_H, _width(R, i)], tl.float32),)
+        place = q_rope + wide * q_rope_b + heads[:, None] * q_rope_h + turned
+        q = tl.load(place, mask=(heads[:, None] < H) & (turned < P), other=0.0)
+        q = q.to(tl.float32) if UPCAST else q
+        top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        weight = tl.zeros([BLOCK_H], tl.float32)
+        for start in range(first + (tile - before) * BLOCK_N, first + (until - before) * BLOCK_N, BLOCK_N):
+            left = end - start
+            rows = latent + wide * latent_b + tl.cast(start, tl.int64) * latent_s
+            known = tokens[:, None] < left
+            seen = tokens < left
+            # Asked for first, because single bytes are not prefetched as tiles are, and needed only after the scores.
+            if MASK != "none":
+                column = mask + wide * mask_b + (start + tokens).to(tl.int64) * mask_s
+                said = tl.load(column, mask=seen, other=_unseen(MASK))
+                seen = _sees(said, MASK)
+            scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+            keys = ()
+            for i in tl.static_range(_chunks(R)):
+                columns = _start(R, i) + tl.arange(0, _width(R, i))
+                c = tl.load(rows + tokens[:, None] * latent_s + columns, mask=known, other=0.0)
+                c = c.to(tl.float32) if UPCAST else c
+                scores = tl.dot(queries[i], tl.trans(c), scores, input_precision=PRECISION)
+                keys = keys + (c,)
+            turns = k_rope + wide * k_rope_b + tl.cast(start, tl.int64) * k_rope_s
+            k = tl.load(turns + tokens[:, None] * k_rope_s + turned, mask=known & (turned < P), other=0.0)
+            k = k.to(tl.float32) if UPCAST else k
+            scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION) * scale
+            if MASK == "additive":
+                # The least finite number is how some say "not seen": in base 2 it must not become −∞.
+                scores += (tl.maximum(said.to(tl.float32), -2e38) * 1.4426950408889634)[None, :]
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(higher > float("-inf"), higher, 0.0)  # −∞ − −∞ is no number
+            rescale = tl.exp2(top - base)
+            p = tl.exp2(scores - base[:, None])
+            weight = weight * rescale + tl.sum(p, 1)
+            p = p if UPCAST else p.to(latent.dtype.element_ty)
+            grown = ()
+            for i in tl.static_range(_chunks(R)):
+                grown = grown + (tl.dot(p, keys[i], sums[i] * rescale[:, None], input_precision=PRECISION),)
+            sums = grown
+            top = higher
+        slot = (program + b).to(tl.int64) * H + heads
+        tl.store(tops + slot, top, mask=heads < H)
+        tl.store(weights + slot, weight, mask=heads < H)
+        for i in tl.static_range(_chunks(R)):
+            columns = _start(R, i) + tl.arange(0, _width(R, i))
+            tl.store(partial + slot[:, None] * R + columns, sums[i], mask=heads[:, None] < H)
+        tile = until
+
+
+@triton.jit(do_not_specialize=["B"])
+def _combine(partial, tops, weights, slots, out, B, H, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
+    """`out [B, H, R]`: all partials of a request as one softmax, zero where there are none."""
+    b, h = tl.program_id(0), tl.program_id(1)
+    columns = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    lowest, upper = tl.load(slots + b), tl.load(slots + B + b)
+    top = tl.full([BLOCK_SLOTS], float("-inf"), tl.float32)
+    for start in range(lowest, upper, BLOCK_SLOTS):
+        slot = start + tl.arange(0, BLOCK_SLOTS)
+        top = tl.maximum(top, tl.load(tops + slot.to(tl.int64) * H + h, mask=slot < upper, other=float("-inf")))
+    base = tl.max(top, 0)  # finite: the first token of the span is seen, whatever holes follow
+    weight = tl.zeros([BLOCK_SLOTS], tl.float32)
+    sums = tl.zeros([BLOCK_SLOTS, BLOCK_R], tl.float32)
+    for start in range(lowest, upper, BLOCK_SLOTS):
+        slot = start + tl.arange(0, BLOCK_SLOTS)
+        row = slot.to(tl.int64) * H + h
+        rescale = tl.exp2(tl.load(tops + row, mask=slot < upper, other=float("-inf")) - base)
+        weight += rescale * tl.load(weights + row, mask=slot < upper, other=0.0)
+        there = (slot < upper)[:, None] & (columns < R)[None, :]
+        sums += rescale[:, None] * tl.load(partial + row[:, None] * R + columns, mask=there, other=0.0)
+    total = tl.sum(weight, 0)
+    mean = tl.sum(sums, 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + (b.to(tl.int64) * H + h) * R + columns, mean.to(out.dtype.element_ty), mask=columns < R)
+
+
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """`attention.kernels.decode` for one query a request; it checks nothing, the caller has.
+
+    Args:
+        q_latent: `[B, H, 1, R]`, R a multiple of 16.
+        q_rope: `[B, H, 1, P]`.
+        latent: `[B, S, R]`, any strides but 1 in the last dim.
+        k_rope: `[B, S, P]`, likewise.
+        mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
+        scaling: What scores are multiplied by.
+        tiling: Sizes other than those that `attention.kernels.tiling` reasons out, to test or measure them.
+
+    Returns:
+        `[B, H, 1, R]`, contiguous.
+    """
+    batch, heads, _, rank = q_latent.shape
+    cached, rope = k_rope.shape[1:]
+    tiling = tiling or choose(heads, rank, rope, latent.element_size(), machine(latent.device))
+    assert tiling is not None
+    q_latent, q_rope = (q if q.stride(-1) == 1 else q.contiguous() for q in (q_latent, q_rope))
+    out = torch.empty(batch, heads, 1, rank, dtype=latent.dtype, device=latent.device)
+    # A walk of all programs starts in the first request and ends in the last: so many partials there are at most.
+    count = tiling.programs + batch - 1
+    partial = torch.empty(count, heads, rank, dtype=torch.float32, device=latent.device)
+    tops, weights = (torch.empty(count, heads, dtype=torch.float32, device=latent.device) for _ in range(2))
+    spans, slots = (torch.empty(2, batch, dtype=torch.int32, device=latent.device) for _ in range(2))
+    kind, mask_b, mask_s = "none", 0, 0
+    if mask is not None:
+        kind = "bool" if mask.dtype == torch.bool else "additive"
+        mask = mask.expand(batch, -1, -1, -1)[:, 0, 0]
+        mask = mask.view(torch.uint8) if kind == "bool" else mask
+        mask_b, mask_s = mask.stride()
+    with torch.cuda.device_of(latent):
+        _spans[(batch,)](mask, spans, slots, mask_b, mask_s, batch, cached, MASK=kind, BLOCK=16384, num_warps=16)
+        _attend[(tiling.programs, triton.cdiv(heads, tiling.block_h))](
+            q_latent, q_rope, latent, k_rope, mask, spans, slots, partial, tops, weights, scaling * _LOG2E,
+            q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1),
+            latent.stride(0), latent.stride(1), k_rope.stride(0), k_rope.stride(1), mask_b, mask_s,
+            batch, heads, R=rank, P=rope, MASK=kind, PROGRAMS=tiling.programs, LEAST=tiling.least,
+            BLOCK_H=tiling.block_h, BLOCK_N=tiling.block_n, BLOCK_P=max(16, power_of_two(rope)), BLOCK_B=power_of_two(batch),
+            UPCAST=not latent.is_cuda,  # the interpreter holds bf16 as bits and would multiply those
+            PRECISION="ieee" if latent.dtype == torch.float32 else "tf32",
+            num_warps=tiling.warps, num_stages=tiling.stages,
+        )  # fmt: skip
+        block_r = min(128, power_of_two(rank))
+        _combine[(batch, heads, triton.cdiv(rank, block_r))](
+            partial, tops, weights, slots, out, batch, heads, R=rank, BLOCK_R=block_r, BLOCK_SLOTS=16
+        )
+    return out

@@ -1,0 +1,74 @@
+"""Attention over the cached latent in plain torch: any device, dtype and number of queries, with gradients.
+
+Letters as in `attention`; R is the rank of the latent, P its rotary dims.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_BLOCK = 4096
+
+
+def decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of H heads over one latent that is key and value of all.
+
+    Args:
+        q_latent: `[B, H, T, R]`, queries taken through W_UK.
+        q_rope: `[B, H, T, P]`, turned.
+        latent: `[B, S, R]`.
+        k_rope: `[B, S, P]`, turned.
+        mask: `[B, 1, T, S]` or what broadcasts to it: true where a token is seen, or a number added to the scores; or None.
+        scaling: What scores are multiplied by.
+
+    Returns:
+        `[B, H, T, R]`, the mean latent each query sees; zero where it sees nothing at all.
+    """
+    mean = read(probabilities(q_latent, q_rope, latent, k_rope, mask, scaling), latent)
+    if mask is None:
+        return mean
+    seen = mask if mask.dtype == torch.bool else mask > -torch.inf
+    return mean.masked_fill(~seen.any(-1, keepdim=True), 0)
+
+
+def probabilities(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """The attention of `decode`, `[B, H, T, S]` in the dtype of the queries; scores and softmax are at least fp32."""
+    wide = torch.promote_types(latent.dtype, torch.float32)
+    # A product in half precision would round scores to its own 8 or 11 bits. Keys are widened a block of tokens at a time,
+    # so that there is never a second copy of the cache (compiled code takes them whole: a loop over S would be unrolled anew).
+    block = latent.shape[1] if latent.dtype == wide or torch.compiler.is_compiling() else _BLOCK
+    rows, turned = ((q.flatten(1, 2).to(wide) * scaling) for q in (q_latent, q_rope))  # heads and queries
+    blocks = [
+        torch.baddbmm(torch.bmm(turned, k.to(wide).transpose(1, 2)), rows, c.to(wide).transpose(1, 2))
+        for c, k in zip(latent.split(block, 1), k_rope.split(block, 1), strict=True)
+    ]
+    scores = torch.cat(blocks, -1) if len(blocks) > 1 else blocks[0]
+    scores = scores.unflatten(1, q_latent.shape[1:3])
+    if mask is not None:
+        least = torch.finfo(wide).min  # not −∞: a row that sees nothing must not become NaN
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=wide).masked_fill(~mask, least)
+        scores = scores + mask.to(wide).clamp(min=least)
+    return scores.softmax(-1).to(q_latent.dtype)
+
+
+def read(weights: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+    """`weights [B, H, T, S]` times `latent [B, S, R]` is `[B, H, T, R]`.
+
+    Heads and queries are rows of one product: broadcasting over heads would copy the latent H times.
+    """
+    return torch.bmm(weights.flatten(1, 2), latent).unflatten(1, weights.shape[1:3])

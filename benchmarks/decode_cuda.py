@@ -1,0 +1,308 @@
+"""How fast the CUDA kernel reads the cache, and what a decode step of a whole model gains by it. Needs an NVIDIA GPU.
+
+    python benchmarks/decode_cuda.py kernel [--heads 8 16 32 64] [--ranks 256 448 512] [--batches 1 8 32 128]
+                                            [--lengths 1024 … 65536] [--dtype bfloat16] [--rounds 30] [--tilings]
+    python benchmarks/decode_cuda.py model [--batch 8] [--length 4096] [--layers 32] [--steps 30]
+    python benchmarks/decode_cuda.py interpret     # the checks of `kernel` at tiny sizes on a CPU, in Triton's interpreter
+
+`kernel`: attention alone over random latents with 64 rotary dims, as one CUDA graph, the L2 cache emptied before each run; each
+size is first checked against fp64 on fresh inputs (ragged batches, allocations poisoned with NaN). A rate is bytes of the
+cache over the median time, and its ratio is to a device-to-device copy of the same run, whose rate counts reading and
+writing. `--tilings` also times other tile sizes than those that are reasoned out.
+
+`model`: one decode step of random models of the size of a 7B Llama, compiled with CUDA graphs over full static caches: MHA,
+GQA-8, and MLA of rank 512 + 64 expanded, absorbed in torch, absorbed in the kernel; at one batch for all, and at the largest
+that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+ROPE = 64
+WIDTH, INNER, HEADS, HEAD, VOCABULARY = 4096, 11008, 32, 128, 32000
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+def inputs(heads: int, rank: int, batch: int, cached: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    shapes = (batch, heads, 1, rank), (batch, heads, 1, ROPE), (batch, cached, rank), (batch, cached, ROPE)
+    return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def expected(q: torch.Tensor, r: torch.Tensor, c: torch.Tensor, k: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """One request in fp64: `[H, R]`."""
+    latent, turned = c[seen].double(), k[seen].double()
+    scores = (q[:, 0].double() @ latent.T + r[:, 0].double() @ turned.T) * scaling(len(q[0, 0]))
+    return scores.softmax(-1) @ latent
+
+
+def scaling(rank: int) -> float:
+    """Random scores of standard deviation about 3: neither uniform nor all on one token."""
+    return float(3 * (rank + ROPE) ** -0.5)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that is allocated without a value is NaN, or a number that no index should be."""
+    empty = torch.empty
+
+    def fill(*shape: Any, **options: Any) -> torch.Tensor:
+        out = empty(*shape, **options)
+        return out.fill_(torch.nan if out.is_floating_point() else -(2**30))
+
+    torch.empty = fill
+    try:
+        yield
+    finally:
+        torch.empty = empty
+
+
+def check(tensors: list[torch.Tensor], tiling: Any = None) -> str:
+    """Largest relative error and cosine distance of a ragged batch; exits where they, or the places of NaN, are wrong."""
+    from attention.kernels.mla_decode import mla_decode
+
+    q, r, c, k = tensors
+    batch, cached = c.shape[:2]
+    first, end = torch.randint(0, cached, (2, batch, 1), device=c.device).sort(0).values
+    first[0], end[0] = 0, cached
+    columns = torch.arange(cached, device=c.device)
+    mask = ((columns >= first) & (columns <= end))[:, None, None]
+    with poisoned():
+        found = mla_decode(q, r, c, k, mask, scaling(c.shape[2]), tiling)
+    worst, distance = 0.0, 0.0
+    for b in range(0, batch, max(1, batch // 4)):
+        truth = expected(q[b], r[b], c[b], k[b], mask[b, 0, 0])
+        ours = found[b, :, 0].double()
+        worst = max(worst, float((ours - truth).norm() / truth.norm()))
+        distance = max(distance, float((1 - torch.nn.functional.cosine_similarity(ours, truth, -1)).abs().max()))
+    bound = TOLERANCE[str(c.dtype)[6:]]
+    if not bool(found.isfinite().all()) or not worst < bound or not distance < bound:
+        sys.exit(f"wrong: {list(q.shape)} over {list(c.shape)}: error {worst:.1e}, cosine distance {distance:.1e}, "
+                 f"finite {bool(found.isfinite().all())}")  # fmt: skip
+    return f"{worst:.0e}"
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run` as a CUDA graph, so that launching it costs next to nothing."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def milliseconds(run: Callable[[], Any], rounds: int, flush: torch.Tensor | None) -> list[float]:
+    """Times of `run`, sorted, by events on the device; three more warm up."""
+    times = []
+    for turn in range(3 + rounds):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if flush is not None:
+            flush.zero_()
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        if turn >= 3:
+            times.append(start.elapsed_time(stop))
+    return sorted(times)
+
+
+def copy_rate(rounds: int, flush: torch.Tensor) -> float:
+    """GB/s of a copy within the device, reading and writing counted."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = milliseconds(lambda: target.copy_(source), rounds, flush)
+    return 2 * source.nbytes / statistics.median(times) / 1e6
+
+
+def tilings(heads: int, rank: int, size: int) -> list[Any]:
+    """The tiling that is reasoned out, first, and others around it that fit."""
+    from attention.kernels.tiling import choose, machine, shared_bytes
+
+    device = machine(torch.device("cuda", torch.cuda.current_device()))
+    ours = choose(heads, rank, ROPE, size, device)
+    if ours is None:
+        return []
+    found = [ours]
+    for block_n, stages, warps, share in product((16, 32, 64, 128), (2, 3, 4, 5), (4, 8), (1, 2)):
+        other = replace(ours, block_n=block_n, stages=stages, warps=warps, programs=ours.programs * share)
+        if other not in found and shared_bytes(other, rank, ROPE, size) <= device.shared // share:
+            found.append(other)
+    return found
+
+
+@torch.inference_mode()
+def kernel(args: argparse.Namespace) -> None:
+    from attention.kernels.mla_decode import mla_decode
+
+    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # some times the L2 cache
+    dtype = getattr(torch, args.dtype)
+    copy = copy_rate(args.rounds, flush)
+    print(f"device-to-device copy: {copy:.0f} GB/s\n")
+    print("| heads | rank | batch | cached | error | µs | 10 to 90 % | GB/s | of copy | tiling |")
+    print("| --: " * 9 + "| --- |")
+    for heads, rank, batch, cached in product(args.heads, args.ranks, args.batches, args.lengths):
+        size = batch * cached * (rank + ROPE) * dtype.itemsize
+        if size > 0.8 * torch.cuda.mem_get_info()[0]:
+            print(f"| {heads} | {rank} | {batch} | {cached} | does not fit |" + " |" * 5)
+            continue
+        tensors = inputs(heads, rank, batch, cached, dtype, "cuda")
+        # A whole static cache: the mask is read as in a model, and lets every token through.
+        mask = torch.ones(batch, 1, 1, cached, dtype=torch.bool, device="cuda")
+        for tiling in tilings(heads, rank, dtype.itemsize)[: None if args.tilings else 1]:
+            off = check(tensors, tiling)
+            run = captured(partial(mla_decode, *tensors, mask, scaling(rank), tiling))
+            times = milliseconds(run, args.rounds, flush)
+            median, low, high = statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
+            rate = size / median / 1e6
+            print(f"| {heads} | {rank} | {batch} | {cached} | {off} | {median * 1e3:.1f} | {low * 1e3:.1f} to {high * 1e3:.1f} "
+                  f"| {rate:.0f} | {rate / copy:.2f} | {tiling} |", flush=True)  # fmt: skip
+    print(f"\ndevice-to-device copy at the end: {copy_rate(args.rounds, flush):.0f} GB/s")
+
+
+def build(kind: str, layers: int, device: str, **changes: Any) -> Any:
+    """A random model: "mha" or "gqa" of Llama's class, "mla" of DeepSeek-V3's without experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common: dict[str, Any] = {
+        "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": layers, "num_attention_heads": HEADS,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 2**17, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    if kind == "mla":
+        common |= {
+            "num_key_value_heads": common["num_attention_heads"], "kv_lora_rank": 512, "qk_rope_head_dim": ROPE,
+            "qk_nope_head_dim": HEAD, "v_head_dim": HEAD, "q_lora_rank": None, "first_k_dense_replace": layers,
+            "n_routed_experts": 1, "num_mtp_layers": 0, "attention_bias": True,
+        }  # fmt: skip
+    else:
+        common["num_key_value_heads"] = common["num_attention_heads"] if kind == "mha" else 8
+    config = AutoConfig.for_model("deepseek_v3" if kind == "mla" else "llama", **(common | changes))
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+
+
+def full_cache(model: Any, batch: int, cached: int) -> Any:
+    """A static cache of random tokens with room for one more."""
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.config, max_cache_len=cached)
+    model(torch.zeros(batch, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    return rewind(cache, cached)
+
+
+def rewind(cache: Any, cached: int) -> Any:
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(cached - 1)
+    return cache
+
+
+def bytes_per_token(model: Any) -> int:
+    config = model.config
+    if hasattr(config, "kv_lora_rank"):
+        values = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        values = 2 * config.num_key_value_heads * config.head_dim
+    return values * config.num_hidden_layers * model.dtype.itemsize
+
+
+def step(model: Any, batch: int, cached: int, compiled: bool) -> Callable[[], torch.Tensor]:
+    """One decode step over a full cache, again and again at the same place."""
+    cache = full_cache(model, batch, cached)
+    ids = torch.randint(3, 1000, (batch, 1), device=model.device)
+    run = torch.compile(model, mode="reduce-overhead", fullgraph=True) if compiled else model
+
+    def once() -> torch.Tensor:
+        rewind(cache, cached)
+        logits: torch.Tensor = run(ids, past_key_values=cache, use_cache=True).logits
+        return logits
+
+    return once
+
+
+@torch.inference_mode()
+def model(args: argparse.Namespace) -> None:
+    from attention import absorb, restore
+
+    print("| model | KV bytes a token | batch | ms a step | 10 to 90 % | tokens/s |\n" + "| --- |" + " --: |" * 5)
+    for kind in ("mha", "gqa", "mla"):
+        built = build(kind, args.layers, "cuda")
+        for way in ("expanded", "torch", "triton") if kind == "mla" else ("",):
+            restore(built) if way in ("", "expanded") else absorb(built, when="always", backend=way)
+            needed = bytes_per_token(built) * args.length
+            # An expanding step makes the keys and values of all heads of one layer, and copies them to join rotary parts.
+            if way == "expanded":
+                needed += 4 * args.length * HEADS * (HEAD + ROPE) * built.dtype.itemsize
+            largest = int(0.85 * torch.cuda.mem_get_info()[0] / needed)
+            for batch in sorted({args.batch, max(args.batch, largest // 8 * 8)}):
+                torch.compiler.reset()
+                times = milliseconds(step(built, batch, args.length, compiled=True), args.steps, None)
+                median, low, high = statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
+                print(f"| {kind} {way} | {bytes_per_token(built)} | {batch} | {median:.2f} | {low:.2f} to {high:.2f} "
+                      f"| {batch / median * 1e3:.0f} |", flush=True)  # fmt: skip
+                torch.cuda.empty_cache()
+        del built
+
+
+@torch.inference_mode()
+def interpret(_: argparse.Namespace) -> None:
+    for heads, rank, batch, cached, dtype in (
+        (8, 48, 3, 70, "float32"),
+        (40, 112, 2, 40, "float16"),
+        (2, 320, 2, 50, "float32"),
+    ):
+        off = check(inputs(heads, rank, batch, cached, getattr(torch, dtype), "cpu"))
+        print(f"{heads} heads, {rank} + {ROPE}, batch {batch}, {cached} cached, {dtype}: relative error {off}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    alone = commands.add_parser("kernel")
+    alone.add_argument("--heads", type=int, nargs="+", default=[8, 16, 32, 64])
+    alone.add_argument("--ranks", type=int, nargs="+", default=[256, 448, 512])
+    alone.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
+    alone.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
+    alone.add_argument("--dtype", choices=TOLERANCE, default="bfloat16")
+    alone.add_argument("--rounds", type=int, default=30)
+    alone.add_argument("--tilings", action="store_true")
+    alone.set_defaults(run=kernel)
+    whole = commands.add_parser("model")
+    whole.add_argument("--batch", type=int, default=8)
+    whole.add_argument("--length", type=int, default=4096)
+    whole.add_argument("--layers", type=int, default=32)
+    whole.add_argument("--steps", type=int, default=30)
+    whole.set_defaults(run=model)
+    commands.add_parser("interpret").set_defaults(run=interpret)
+    args = parser.parse_args(arguments)
+    if args.run is interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
+    elif not torch.cuda.is_available():
+        sys.exit("no CUDA device is to be seen: nothing was measured (`interpret` checks the kernel on a CPU)")
+    torch.manual_seed(0)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    print(f"{device}, {platform.platform()}, torch {torch.__version__}", flush=True)
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

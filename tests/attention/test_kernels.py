@@ -1,0 +1,587 @@
+"""The Triton kernel against attention spelled out in fp64, and who is chosen when.
+
+It runs in Triton's interpreter, on CPU tensors; with TRITON_INTERPRET=0 in the environment it is compiled and runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_mla import error, logits, mla_model, tokens
+from transformers import StaticCache
+
+pytest.importorskip("triton")  # there are no wheels for other systems than Linux
+
+import attention.kernels
+from attention import absorb, absorbed
+from attention.errors import Refusal
+from attention.kernels import BACKENDS, decode, torch_decode
+from attention.kernels.mla_decode import mla_decode
+from attention.kernels.tiling import H200, INTERPRETED, Machine, Tiling, choose, shared_bytes
+
+INTERPRETER = os.environ["TRITON_INTERPRET"] == "1"
+DEVICE = "cpu" if INTERPRETER else "cuda"
+SCALE = 0.3
+# fp32 adds up in another order than fp64 does. Rounding inputs to half precision is not part of the error, rounding of
+# probabilities and outputs is: half an ulp of each, 2⁻¹¹ in fp16 and 2⁻⁸ in bf16 (whose products the interpreter cannot do).
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3} | ({} if INTERPRETER else {torch.bfloat16: 8e-3})
+SMALL = Tiling(block_h=16, block_n=16, stages=2, warps=4, programs=3, least=1)
+
+pytestmark = pytest.mark.skipif(not INTERPRETER and not torch.cuda.is_available(), reason="needs a GPU, or the interpreter")
+
+
+def inputs(
+    batch: int, heads: int, cached: int, rank: int, rope: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, heads, 1, rank), (batch, heads, 1, rope), (batch, cached, rank), (batch, cached, rope)
+    q, r, c, k = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
+    return q, r, c, k
+
+
+def spelled_out(
+    q: torch.Tensor, r: torch.Tensor, c: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """One request, one head at a time, over the tokens it sees and no others, in fp64."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for b in range(len(q)):
+        row = None if mask is None else mask.expand(len(q), -1, -1, -1)[b, 0, 0]
+        if row is None:
+            seen = torch.ones(c.shape[1], dtype=torch.bool, device=q.device)
+        else:
+            seen = row if row.dtype == torch.bool else row > -torch.inf
+        latent, turned = c[b, seen].double(), k[b, seen].double()
+        for h in range(q.shape[1]):
+            scores = SCALE * (latent @ q[b, h, 0].double() + turned @ r[b, h, 0].double())
+            if row is not None and row.dtype != torch.bool:
+                scores = scores + row[seen].double()
+            if len(scores):
+                out[b, h, 0] = scores.softmax(0) @ latent
+    return out
+
+
+def agree(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
+    """Finite, as close as its dtype allows as a whole, head by head in direction, and in the largest deviation."""
+    assert found.shape == expected.shape
+    bound = TOLERANCE[found.dtype] if tolerance is None else tolerance
+    cosine = torch.nn.functional.cosine_similarity(found.double(), expected, -1)
+    aligned = bool((1 - cosine)[expected.any(-1)].abs().max() <= bound) if bool(expected.any()) else True
+    largest = float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    off = float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+    return bool(found.isfinite().all()) and off <= bound and aligned and largest <= 4 * bound
+
+
+def ragged(batch: int, cached: int, seed: int = 0, holes: float = 0.0) -> torch.Tensor:
+    """Left padding, a tail that is not filled yet, holes; `[B, 1, 1, S]`, true where a token is seen."""
+    generator = torch.Generator().manual_seed(seed)
+    first, end = torch.randint(0, cached + 1, (2, batch, 1), generator=generator).sort(0).values
+    columns = torch.arange(cached)
+    mask = (columns >= first) & (columns < end) & (torch.rand(batch, cached, generator=generator) >= holes)
+    return mask[:, None, None].to(DEVICE)
+
+
+def added(mask: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers to add to scores, −∞ where `mask` does not see."""
+    bias = torch.randn(mask.shape, generator=torch.Generator().manual_seed(9)).to(mask.device)
+    return torch.where(mask, bias, -torch.inf).to(dtype)
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated without a value is NaN, or a number that no index should be."""
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
+        out = empty(*shape, **options)
+        return out.fill_(torch.nan if out.is_floating_point() else -(2**30))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rank", [16, 48, 64, 112, 320, 448, 512, 576, 704])
+def test_every_rank_is_cut_into_powers_of_two(rank: int, dtype: torch.dtype) -> None:
+    q, r, c, k = inputs(1, 3, 70, rank, 16, dtype)
+    assert agree(mla_decode(q, r, c, k, None, SCALE), spelled_out(q, r, c, k))
+
+
+@pytest.mark.parametrize(("heads", "rope"), [(1, 64), (3, 8), (8, 24), (16, 16), (32, 32), (64, 8), (96, 16)])
+def test_every_number_of_heads_and_rotary_dims(heads: int, rope: int) -> None:
+    q, r, c, k = inputs(2, heads, 37, 48, rope)
+    mask = ragged(2, 37, seed=heads)
+    assert agree(mla_decode(q, r, c, k, mask, SCALE), spelled_out(q, r, c, k, mask))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kind", ["bool", "additive", "additive fp16"])
+@pytest.mark.usefixtures("poison")
+def test_ragged_batches_with_holes(kind: str, dtype: torch.dtype) -> None:
+    q, r, c, k = inputs(5, 4, 90, 48, 16, dtype)
+    mask = ragged(5, 90, holes=0.4)
+    if kind != "bool":
+        mask = added(mask, torch.float16 if "fp16" in kind else torch.float32)
+    expected = spelled_out(q, r, c, k, mask)
+    assert agree(mla_decode(q, r, c, k, mask, SCALE, SMALL), expected)
+    assert agree(decode(q, r, c, k, mask, SCALE, "triton"), expected)
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_any_deal_of_tiles_gives_the_same(data: st.DataObject) -> None:
+    """Fewer programs than requests, more than tiles, tiles of every length, requests that see nothing anywhere."""
+    batch, cached = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 70))
+    block_n, least = data.draw(st.sampled_from([16, 32])), data.draw(st.integers(1, 3))
+    sizes = Tiling(16, block_n, 2, 4, data.draw(st.integers(1, 9)), least)
+    q, r, c, k = inputs(batch, 2, cached, 16, 8)
+    spans = [sorted(data.draw(st.tuples(st.integers(0, cached), st.integers(0, cached)))) for _ in range(batch)]
+    mask = torch.zeros(batch, 1, 1, cached, dtype=torch.bool, device=DEVICE)
+    for b, (first, end) in enumerate(spans):
+        mask[b, ..., first:end] = True
+    for given_mask in (mask, None):
+        assert agree(mla_decode(q, r, c, k, given_mask, SCALE, sizes), spelled_out(q, r, c, k, given_mask))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 40])
+@pytest.mark.usefixtures("poison")
+def test_a_request_that_sees_nothing_is_zero(programs: int) -> None:
+    q, r, c, k = inputs(4, 3, 50, 32, 16)
+    mask = torch.ones(4, 1, 1, 50, dtype=torch.bool, device=DEVICE)
+    for blind in ([0], [1, 2], [3], [0, 1, 2, 3]):
+        seeing = mask.clone()
+        seeing[blind] = False
+        for one in (seeing, added(seeing)):
+            found = mla_decode(q, r, c, k, one, SCALE, Tiling(16, 16, 2, 4, programs, 1))
+            assert not found[blind].any()
+            assert torch.equal(found.any(-1), seeing.any(-1).expand(-1, 3, -1))
+            assert agree(found, spelled_out(q, r, c, k, one))
+
+
+@pytest.mark.parametrize("programs", [1, 4, 9])
+@pytest.mark.usefixtures("poison")
+def test_holes_may_be_wider_than_tiles_and_shares(programs: int) -> None:
+    q, r, c, k = inputs(2, 3, 120, 32, 16)
+    mask = torch.zeros(2, 1, 1, 120, dtype=torch.bool, device=DEVICE)
+    mask[0, ..., 3], mask[0, ..., 90:] = True, True
+    mask[1, ..., :2], mask[1, ..., 70], mask[1, ..., 119] = True, True, True
+    for one in (mask, added(mask)):
+        assert agree(mla_decode(q, r, c, k, one, SCALE, Tiling(16, 16, 2, 4, programs, 1)), spelled_out(q, r, c, k, one))
+
+
+@pytest.mark.usefixtures("poison")
+def test_tokens_out_of_sight_are_never_read() -> None:
+    """Nor are values of other requests: what a static cache holds behind its tail may be anything."""
+    q, r, c, k = inputs(4, 3, 80, 48, 16)
+    mask = ragged(4, 80, seed=3)
+    expected = spelled_out(q, r, c, k, mask)
+    unseen = ~mask[:, 0, 0]
+    c[unseen], k[unseen] = torch.nan, torch.inf
+    assert agree(mla_decode(q, r, c, k, mask, SCALE, SMALL), expected)
+
+
+def test_the_cache_is_read_where_it_lies() -> None:
+    """Views of a static cache `[B, 1, C, R]`, of a wider tensor, of one with tokens before requests; a broadcast mask."""
+    q, r, c, k = inputs(3, 4, 45, 48, 16)
+    mask = ragged(3, 45, seed=1)
+    expected = spelled_out(q, r, c, k, mask)
+    static = [torch.full((3, 1, 64, t.shape[2]), torch.nan, device=DEVICE) for t in (c, k)]
+    joined = torch.full((3, 45, 48 + 16 + 5), torch.nan, device=DEVICE)
+    turned = [torch.full((45, 3, t.shape[2]), torch.nan, device=DEVICE) for t in (c, k)]
+    for tensor, hall, swapped in zip((c, k), static, turned, strict=True):
+        hall[:, 0, 7:52], swapped[:] = tensor, tensor.transpose(0, 1)
+    joined[..., :48], joined[..., 50:66] = c, k
+    pairs = [
+        [hall[:, 0, 7:52] for hall in static],
+        [joined[..., :48], joined[..., 50:66]],
+        [swapped.transpose(0, 1) for swapped in turned],
+    ]
+    for latent, k_rope in pairs:
+        assert not latent.is_contiguous()
+        assert agree(mla_decode(q, r, latent, k_rope, mask, SCALE, SMALL), expected)
+    wide = torch.zeros(3, 2, 1, 90, dtype=torch.bool, device=DEVICE)
+    wide[:, 1:, :, ::2] = mask
+    assert agree(mla_decode(q, r, c, k, wide[:, 1:, :, ::2], SCALE, SMALL), expected)
+    one = mask[:1]
+    for view in (one, one.expand(3, -1, -1, -1)):
+        assert agree(mla_decode(q, r, c, k, view, SCALE, SMALL), spelled_out(q, r, c, k, one))
+    across = torch.randn(3, 1, 4, 48, device=DEVICE).transpose(1, 2)  # [B, H, 1, R] as a projection leaves it
+    slanted = torch.randn(3, 4, 16, 2, device=DEVICE)[..., :1].transpose(2, 3)
+    assert slanted.stride(3) == 2
+    found = mla_decode(across, slanted, c, k, mask, SCALE, SMALL)
+    assert agree(found, spelled_out(across, slanted, c, k, mask))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_large_scores_neither_overflow_nor_vanish(dtype: torch.dtype) -> None:
+    q, r, c, k = inputs(2, 3, 60, 32, 16, dtype)
+    for far, near in ((0, 59), (59, 0), (30, 31)):
+        loud = c.clone()
+        loud[:, far], loud[:, near] = q[:, 0, 0] * 40, q[:, 0, 0] * 50
+        found = mla_decode(q, r, loud, k, None, SCALE, SMALL)
+        assert float((q[:, 0, 0].float() * loud[:, near].float()).sum(-1).max()) * SCALE > 300  # exp overflows from 89 on
+        assert agree(found, spelled_out(q, r, loud, k))
+        quiet = mla_decode(-q, r, loud, k, None, SCALE, SMALL)
+        assert agree(quiet, spelled_out(-q, r, loud, k))
+
+
+def test_the_least_finite_number_hides_as_it_does_in_torch() -> None:
+    q, r, c, k = inputs(2, 3, 50, 32, 16)
+    mask = torch.zeros(2, 1, 1, 50, device=DEVICE)
+    mask[0, ..., :20] = torch.finfo(torch.float32).min
+    mask[1] = torch.finfo(torch.float32).min  # sees all alike, rather than nothing
+    expected = torch_decode.decode(q, r, c, k, mask, SCALE).double()
+    assert expected[1].any()
+    assert agree(mla_decode(q, r, c, k, mask, SCALE, SMALL), expected)
+
+
+def test_torch_agrees_with_the_same_oracle() -> None:
+    q, r, c, k = inputs(5, 4, 90, 48, 16)
+    for mask in (None, ragged(5, 90, holes=0.4), added(ragged(5, 90, holes=0.4))):
+        assert agree(decode(q, r, c, k, mask, SCALE, "torch"), spelled_out(q, r, c, k, mask))
+
+
+# What is chosen
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the backends that served, in order; tensors pass for those of a GPU where `pretend` says so."""
+    names: list[str] = []
+    for name, entry in BACKENDS.items():
+
+        def run(*arguments: Any, name: str = name) -> torch.Tensor:
+            names.append(name)
+            return torch_decode.decode(*arguments)
+
+        monkeypatch.setitem(BACKENDS, name, attention.kernels.Entry(run, entry.objection))
+    monkeypatch.setattr(attention.kernels, "_warned", set())
+    return names
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    is_cuda = property(lambda _: True)  # type: ignore[assignment]
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+
+def test_cpu_tensors_are_torchs_without_a_word(served: list[str]) -> None:
+    decode(*(t.cpu() for t in inputs(1, 2, 5, 16, 8)), None, SCALE)
+    assert served == ["torch"]  # warnings are errors here
+
+
+def test_a_gpu_has_triton(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    decode(*(t.as_subclass(OnGpu) for t in inputs(1, 2, 5, 16, 8)), None, SCALE)
+    assert served == ["triton"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("fp64", "float64"),
+        ("mixed", "float16, float32, float32, float32"),
+        ("rank", "multiple of 16 and a rotary key, not 24 \\+ 8"),
+        ("no rope", "16 \\+ 0"),
+        ("strides", "side by side \\(strides 2 and 1\\)"),
+        ("gradients", "no gradients"),
+        ("mask per head", "mask \\[2 or 1, 1, 1, S\\], not one of shape \\[2, 3, 1, 20\\]"),
+        ("whole numbers", "masks of bool, .* not int64"),
+        ("old", "compute capability 8.0"),
+        ("huge", "shared memory"),
+        ("no triton", "not installed"),
+    ],
+)
+def test_torch_steps_in_with_one_warning_a_reason(
+    change: str, reason: str, served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu(monkeypatch, (7, 5) if change == "old" else (9, 0))
+    rank, rope = {"rank": (24, 8), "no rope": (16, 0), "huge": (4096, 8)}.get(change, (16, 8))
+    q, r, c, k = inputs(2, 3, 20, rank, rope, torch.float64 if change == "fp64" else torch.float32)
+    mask = None
+    if change == "mixed":
+        q = q.half()
+    if change == "strides":
+        c = c.repeat_interleave(2, 2)[..., ::2]
+    if change == "gradients":
+        c.requires_grad_()
+    if change == "mask per head":
+        mask = torch.ones(2, 3, 1, 20, dtype=torch.bool)
+    if change == "whole numbers":
+        mask = torch.zeros(2, 1, 1, 20, dtype=torch.int64)
+    if change == "no triton":
+        monkeypatch.setattr(attention.kernels, "_TRITON", False)
+    monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q)
+    call = tuple(t.as_subclass(OnGpu) for t in (q, r, c, k))
+    monkeypatch.setitem(BACKENDS, "torch", attention.kernels.Entry(lambda *_: served.append("torch") or q, lambda *_: None))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            decode(*call, mask, SCALE)
+    assert served == ["torch"] * 3
+    assert len(caught) == 1
+    with pytest.raises(Refusal, match=f"triton backend cannot decode here: .*{reason}"):
+        decode(*call, mask, SCALE, "triton")
+    attention.kernels._warned.clear()
+    with pytest.warns(RuntimeWarning, match=reason):
+        decode(*call, mask, SCALE)
+
+
+def test_gradients_are_no_reason_where_none_are_recorded(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    call = [t.requires_grad_().as_subclass(OnGpu) for t in inputs(1, 2, 5, 16, 8)]
+    with torch.no_grad():
+        decode(*call, None, SCALE)
+    assert served == ["triton"]
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
+def test_several_queries_are_torchs_whatever_was_asked_for(backend: Any, served: list[str]) -> None:
+    q, r, c, k = inputs(2, 3, 9, 16, 8)
+    q, r = q.expand(-1, -1, 4, -1), r.expand(-1, -1, 4, -1)
+    mask = torch.ones(4, 9, dtype=torch.bool, device=DEVICE).tril(5)[None, None]
+    expected = torch_decode.decode(q, r, c, k, mask, SCALE)
+    assert torch.equal(decode(q, r, c, k, mask, SCALE, backend), expected)
+    assert served == ["torch"]
+
+
+def test_backends_are_called_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = inputs(1, 2, 5, 16, 8)
+    with pytest.raises(Refusal, match="no backend 'cuda': it must be one of 'auto', 'triton', 'torch'"):
+        decode(*call, None, SCALE, "cuda")  # type: ignore[arg-type]
+    with pytest.raises(Refusal, match="no backend 'cuda'"):
+        absorb(mla_model(), backend="cuda")  # type: ignore[arg-type]
+    monkeypatch.setattr(attention.kernels, "_INTERPRETED", False)
+    with pytest.raises(Refusal, match="needs tensors on a CUDA device, and these are on cpu"):
+        decode(*(t.cpu() for t in call), None, SCALE, "triton")
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("length", [1, 19, 21])
+def test_a_mask_is_for_the_whole_cache(length: int, backend: Any) -> None:
+    mask = torch.ones(2, 1, 1, length, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(Refusal, match=f"mask over {length} tokens to a cache of 20"):
+        decode(*inputs(2, 3, 20, 16, 8), mask, SCALE, backend)
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_model_generates_the_same_tokens(static: bool) -> None:
+    model = mla_model().to(DEVICE)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(3)
+            layer.self_attn.o_proj.weight.mul_(3)
+    padding = (torch.arange(12) >= torch.tensor([0, 5, 3])[:, None]).long().to(DEVICE)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 7, "no_repeat_ngram_size": 2, "pad_token_id": 0}
+    if static:
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    found = []
+    for backend in ("torch", "triton"):
+        with absorbed(model, when="always", backend=backend):  # type: ignore[arg-type]
+            found.append(model.generate(tokens(3, 12).to(DEVICE), attention_mask=padding, **options))
+    assert len(found[0][:, 12:].unique()) > 5
+    assert torch.equal(*found)
+
+
+def test_a_model_is_as_exact_as_stock() -> None:
+    ids = tokens(2, 14).to(DEVICE)
+    expected = logits(mla_model(dtype=torch.float64).to(DEVICE), ids)
+    model = mla_model().to(DEVICE)
+    stock = error(logits(model, ids), expected)
+    assert error(logits(absorb(model, when="always", backend="triton"), ids), expected) < max(1e-5, 1.5 * stock)
+
+
+def test_absorbed_gives_the_backend_back() -> None:
+    model = absorb(mla_model(), backend="torch")
+    with absorbed(model, backend="triton"):
+        assert {layer.self_attn.backend for layer in model.model.layers} == {"triton"}
+    assert {layer.self_attn.backend for layer in model.model.layers} == {"torch"}
+
+
+def test_a_decode_step_compiles_whole_around_the_kernel() -> None:
+    torch._dynamo.reset()
+    model, ids = absorb(mla_model(), when="always", backend="triton").to(DEVICE), tokens(2, 9).to(DEVICE)
+    steps = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            model(ids[:, :7], past_key_values=cache)
+            steps.append(torch.cat([run(ids[:, t : t + 1], past_key_values=cache).logits for t in (7, 8)], 1))
+    assert error(steps[1], steps[0]) < 1e-6
+
+
+@pytest.mark.parametrize("change", ["no triton", "fp64", "rank", "strides", "huge"])
+def test_compiled_code_warns_and_goes_on(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `decode` does on a GPU where Triton cannot serve; on a CPU it would not ask."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention.kernels, "_warned", set())
+    monkeypatch.setattr(attention.kernels, "_TRITON", change != "no triton")
+    rank = {"rank": 24, "huge": 4096}.get(change, 16)
+    q, r, c, k = inputs(2, 3, 20, rank, 8, torch.float64 if change == "fp64" else torch.float32)
+    c = c.repeat_interleave(2, 2)[..., ::2] if change == "strides" else c
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        reason = attention.kernels._triton_objection(q, r, c, k, None)
+        if reason is not None:
+            attention.kernels._warn(f"decoding without triton: {reason}")
+        return torch_decode.decode(q, r, c, k, None, SCALE)
+
+    said = {"no triton": "not installed", "fp64": "float64", "rank": "24", "strides": "side by side", "huge": "4096"}[change]
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match=said):
+        found = torch.compile(step, fullgraph=True, backend="eager")(q)
+    assert error(found, torch_decode.decode(q, r, c, k, None, SCALE)) < 1e-6
+
+
+def test_the_operator_keeps_its_promises() -> None:
+    """What torch.compile believes of it: shapes, strides, no hidden changes."""
+    q, r, c, k = inputs(2, 3, 20, 16, 8)
+    torch.library.opcheck(
+        torch.ops.kvfold.mla_decode, (q, r, c, k, ragged(2, 20), SCALE), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_projections_around_a_step_copy_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One new token: queries, latent and W_UK, W_UV reach their products as views, with strides that a GEMM takes."""
+    model = absorb(mla_model(), when="always")
+    module, products = model.model.layers[0].self_attn, []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: products.append((a, b)) or bmm(a, b))
+    monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q.clone())
+    monkeypatch.setitem(BACKENDS, "torch", attention.kernels.Entry(lambda q, *_: q.clone(), lambda *_: None))
+    q_nope, q_rope = module._queries(torch.randn(3, 1, 64))
+    with torch.no_grad():
+        module._absorbed(q_nope, q_rope, torch.randn(3, 5, 16), torch.randn(3, 5, 8), None)
+    (queries, up_k), (_, up_v) = products
+    weight = module.kv_b_proj.weight
+    assert queries.untyped_storage().data_ptr() == q_nope.untyped_storage().data_ptr()
+    for up in (up_k, up_v):
+        assert up.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+        assert 1 in up.stride()[1:]
+        assert max(up.stride()[1:]) >= weight.shape[1]
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("device", [H200, INTERPRETED, Machine(108, 163 * 1024), Machine(128, 99 * 1024)], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+def test_tilings_fit(size: int, device: Machine) -> None:
+    for rank in (16, 48, 256, 320, 448, 512, 576, 704):
+        for heads in (1, 8, 16, 17, 32, 33, 64, 96, 128):
+            found = choose(heads, rank, 64, size, device)
+            if found is None:
+                assert (size, device.shared) == (4, 99 * 1024)
+                assert rank > 256
+                continue
+            assert shared_bytes(found, rank, 64, size) <= device.shared
+            blocks = -(-heads // found.block_h)
+            assert found.programs * blocks <= max(device.processors, blocks)
+            assert found.least * found.block_n * (rank + 64) * size >= 4 * found.block_h * rank
+
+
+def test_an_h200_has_room_for_64_heads_of_512_and_64() -> None:
+    assert choose(64, 512, 64, 2, H200) == Tiling(64, 32, 4, 8, 132, 4)
+    assert choose(16, 512, 64, 2, H200) == Tiling(16, 64, 3, 8, 132, 1)
+
+
+COMPILE = """
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+    from attention.kernels.mla_decode import mla_decode
+    from attention.kernels.tiling import H200, choose, shared_bytes
+
+    class Hopper:
+        get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+        get_current_device = lambda self: 0
+        get_current_stream = lambda self, device: 0
+
+    class OnGpu(torch.Tensor):
+        is_cuda = property(lambda self: True)
+
+    built = {}
+
+    def launch(kernel, grid):
+        def run(*arguments, **options):
+            built[kernel.__name__] = kernel.run(*arguments, grid=grid, warmup=True, **options)
+        return run
+
+    triton.runtime.driver.set_active(Hopper())
+    JITFunction.__getitem__ = launch
+    for batch, heads, rank, rope, kind, dtype in CASES:
+        shapes = (batch, heads, 1, rank), (batch, heads, 1, rope), (batch, 33, rank), (batch, 33, rope)
+        tensors = [torch.zeros(shape, dtype=dtype).as_subclass(OnGpu) for shape in shapes]
+        tiling = choose(heads, rank, rope, dtype.itemsize, H200)
+        mask = None if kind is None else torch.ones(batch, 1, 1, 33, dtype=kind)
+        mla_decode(*tensors, mask, 1.0, tiling)
+        attend = built["_attend"]
+        needed, code = attend.metadata.shared, attend.asm["ttgir"]
+        assert needed <= shared_bytes(tiling, rank, rope, dtype.itemsize) <= H200.shared, (heads, rank, needed)
+        loop = code[code.index("scf.for"):]
+        loop = loop[:loop.index("scf.yield")]
+        # one asynchronous copy a chunk, one of the rotary key, one of numbers to add: nothing is fetched twice
+        assert loop.count("async_copy_global_to_local") == rank.bit_count() + 1 + (kind == torch.float32), loop
+        assert ("wgmma" in attend.asm["ptx"]) == (tiling.block_h == 64)
+    print(*sorted(built))
+"""
+
+
+def test_the_launches_compile_for_hopper_without_one(tmp_path: Path) -> None:
+    """By Triton's own path, but for the last step: the launch."""
+    cases = """[(1, 16, 512, 64, None, torch.bfloat16), (2, 64, 448, 64, torch.bool, torch.float16),
+                 (5, 32, 320, 32, torch.float32, torch.bfloat16)]"""
+    script = tmp_path / "build.py"
+    script.write_text(textwrap.dedent(COMPILE).replace("CASES", cases))
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["_attend", "_combine", "_spans"], done.stderr[-3000:]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_the_benchmark_checks_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "decode_cuda.py"
+    spec = importlib.util.spec_from_file_location("decode_cuda", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        script.main(["kernel"])
+    script.main(["interpret"])
+    assert capsys.readouterr().out.count("relative error") == 3
+    script.scaling = lambda rank: 1.0 if sys._getframe(1).f_code.co_name == "expected" else 0.9
+    with pytest.raises(SystemExit, match=r"wrong: .* cosine distance"):
+        script.main(["interpret"])
+
+
+def test_triton_is_imported_by_the_first_call_that_it_serves() -> None:
+    code = """
+        import sys, torch
+        from attention.kernels import decode
+        import attention.patch
+        q, r, c, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 8), torch.randn(1, 5, 16), torch.randn(1, 5, 8)
+        decode(q, r, c, k, None, 1.0)
+        assert "attention.kernels.mla_decode" not in sys.modules
+        decode(q, r, c, k, None, 1.0, "triton")
+        assert "attention.kernels.mla_decode" in sys.modules
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
