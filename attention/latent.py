@@ -26,6 +26,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     eager_attention_forward,
 )
 
+from attention.errors import Refusal
 from attention.kernels import Backend, decode
 from attention.kernels.torch_decode import probabilities, read
 
@@ -266,6 +267,9 @@ def dense_mask(mask: torch.Tensor | BlockMask | None, queries: int, latent: torc
 
     Returns:
         None, or a mask of the form for eager and sdpa.
+
+    Raises:
+        Refusal: A padding mask is longer than the cache.
     """
     cached, device = latent.shape[1], latent.device
     if isinstance(mask, BlockMask):
@@ -273,6 +277,11 @@ def dense_mask(mask: torch.Tensor | BlockMask | None, queries: int, latent: torc
     if mask is None or mask.ndim == 4:
         return mask
     known = mask.shape[1]
+    if known > cached:
+        raise Refusal(
+            f"cannot attend with a padding mask of {known} tokens to a cache of {cached}: it may have no more",
+            "give the mask of the tokens that are in the cache",
+        )
     seen = nn.functional.pad(mask.bool(), (0, cached - known))[:, None, None]  # [B, 1, 1, S]
     if queries == 1:
         return seen

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
 from attention import absorb, absorbed, restore
+from attention.errors import Refusal
 from attention.kernels.torch_decode import decode
 from attention.latent import LatentAttention, absorbs, dense_mask, neutral_constants
 from attention.reference import latent_attention
@@ -420,6 +421,11 @@ def test_padding_of_flash_attention() -> None:
     assert one[:, 0].tolist() == [[[False, True, True, True, True, False, False]], [[True] * 5 + [False] * 2]]
     assert two[1, 0].tolist() == [[True] * 4 + [False] * 3, [True] * 5 + [False] * 2]
     assert two[0, 0].tolist() == [[False] + [True] * 3 + [False] * 3, [False] + [True] * 4 + [False] * 2]
+
+
+def test_a_padding_mask_longer_than_the_cache_is_refused() -> None:
+    with pytest.raises(Refusal, match="a padding mask of 8 tokens to a cache of 7"):
+        dense_mask(torch.ones(2, 8), 1, torch.empty(2, 7, RANK))
 
 
 def test_a_block_mask_becomes_dense() -> None:
