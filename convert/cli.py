@@ -429,7 +429,7 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
 def demo(output: Path, as_json: bool, verbose: bool, quiet: bool) -> None:
     """Convert and evaluate the bundled model.
 
-    A small MHA checkpoint goes through every conversion, evaluation and report; offline, in about three minutes.
+    A small MHA checkpoint goes through every conversion, evaluation and report; offline, in about two minutes.
 
     Example: convert demo
     """

@@ -19,7 +19,8 @@ MODEL = Path(__file__).parent / "python-5m-mha"
 _GROUPS = (4, 2, 1)
 _SIZES = (LatentSize(96, 32), LatentSize(48, 16))  # a quarter and an eighth of the cache
 _METHODS = ("aligned", "mean", "weighted", "pca")
-_MODULES = ("difflib", "statistics")  # of those held out: as much as a few minutes allow
+_MODULES = ("difflib", "statistics")  # of those held out
+_TOKENS = 16384  # of these: as many as two minutes allow
 _CALIBRATION_TOKENS = 16384
 
 
@@ -40,5 +41,5 @@ def showcase(output: Path, quiet: bool = False) -> tuple[dict[str, Any], Path]:
     text = Calibration({"text": str(calibration)}, _CALIBRATION_TOKENS)
     plans = plans_for(source, Wanted(_GROUPS, _SIZES, _METHODS, text, Output(output, overwrite=True), "cpu"))
     held_out = Text(f"Python {platform.python_version()}: {', '.join(_MODULES)}", held_out_text(_MODULES))
-    found = sweep(plans, read_file(calibration), held_out, Settings(device="cpu", quiet=quiet))
+    found = sweep(plans, read_file(calibration), held_out, Settings(max_tokens=_TOKENS, device="cpu", quiet=quiet))
     return found, output / "report" / "report.html"
