@@ -7,7 +7,7 @@ Scaled frequencies come from transformers' own table of scaling types. A class t
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,39 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from attention.errors import Refusal
 
 Pairing = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The rotation of T tokens' heads by where they are.
+
+    Attributes:
+        cos: `[T, P/2]`, times the attention factor.
+        sin: Likewise.
+        pairing: As in Rotary.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    pairing: Pairing
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Turn `states [..., T, D]`; the dims beyond P come back as they are."""
+        pairs = self.cos.shape[-1]
+        turning, still = states[..., : 2 * pairs], states[..., 2 * pairs :]
+        axis = -2 if self.pairing == "half" else -1
+        first, second = turning.unflatten(-1, _shape(pairs, self.pairing)).unbind(axis)  # [..., T, P/2] each
+        turned = torch.stack((first * self.cos - second * self.sin, second * self.cos + first * self.sin), axis).flatten(-2)
+        return torch.cat((turned, still), -1)
+
+    @property
+    def adjoint(self) -> Turn:
+        """Turns back: the inverse but for the attention factor, by which it multiplies as well."""
+        return replace(self, sin=-self.sin)
+
+    def of(self, tokens: slice) -> Turn:
+        """The rotation of some of the tokens."""
+        return replace(self, cos=self.cos[tokens], sin=self.sin[tokens])
 
 
 @dataclass(frozen=True)
@@ -42,13 +75,12 @@ class Rotary:
 
     def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Turn `states [..., T, D]` by `positions [T]`; the dims beyond P come back as they are."""
-        turning, still = states[..., : self.dims], states[..., self.dims :]
-        axis = -2 if self.pairing == "half" else -1
-        first, second = turning.unflatten(-1, self._shape).unbind(axis)  # [..., T, P/2] each
-        angles = positions[:, None].double() * self.frequencies_for(positions).to(positions.device)  # [T, P/2]
-        cos, sin = ((f(angles) * self.attention_factor).to(states.dtype) for f in (torch.cos, torch.sin))
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), axis).flatten(-2)
-        return torch.cat((turned, still), -1)
+        return self.turn(positions, states.dtype)(states)
+
+    def turn(self, positions: torch.Tensor, dtype: torch.dtype) -> Turn:
+        """The rotation of tokens at `positions [T]`, to be used more than once."""
+        angles = positions[:, None].double() * self.frequencies_for(positions).to(positions.device)
+        return Turn(*((f(angles) * self.attention_factor).to(dtype) for f in (torch.cos, torch.sin)), self.pairing)
 
     def frequencies_for(self, positions: torch.Tensor) -> torch.Tensor:
         """`[P/2]`, those of a sequence with tokens at `positions [T]`."""
@@ -85,8 +117,12 @@ class Rotary:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        pairs = len(self.frequencies)
-        return (2, pairs) if self.pairing == "half" else (pairs, 2)
+        return _shape(len(self.frequencies), self.pairing)
+
+
+def _shape(pairs: int, pairing: Pairing) -> tuple[int, int]:
+    """Of the dims that turn, split into pairs."""
+    return (2, pairs) if pairing == "half" else (pairs, 2)
 
 
 def from_config(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.linalg import multi_dot
 
 from attention.qk_norm import QKNorm
-from attention.rope import Rotary
+from attention.rope import Rotary, Turn
 from convert.record import Attention, FactoredAttention, Record
+
+_STILL = Rotary(torch.zeros(0, dtype=torch.float64))  # of layers without RoPE
 
 
 def attention_output(record: Record, x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +39,7 @@ def attention_mass(attention: Attention, x: torch.Tensor) -> torch.Tensor:
     for block in x.float():
         heads = heads_of(attention, block)
         for head in range(len(mass)):  # one [T, T] at a time
-            mass[head].index_add_(0, distance, heads.weights(head).flatten().double())
+            mass[head].index_add_(0, distance, causal_softmax(heads.logits(head)).flatten().double())
     return mass / mass.sum(-1, keepdim=True)
 
 
@@ -62,7 +64,7 @@ class Heads:
     kept_still: torch.Tensor
     kept_turning: torch.Tensor
     lift: torch.Tensor | None
-    turn: Callable[[torch.Tensor], torch.Tensor]
+    turn: Turn
     scale: float
 
     def kept(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,26 +72,23 @@ class Heads:
         group = head * len(self.kept_still) // len(self.plain)
         return self.kept_still[group], self.kept_turning[group]
 
-    def logits(self, head: int) -> torch.Tensor:
-        """`[T, T]`, those of the future included."""
-        still, turning = self.kept(head)
-        queries = self.still[head] if self.lift is None else self.still[head] @ self.lift[head]
-        return self.scale * (queries @ still.mT + self.turning[head] @ turning.mT)
+    def logits(self, head: int, tokens: slice = slice(None)) -> torch.Tensor:
+        """`[t, s]`, of t consecutive tokens for all s up to the last of them; those of the future among these included."""
+        still, turning = (rows[: tokens.stop] for rows in self.kept(head))
+        to_kept = [] if self.lift is None else [self.lift[head]]
+        unturned = multi_dot([self.still[head, tokens], *to_kept, still.mT])
+        return self.scale * (unturned + self.turning[head, tokens] @ turning.mT)
 
-    def weights(self, head: int) -> torch.Tensor:
-        """`[T, T]`, the causal softmax of the logits."""
-        logits = self.logits(head)
-        future = torch.ones_like(logits, dtype=torch.bool).triu(1)
-        return logits.masked_fill(future, -torch.inf).softmax(-1)
+
+def causal_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """`[t, s]`, of the last t among s tokens."""
+    future = torch.ones_like(logits, dtype=torch.bool).triu(1 + logits.shape[1] - logits.shape[0])
+    return logits.masked_fill(future, -torch.inf).softmax(-1)
 
 
 def heads_of(record: Record, x: torch.Tensor) -> Heads:
     """Of one block `x [T, E]` from position 0."""
-    rotary, positions = record.rotary, torch.arange(x.shape[0], device=x.device)
-
-    def turn(rows: torch.Tensor) -> torch.Tensor:
-        return rotary.rotate(rows, positions) if rotary else rows
-
+    turn = (record.rotary or _STILL).turn(torch.arange(x.shape[0], device=x.device), x.dtype)
     if isinstance(record, FactoredAttention):
         plain = _project(x, record.q_nope, record.q_nope_bias)
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
@@ -97,8 +96,8 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         latent = (x @ record.down.float().T)[None]
         return Heads(plain, plain, turn(turning), latent, turn(key), record.up_k.float(), turn, record.scale)
     plain, keys = _project(x, record.q, record.q_bias), _project(x, record.k, record.k_bias)
-    split = rotary.dims if rotary else 0
-    queries, placed = _placed(plain, record.q_norm, rotary), _placed(keys, record.k_norm, rotary)
+    split = record.rotary.dims if record.rotary else 0
+    queries, placed = _placed(plain, record.q_norm, turn), _placed(keys, record.k_norm, turn)
     return Heads(
         plain, queries[..., split:], queries[..., :split], placed[..., split:], placed[..., :split], None, turn, record.scale
     )
@@ -128,9 +127,7 @@ def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     return states if bias is None else states + bias.float()[:, None]
 
 
-def _placed(states: torch.Tensor, norm: QKNorm | None, rotary: Rotary | None) -> torch.Tensor:
-    if norm and not norm.after_rotary:
-        states = norm(states[None])[0]
-    if rotary:
-        states = rotary.rotate(states, torch.arange(states.shape[-2], device=states.device))
-    return norm(states[None])[0] if norm and norm.after_rotary else states
+def _placed(states: torch.Tensor, norm: QKNorm | None, turn: Turn) -> torch.Tensor:
+    if norm is None:
+        return turn(states)
+    return norm(turn(states)[None])[0] if norm.after_rotary else turn(norm(states[None])[0])

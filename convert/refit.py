@@ -11,15 +11,17 @@ converted layers lacks by now: regression on what the converted heads read, with
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch.linalg import multi_dot
 
-from convert.forward import Heads, attention_output, heads_of
+from attention.rope import Turn
+from convert.forward import Heads, attention_output, causal_softmax, heads_of
 from convert.record import Attention, FactoredAttention, Record
 
 _STEPS = 6
+_SPAN = 256  # tokens
 _RIDGE = 1e-3
 _ROUNDING = 1e-8  # of an output's energy: what does not lose more than that is left as it is
 _SHARES = (0.5, 0.75, 1.0)  # of the change of A
@@ -43,65 +45,91 @@ def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Recor
     if error(after) <= _ROUNDING * float(expected.double().square().sum()):
         return after
     blocks = [(heads_of(before, block), heads_of(after, block)) for block in x.float()]
-    change = torch.stack([_solved(_HeadFit.of(before, after, head, blocks)) for head in range(len(before.q))])
+    change = torch.stack([_solved(_HeadFit.of(blocks, head)) for head in range(len(before.q))])
     results = [after, *(_applied(before, after, share * change) for share in _SHARES)]
     return min(results, key=error)
 
 
 @dataclass(frozen=True)
-class _HeadFit:
-    """The least squares problem of one head.
+class _Span:
+    """Consecutive tokens of a block, and what one head of theirs meets: s tokens up to the last of them.
 
     Attributes:
-        blocks: Of each block the queries `[T, D]`, attention `[T, T]`, what is missing of the logits `[T, T]` (centred under
-            it), and what is kept `[T, N + P]`: what does not turn, and what turns, turned; times the scale of logits.
-        turning: P.
-        turn: Turns rows `[T, P]` by their positions.
+        queries: `[t, D]`.
+        weights: `[t, s]`, the source's attention p.
+        missing: `[t, s]`, of the logits.
+        still: `[s, N]`, what is kept and does not turn, times the scale of logits.
+        turning: `[s, P]`, what is kept and turns, turned, times the scale of logits.
+        turn: Turns rows by the tokens' positions.
     """
 
-    blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-    turning: int
-    turn: Callable[[torch.Tensor], torch.Tensor]
+    queries: torch.Tensor
+    weights: torch.Tensor
+    missing: torch.Tensor
+    still: torch.Tensor
+    turning: torch.Tensor
+    turn: Turn
 
     @classmethod
-    def of(cls, before: Attention, after: Record, head: int, blocks: list[tuple[Heads, Heads]]) -> _HeadFit:
-        found = []
-        for source, result in blocks:
-            weights, logits = source.weights(head), source.logits(head)
-            missing = (logits - result.logits(head)).tril()  # what is masked weighs nothing, but must be finite
-            kept = after.scale * torch.cat(result.kept(head), -1)
-            found.append((source.plain[head], weights, _centred(missing, weights), kept))
-        return cls(found, blocks[0][1].turning.shape[-1], blocks[0][1].turn)
+    def of(cls, source: Heads, result: Heads, head: int) -> list[_Span]:
+        """Those of one block, short ones: little of what is computed is masked then."""
+        found, count = [], source.plain.shape[1]
+        still, turning = (result.scale * rows for rows in result.kept(head))
+        for tokens in (slice(start, min(start + _SPAN, count)) for start in range(0, count, _SPAN)):
+            logits, seen = source.logits(head, tokens), slice(tokens.stop)
+            missing, weights = logits - result.logits(head, tokens), causal_softmax(logits)
+            turn = result.turn.of(tokens)
+            found.append(cls(source.plain[head, tokens], weights, missing, still[seen], turning[seen], turn))
+        return found
 
-    def gradient(self, change: torch.Tensor, target: bool) -> torch.Tensor:
-        """Of half the squared error, by the change `[D, N + P]` of A; without `target`, of half its square alone."""
-        total = torch.zeros_like(change)
-        for queries, weights, missing, kept in self.blocks:
-            with torch.enable_grad():
-                leaf = change.detach().requires_grad_(True)
-                still, turning = (queries @ leaf).tensor_split([change.shape[1] - self.turning], -1)
-                moved = torch.cat((still, self.turn(turning)), -1)
-            error = _centred(moved.detach() @ kept.mT, weights)
-            error = error.sub_(missing) if target else error
-            # The error is centred, so that centring has no part in the derivative by the logits: it is weight times error.
-            total += torch.autograd.grad(moved, leaf, error.mul_(weights) @ kept)[0]
-        return total
+    def logits(self, change: torch.Tensor) -> torch.Tensor:
+        """`[t, s]`, what a change of A `[D, N + P]` adds."""
+        still, turning = change.tensor_split([self.still.shape[1]], -1)
+        return multi_dot([self.queries, still, self.still.mT]) + self.turn(self.queries @ turning) @ self.turning.mT
+
+    def pulled(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[D, N + P]`, the gradient by A of half the logits' variances under p, the sum over tokens."""
+        pull = self.weights * logits
+        pull = pull.addcmul_(self.weights, pull.sum(-1, keepdim=True), value=-1)
+        still = multi_dot([self.queries.mT, pull, self.still])
+        return torch.cat((still, self.queries.mT @ self.turn.adjoint(pull @ self.turning)), -1)
+
+    def spread(self) -> torch.Tensor:
+        """`[N + P, N + P]`, the covariance of what is kept under p, the sum over tokens."""
+        kept = torch.cat((self.still, self.turning), -1)
+        mean = self.weights @ kept
+        return kept.mT @ (self.weights.sum(0)[:, None] * kept) - mean.mT @ mean
+
+
+@dataclass(frozen=True)
+class _HeadFit:
+    """The least squares problem of one head, over tokens of all blocks."""
+
+    spans: list[_Span]
+
+    @classmethod
+    def of(cls, blocks: list[tuple[Heads, Heads]], head: int) -> _HeadFit:
+        """Of the source's and the result's heads in each block."""
+        return cls([span for source, result in blocks for span in _Span.of(source, result, head)])
+
+    def wanted(self) -> torch.Tensor:
+        """`[D, N + P]`, the descent of half the squared error where A is not changed."""
+        return torch.stack([span.pulled(span.missing) for span in self.spans]).sum(0)
+
+    def curvature(self, change: torch.Tensor) -> torch.Tensor:
+        """`[D, N + P]`, the gradient of half the squared error less that where A is not changed."""
+        return torch.stack([span.pulled(span.logits(change)) for span in self.spans]).sum(0)
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ_t q qᵀ `[D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[N + P, N + P]`, of whose turning part the mean variance alone.
 
         They precondition the problem and size its ridge; its solution needs no more of them than that.
         """
-        of_queries = of_kept = torch.zeros(())
-        for queries, weights, _, kept in self.blocks:
-            of_queries = of_queries + queries.mT @ queries
-            received, mean = weights.sum(0), weights @ kept
-            spread = kept.mT @ (received[:, None] * kept) - mean.mT @ mean
-            still = len(spread) - self.turning
-            # Keys turn relative to t, which mixes the dims of a pair; one variance for all of them needs no turning back.
-            variance = spread.diagonal()[still:].mean().expand(self.turning)
-            of_kept = of_kept + torch.block_diag(spread[:still, :still], variance.diag())
-        return of_queries, of_kept
+        queries, spread = torch.cat([span.queries for span in self.spans]), torch.stack([s.spread() for s in self.spans]).sum(0)
+        still = self.spans[0].still.shape[1]
+        # Keys turn relative to t, which mixes the dims of a pair; one variance for all of them needs no turning back.
+        variance = spread.diagonal()[still:].mean().expand(len(spread) - still)
+        return queries.mT @ queries, torch.block_diag(spread[:still, :still], variance.diag())
 
 
 def _solved(fit: _HeadFit) -> torch.Tensor:
@@ -111,17 +139,16 @@ def _solved(fit: _HeadFit) -> torch.Tensor:
         return kept.new_zeros(len(queries), len(kept))
     diagonal = kept.diagonal().clamp_min(1e-9 * kept.diagonal().max().clamp_min(1e-30))
     ridge = _RIDGE * diagonal
-    count, eye = sum(len(block[0]) for block in fit.blocks), torch.eye
+    count, eye = sum(len(span.queries) for span in fit.spans), torch.eye
     queries = queries / count
     queries = queries + _RIDGE * queries.diagonal().mean() * eye(len(queries)).to(queries)
     left = torch.linalg.inv(queries.double()).float()
     right = torch.linalg.inv((kept + (ridge + 1e-9 * diagonal).diag()).double()).float()
 
     def applied(change: torch.Tensor) -> torch.Tensor:
-        return fit.gradient(change, target=False) + queries @ change * ridge
+        return fit.curvature(change) + queries @ change * ridge
 
-    change = torch.zeros(len(queries), len(kept)).to(queries)
-    residual = -fit.gradient(change, target=True)
+    change, residual = torch.zeros(len(queries), len(kept)).to(queries), fit.wanted()
     direction = step = left @ residual @ right
     energy = (residual * step).sum()
     for _ in range(_STEPS):
@@ -156,10 +183,6 @@ def _applied(before: Attention, after: Record, change: torch.Tensor) -> Record:
 
 def _times(maps: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return (maps @ bias.float()[..., None])[..., 0]
-
-
-def _centred(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return logits - (weights * logits).sum(-1, keepdim=True)
 
 
 class OutputFit:
