@@ -80,7 +80,8 @@ class Rotary:
     def turn(self, positions: torch.Tensor, dtype: torch.dtype) -> Turn:
         """The rotation of tokens at `positions [T]`, to be used more than once."""
         angles = positions[:, None].double() * self.frequencies_for(positions).to(positions.device)
-        return Turn(*((f(angles) * self.attention_factor).to(dtype) for f in (torch.cos, torch.sin)), self.pairing)
+        cos, sin = ((f(angles) * self.attention_factor).to(dtype) for f in (torch.cos, torch.sin))
+        return Turn(cos, sin, self.pairing)
 
     def frequencies_for(self, positions: torch.Tensor) -> torch.Tensor:
         """`[P/2]`, those of a sequence with tokens at `positions [T]`."""
