@@ -105,14 +105,13 @@ def calibration_tokens(source: Source, calibration: Calibration | None, text: Te
     """
     if calibration is None or text is None:
         return None
-    tokens, context = tokens_of(source, text), calibration.context or 1
+    tokens, context = tokens_of(source, text, calibration.tokens), calibration.context or 1
     if len(tokens.ids) < context:
         raise Failure(
             f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {context}",
             hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
         )
-    count = min(len(tokens.ids), calibration.tokens or len(tokens.ids))
-    return replace(tokens, ids=tokens.ids[: count // context * context])
+    return replace(tokens, ids=tokens.ids[: len(tokens.ids) // context * context])
 
 
 def remarks(tokens: Tokens | None, width: int) -> list[str]:

@@ -29,6 +29,7 @@ from convert.checkpoint import Reader, shard_names, write_index, write_shard
 from convert.job import Job
 from convert.layout import Unit, deal, units_of
 from convert.memory import release
+from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
 from convert.plan import Plan
 from convert.survey import SAMPLE
@@ -99,7 +100,7 @@ def execute(
             "seconds": round(time.monotonic() - clock, 3),
             "host": platform.node(),
         }
-        (work.path / "conversion.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (work.path / "conversion.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         work.publish()
         return plan
     except KeyboardInterrupt:
@@ -192,6 +193,8 @@ def _survey_bytes(job: Job, units: list[Unit]) -> int:
     width, inputs = plan.source.config.hidden_size, 2 * 4 * len(job.tokens.ids) * plan.source.config.hidden_size
     sample = 2 * width * max(calibration.context or 0, SAMPLE)
     survey = plan.before.num_layers * (8 * width * (width + 1) + sample) + inputs
+    if isinstance(plan.method, LatentMethod):
+        survey += plan.before.num_layers * 2 * (plan.before.num_kv_heads * plan.before.head_dim) ** 2  # for allocation
     if not calibration.in_sequence:
         return survey
     return survey + inputs + sum(4 * math.prod(i.shape) for u in units if u.layer is not None for i in u.outputs.values())

@@ -11,6 +11,7 @@ from attention.qk_norm import QKNorm
 from attention.rope import Rotary, Turn
 from convert.record import Attention, FactoredAttention, Record
 
+_SPAN = 256  # tokens
 _STILL = Rotary(torch.zeros(0, dtype=torch.float64))  # of layers without RoPE
 
 
@@ -22,7 +23,8 @@ def attention_output(record: Record, x: torch.Tensor) -> torch.Tensor:
 def output_error(before: Record, after: Record, x: torch.Tensor) -> float:
     """Squared error of what `after` computes on `x [n, T, E]`, relative to what `before` does."""
     expected = attention_output(before, x)
-    return float((attention_output(after, x) - expected).double().square().sum() / expected.double().square().sum())
+    error, energy = (part.double().square().sum() for part in (attention_output(after, x) - expected, expected))
+    return float(error / energy.clamp_min(torch.finfo(torch.float64).tiny))  # a layer may add nothing
 
 
 def attention_mass(attention: Attention, x: torch.Tensor) -> torch.Tensor:
@@ -32,15 +34,30 @@ def attention_mass(attention: Attention, x: torch.Tensor) -> torch.Tensor:
         attention: The record.
         x: `[n, T, E]`, blocks that begin at position 0.
     """
-    length = x.shape[1]
-    where = torch.arange(length, device=x.device)
-    distance = (where[:, None] - where).clamp_min(0).flatten()
-    mass = torch.zeros(attention.q.shape[0], length, dtype=torch.float64, device=x.device)
+    mass = torch.zeros(attention.q.shape[0], x.shape[1], dtype=torch.float64, device=x.device)
     for block in x.float():
         heads = heads_of(attention, block)
-        for head in range(len(mass)):  # one [T, T] at a time
-            mass[head].index_add_(0, distance, causal_softmax(heads.logits(head)).flatten().double())
+        for head in range(len(mass)):
+            for tokens in spans(len(block)):
+                weights = causal_softmax(heads.logits(head, tokens))
+                mass[head, : tokens.stop] += _by_distance(weights)
     return mass / mass.sum(-1, keepdim=True)
+
+
+def spans(count: int) -> list[slice]:
+    """Consecutive tokens, few at a time: a head's logits of one span fit into memory, and little of them is masked."""
+    return [slice(start, min(start + _SPAN, count)) for start in range(0, count, _SPAN)]
+
+
+def _by_distance(weights: torch.Tensor) -> torch.Tensor:
+    """`[s]` fp64: of the last t among s tokens, the sums of weights `[t, s]` at distances 0 … s − 1.
+
+    Sums of diagonals, as columns of a skewed view: adding by index is not deterministic on CUDA.
+    """
+    t, s = weights.shape
+    padded = torch.nn.functional.pad(weights.flip(-1), (0, t))
+    skewed = padded.flatten()[: t * (s + t - 1)].view(t, s + t - 1)
+    return skewed.sum(0, dtype=torch.float64)[t - 1 :]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from convert.stream import LayerStream
 _RATE = 0.03  # of a matrix's root mean square per step, at first; chosen on text that no figure of ours is reported on
 _WARM = 0.05  # of all steps
 _TOKENS = 2048  # of one step
+_NOTHING = 1e-12  # of the input's energy
 
 Write = Callable[[Record], Mapping[str, torch.Tensor]]
 
@@ -53,8 +54,10 @@ def refined(
 
         def error(chosen: list[int]) -> torch.Tensor:
             inputs, expected = student.select(layer, chosen), teacher.select(layer + 1, chosen)
-            distance = run(inputs, write(weights.record())) - expected
-            return distance.square().sum() / (expected - inputs).square().sum()
+            added, tiny = expected - inputs, torch.finfo(torch.float32).tiny
+            # A layer may add nothing: its input is then the measure.
+            energy = torch.maximum(added.square().sum(), _NOTHING * inputs.square().sum()).clamp_min(tiny)
+            return (run(inputs, write(weights.record())) - expected).square().sum() / energy
 
         def whole() -> float:
             with torch.no_grad():

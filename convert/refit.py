@@ -17,11 +17,11 @@ import torch
 from torch.linalg import multi_dot
 
 from attention.rope import Turn
-from convert.forward import Heads, attention_output, causal_softmax, heads_of
+from convert.forward import Heads, attention_output, causal_softmax, heads_of, spans
 from convert.record import Attention, FactoredAttention, Record
 
 _STEPS = 6
-_SPAN = 256  # tokens
+_TOKENS = 4096  # whose logits are fitted, spread evenly over the sample: a long block has more
 _RIDGE = 1e-3
 _ROUNDING = 1e-8  # of an output's energy: what does not lose more than that is left as it is
 _SHARES = (0.5, 0.75, 1.0)  # of the change of A
@@ -72,10 +72,11 @@ class _Span:
 
     @classmethod
     def of(cls, source: Heads, result: Heads, head: int) -> list[_Span]:
-        """Those of one block, short ones: little of what is computed is masked then."""
-        found, count = [], source.plain.shape[1]
+        """Those of one block, or as many of them as are fitted."""
+        found, parts = [], spans(source.plain.shape[1])
         still, turning = (result.scale * rows for rows in result.kept(head))
-        for tokens in (slice(start, min(start + _SPAN, count)) for start in range(0, count, _SPAN)):
+        stride = -(-source.plain.shape[1] // _TOKENS)
+        for tokens in parts[stride // 2 :: stride]:
             logits, seen = source.logits(head, tokens), slice(tokens.stop)
             missing, weights = logits - result.logits(head, tokens), causal_softmax(logits)
             turn = result.turn.of(tokens)

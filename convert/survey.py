@@ -17,7 +17,7 @@ from convert.record import Statistics
 from convert.shelf import Shelf
 from convert.stream import LayerStream
 
-SAMPLE = 4096  # tokens; of a longer block its first ones, which see nothing of the others
+SAMPLE = 4096  # tokens, but at least one block
 
 
 class Moments:
@@ -43,7 +43,7 @@ class Moments:
         Raises:
             Failure: It is not finite.
         """
-        self._sample += [x[i, :SAMPLE].bfloat16() for i in range(len(x)) if self._seen + i in self._sampled]
+        self._sample += [x[i].bfloat16() for i in range(len(x)) if self._seen + i in self._sampled]
         self._seen += len(x)
         x = x.flatten(0, 1)
         second, total = x.T @ x, x.sum(0, dtype=torch.float64)

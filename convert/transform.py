@@ -6,12 +6,14 @@ survey → allocate → one function per layer; or, if layers are to be fitted b
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from attention.errors import Failure
 from attention.rope import Rotary
 from convert.families.base import hides_logits
 from convert.forward import output_error
@@ -86,6 +88,11 @@ def _decision(job: Job, statistics: Callable[[int], Statistics]) -> dict[str, An
     ]
     tried = len(offers) > 1 and job.tokens is not None
     errors = _errors(job, method, [size for _, size in offers], statistics) if tried else [0.0] * len(offers)
+    if not all(map(math.isfinite, errors)):
+        raise Failure(
+            f"attention outputs on the calibration text overflow: relative errors of {len(errors)} candidates are {errors}",
+            hint="the source's weights are extreme; does `convert eval` of it work?",
+        )
     best = min(range(len(offers)), key=errors.__getitem__)
     (split, size), pairs = offers[best], [{"rank": s.rank, "frequencies": list(s.pairs)} for _, s in offers]
     decision = {
@@ -94,7 +101,7 @@ def _decision(job: Job, statistics: Callable[[int], Statistics]) -> dict[str, An
         "pursued": size.pursued,
         "tried": [pair | {"output_error": error} for pair, error in zip(pairs, errors, strict=True)] if tried else [],
     }
-    path.with_suffix(".tmp").write_text(json.dumps(decision), encoding="utf-8")
+    path.with_suffix(".tmp").write_text(json.dumps(decision, allow_nan=False), encoding="utf-8")
     path.with_suffix(".tmp").replace(path)
     return decision
 
@@ -155,7 +162,16 @@ def _surveyed(job: Job, method: LatentMethod, statistics: Callable[[int], Statis
     """How layers turn, and what the method has to know of each that does."""
     plan, look = job.plan, method.survey
     fewest = min(one.target.qk_rope_head_dim for one in plan.splits or [plan]) // 2
-    found = [look(job.read_layer(layer)[1], statistics(layer), fewest) for layer in _turning(job)] if look else []
+    found: list[Any] = []
+    if look is None:
+        return _rotary(job), found
+    for layer in _turning(job):
+        path = job.work.survey / f"found-{layer}.pt"
+        with path.open("wb") as file:  # torch's own writer would hide a full disk in an error of its own
+            torch.save(look(job.read_layer(layer)[1], statistics(layer), fewest), file)
+        # Mapped: of many layers together memory holds what is being read. Only this run reads the file.
+        found.append(torch.load(path, map_location="cpu", mmap=True, weights_only=False))
+        path.unlink()
     return _rotary(job), found
 
 

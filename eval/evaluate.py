@@ -229,8 +229,8 @@ def load(source: Source, settings: Settings) -> Iterator[Any]:
         yield model.eval()
 
 
-def tokens_of(source: Source, text: Text) -> Tokens:
-    """A text under a model's own tokenizer.
+def tokens_of(source: Source, text: Text, first: int | None = None) -> Tokens:
+    """A text, or its first tokens, under a model's own tokenizer.
 
     Raises:
         Failure: The tokenizer cannot be loaded, or makes ids that the model does not know.
@@ -246,7 +246,7 @@ def tokens_of(source: Source, text: Text) -> Tokens:
         raise Failure(
             f"cannot load the tokenizer of {source.reference}: {reason}", hint="copy the tokenizer's files beside the weights"
         ) from error
-    tokens = tokenize(text, tokenizer)
+    tokens = tokenize(text, tokenizer, first)
     limit = source.config.get_text_config(decoder=True).vocab_size
     if int(tokens.ids.max()) >= limit:
         raise Failure(

@@ -33,7 +33,7 @@ class Tokens:
         name: The text's.
         ids: `[tokens]`, int64, without special tokens: the text, or as much of its start as is evaluated.
         text_bytes: UTF-8 bytes of the whole text.
-        per_byte: Tokens per byte of the whole text.
+        per_byte: Tokens per byte of what was encoded.
         bos: The id of the begin-of-sequence token if the tokenizer puts one before a text, else None.
     """
 
@@ -52,6 +52,8 @@ class Tokens:
 # name → (Hub id, configuration, column, what joins its rows), as the perplexity tables of papers use it.
 _DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\n\n")}
 DATASETS = tuple(_DATASETS)
+
+_CHARACTERS, _UNSURE = 8, 256  # characters of a token, at first; tokens before a cut
 
 
 def read_file(path: Path) -> Text:
@@ -93,18 +95,36 @@ def load_dataset(name: str, split: Literal["test", "train"] = "test") -> Text:
     return Text(f"{name} ({configuration}, {split})", joint.join(rows))
 
 
-def tokenize(text: Text, tokenizer: Any) -> Tokens:
-    """Encode the whole text as one; whether a BOS belongs before it is asked of the tokenizer.
+def tokenize(text: Text, tokenizer: Any, first: int | None = None) -> Tokens:
+    """Encode a text as one; whether a BOS belongs before it is asked of the tokenizer.
 
-    The text is never cut first: a cut can change tokens, and the tokenizers library takes about half a second for a
-    megabyte, SentencePiece-style vocabularies included.
+    Args:
+        text: What is encoded.
+        tokenizer: Of transformers.
+        first: How many tokens are wanted, from the start; None for all. A text takes a hundred times its size to encode.
+
+    Raises:
+        Failure: It is shorter than two tokens.
     """
     import torch
 
-    ids = tokenizer(text.text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids, encoded = _start(text.text, tokenizer, first)
     if len(ids) < 2:
         raise Failure(f"{text.name} has {len(ids)} token(s), and it takes at least 2 to predict one", hint="give a longer text")
     opening = tokenizer("a")["input_ids"][:1]
     bos = tokenizer.bos_token_id if opening == [tokenizer.bos_token_id] else None
-    size = len(text.text.encode())
-    return Tokens(text.name, torch.tensor(ids), size, len(ids) / size, bos)
+    per_byte = len(ids) / len(encoded.encode())
+    return Tokens(text.name, torch.tensor(ids[:first]), len(text.text.encode()), per_byte, bos)
+
+
+def _start(text: str, tokenizer: Any, first: int | None) -> tuple[list[int], str]:
+    """The ids of at least the first tokens, and what was encoded: all of the text, or well beyond them.
+
+    A cut can change the tokens before it, so that those next to it are not counted.
+    """
+    end = len(text) if first is None else _CHARACTERS * (first + _UNSURE)
+    while True:
+        ids = tokenizer(text[:end], add_special_tokens=False, verbose=False)["input_ids"]
+        if first is None or end >= len(text) or len(ids) >= first + _UNSURE:
+            return ids, text[:end]
+        end *= 2

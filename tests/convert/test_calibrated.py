@@ -188,6 +188,40 @@ def test_a_text_in_shorter_blocks_is_another_calibration(
     same_but_for_the_run(tmp_path / "a", tmp_path / "b")
 
 
+def silence(source: Path, layer: int) -> Path:
+    """A model of which one layer adds nothing, as after pruning."""
+    tensors = load_file(source / "model.safetensors")
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"model.layers.{layer}.{name}.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
+    checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = silence(checkpoint(), 1)
+    for name, layers in (("silent", 3), ("speaking", 2)):
+        monkeypatch.setattr(transform, "_TRIED_LAYERS", layers)  # layers 0, 1 and 2; layers 0 and 2
+        ok(convert("mla", source, tmp_path / name, "--kv-budget", "25%", *on))
+    silent, speaking = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("silent", "speaking"))
+    tried, expected = (r["rotary_frequencies_tried"] for r in (silent, speaking))
+    assert len(tried) > 1
+    for ours, theirs in zip(tried, expected, strict=True):
+        assert ours["output_error"] == pytest.approx(theirs["output_error"] * 2 / 3)
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_a_layer_that_adds_nothing_is_left_alone_by_refinement(
+    command: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+) -> None:
+    ok(convert(command, silence(checkpoint(), 0), tmp_path / "out", *SMALL[command], *on, "--refine", 3))
+    found = notes(tmp_path / "out")
+    assert found[0]["layer_error"] == found[0]["layer_error_refined"] == 0
+    assert 0 < found[1]["layer_error_refined"] < found[1]["layer_error"]
+    assert torch.isfinite(logits(tmp_path / "out")).all()
+
+
 # ---- similar heads -------------------------------------------------------------------------------------------------
 
 

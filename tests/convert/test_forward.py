@@ -128,7 +128,9 @@ def test_what_is_kept_makes_the_logits(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case, a in RECORDS.items() if isinstance(a, Attention)])
-def test_the_mass_of_attention_is_counted_by_distance(case: str) -> None:
+@pytest.mark.parametrize("span", [4, 256])
+def test_the_mass_of_attention_is_counted_by_distance(case: str, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convert.forward._SPAN", span)
     a, x = RECORDS[case], inputs(20, tokens=9, blocks=3)
     assert isinstance(a, Attention)
     mass = attention_mass(a, x)
@@ -142,6 +144,13 @@ def test_the_mass_of_attention_is_counted_by_distance(case: str) -> None:
                 for s, weight in enumerate(logits[t, : t + 1].softmax(-1)):
                     counted[head, t - s] += weight
     torch.testing.assert_close(mass, counted / 27, rtol=1e-4, atol=1e-6)
+
+
+def test_outputs_of_a_layer_that_adds_nothing_do_not_differ() -> None:
+    a = record(2, 2, 2, 0, 20, biased=False)
+    silent = dataclasses.replace(a, o=torch.zeros_like(a.o))
+    assert output_error(silent, silent, inputs(20)) == 0
+    assert output_error(silent, a, inputs(20)) > 1e6
 
 
 def test_a_head_that_looks_at_itself_alone_has_all_its_mass_at_distance_zero() -> None:

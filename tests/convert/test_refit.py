@@ -150,7 +150,7 @@ def test_heads_of_zeros_stay_finite(what: str) -> None:
 @pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "mla"])
 def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """½ Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one token after another."""
-    monkeypatch.setattr("convert.refit._SPAN", 7)  # blocks are not a multiple of it
+    monkeypatch.setattr("convert.forward._SPAN", 7)  # blocks are not a multiple of it
     a = record(4, 1, 2, 2 if "partial" in case else 0, 20, "interleaved" if "inter" in case else "half")
     after: Record = latent(a, 5, (0, 1)) if case == "mla" else merged(a, 2)
     blocks, head = [(heads_of(a, x), heads_of(after, x)) for x in X], 1
@@ -171,6 +171,20 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monk
     fit = _HeadFit.of(blocks, head)
     found = fit.curvature(leaf.detach().float()) - (fit.wanted() if target else 0)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_of_a_long_block_some_spans_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = record(4, 1, 2, 2, 20)
+    after = merged(a, 2)
+    blocks = [(heads_of(a, x), heads_of(after, x)) for x in X]
+    count = len(X[0])
+    monkeypatch.setattr("convert.forward._SPAN", count // 8)
+    whole = _HeadFit.of(blocks, 1).spans
+    monkeypatch.setattr("convert.refit._TOKENS", count // 4)
+    some = _HeadFit.of(blocks, 1).spans
+    assert (len(whole), len(some)) == (8 * len(X), 2 * len(X))
+    assert [span.weights.shape[1] for span in some[:2]] == [3 * (count // 8), 7 * (count // 8)]
+    assert loss(a, refitted_queries(a, after, X), X) < loss(a, after, X)
 
 
 # ---- outputs -------------------------------------------------------------------------------------------------------

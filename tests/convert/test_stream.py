@@ -285,6 +285,16 @@ def test_moments_are_sums_whatever_the_pieces() -> None:
     torch.testing.assert_close(found.with_constant, direct(ones).second, rtol=1e-6, atol=1e-6)
 
 
+def test_the_sample_is_whole_blocks_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convert.survey.SAMPLE", 8)
+    for context, blocks in ((3, 2), (8, 1), (20, 1)):
+        moments = Moments(0, 6, context)
+        moments.see(torch.ones(6, context, 4))
+        sample = moments.statistics().sample
+        assert sample is not None
+        assert sample.shape == (blocks, context, 4)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_moments_that_are_not_finite_fail_with_their_layer(value: float) -> None:
     x = torch.ones(2, 3, 4)

@@ -171,6 +171,31 @@ def sentencepiece_style(corpus: list[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
+@pytest.mark.parametrize("first", [2, 100, 3000, 10**6])
+def test_first_tokens_are_those_of_the_whole_text(first: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.text._CHARACTERS", 1)  # so that more has to be encoded, as for short tokens
+    draw = random.Random(1)
+    words = ["".join(draw.choices("aeioubdklmnprst", k=draw.randint(2, 9))) for _ in range(300)]
+    text = Text("novel", " ".join(draw.choices(words, k=4000)))
+    for encoder in (tokenizer, sentencepiece_style([" ".join(words)])):
+        whole, start = tokenize(text, encoder), tokenize(text, encoder, first)
+        assert torch.equal(start.ids, whole.ids[:first])
+        assert start.text_bytes == whole.text_bytes
+        assert start.per_byte == pytest.approx(whole.per_byte, rel=0.1)
+
+
+def test_no_more_is_encoded_than_first_tokens_need(tokenizer: Any) -> None:
+    seen = []
+
+    def counting(text: str, **options: Any) -> Any:
+        seen.append(len(text))
+        return tokenizer(text, **options)
+
+    counting.bos_token_id = tokenizer.bos_token_id  # type: ignore[attr-defined]
+    tokenize(Text("novel", "once upon a time " * 100_000), counting, 500)
+    assert sum(seen) < 20_000
+
+
 def test_a_megabyte_is_encoded_whole_in_seconds_by_a_sentencepiece_style_tokenizer() -> None:
     draw = random.Random(0)
     words = ["".join(draw.choices("aeioubdklmnprst", k=draw.randint(2, 9))) for _ in range(2000)]
