@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -79,16 +80,20 @@ def decode(
         )
     check(backend)
     if q_latent.shape[2] != 1 or (backend == "auto" and not _on_gpu(latent)):
+        _note("torch", None)
         return BACKENDS["torch"].run(q_latent, q_rope, latent, k_rope, mask, scaling)
+    warned = None
     for name, entry in BACKENDS.items():
         if backend not in ("auto", name):
             continue
         reason = entry.objection(q_latent, q_rope, latent, k_rope, mask)
         if reason is None:
+            _note(name, warned)
             return entry.run(q_latent, q_rope, latent, k_rope, mask, scaling)
         if backend == name:
             raise Refusal(f"the {name} backend cannot decode here: {reason}", 'leave the choice to backend="auto"')
-        _warn(f"decoding without the {name} backend: {reason}")
+        warned = f"decoding without the {name} backend: {reason}"
+        _warn(warned)
     raise AssertionError("torch objects to nothing")
 
 
@@ -104,6 +109,29 @@ def check(backend: str) -> None:
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
+
+
+_watching: list[dict[str, str | None]] = []
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, str | None]]:
+    """Names of the backends that serve `decode` within the block, each with the warning that it came with, or None.
+
+    Calls that torch.compile has made are not seen.
+    """
+    seen: dict[str, str | None] = {}
+    _watching.append(seen)
+    try:
+        yield seen
+    finally:
+        _watching.pop()
+
+
+def _note(name: str, warned: str | None) -> None:
+    if not torch.compiler.is_compiling():
+        for seen in _watching:
+            seen[name] = warned
 
 
 _warned: set[str] = set()

@@ -6,6 +6,7 @@ It runs in Triton's interpreter, on CPU tensors; with TRITON_INTERPRET=0 in the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import subprocess
@@ -292,7 +293,8 @@ def fails_to_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(attention.kernels, "_INTERPRETED", False)
     monkeypatch.setattr(attention.kernels.mla_decode, "build", build)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    attention.kernels._failure.cache_clear()
+    # With a cache of its own, so that later tests do not hear of these failures.
+    monkeypatch.setattr(attention.kernels, "_failure", functools.cache(attention.kernels._failure.__wrapped__))
     return asked
 
 
@@ -398,6 +400,23 @@ def test_a_full_gpu_is_no_reason_to_do_without_the_kernel(served: list[str], mon
 def raise_next(failures: Iterator[Exception]) -> None:
     for failure in failures:
         raise failure
+
+
+def test_who_served_can_be_watched(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = inputs(1, 2, 5, 16, 8)
+    decode(*call, None, SCALE, "torch")
+    with attention.kernels.watched() as seen:
+        decode(*call, None, SCALE, "triton")
+        with attention.kernels.watched() as inner:
+            decode(*call, None, SCALE, "torch")
+    assert (seen, inner) == ({"triton": None, "torch": None}, {"torch": None})
+    on_gpu(monkeypatch, (7, 5))
+    with attention.kernels.watched() as seen, pytest.warns(RuntimeWarning, match="capability"):
+        decode(*call, None, SCALE)
+    decode(*call, None, SCALE, "torch")
+    assert served == ["torch", "triton", "torch", "torch", "torch"]
+    warned = "decoding without the triton backend: it needs an NVIDIA GPU of compute capability 8.0 or later"
+    assert seen == {"torch": warned}
 
 
 def test_gradients_are_no_reason_where_none_are_recorded(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
