@@ -268,10 +268,10 @@ def model(args: argparse.Namespace) -> None:
         for way in ("expanded", "torch", "triton") if kind == "mla" else ("",):
             restore(built) if way in ("", "expanded") else absorb(built, when="always", backend=way)
             forget()
-            most = largest(built, args, way == "expanded")
-            measure(built, f"| {kind} {way} | {bytes_per_token(built)} |", args.batch, args)
-            while most > args.batch and not measure(built, f"| {kind} {way} | {bytes_per_token(built)} |", most, args):
-                most = max(args.batch, int(0.9 * most) // 8 * 8)
+            row, most = f"| {kind} {way} | {bytes_per_token(built)} |", largest(built, args, way == "expanded")
+            fits = measure(built, row, args.batch, args)
+            while fits and most > args.batch and not measure(built, row, most, args):
+                most = int(0.9 * most) // 8 * 8
         del built
         forget()
 

@@ -61,7 +61,8 @@ def decode(
     Args:
         q_latent: `[B, H, T, R]`, queries taken through W_UK.
         q_rope: `[B, H, T, P]`, turned.
-        latent: `[B, S, R]`; with `k_rope`, read as it lies in the cache.
+        latent: `[B, S, R]`; with `k_rope`, read as it lies in the cache. Hidden tokens are multiplied by 0, and so must be
+            finite; Triton alone does not read those outside the span from the first to the last that a request sees.
         k_rope: `[B, S, P]`, turned.
         mask: `[B or 1, 1, T, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
@@ -107,6 +108,7 @@ def check(backend: str) -> None:
         raise Refusal(f"there is no backend {backend!r}: it must be one of 'auto', {', '.join(map(repr, BACKENDS))}")
 
 
+# Apart, so that tests can have tensors pass for those of a GPU.
 def _on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 

@@ -30,7 +30,7 @@ from attention.kernels.tiling import Tiling, choose, machine, power_of_two
 
 _LOG2E = 1.4426950408889634
 # Requests whose spans a program looks through, at least: as many as a warp has lanes cost what one does, and up to so many
-# share one compiled kernel.
+# share one compiled kernel. With fewer the compiler spills registers within the loop over tiles (64 heads, rank 448).
 _REQUESTS = 32
 
 

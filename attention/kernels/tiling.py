@@ -95,8 +95,8 @@ def choose(heads: int, rank: int, rope: int, size: int, device: Machine) -> Tili
       and 11), for which Triton lays tiles out anew in shared memory, beyond what there is from rank 448 on.
     - One program a multiprocessor. What is in flight while a tile is worked on must cover bandwidth × latency, about
       4.3 TB/s × 0.8 µs / 132 = 26 KB each: at least two tiles (18 to 74 KB each in half precision), four where they fit.
-    - 64 tokens a tile while sums are small, else 32: registers are full then, and in some sizes spilled (BENCHMARKS.md says
-      where). 16, and fewer heads, are for GPUs and dtypes with room for no more.
+    - 64 tokens a tile while sums are small, else 32: registers are full then, and with 64 heads some are spilled, outside of
+      the loop over tiles (BENCHMARKS.md). 16, and fewer heads, are for GPUs and dtypes with room for no more.
     - A partial costs 4 · heads · rank bytes to write, and is read again, mostly from L2. A program shall not write more
       than it reads of the cache: this bounds the fewest tiles a program gets, not their number.
     """
