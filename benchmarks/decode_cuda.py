@@ -11,13 +11,14 @@ cache over the median time, and its ratio is to a device-to-device copy of the s
 writing. `--tilings` also times other tile sizes than those that are reasoned out.
 
 `model`: one decode step of random models of the size of a 7B Llama, compiled with CUDA graphs over full static caches: MHA,
-GQA-8, and MLA of rank 512 + 64 expanded, absorbed in torch, absorbed in the kernel; at one batch for all, and at the largest
-that fits.
+GQA-8, and MLA of rank 512 + 64 expanded, absorbed in torch, absorbed in the kernel; at one batch for all, and at about the
+largest that fits: reckoned from free memory, and lowered where it does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import platform
 import statistics
@@ -108,13 +109,12 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def milliseconds(run: Callable[[], Any], rounds: int, flush: torch.Tensor | None) -> list[float]:
-    """Times of `run`, sorted, by events on the device; three more warm up."""
+def milliseconds(run: Callable[[], Any], rounds: int, before: Callable[[], Any]) -> list[float]:
+    """Times of `run`, sorted, by events on the device; `before` each, off the clock; three more warm up."""
     times = []
     for turn in range(3 + rounds):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if flush is not None:
-            flush.zero_()
+        before()
         start.record()
         run()
         stop.record()
@@ -128,7 +128,7 @@ def copy_rate(rounds: int, flush: torch.Tensor) -> float:
     """GB/s of a copy within the device, reading and writing counted."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    times = milliseconds(lambda: target.copy_(source), rounds, flush)
+    times = milliseconds(lambda: target.copy_(source), rounds, flush.zero_)
     return 2 * source.nbytes / statistics.median(times) / 1e6
 
 
@@ -167,14 +167,23 @@ def kernel(args: argparse.Namespace) -> None:
         # A whole static cache: the mask is read as in a model, and lets every token through.
         mask = torch.ones(batch, 1, 1, cached, dtype=torch.bool, device="cuda")
         for tiling in tilings(heads, rank, dtype.itemsize)[: None if args.tilings else 1]:
-            off = check(tensors, tiling)
+            row = f"| {heads} | {rank} | {batch} | {cached} |"
+            try:
+                off = check(tensors, tiling)
+            except Exception as error:  # of Triton or the driver; other tilings may do
+                print(f"{row} does not launch: {reason(error)} |" + " |" * 4 + f" {tiling} |", flush=True)
+                continue
             run = captured(partial(mla_decode, *tensors, mask, scaling(rank), tiling))
-            times = milliseconds(run, args.rounds, flush)
+            times = milliseconds(run, args.rounds, flush.zero_)
             median, low, high = statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
             rate = size / median / 1e6
-            print(f"| {heads} | {rank} | {batch} | {cached} | {off} | {median * 1e3:.1f} | {low * 1e3:.1f} to {high * 1e3:.1f} "
+            print(f"{row} {off} | {median * 1e3:.1f} | {low * 1e3:.1f} to {high * 1e3:.1f} "
                   f"| {rate:.0f} | {rate / copy:.2f} | {tiling} |", flush=True)  # fmt: skip
     print(f"\ndevice-to-device copy at the end: {copy_rate(args.rounds, flush):.0f} GB/s")
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
 def build(kind: str, layers: int, device: str, **changes: Any) -> Any:
@@ -225,18 +234,28 @@ def bytes_per_token(model: Any) -> int:
     return values * config.num_hidden_layers * model.dtype.itemsize
 
 
-def step(model: Any, batch: int, cached: int, compiled: bool) -> Callable[[], torch.Tensor]:
-    """One decode step over a full cache, again and again at the same place."""
+def timed_steps(model: Any, batch: int, cached: int, rounds: int) -> list[float]:
+    """Milliseconds of compiled decode steps over a full cache, again and again at the same place."""
     cache = full_cache(model, batch, cached)
     ids = torch.randint(3, 1000, (batch, 1), device=model.device)
-    run = torch.compile(model, mode="reduce-overhead", fullgraph=True) if compiled else model
+    run = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    return milliseconds(lambda: run(ids, past_key_values=cache, use_cache=True), rounds, before=lambda: rewind(cache, cached))
 
-    def once() -> torch.Tensor:
-        rewind(cache, cached)
-        logits: torch.Tensor = run(ids, past_key_values=cache, use_cache=True).logits
-        return logits
 
-    return once
+def forget() -> None:
+    """Give back what compiled steps hold: caches, and pools of CUDA graphs."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def largest(model: Any, args: argparse.Namespace, expanded: bool) -> int:
+    """About the most sequences that fit, a multiple of 8; not below `args.batch`."""
+    needed = bytes_per_token(model) * args.length
+    # An expanding step makes the keys and values of all heads of one layer, and copies them to join rotary parts.
+    if expanded:
+        needed += 4 * args.length * HEADS * (HEAD + ROPE) * model.dtype.itemsize
+    return max(args.batch, int(0.85 * torch.cuda.mem_get_info()[0] / needed) // 8 * 8)
 
 
 @torch.inference_mode()
@@ -248,19 +267,32 @@ def model(args: argparse.Namespace) -> None:
         built = build(kind, args.layers, "cuda")
         for way in ("expanded", "torch", "triton") if kind == "mla" else ("",):
             restore(built) if way in ("", "expanded") else absorb(built, when="always", backend=way)
-            needed = bytes_per_token(built) * args.length
-            # An expanding step makes the keys and values of all heads of one layer, and copies them to join rotary parts.
-            if way == "expanded":
-                needed += 4 * args.length * HEADS * (HEAD + ROPE) * built.dtype.itemsize
-            largest = int(0.85 * torch.cuda.mem_get_info()[0] / needed)
-            for batch in sorted({args.batch, max(args.batch, largest // 8 * 8)}):
-                torch.compiler.reset()
-                times = milliseconds(step(built, batch, args.length, compiled=True), args.steps, None)
-                median, low, high = statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
-                print(f"| {kind} {way} | {bytes_per_token(built)} | {batch} | {median:.2f} | {low:.2f} to {high:.2f} "
-                      f"| {batch / median * 1e3:.0f} |", flush=True)  # fmt: skip
-                torch.cuda.empty_cache()
+            forget()
+            row, most = f"| {kind} {way} | {bytes_per_token(built)} |", largest(built, args, way == "expanded")
+            fits = measure(built, row, args.batch, args)
+            while fits and most > args.batch and not measure(built, row, most, args):
+                most = int(0.9 * most) // 8 * 8
         del built
+        forget()
+
+
+def measure(built: Any, row: str, batch: int, args: argparse.Namespace) -> bool:
+    """Print the row of one batch; false, and nothing held, where memory does not suffice."""
+    from eval.workload import out_of_memory
+
+    try:
+        times = timed_steps(built, batch, args.length, args.steps)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        times = []
+    forget()
+    if not times:
+        print(f"{row} {batch} | does not fit | | |", flush=True)
+        return False
+    median, low, high = statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
+    print(f"{row} {batch} | {median:.2f} | {low:.2f} to {high:.2f} | {batch / median * 1e3:.0f} |", flush=True)
+    return True
 
 
 @torch.inference_mode()

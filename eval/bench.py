@@ -6,7 +6,6 @@ The figures are those of a forward pass: no tokenizer, no sampling, random token
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from attention import absorb
+from attention import kernels
 from attention.errors import Failure, Refusal
-from attention.latent import LatentAttention
-from attention.spec import AttentionSpec, dtype_bytes
 from eval import evaluate
-from eval.capacity import GIGABYTE, count_parameters
+from eval.capacity import GIGABYTE
 from eval.clock import hardware, spread, timed
 from eval.device import compute_device, free_memory, require_device
+from eval.entrant import Entrant, describe, entrants, loaded
+from eval.largest import Largest, search
 from eval.source import Source
-from eval.workload import MOST_SEQUENCES, Workload, largest_batch, out_of_memory, weight_bytes
+from eval.workload import Workload, out_of_memory, weight_bytes
 
 _WARM_UP = 3  # steps; CUDA graphs are recorded in the second
 _NO_PEAK = "not measured on a CPU"
@@ -64,19 +63,6 @@ class Settings:
     backend: str = "inductor"
 
 
-class Entrant(NamedTuple):
-    """A model in one runtime: a row of the table at every batch and context."""
-
-    source: Source
-    spec: AttentionSpec
-    dtype: str
-    absorbed: bool
-    weight_bytes: int
-
-    def cache_bytes(self, batch: int, context: int) -> int:
-        return batch * context * self.spec.bytes_per_token(self.dtype)
-
-
 class Case(NamedTuple):
     """Sequences at once, and tokens of each."""
 
@@ -104,27 +90,27 @@ def run(sources: Sequence[Source], settings: Settings) -> dict[str, Any]:
         Refusal: The configs do not allow it.
         Failure: A model cannot be loaded, or memory does not suffice.
     """
-    entrants, cases = check(sources, settings)
+    entered, cases = check(sources, settings)
     device = compute_device(settings.device)
     setup = hardware(device)  # with the load before the first round
-    _require_memory(entrants, cases, device)
-    together = len(entrants) > 1 and not settings.compile and _fit_together(entrants, cases, device)
-    groups = [entrants] if together else [[entrant] for entrant in entrants]
-    total = len(entrants) * len(cases) * settings.rounds
+    _require_memory(entered, cases, device)
+    together = len(entered) > 1 and not settings.compile and _fit_together(entered, cases, device)
+    groups = [entered] if together else [[entrant] for entrant in entered]
+    total = len(entered) * len(cases) * settings.rounds
     found: list[dict[str, Any]] = []
     # None: tqdm draws only where stderr is a terminal.
     with tqdm(total=total, desc="rounds", file=sys.stderr, disable=True if settings.quiet else None) as bar:
         for group in groups:
-            with _loaded(group, settings, device) as models:
-                figures = [_describe(*pair) for pair in zip(group, models, strict=True)]
+            with loaded(group, device, settings.quiet) as models:
+                figures = [describe(*pair) for pair in zip(group, models, strict=True)]
                 for case in cases:
                     rows = _measure(group, models, case, settings, bar.update)
                     for entry, row in zip(figures, rows, strict=True):
                         entry["cases"].append(row)
             found += figures
-    _add_largest(entrants, found, settings, device)
+    _add_largest(entered, found, settings, device)
     _add_ratios(found)
-    order = None if len(entrants) == 1 else "alternating" if together else "one after another"
+    order = None if len(entered) == 1 else "alternating" if together else "one after another"
     asked = {"rounds": settings.rounds, "steps": settings.steps, "compile": settings.compile, "order": order}
     return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
 
@@ -140,32 +126,24 @@ def check(sources: Sequence[Source], settings: Settings) -> tuple[list[Entrant],
         evaluate.require_causal(source)
     contexts = evaluate.require_contexts(sources, settings.contexts)
     device = compute_device(settings.device)
-    entrants = [entrant for source in sources for entrant in _entrants(source, settings, device)]
-    if settings.stock and all(entrant.spec.kv_lora_rank is None for entrant in entrants):
+    entered = [entrant for source in sources for entrant in entrants(source, settings.dtype, device, settings.stock)]
+    if settings.stock and all(entrant.spec.kv_lora_rank is None for entrant in entered):
         raise Refusal(
             "none of these models has latent attention, which a stock runtime could be compared for", hint="leave --stock out"
         )
     # The largest first: what does not fit fails at once.
     cases = [Case(*size) for size in itertools.product(settings.batches, contexts)]
-    return entrants, sorted(dict.fromkeys(cases), key=lambda case: -case.batch * case.context)
+    return entered, sorted(dict.fromkeys(cases), key=lambda case: -case.batch * case.context)
 
 
-def _entrants(source: Source, settings: Settings, device: torch.device) -> list[Entrant]:
-    spec = AttentionSpec.from_config(source.config)
-    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if device.type == "cpu" else source.dtype)
-    weights = count_parameters(source.config, source.trust_remote_code) * dtype_bytes(dtype)
-    latent = spec.kv_lora_rank is not None
-    return [Entrant(source, spec, dtype, way, weights) for way in ((True, False) if latent and settings.stock else (latent,))]
-
-
-def _require_memory(entrants: Sequence[Entrant], cases: Sequence[Case], device: torch.device) -> None:
+def _require_memory(entered: Sequence[Entrant], cases: Sequence[Case], device: torch.device) -> None:
     """Fail where weights and cache alone exceed what is free; a CPU would not say so, but kill the process.
 
     Raises:
         Failure: They do.
     """
     free = free_memory(device)
-    for entrant in entrants:
+    for entrant in entered:
         case = max(cases, key=lambda case: entrant.cache_bytes(*case))
         cache = entrant.cache_bytes(*case)
         if entrant.weight_bytes + cache > free:
@@ -179,59 +157,19 @@ def _require_memory(entrants: Sequence[Entrant], cases: Sequence[Case], device: 
             )
 
 
-def _fit_together(entrants: Sequence[Entrant], cases: Sequence[Case], device: torch.device) -> bool:
-    caches = max(sum(entrant.cache_bytes(*case) for entrant in entrants) for case in cases)
+def _fit_together(entered: Sequence[Entrant], cases: Sequence[Case], device: torch.device) -> bool:
+    caches = max(sum(entrant.cache_bytes(*case) for entrant in entered) for case in cases)
     # Half: prefills need room as well, and how much is known only afterwards.
-    return sum(entrant.weight_bytes for entrant in entrants) + caches <= free_memory(device) / 2
-
-
-@contextlib.contextmanager
-def _loaded(entrants: Sequence[Entrant], settings: Settings, device: torch.device) -> Iterator[list[Any]]:
-    """The models of `entrants` on `device`, each in its runtime; freed when the block ends."""
-    with contextlib.ExitStack() as stack:
-        models = []
-        for entrant in entrants:
-            how = evaluate.Settings(dtype=entrant.dtype, device=str(device), quiet=settings.quiet)
-            model = stack.enter_context(evaluate.load(entrant.source, how))
-            models.append(_absorbed(model, entrant, settings.quiet) if entrant.absorbed else model)
-        yield models
-        models.clear()
-    gc.collect()
-    torch.cuda.empty_cache()  # nothing without a GPU
-
-
-def _absorbed(model: Any, entrant: Entrant, quiet: bool) -> Any:
-    """`model` in our runtime or, where that does not know its class, as it is: the report names what each ran in."""
-    try:
-        return absorb(model)
-    except Refusal as refusal:
-        if not quiet:
-            print(f"note: {entrant.source.name} runs as transformers has it: {refusal}", file=sys.stderr)
-        return model
-
-
-def _describe(entrant: Entrant, model: Any) -> dict[str, Any]:
-    return {
-        "name": entrant.source.name,
-        "path": entrant.source.reference,
-        "kind": entrant.spec.kind,
-        "runtime": "absorbed" if any(isinstance(m, LatentAttention) for m in model.modules()) else "transformers",
-        "class": type(model).__name__,
-        "attention": model.config._attn_implementation,
-        "dtype": entrant.dtype,
-        "weight_bytes": weight_bytes(model),
-        "kv_bytes_per_token": entrant.spec.bytes_per_token(entrant.dtype),
-        "cases": [],
-    }
+    return sum(entrant.weight_bytes for entrant in entered) + caches <= free_memory(device) / 2
 
 
 @torch.no_grad()  # as in `generate`
 def _measure(
-    entrants: Sequence[Entrant], models: Sequence[Any], case: Case, settings: Settings, progress: Callable[[], Any]
+    entered: Sequence[Entrant], models: Sequence[Any], case: Case, settings: Settings, progress: Callable[[], Any]
 ) -> list[dict[str, Any]]:
-    """One row for each of `entrants`, which take turns; who is first changes from round to round."""
+    """One row for each of `entered`, which take turns; who is first changes from round to round."""
     workloads, rows = [], []
-    for entrant, model in zip(entrants, models, strict=True):
+    for entrant, model in zip(entered, models, strict=True):
         with _memory_for(entrant, case):
             workloads.append(Workload(model, *case))
             rows.append({**case._asdict(), **_warm_up(workloads[-1], entrant, settings)})
@@ -240,7 +178,7 @@ def _measure(
     for turn in range(settings.rounds):
         for index in range(len(rows))[:: -1 if turn % 2 else 1]:
             work, device = workloads[index], workloads[index].ids.device
-            with _memory_for(entrants[index], case):
+            with _memory_for(entered[index], case):
                 prefills[index] += timed(device, work.prefill, work.to_start, 1)
                 timed(device, work.step, work.to_last, 1)  # the first after something else is slower
                 taken = timed(device, work.step, work.to_last, settings.steps)
@@ -252,22 +190,29 @@ def _measure(
 
 
 def _warm_up(work: Workload, entrant: Entrant, settings: Settings) -> dict[str, Any]:
-    """Everything but times: what memory the work took, how the prefill was cut, how long compilation took."""
-    device = work.ids.device
+    """Everything but times: who decodes, what memory the work takes, how the prefill was cut, how long compilation took."""
+    device, name = work.ids.device, entrant.source.name
     work.fill()
-    work.check(entrant.source.name, entrant.spec, entrant.dtype)
-    compiling = None
-    if settings.compile:
-        work.compile(settings.backend)
-        (compiling,) = timed(device, work.step, work.to_last, 1)
-    timed(device, work.step, work.to_last, _WARM_UP)
-    return {
+    work.check_cache(name, entrant.spec, entrant.dtype)
+    with kernels.watched() as served:
+        work.check_logits(name, entrant.dtype)
+    backend, reason = next(iter(served.items()), (None, None))
+    found: dict[str, Any] = {
+        "backend": backend,
+        "backend_reason": reason,
         "prefill_chunk": work.chunk,
-        "compile_seconds": compiling,
+        "compile_seconds": None,
         "peak_prefill_bytes": _peak(work, work.to_start, work.prefill),
+        # Before it is compiled: replaying a CUDA graph allocates nothing.
         "peak_decode_bytes": _peak(work, work.to_last, work.step),
         "peak_reason": _NO_PEAK if device.type == "cpu" else None,
     }
+    if settings.compile:
+        work.compile(settings.backend)
+        (found["compile_seconds"],) = timed(device, work.step, work.to_last, 1)
+        work.check_logits(name, entrant.dtype)
+    timed(device, work.step, work.to_last, _WARM_UP)
+    return found
 
 
 def _peak(work: Workload, before: Callable[[], Any], run: Callable[[], Any]) -> int | None:
@@ -322,27 +267,17 @@ def _memory_for(entrant: Entrant, case: Case) -> Iterator[None]:
         ) from error
 
 
-def _add_largest(entrants: Sequence[Entrant], found: list[dict[str, Any]], settings: Settings, device: torch.device) -> None:
+def _add_largest(entered: Sequence[Entrant], found: list[dict[str, Any]], settings: Settings, device: torch.device) -> None:
     """The largest batch that fits at each context, with one model in memory at a time, or why there is none."""
-    for entrant, entry in zip(entrants, found, strict=True):
+    for entrant, entry in zip(entered, found, strict=True):
+        sizes: dict[int, Largest]
         contexts = sorted({row["context"] for row in entry["cases"]})
-        sizes: dict[int, tuple[int | None, str | None]]
         if device.type == "cpu" or not settings.largest_batch:
             sizes = dict.fromkeys(contexts, (None, _NO_LARGEST if device.type == "cpu" else "not asked for"))
         else:
-            with _loaded([entrant], settings, device) as models:
-                sizes = {context: _largest(entrant, models[0], context, device) for context in contexts}
+            sizes = search(entrant, contexts, device, settings.quiet)
         for row in entry["cases"]:
             row["largest_batch"], row["largest_batch_reason"] = sizes[row["context"]]
-
-
-@torch.no_grad()
-def _largest(entrant: Entrant, model: Any, context: int, device: torch.device) -> tuple[int | None, str | None]:
-    try:
-        size = largest_batch(model, context, free_memory(device), entrant.cache_bytes(1, context))
-    except RuntimeError as error:  # kernels have limits of their own; everything else has been measured by now
-        return None, f"the search failed for {entrant.source.name}: {' '.join(str(error).split())[:200]}"
-    return size, f"the search ends at {MOST_SEQUENCES}" if size == MOST_SEQUENCES else None
 
 
 def _add_ratios(found: list[dict[str, Any]]) -> None:

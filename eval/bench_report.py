@@ -60,7 +60,7 @@ COLUMNS = (
     Column("context", True, lambda _, row: f"{row['context']:,}"),
     Column("model", False, lambda model, _: model["name"]),
     Column("attention", False, lambda model, _: model["kind"]),
-    Column("runtime", False, lambda model, _: model["runtime"]),
+    Column("runtime", False, lambda model, row: model["runtime"] + (f", {row['backend']}" if row["backend"] else "")),
     Column("prefill tok/s", True, lambda _, row: _rate(row["prefill_tokens_per_second"])),
     Column("of first", True, lambda _, row: _times(row["prefill_ratio"])),
     Column("decode tok/s", True, lambda _, row: _rate(row["decode_tokens_per_second"])),
@@ -98,6 +98,7 @@ def _lines(report: Report) -> list[str]:
     cut = [f"{model['name']} {row['prefill_chunk']:,}" for model, row in rows if row["prefill_chunk"] < row["context"]]
     if cut:
         lines.append(f"For want of memory prefills were cut into chunks of so many tokens: {', '.join(dict.fromkeys(cut))}.")
+    lines += [f"A warning: {reason}." for reason in dict.fromkeys(row["backend_reason"] for _, row in rows) if reason]
     for what, key in (("Peak memory", "peak_reason"), ("The largest batch", "largest_batch_reason")):
         lines += [f"{what}: {reason}." for reason in dict.fromkeys(row[key] for _, row in rows) if reason]
     compiled = [

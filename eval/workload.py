@@ -20,7 +20,8 @@ from attention.spec import AttentionSpec
 from eval.device import input_device
 
 _LEAST_CHUNK = 128
-MOST_SEQUENCES = 4096  # where the search for the largest batch ends
+# As the CUDA runtime, Triton's driver and torch's allocator say it; torch on a CPU; cuBLAS.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class Workload:
@@ -105,11 +106,11 @@ class Workload:
         """Bytes of the live cache: all of it is read by a step."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
-    def check(self, name: str, spec: AttentionSpec, dtype: str) -> None:
-        """Hold the live cache to what `spec` predicts, and the logits of a step to being numbers; the cache is full.
+    def check_cache(self, name: str, spec: AttentionSpec, dtype: str) -> None:
+        """Hold the live cache to what `spec` predicts.
 
         Raises:
-            Failure: They are not.
+            Failure: It holds other bytes.
         """
         predicted = self.ids.numel() * spec.bytes_per_token(dtype)
         windows = any(layer.is_sliding and layer.max_cache_len < self.ids.shape[1] for layer in self.cache.layers)
@@ -118,12 +119,24 @@ class Workload:
                 f"the live cache of {name} holds {self.cache_bytes} bytes, its config predicts {predicted}",
                 hint="this class caches something that kvfold does not know; please report the model type",
             )
+
+    def check_logits(self, name: str, dtype: str) -> None:
+        """Make a step over the full cache, compiled if `compile` was called, and hold its logits to being numbers.
+
+        Raises:
+            Failure: They are not.
+        """
         self.to_last()
-        if not bool(self.step().isfinite().all()):
-            raise Failure(
-                f"logits of {name} ({type(self.model).__name__}) are not finite in {dtype}: its speed would mean nothing",
-                hint="use --dtype float32 or bfloat16; if it stays, convert again",
-            )
+        if bool(self.step().isfinite().all()):
+            return
+        compiled = self.decode is not self.model
+        raise Failure(
+            f"logits of {name} ({type(self.model).__name__}{', compiled' if compiled else ''}) are not finite in {dtype}: "
+            "its speed would mean nothing",
+            hint="leave --compile out; without it they are finite"
+            if compiled
+            else "use --dtype float32 or bfloat16; if it stays, convert again",
+        )
 
 
 def weight_bytes(model: Any) -> int:
@@ -146,50 +159,5 @@ def fits(work: Callable[[], Any], final: bool = False) -> bool:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether torch asked for memory in vain; on a CPU it has no exception class for that."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def largest_batch(model: Any, context: int, room: int, bytes_per_sequence: int) -> int:
-    """The most sequences of `context` tokens over which `model` runs a decode step, found by running it; 0 if none.
-
-    The cache is written by steps alone: a prefill can go sequence by sequence.
-
-    Args:
-        model: On a GPU, with nothing else there that could be removed.
-        context: Tokens of each sequence, the new one among them.
-        room: Bytes that are free.
-        bytes_per_sequence: Of the cache of one sequence.
-    """
-
-    def runs(batch: int) -> bool:
-        def twice() -> None:
-            workload = Workload(model, batch, context)
-            for _ in range(2):  # the first allocates
-                workload.to_last()
-                workload.step()
-
-        return fits(twice)
-
-    return most(runs, room // bytes_per_sequence)
-
-
-def most(runs: Callable[[int], bool], guess: int, limit: int = MOST_SEQUENCES) -> int:
-    """The largest number up to `limit` for which `runs` is true, as it is for all below; 0 if there is none.
-
-    Looks near `guess` first, in strides of a tenth, and halves the last one down to one.
-    """
-    low, high = 0, limit + 1  # runs, does not
-    probe = min(max(guess, 1), limit)
-    while high - low > 1:
-        if runs(probe):
-            low = probe
-        else:
-            high = probe
-        if high > limit:
-            probe = min(limit, low + low // 10 + 1)
-        elif low == 0:
-            probe = high - high // 10 - 1
-        else:
-            probe = (low + high) // 2
-    return low
+    """Whether memory was asked for in vain: only torch's own allocator on a GPU has an exception class for that."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)

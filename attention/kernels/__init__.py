@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
@@ -19,7 +21,7 @@ import torch
 
 from attention.errors import Refusal
 from attention.kernels import torch_decode
-from attention.kernels.tiling import choose, machine
+from attention.kernels.tiling import Tiling, choose, machine
 
 Backend = Literal["auto", "triton", "torch"]
 Decode = Callable[
@@ -59,7 +61,8 @@ def decode(
     Args:
         q_latent: `[B, H, T, R]`, queries taken through W_UK.
         q_rope: `[B, H, T, P]`, turned.
-        latent: `[B, S, R]`; with `k_rope`, read as it lies in the cache.
+        latent: `[B, S, R]`; with `k_rope`, read as it lies in the cache. Hidden tokens are multiplied by 0, and so must be
+            finite; Triton alone does not read those outside the span from the first to the last that a request sees.
         k_rope: `[B, S, P]`, turned.
         mask: `[B or 1, 1, T, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
@@ -77,17 +80,21 @@ def decode(
             "let transformers make the mask, or give one of shape [B, 1, T, S] over the whole cache",
         )
     check(backend)
-    if q_latent.shape[2] != 1 or (backend == "auto" and not latent.is_cuda):
+    if q_latent.shape[2] != 1 or (backend == "auto" and not _on_gpu(latent)):
+        _note("torch", None)
         return BACKENDS["torch"].run(q_latent, q_rope, latent, k_rope, mask, scaling)
+    warned = None
     for name, entry in BACKENDS.items():
         if backend not in ("auto", name):
             continue
         reason = entry.objection(q_latent, q_rope, latent, k_rope, mask)
         if reason is None:
+            _note(name, warned)
             return entry.run(q_latent, q_rope, latent, k_rope, mask, scaling)
         if backend == name:
             raise Refusal(f"the {name} backend cannot decode here: {reason}", 'leave the choice to backend="auto"')
-        _warn(f"decoding without the {name} backend: {reason}")
+        warned = f"decoding without the {name} backend: {reason}"
+        _warn(warned)
     raise AssertionError("torch objects to nothing")
 
 
@@ -99,6 +106,34 @@ def check(backend: str) -> None:
     """
     if backend != "auto" and backend not in BACKENDS:
         raise Refusal(f"there is no backend {backend!r}: it must be one of 'auto', {', '.join(map(repr, BACKENDS))}")
+
+
+# Apart, so that tests can have tensors pass for those of a GPU.
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+_watching: list[dict[str, str | None]] = []
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, str | None]]:
+    """Names of the backends that serve `decode` within the block, each with the warning that it came with, or None.
+
+    Calls that torch.compile has made are not seen.
+    """
+    seen: dict[str, str | None] = {}
+    _watching.append(seen)
+    try:
+        yield seen
+    finally:
+        _watching.pop()
+
+
+def _note(name: str, warned: str | None) -> None:
+    if not torch.compiler.is_compiling():
+        for seen in _watching:
+            seen[name] = warned
 
 
 _warned: set[str] = set()
@@ -123,8 +158,11 @@ def _triton_objection(
     heads, rank, rope = q_latent.shape[1], latent.shape[2], k_rope.shape[2]
     if not _TRITON:
         return "Triton is not installed"
-    if not latent.is_cuda and not (_INTERPRETED and latent.device.type == "cpu"):
+    if not _on_gpu(latent) and not (_INTERPRETED and latent.device.type == "cpu"):
         return f"it needs tensors on a CUDA device, and these are on {latent.device.type}"
+    if any(tensor.device != latent.device for tensor in (*tensors, *(() if mask is None else (mask,)))):
+        places = ", ".join(str(tensor.device) for tensor in tensors) + ("" if mask is None else f" and {mask.device}")
+        return f"it takes tensors on one device, and these are on {places}"
     if latent.dtype not in _DTYPES or any(tensor.dtype != latent.dtype for tensor in tensors):
         return f"it takes float16, bfloat16 or float32, all alike, not {', '.join(str(t.dtype)[6:] for t in tensors)}"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -137,16 +175,42 @@ def _triton_objection(
         return f"it takes a mask [{len(latent)} or 1, 1, 1, S], not one of shape {list(mask.shape)}"
     if mask is not None and mask.dtype not in (torch.bool, *_DTYPES):
         return f"it takes masks of bool, float16, bfloat16 or float32, not {str(mask.dtype)[6:]}"
-    return _machine_objection(heads, rank, rope, latent.element_size(), latent.is_cuda, str(latent.device))
+    of = None if mask is None else mask.dtype
+    return _machine_objection(heads, rank, rope, latent.dtype, of, _on_gpu(latent), str(latent.device))
 
 
 # Facts about the machine: compiled code need not find them out again.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _machine_objection(heads: int, rank: int, rope: int, size: int, cuda: bool, device: str) -> str | None:
+def _machine_objection(
+    heads: int, rank: int, rope: int, dtype: torch.dtype, mask: torch.dtype | None, cuda: bool, device: str
+) -> str | None:
     if cuda and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
-    if choose(heads, rank, rope, size, machine(torch.device(device))) is None:
+    tiling = choose(heads, rank, rope, dtype.itemsize, machine(torch.device(device)))
+    if tiling is None:
+        size = dtype.itemsize
         return f"two tiles of rank {rank} + {rope}, {size} bytes a value, do not fit into the shared memory of this GPU"
+    return None if _INTERPRETED else _failure(heads, rank, rope, dtype, mask, tiling, device)
+
+
+@cache
+def _failure(
+    heads: int, rank: int, rope: int, dtype: torch.dtype, mask: torch.dtype | None, tiling: Tiling, device: str
+) -> str | None:
+    """Why the kernel cannot be had on `device`, found by building it: a launch that fails would end the whole model.
+
+    Whoever captures a CUDA graph or lets torch.compile trace has it built by then, outside of both.
+    """
+    try:
+        from attention.kernels.mla_decode import build
+
+        with torch.cuda.device(device):
+            build(heads, rank, rope, dtype, mask, tiling)
+    except Exception as error:  # of Triton, of compilers it calls, of the driver: no class is common to them
+        # A full GPU says nothing about the kernel, and may have room the next time.
+        if "out of memory" in str(error):
+            raise
+        return f"Triton cannot build it here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
 
 

@@ -19,6 +19,9 @@ wrong). Letters as in `attention`; R is the rank of the latent, P its rotary dim
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +29,9 @@ import triton.language as tl
 from attention.kernels.tiling import Tiling, choose, machine, power_of_two
 
 _LOG2E = 1.4426950408889634
+# Requests whose spans a program looks through, at least: as many as a warp has lanes cost what one does, and up to so many
+# share one compiled kernel. With fewer the compiler spills registers within the loop over tiles (64 heads, rank 448).
+_REQUESTS = 32
 
 
 @triton.constexpr_function
@@ -235,10 +241,58 @@ def mla_decode(
     Returns:
         `[B, H, 1, R]`, contiguous.
     """
+    heads, rank = q_latent.shape[1], q_latent.shape[3]
+    tiling = tiling or choose(heads, rank, k_rope.shape[2], latent.element_size(), machine(latent.device))
+    assert tiling is not None
+    with torch.cuda.device_of(latent):
+        return _decode(_launch, q_latent, q_rope, latent, k_rope, mask, scaling, tiling)
+
+
+def build(heads: int, rank: int, rope: int, dtype: torch.dtype, mask: torch.dtype | None, tiling: Tiling) -> None:
+    """Compile what `mla_decode` launches and load it to the current device, but launch nothing.
+
+    Triton keeps it: calls over up to 32 requests, in tensors whose strides are multiples of 16, find it. For others it compiles
+    once more when they come, to code that addresses in another way.
+
+    Args:
+        heads: H.
+        rank: R.
+        rope: P.
+        dtype: Of queries and cache.
+        mask: Its dtype, or None for calls without one.
+        tiling: As for `mla_decode`.
+
+    Raises:
+        Exception: Whatever Triton, the assembler and the C compiler that it calls, or the driver raise.
+    """
+    shapes = (1, heads, 1, rank), (1, heads, 1, rope), (1, 16, rank), (1, 16, rope)
+    q_latent, q_rope, latent, k_rope = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    seen = None if mask is None else torch.empty(1, 1, 1, 16, dtype=mask, device="meta")
+    _decode(_load, q_latent, q_rope, latent, k_rope, seen, 1.0, tiling)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    kernel[grid](*arguments, **options)
+
+
+def _load(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Of `arguments` only types, and what divides them, matter; what is compiled is loaded when it is given a grid."""
+    kernel.warmup(*arguments, grid=grid, **options)[grid]
+
+
+def _decode(
+    launch: Callable[..., None],
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    tiling: Tiling,
+) -> torch.Tensor:
+    """What `mla_decode` returns, once each `launch(kernel, grid, *arguments, **options)` has done its work."""
     batch, heads, _, rank = q_latent.shape
     cached, rope = k_rope.shape[1:]
-    tiling = tiling or choose(heads, rank, rope, latent.element_size(), machine(latent.device))
-    assert tiling is not None
     q_latent, q_rope = (q if q.stride(-1) == 1 else q.contiguous() for q in (q_latent, q_rope))
     out = torch.empty(batch, heads, 1, rank, dtype=latent.dtype, device=latent.device)
     # A walk of all programs starts in the first request and ends in the last: so many partials there are at most.
@@ -252,20 +306,20 @@ def mla_decode(
         mask = mask.expand(batch, -1, -1, -1)[:, 0, 0]
         mask = mask.view(torch.uint8) if kind == "bool" else mask
         mask_b, mask_s = mask.stride()
-    with torch.cuda.device_of(latent):
-        _spans[(batch,)](mask, spans, slots, mask_b, mask_s, batch, cached, MASK=kind, BLOCK=16384, num_warps=16)
-        _attend[(tiling.programs, triton.cdiv(heads, tiling.block_h))](
-            q_latent, q_rope, latent, k_rope, mask, spans, slots, partial, tops, weights, scaling * _LOG2E,
-            q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1),
-            latent.stride(0), latent.stride(1), k_rope.stride(0), k_rope.stride(1), mask_b, mask_s,
-            batch, heads, R=rank, P=rope, MASK=kind, PROGRAMS=tiling.programs, LEAST=tiling.least,
-            BLOCK_H=tiling.block_h, BLOCK_N=tiling.block_n, BLOCK_P=max(16, power_of_two(rope)), BLOCK_B=power_of_two(batch),
-            UPCAST=not latent.is_cuda,  # the interpreter holds bf16 as bits and would multiply those
-            PRECISION="ieee" if latent.dtype == torch.float32 else "tf32",
-            num_warps=tiling.warps, num_stages=tiling.stages,
-        )  # fmt: skip
-        block_r = min(128, power_of_two(rank))
-        _combine[(batch, heads, triton.cdiv(rank, block_r))](
-            partial, tops, weights, slots, out, batch, heads, R=rank, BLOCK_R=block_r, BLOCK_SLOTS=16
-        )
+    launch(_spans, (batch,), mask, spans, slots, mask_b, mask_s, batch, cached, MASK=kind, BLOCK=16384, num_warps=16)
+    launch(
+        _attend, (tiling.programs, triton.cdiv(heads, tiling.block_h)),
+        q_latent, q_rope, latent, k_rope, mask, spans, slots, partial, tops, weights, scaling * _LOG2E,
+        q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1),
+        latent.stride(0), latent.stride(1), k_rope.stride(0), k_rope.stride(1), mask_b, mask_s,
+        batch, heads, R=rank, P=rope, MASK=kind, PROGRAMS=tiling.programs, LEAST=tiling.least,
+        BLOCK_H=tiling.block_h, BLOCK_N=tiling.block_n, BLOCK_P=max(16, power_of_two(rope)),
+        BLOCK_B=max(_REQUESTS, power_of_two(batch)),
+        UPCAST=not isinstance(_attend, triton.JITFunction),  # the interpreter holds bf16 as bits and would multiply those
+        PRECISION="ieee" if latent.dtype == torch.float32 else "tf32",
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    block_r = min(128, power_of_two(rank))
+    grid = batch, heads, triton.cdiv(rank, block_r)
+    launch(_combine, grid, partial, tops, weights, slots, out, batch, heads, R=rank, BLOCK_R=block_r, BLOCK_SLOTS=16)
     return out

@@ -1,13 +1,15 @@
 """How much of the work one program of the Triton kernel takes: plain arithmetic about shared memory and registers.
 
-No GPU was at hand: the sizes are reasoned, and checked against what Triton's compiler reports for sm_90 (shared memory,
-registers, spills), but not tuned by running them. `benchmarks/decode_cuda.py --tilings` is there to do that.
+No GPU was at hand: the sizes are reasoned, and checked against what Triton's compiler reports for compute capabilities 8.0 to
+12.0 (shared memory) and for 9.0 (registers, spills), but not tuned by running them. `benchmarks/decode_cuda.py --tilings` is
+there to do that.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,15 +17,22 @@ import torch
 
 @dataclass(frozen=True)
 class Machine:
-    """What of a GPU a tiling depends on: streaming multiprocessors, and bytes of shared memory a program may have."""
+    """What of a GPU a tiling depends on.
+
+    Attributes:
+        processors: Streaming multiprocessors.
+        shared: Bytes of shared memory a program may have.
+        major: The compute capability's major number: which matrix instructions there are.
+    """
 
     processors: int
     shared: int
+    major: int
 
 
 # Also what the interpreter pretends to run on, but with few processors: it runs programs one after the other.
-H200 = Machine(132, 227 * 1024)
-INTERPRETED = Machine(3, H200.shared)
+H200 = Machine(132, 227 * 1024, 9)
+INTERPRETED = Machine(3, H200.shared, H200.major)
 
 
 @lru_cache
@@ -32,7 +41,7 @@ def machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return INTERPRETED
     found: Any = torch.cuda.get_device_properties(device)  # not all of it is typed
-    return Machine(found.multi_processor_count, found.shared_memory_per_block_optin)
+    return Machine(found.multi_processor_count, found.shared_memory_per_block_optin, found.major)
 
 
 @dataclass(frozen=True)
@@ -62,23 +71,18 @@ def power_of_two(number: int) -> int:
 
 
 def shared_bytes(tiling: Tiling, rank: int, rope: int, size: int) -> int:
-    """Shared memory that the attending kernel needs at most.
+    """Shared memory that the attending kernel needs at most, with a tiling as `choose` gives it.
 
-    With 16 or 32 heads operands of mma instructions leave shared memory before the next tile is asked for; with 64 heads
-    wgmma reads tiles in place, so that a pipeline as deep holds one more.
+    Its loop holds tiles of latent and rotary key beside queries, probabilities, what an additive mask says, and a number a
+    head. With 16 or 32 heads operands of mma instructions leave shared memory before the next tile is asked for; with 64
+    heads wgmma reads tiles in place, so that a pipeline as deep holds one more. After the loop sums pass through on their way
+    out, one chunk at a time, in fp32. Of the instructions of compute capability 10 and 11 for 64 heads this says nothing.
     """
-    tiles = tiling.stages - (tiling.block_h < 64)
-    return tiles * _tile(tiling.block_n, rank, rope, size) + _fixed(tiling.block_h, tiling.block_n, rank, rope, size)
-
-
-def _tile(block_n: int, rank: int, rope: int, size: int) -> int:
-    """Bytes of a tile: latent, rotary key and what an additive mask says of its tokens."""
-    return block_n * ((rank + max(16, power_of_two(rope))) * size + 4)
-
-
-def _fixed(block_h: int, block_n: int, rank: int, rope: int, size: int) -> int:
-    """Bytes beside the tiles: queries, probabilities, a number a head."""
-    return block_h * ((rank + max(16, power_of_two(rope)) + block_n) * size + 4)
+    width = rank + max(16, power_of_two(rope))
+    tiles = (tiling.stages - (tiling.block_h < 64)) * tiling.block_n * width * size
+    beside = tiling.block_h * ((width + tiling.block_n) * size + 4) + tiling.stages * tiling.block_n * 4
+    widest = 1 << (rank.bit_length() - 1)
+    return max(tiles + beside, 4 * tiling.block_h * widest)
 
 
 @lru_cache
@@ -87,26 +91,24 @@ def choose(heads: int, rank: int, rope: int, size: int, device: Machine) -> Tili
 
     - All heads go into one program up to 64, as far as its sums (fp32, heads × rank) leave room in 64K registers; more
       heads are served by programs side by side, which meet in the L2 cache. fp32 goes without matrix instructions, which
-      costs registers: 32 heads at most, and shorter tiles.
+      costs registers: 32 heads at most, and shorter tiles. 32 also where 64 would be taken by tcgen05 (compute capability 10
+      and 11), for which Triton lays tiles out anew in shared memory, beyond what there is from rank 448 on.
     - One program a multiprocessor. What is in flight while a tile is worked on must cover bandwidth × latency, about
       4.3 TB/s × 0.8 µs / 132 = 26 KB each: at least two tiles (18 to 74 KB each in half precision), four where they fit.
-    - 64 tokens a tile while sums are small, else 32: beyond, the compiler reports spilled registers. 16, and fewer heads,
-      are for GPUs and dtypes with room for no more.
+    - 64 tokens a tile while sums are small, else 32: registers are full then, and with 64 heads some are spilled, outside of
+      the loop over tiles (BENCHMARKS.md). 16, and fewer heads, are for GPUs and dtypes with room for no more.
     - A partial costs 4 · heads · rank bytes to write, and is read again, mostly from L2. A program shall not write more
       than it reads of the cache: this bounds the fewest tiles a program gets, not their number.
     """
-    largest = max(16, min(power_of_two(heads), 64 if size == 2 else 32, 64 * 576 // rank))
-    for block_h in (64, 32, 16):
-        if block_h > largest:
+    most = 64 if size == 2 and device.major not in (10, 11) else 32
+    largest = max(16, min(power_of_two(heads), most, 64 * 576 // rank))
+    for block_h, block_n, tiles in product((64, 32, 16), (64, 32, 16), (4, 3, 2)):
+        longest = 512 // block_h if size > 2 else 64 if block_h * rank <= 32 * 320 else 32
+        if block_h > largest or block_n > longest:
             continue
         programs = max(1, device.processors // -(-heads // block_h))
-        longest = 512 // block_h if size > 2 else 64 if block_h * rank <= 32 * 320 else 32
-        for block_n in (64, 32, 16):
-            if block_n > longest:
-                continue
-            room = device.shared - _fixed(block_h, block_n, rank, rope, size)
-            tiles = min(4, room // _tile(block_n, rank, rope, size))
-            if tiles >= 2:
-                least = -(-4 * block_h * rank // (block_n * (rank + rope) * size))
-                return Tiling(block_h, block_n, tiles + (block_h < 64), 8, programs, least)
+        least = -(-4 * block_h * rank // (block_n * (rank + rope) * size))
+        tiling = Tiling(block_h, block_n, tiles + (block_h < 64), 8, programs, least)
+        if shared_bytes(tiling, rank, rope, size) <= device.shared:
+            return tiling
     return None

@@ -5,13 +5,17 @@ It runs in Triton's interpreter, on CPU tensors; with TRITON_INTERPRET=0 in the 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import os
 import subprocess
 import sys
 import textwrap
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,19 +27,23 @@ from transformers import StaticCache
 
 pytest.importorskip("triton")  # there are no wheels for other systems than Linux
 
+from triton import OutOfResources
+
 import attention.kernels
 from attention import absorb, absorbed
 from attention.errors import Refusal
 from attention.kernels import BACKENDS, decode, torch_decode
 from attention.kernels.mla_decode import mla_decode
-from attention.kernels.tiling import H200, INTERPRETED, Machine, Tiling, choose, shared_bytes
+from attention.kernels.tiling import H200, INTERPRETED, Machine, Tiling, choose, machine
 
 INTERPRETER = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = "cpu" if INTERPRETER else "cuda"
 SCALE = 0.3
-# fp32 adds up in another order than fp64 does. Rounding inputs to half precision is not part of the error, rounding of
-# probabilities and outputs is: half an ulp of each, 2⁻¹¹ in fp16 and 2⁻⁸ in bf16 (whose products the interpreter cannot do).
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3} | ({} if INTERPRETER else {torch.bfloat16: 8e-3})
+# fp32 adds up in another order than fp64 does, on a GPU one product after the other. Rounding inputs to half precision is not
+# part of the error, rounding of probabilities and outputs is: half an ulp of each, 2⁻¹¹ in fp16 and 2⁻⁸ in bf16 (whose
+# products the interpreter cannot do).
+TOLERANCE = {torch.float32: 2e-6 if INTERPRETER else 1e-5, torch.float16: 1e-3}
+TOLERANCE |= {} if INTERPRETER else {torch.bfloat16: 8e-3}
 SMALL = Tiling(block_h=16, block_n=16, stages=2, warps=4, programs=3, least=1)
 
 pytestmark = pytest.mark.skipif(not INTERPRETER and not torch.cuda.is_available(), reason="needs a GPU, or the interpreter")
@@ -179,8 +187,9 @@ def test_holes_may_be_wider_than_tiles_and_shares(programs: int) -> None:
 
 
 @pytest.mark.usefixtures("poison")
-def test_tokens_out_of_sight_are_never_read() -> None:
-    """Nor are values of other requests: what a static cache holds behind its tail may be anything."""
+def test_tokens_outside_the_span_are_never_read() -> None:
+    """Nor are values of other requests: what a static cache holds behind its tail may be anything. Within the span from the
+    first token that is seen to the last, hidden tokens are multiplied by 0, so that they must be finite, as in torch."""
     q, r, c, k = inputs(4, 3, 80, 48, 16)
     mask = ragged(4, 80, seed=3)
     expected = spelled_out(q, r, c, k, mask)
@@ -255,7 +264,7 @@ def test_torch_agrees_with_the_same_oracle() -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the backends that served, in order; tensors pass for those of a GPU where `pretend` says so."""
+    """Names of the backends that served, in order."""
     names: list[str] = []
     for name, entry in BACKENDS.items():
 
@@ -268,14 +277,26 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-class OnGpu(torch.Tensor):
-    """A CPU tensor that says it is on a GPU."""
-
-    is_cuda = property(lambda _: True)  # type: ignore[assignment]
-
-
 def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    """Tensors pass for those of a GPU."""
+    monkeypatch.setattr(attention.kernels, "_on_gpu", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+
+def fails_to_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """As on a GPU with less shared memory than was reckoned with; what is returned fills with what was to be built."""
+    asked: list[tuple[Any, ...]] = []
+
+    def build(*arguments: Any) -> None:
+        asked.append(arguments)
+        raise OutOfResources(295920, 232448, "shared memory")
+
+    monkeypatch.setattr(attention.kernels, "_INTERPRETED", False)
+    monkeypatch.setattr(attention.kernels.mla_decode, "build", build)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    # With a cache of its own, so that later tests do not hear of these failures.
+    monkeypatch.setattr(attention.kernels, "_failure", functools.cache(attention.kernels._failure.__wrapped__))
+    return asked
 
 
 def test_cpu_tensors_are_torchs_without_a_word(served: list[str]) -> None:
@@ -285,13 +306,14 @@ def test_cpu_tensors_are_torchs_without_a_word(served: list[str]) -> None:
 
 def test_a_gpu_has_triton(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch)
-    decode(*(t.as_subclass(OnGpu) for t in inputs(1, 2, 5, 16, 8)), None, SCALE)
+    decode(*inputs(1, 2, 5, 16, 8), None, SCALE)
     assert served == ["triton"]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ("places", "on one device, and these are on {0}, {0}, {0}, {0} and meta"),
         ("fp64", "float64"),
         ("mixed", "float16, float32, float32, float32"),
         ("rank", "multiple of 16 and a rotary key, not 24 \\+ 8"),
@@ -303,6 +325,7 @@ def test_a_gpu_has_triton(served: list[str], monkeypatch: pytest.MonkeyPatch) ->
         ("old", "compute capability 8.0"),
         ("huge", "shared memory"),
         ("no triton", "not installed"),
+        ("no kernel", "cannot build it here: OutOfResources: out of resource: shared memory, Required: 295920"),
     ],
 )
 def test_torch_steps_in_with_one_warning_a_reason(
@@ -312,6 +335,10 @@ def test_torch_steps_in_with_one_warning_a_reason(
     rank, rope = {"rank": (24, 8), "no rope": (16, 0), "huge": (4096, 8)}.get(change, (16, 8))
     q, r, c, k = inputs(2, 3, 20, rank, rope, torch.float64 if change == "fp64" else torch.float32)
     mask = None
+    if change == "places":
+        mask, reason = torch.ones(2, 1, 1, 20, dtype=torch.bool, device="meta"), reason.format(q.device)
+    if change == "no kernel":
+        fails_to_build(monkeypatch)
     if change == "mixed":
         q = q.half()
     if change == "strides":
@@ -325,7 +352,7 @@ def test_torch_steps_in_with_one_warning_a_reason(
     if change == "no triton":
         monkeypatch.setattr(attention.kernels, "_TRITON", False)
     monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q)
-    call = tuple(t.as_subclass(OnGpu) for t in (q, r, c, k))
+    call = (q, r, c, k)
     monkeypatch.setitem(BACKENDS, "torch", attention.kernels.Entry(lambda *_: served.append("torch") or q, lambda *_: None))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -340,9 +367,62 @@ def test_torch_steps_in_with_one_warning_a_reason(
         decode(*call, mask, SCALE)
 
 
+def test_a_kernel_is_built_once_before_it_is_first_launched(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    asked = fails_to_build(monkeypatch)
+    calls = [inputs(batch, 2, cached, 48, 8, torch.float16) for batch, cached in ((1, 5), (3, 9))]
+    masks = [torch.ones(len(c), 1, 1, c.shape[1], dtype=torch.bool, device=DEVICE) for _, _, c, _ in calls]
+    with pytest.warns(RuntimeWarning, match="OutOfResources"):
+        decode(*calls[0], None, SCALE)
+    for call, mask in zip(calls, masks, strict=True):
+        decode(*call, None, SCALE)
+        decode(*call, mask, SCALE)
+    tiling = choose(2, 48, 8, 2, machine(torch.device(DEVICE)))
+    assert asked == [(2, 48, 8, torch.float16, kind, tiling) for kind in (None, torch.bool)]
+    monkeypatch.setattr(attention.kernels.mla_decode, "build", lambda *arguments: asked.append(arguments))
+    attention.kernels._failure.cache_clear()
+    for _ in range(2):
+        decode(*calls[0], None, SCALE)
+    assert len(asked) == 3
+    assert served == ["torch"] * 5 + ["triton"] * 2
+
+
+def test_a_full_gpu_is_no_reason_to_do_without_the_kernel(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    fails_to_build(monkeypatch)
+    failures = iter([RuntimeError("Triton Error [CUDA]: out of memory")])
+    monkeypatch.setattr(attention.kernels.mla_decode, "build", lambda *_: raise_next(failures))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decode(*inputs(1, 2, 5, 16, 8), None, SCALE)
+    decode(*inputs(1, 2, 5, 16, 8), None, SCALE)
+    assert served == ["triton"]
+
+
+def raise_next(failures: Iterator[Exception]) -> None:
+    for failure in failures:
+        raise failure
+
+
+def test_who_served_can_be_watched(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = inputs(1, 2, 5, 16, 8)
+    decode(*call, None, SCALE, "torch")
+    with attention.kernels.watched() as seen:
+        decode(*call, None, SCALE, "triton")
+        with attention.kernels.watched() as inner:
+            decode(*call, None, SCALE, "torch")
+    assert (seen, inner) == ({"triton": None, "torch": None}, {"torch": None})
+    on_gpu(monkeypatch, (7, 5))
+    with attention.kernels.watched() as seen, pytest.warns(RuntimeWarning, match="capability"):
+        decode(*call, None, SCALE)
+    decode(*call, None, SCALE, "torch")
+    assert served == ["torch", "triton", "torch", "torch", "torch"]
+    warned = "decoding without the triton backend: it needs an NVIDIA GPU of compute capability 8.0 or later"
+    assert seen == {"torch": warned}
+
+
 def test_gradients_are_no_reason_where_none_are_recorded(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch)
-    call = [t.requires_grad_().as_subclass(OnGpu) for t in inputs(1, 2, 5, 16, 8)]
+    call = [t.requires_grad_() for t in inputs(1, 2, 5, 16, 8)]
     with torch.no_grad():
         decode(*call, None, SCALE)
     assert served == ["triton"]
@@ -426,26 +506,34 @@ def test_a_decode_step_compiles_whole_around_the_kernel() -> None:
     assert error(steps[1], steps[0]) < 1e-6
 
 
-@pytest.mark.parametrize("change", ["no triton", "fp64", "rank", "strides", "huge"])
-def test_compiled_code_warns_and_goes_on(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `decode` does on a GPU where Triton cannot serve; on a CPU it would not ask."""
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("no triton", "not installed"),
+        ("fp64", "float64"),
+        ("rank", "24"),
+        ("strides", "side by side"),
+        ("huge", "4096"),
+        ("no kernel", "OutOfResources"),
+    ],
+)
+def test_compiled_code_warns_and_goes_on(change: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU where Triton cannot serve: one warning, no break in the graph, and torch."""
     torch._dynamo.reset()
+    on_gpu(monkeypatch)
     monkeypatch.setattr(attention.kernels, "_warned", set())
     monkeypatch.setattr(attention.kernels, "_TRITON", change != "no triton")
+    asked = fails_to_build(monkeypatch) if change == "no kernel" else []
     rank = {"rank": 24, "huge": 4096}.get(change, 16)
     q, r, c, k = inputs(2, 3, 20, rank, 8, torch.float64 if change == "fp64" else torch.float32)
     c = c.repeat_interleave(2, 2)[..., ::2] if change == "strides" else c
-
-    def step(q: torch.Tensor) -> torch.Tensor:
-        reason = attention.kernels._triton_objection(q, r, c, k, None)
-        if reason is not None:
-            attention.kernels._warn(f"decoding without triton: {reason}")
-        return torch_decode.decode(q, r, c, k, None, SCALE)
-
-    said = {"no triton": "not installed", "fp64": "float64", "rank": "24", "strides": "side by side", "huge": "4096"}[change]
-    with torch.no_grad(), pytest.warns(RuntimeWarning, match=said):
-        found = torch.compile(step, fullgraph=True, backend="eager")(q)
-    assert error(found, torch_decode.decode(q, r, c, k, None, SCALE)) < 1e-6
+    compiled = torch.compile(decode, fullgraph=True, backend="eager")
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [compiled(q, r, c, k, None, SCALE) for _ in range(2)]
+    assert [said in str(warning.message) for warning in caught] == [True]
+    assert all(error(one, torch_decode.decode(q, r, c, k, None, SCALE)) < 1e-6 for one in found)
+    assert len(asked) == (change == "no kernel")
 
 
 def test_the_operator_keeps_its_promises() -> None:
@@ -479,9 +567,19 @@ def test_projections_around_a_step_copy_no_weight(monkeypatch: pytest.MonkeyPatc
 # Sizes
 
 
-@pytest.mark.parametrize("device", [H200, INTERPRETED, Machine(108, 163 * 1024), Machine(128, 99 * 1024)], ids=str)
+MACHINES = {
+    80: Machine(108, 163 * 1024, 8),
+    89: Machine(128, 99 * 1024, 8),
+    90: H200,
+    100: Machine(148, 227 * 1024, 10),
+    120: Machine(170, 99 * 1024, 12),
+}
+
+
+@pytest.mark.parametrize("device", [*MACHINES.values(), INTERPRETED], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-def test_tilings_fit(size: int, device: Machine) -> None:
+def test_tilings_keep_their_rules(size: int, device: Machine) -> None:
+    """Whether they fit is the compiler's to say, below."""
     for rank in (16, 48, 256, 320, 448, 512, 576, 704):
         for heads in (1, 8, 16, 17, 32, 33, 64, 96, 128):
             found = choose(heads, rank, 64, size, device)
@@ -489,10 +587,10 @@ def test_tilings_fit(size: int, device: Machine) -> None:
                 assert (size, device.shared) == (4, 99 * 1024)
                 assert rank > 256
                 continue
-            assert shared_bytes(found, rank, 64, size) <= device.shared
             blocks = -(-heads // found.block_h)
             assert found.programs * blocks <= max(device.processors, blocks)
             assert found.least * found.block_n * (rank + 64) * size >= 4 * found.block_h * rank
+            assert found.block_h <= (64 if size == 2 and device.major < 10 else 32) or device.major == 12
 
 
 def test_an_h200_has_room_for_64_heads_of_512_and_64() -> None:
@@ -504,71 +602,121 @@ COMPILE = """
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import JITFunction
-    from attention.kernels.mla_decode import mla_decode
-    from attention.kernels.tiling import H200, choose, shared_bytes
+    from triton.compiler import CompiledKernel
+    from attention.kernels import mla_decode
+    from attention.kernels.tiling import Machine, Tiling, choose, shared_bytes
 
-    class Hopper:
-        get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    class Gpu:
+        get_current_target = lambda self: GPUTarget("cuda", CAPABILITY, 32)
         get_current_device = lambda self: 0
         get_current_stream = lambda self, device: 0
 
-    class OnGpu(torch.Tensor):
-        is_cuda = property(lambda self: True)
-
-    built = {}
-
-    def launch(kernel, grid):
-        def run(*arguments, **options):
-            built[kernel.__name__] = kernel.run(*arguments, grid=grid, warmup=True, **options)
-        return run
-
-    triton.runtime.driver.set_active(Hopper())
-    JITFunction.__getitem__ = launch
-    for batch, heads, rank, rope, kind, dtype in CASES:
-        shapes = (batch, heads, 1, rank), (batch, heads, 1, rope), (batch, 33, rank), (batch, 33, rope)
-        tensors = [torch.zeros(shape, dtype=dtype).as_subclass(OnGpu) for shape in shapes]
-        tiling = choose(heads, rank, rope, dtype.itemsize, H200)
-        mask = None if kind is None else torch.ones(batch, 1, 1, 33, dtype=kind)
-        mla_decode(*tensors, mask, 1.0, tiling)
-        attend = built["_attend"]
+    triton.runtime.driver.set_active(Gpu())
+    loaded, compiled = {}, []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["repr"])
+    CompiledKernel.__getitem__ = lambda self, grid: loaded.__setitem__(self.name, self)
+    for heads, rank, rope, mask, dtype, tiling in CASES:
+        size = dtype.itemsize
+        tiling = tiling or choose(heads, rank, rope, size, MACHINE)
+        mla_decode.build(heads, rank, rope, dtype, mask, tiling)
+        attend = loaded["_attend"]
         needed, code = attend.metadata.shared, attend.asm["ttgir"]
-        assert needed <= shared_bytes(tiling, rank, rope, dtype.itemsize) <= H200.shared, (heads, rank, needed)
+        told = heads, rank, rope, dtype, tiling, needed, shared_bytes(tiling, rank, rope, size)
+        assert needed <= shared_bytes(tiling, rank, rope, size) <= MACHINE.shared, told
         loop = code[code.index("scf.for"):]
         loop = loop[:loop.index("scf.yield")]
         # one asynchronous copy a chunk, one of the rotary key, one of numbers to add: nothing is fetched twice
-        assert loop.count("async_copy_global_to_local") == rank.bit_count() + 1 + (kind == torch.float32), loop
-        assert ("wgmma" in attend.asm["ptx"]) == (tiling.block_h == 64)
-    print(*sorted(built))
+        assert loop.count("async_copy_global_to_local") == rank.bit_count() + 1 + (mask == torch.float32), loop
+        assert ("wgmma" in attend.asm["ptx"]) == (tiling.block_h == 64 and CAPABILITY == 90)
+        so_far = list(compiled)
+        mask = None if mask is None else torch.zeros(3, 1, 1, 33, dtype=mask)
+        shapes = (3, heads, 1, rank), (3, heads, 1, rope), (3, 33, rank), (3, 33, rope)
+        mla_decode._decode(mla_decode._load, *(torch.zeros(shape, dtype=dtype) for shape in shapes), mask, 0.5, tiling)
+        assert compiled == so_far, "what is built ahead is not what calls look for"
+    print(len(compiled), *sorted(loaded))
 """
 
 
-def test_the_launches_compile_for_hopper_without_one(tmp_path: Path) -> None:
-    """By Triton's own path, but for the last step: the launch."""
-    cases = """[(1, 16, 512, 64, None, torch.bfloat16), (2, 64, 448, 64, torch.bool, torch.float16),
-                 (5, 32, 320, 32, torch.float32, torch.bfloat16)]"""
-    script = tmp_path / "build.py"
-    script.write_text(textwrap.dedent(COMPILE).replace("CASES", cases))
+@pytest.mark.parametrize(
+    ("capability", "cases"),
+    [
+        (80, "(64, 320, 64, torch.bool, torch.float16, None), (8, 512, 64, torch.float32, torch.float32, None)"),
+        (89, "(40, 512, 64, torch.bool, torch.bfloat16, None)"),
+        # The last: after loops that hold little, sums need more.
+        (
+            90,
+            "(16, 512, 64, None, torch.bfloat16, None), (64, 448, 64, torch.bool, torch.float16, None),"
+            "(5, 320, 32, torch.float32, torch.bfloat16, None), (8, 256, 64, torch.float32, torch.float32, None),"
+            "(64, 512, 64, None, torch.bfloat16, Tiling(64, 16, 2, 8, 132, 1))",
+        ),
+        (
+            100,
+            "(8, 576, 64, None, torch.bfloat16, None), (64, 448, 64, torch.bool, torch.bfloat16, None),"
+            "(40, 512, 64, torch.float32, torch.bfloat16, None)",
+        ),
+        (120, "(64, 64, 64, torch.bool, torch.bfloat16, None)"),
+    ],
+    ids=["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"],
+)
+def test_kernels_compile_and_fit(capability: int, cases: str, tmp_path: Path) -> None:
+    """By Triton's own path, but for the last steps: loading and launching. No GPU is needed."""
+    script, code = tmp_path / "build.py", textwrap.dedent(COMPILE).replace("CAPABILITY", str(capability))
+    script.write_text(code.replace("MACHINE", str(MACHINES[capability])).replace("CASES", f"({cases},)"))
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["_attend", "_combine", "_spans"], done.stderr[-3000:]
+    assert done.stdout.split()[1:] == ["_attend", "_combine", "_spans"], done.stderr[-3000:]
+    assert int(done.stdout.split()[0]) >= 3  # kernels were compiled, and each of them seen
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_the_benchmark_checks_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def benchmark() -> Any:
+    """benchmarks/decode_cuda.py."""
     path = Path(__file__).parents[2] / "benchmarks" / "decode_cuda.py"
     spec = importlib.util.spec_from_file_location("decode_cuda", path)
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_the_benchmark_checks_what_it_measures(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="nothing was measured"):
-        script.main(["kernel"])
-    script.main(["interpret"])
+        benchmark.main(["kernel"])
+    benchmark.main(["interpret"])
     assert capsys.readouterr().out.count("relative error") == 3
-    script.scaling = lambda rank: 1.0 if sys._getframe(1).f_code.co_name == "expected" else 0.9
+    benchmark.scaling = lambda rank: 1.0 if sys._getframe(1).f_code.co_name == "expected" else 0.9
     with pytest.raises(SystemExit, match=r"wrong: .* cosine distance"):
-        script.main(["interpret"])
+        benchmark.main(["interpret"])
+
+
+@pytest.mark.parametrize(
+    ("most", "batches"), [(64, [8, 64]), (40, [8, 64, 56, 48, 40]), (9, [8, 64, 56, 48, 40, 32, 24, 16]), (0, [8])]
+)
+def test_the_benchmark_steps_down_to_what_fits(
+    most: int, batches: list[int], benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def timed_steps(built: Any, batch: int, cached: int, rounds: int) -> list[float]:
+        if batch > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return [2.0] * rounds
+
+    model = SimpleNamespace(
+        config=SimpleNamespace(num_hidden_layers=1, num_key_value_heads=8, head_dim=16), dtype=torch.float32
+    )
+    monkeypatch.setattr(benchmark, "build", lambda *_: model)
+    monkeypatch.setattr(benchmark, "timed_steps", timed_steps)
+    monkeypatch.setattr(attention, "absorb", lambda *_, **__: None)
+    monkeypatch.setattr(attention, "restore", lambda *_: None)
+    a_sequence = 4 * 2 * 8 * 16 * 10
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64.5 * a_sequence / 0.85, None))
+    benchmark.model(SimpleNamespace(batch=8, length=10, layers=1, steps=3))
+    rows = [
+        [cell.strip() for cell in row.split("|")] for row in capsys.readouterr().out.splitlines() if row.startswith("| gqa")
+    ]
+    assert [int(row[3]) for row in rows] == batches
+    assert ["does not fit" in row for row in rows] == [batch > most for batch in batches]
 
 
 def test_triton_is_imported_by_the_first_call_that_it_serves() -> None:

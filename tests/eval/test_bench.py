@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,12 @@ from tiny_mla import error, mla_model
 from attention import absorb
 from attention.errors import Failure, Refusal
 from attention.spec import AttentionSpec
-from eval import bench, bench_report, clock, workload
+from eval import bench, bench_report, clock, entrant, largest, workload
 from eval.bench import Case, Settings, check, run
 from eval.device import free_memory
+from eval.largest import largest_batch, most
 from eval.source import Source
-from eval.workload import Workload, largest_batch, most
+from eval.workload import Workload
 
 Checkpoint = Callable[..., Path]
 
@@ -160,17 +162,17 @@ def test_the_cache_holds_what_the_config_predicts(make: Callable[[], Any], per_t
     work = Workload(make(), 2, 10)
     work.fill()
     spec = AttentionSpec.from_config(work.model.config)
-    work.check("it", spec, "float32")
+    work.check_cache("it", spec, "float32")
     assert work.cache_bytes == 2 * 10 * per_token
     with pytest.raises(Failure, match=rf"live cache of it holds {20 * per_token} bytes, its config predicts {10 * per_token}"):
-        work.check("it", spec, "bfloat16")
+        work.check_cache("it", spec, "bfloat16")
 
 
 @pytest.mark.usefixtures("no_grad")
 def test_windows_are_counted_as_they_are_kept() -> None:
     work = Workload(tiny_model(tiny_config("mistral", sliding_window=8)), 1, 20)
     work.fill()
-    work.check("it", AttentionSpec.from_config(work.model.config), "float32")
+    work.check_cache("it", AttentionSpec.from_config(work.model.config), "float32")
     assert work.cache_bytes == 8 * 3 * 2 * 4 * 8 * 4
 
 
@@ -184,12 +186,15 @@ def test_what_keeps_more_than_keys_and_values_is_not_measured() -> None:
 def test_logits_that_are_no_numbers_are_no_speed() -> None:
     work = Workload(mla_model(dtype=torch.float16), 1, 8)  # the constant of the latent norm overflows
     work.fill()
-    spec = AttentionSpec.from_config(work.model.config)
     with pytest.raises(Failure, match=r"logits of it \(DeepseekV3ForCausalLM\) are not finite in float16"):
-        work.check("it", spec, "float16")
+        work.check_logits("it", "float16")
     absorb(work.model)
     work.fill()
-    work.check("it", spec, "float16")
+    work.check_logits("it", "float16")
+    work.decode = lambda *_, **__: SimpleNamespace(logits=torch.full((1, 1, 96), torch.nan))  # compiled, and wrong
+    with pytest.raises(Failure, match=r"\(DeepseekV3ForCausalLM, compiled\) are not finite") as caught:
+        work.check_logits("it", "float16")
+    assert "--compile" in str(caught.value.hint)
 
 
 @pytest.mark.usefixtures("no_grad")
@@ -248,6 +253,31 @@ def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
     assert not workload.fits(lambda: torch.empty(2**60))  # as a CPU says it
 
 
+@pytest.mark.parametrize(
+    ("kind", "said", "lacking"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 7 GiB", True),
+        (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", True),
+        (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        (RuntimeError, "Triton Error [CUDA]: out of memory", True),
+        (RuntimeError, "[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: can't allocate memory", True),
+        (RuntimeError, "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`", False),
+        (torch.AcceleratorError, "CUDA error: an illegal memory access was encountered", False),
+        (RuntimeError, "Triton Error [CUDA]: invalid argument", False),
+    ],
+)
+def test_a_lack_of_memory_is_told_from_other_errors(kind: type[RuntimeError], said: str, lacking: bool) -> None:
+    asked = list[str]()
+
+    def work() -> None:
+        asked.append("memory")
+        raise kind(said)
+
+    with contextlib.nullcontext() if lacking else pytest.raises(kind):
+        assert not workload.fits(work)
+    assert asked == ["memory"]
+
+
 @pytest.mark.parametrize("truth", [0, 1, 2, 3, 10, 97, 98, 1000, 4095, 4096, 5000])
 @pytest.mark.parametrize("guess", [0, 1, 90, 1000, 10**6])
 def test_the_largest_number_that_runs_is_found(truth: int, guess: int) -> None:
@@ -295,28 +325,80 @@ def test_the_largest_batch_is_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> N
     assert (11, 16) in ran
 
 
-def test_the_search_for_the_largest_batch_loses_no_figures(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: dict[int, Any] = {8: 31, 16: 4096, 32: RuntimeError("CUDA error: invalid\nconfiguration")}
+def sizes_found(pair: list[Source], settings: Settings) -> list[tuple[int | None, str | None]]:
+    """Largest batches and reasons that a GPU's rows get."""
+    entered, _ = check(pair[:1], SHORT)
+    rows: list[dict[str, Any]] = [{"batch": batch, "context": context} for batch in (1, 2) for context in (8, 16, 32)]
+    bench._add_largest(entered, [{"cases": rows}], settings, torch.device("cuda"))
+    return [(row["largest_batch"], row["largest_batch_reason"]) for row in rows]
 
-    def search(model: str, context: int, room: int, bytes_per_sequence: int) -> int:
+
+class CompilationError(Exception):
+    """As kernels' compilers have them: no RuntimeError."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Failure, CompilationError])
+def test_the_search_for_the_largest_batch_loses_no_figures(
+    kind: type[Exception], pair: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: dict[int, Any] = {8: 31, 16: kind("CUDA error: invalid\nconfiguration"), 32: 4096}
+
+    def find(model: str, context: int, room: int, bytes_per_sequence: int) -> int:
         assert (model, room, bytes_per_sequence) == ("loaded", 10**9, context * 1536)
-        if isinstance(answers[context], RuntimeError):
+        if isinstance(answers[context], Exception):
             raise answers[context]
         return int(answers[context])
 
-    monkeypatch.setattr(bench, "_loaded", lambda *given: contextlib.nullcontext(["loaded"]))
-    monkeypatch.setattr(bench, "free_memory", lambda device: 10**9)
-    monkeypatch.setattr(bench, "largest_batch", search)
-    entrants, _ = check(pair[:1], SHORT)
-
-    def found(settings: Settings) -> list[tuple[int | None, str | None]]:
-        rows = [{"batch": batch, "context": context} for batch in (1, 2) for context in (8, 16, 32)]
-        bench._add_largest(entrants, [{"cases": rows}], settings, torch.device("cuda"))
-        return [(row["largest_batch"], row["largest_batch_reason"]) for row in rows]  # type: ignore[misc]
-
+    monkeypatch.setattr(largest, "loaded", lambda *given: contextlib.nullcontext(["loaded"]))
+    monkeypatch.setattr(largest, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(largest, "largest_batch", find)
     failed = "the search failed for source: CUDA error: invalid configuration"
-    assert found(SHORT) == [(31, None), (4096, "the search ends at 4096"), (None, failed)] * 2
-    assert found(replace(SHORT, largest_batch=False)) == [(None, "not asked for")] * 6
+    assert sizes_found(pair, SHORT) == [(31, None), (None, failed), (4096, "the search ends at 4096")] * 2
+    assert sizes_found(pair, replace(SHORT, largest_batch=False)) == [(None, "not asked for")] * 6
+
+
+@pytest.mark.parametrize("where", ["loading", "letting go"])
+@pytest.mark.parametrize(
+    "error", [Failure("cannot load it"), torch.AcceleratorError("CUDA error: an illegal\naddress"), OSError()]
+)
+def test_nor_where_loading_or_letting_go_fails(
+    where: str, error: Exception, pair: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def loaded(*given: Any) -> Iterator[list[str]]:
+        if where == "letting go":
+            yield ["loaded"]
+        raise error
+
+    monkeypatch.setattr(largest, "loaded", loaded)
+    monkeypatch.setattr(largest, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(largest, "largest_batch", lambda *given: 31)
+    if where == "letting go":
+        assert sizes_found(pair, SHORT) == [(31, None)] * 6
+    else:
+        said = " ".join(str(error).split()) or "OSError"
+        assert sizes_found(pair, SHORT) == [(None, f"the search failed for source: {said}")] * 6
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_models_are_gone_when_their_memory_is_given_back(
+    fails: bool, pair: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, _ = check(pair, SHORT)
+    alive, order = list[Any](), list[str]()
+
+    def give_back() -> None:
+        order.append("memory")
+        alive[:] = [model() for model in alive]
+
+    monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("compiled"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
+    with contextlib.suppress(ValueError), entrant.loaded(entered, CPU, True) as models:
+        alive += map(weakref.ref, models)
+        if fails:
+            raise ValueError
+    assert order == ["compiled", "memory"]
+    assert alive == [None, None]
 
 
 # ---- side by side --------------------------------------------------------------------------------------------------
@@ -380,6 +462,7 @@ def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
             )
             assert len(row["step_seconds"]["rounds"]) == 3
             assert row["prefill_chunk"] == row["context"]
+            assert (row["backend"], row["backend_reason"]) == ("torch" if entry["runtime"] == "absorbed" else None, None)
             assert (
                 row["compile_seconds"] is row["peak_prefill_bytes"] is row["peak_decode_bytes"] is row["largest_batch"] is None
             )
@@ -411,6 +494,22 @@ def test_compiled_models_are_measured_one_after_another(pair: list[Source]) -> N
     assert report["setup"]["order"] == "one after another"
     for entry in report["models"]:
         assert entry["cases"][0]["compile_seconds"] > entry["cases"][0]["step_seconds"]["median"]
+
+
+def test_peaks_are_those_of_steps_that_allocate(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled step replays a CUDA graph; that its logits are numbers is looked at before and after it is compiled."""
+    log = list[str]()
+
+    def wrap(name: str, what: str) -> None:
+        real = getattr(Workload, name)
+        monkeypatch.setattr(Workload, name, lambda self, *given: log.append(what) or real(self, *given))
+
+    wrap("compile", "compile")
+    wrap("check_logits", "logits")
+    monkeypatch.setattr(bench, "_peak", lambda work, before, run: log.append(run.__name__) or 7)
+    (entry,) = run(pair[:1], replace(SHORT, rounds=1, compile=True, backend="eager"))["models"]
+    assert log == ["logits", "prefill", "step", "compile", "logits"]
+    assert entry["cases"][0]["peak_decode_bytes"] == 7
 
 
 def test_a_model_alone_has_no_order(pair: list[Source]) -> None:
@@ -509,7 +608,16 @@ def test_the_table_puts_models_of_a_size_together(report: dict[str, Any]) -> Non
     assert [row[:3] for row in rows] == [
         [batch, context, name] for batch in ("1", "4") for context in ("8", "64") for name in ("source", "latent")
     ]
-    assert rows[7][3:11] == ["MLA-16+8", "absorbed", "1,024", "2.00 ×", "4,000", "2.00 ×", "1.00 (1.00 to 1.00)", "0.0737"]
+    assert rows[7][3:11] == [
+        "MLA-16+8",
+        "absorbed, torch",
+        "1,024",
+        "2.00 ×",
+        "4,000",
+        "2.00 ×",
+        "1.00 (1.00 to 1.00)",
+        "0.0737",
+    ]
 
 
 def test_what_a_gpu_adds_is_shown_and_what_was_not_measured_explained(report: dict[str, Any]) -> None:
@@ -522,10 +630,13 @@ def test_what_a_gpu_adds_is_shown_and_what_was_not_measured_explained(report: di
             row |= {"peak_prefill_bytes": 3 * 10**9, "peak_decode_bytes": 25 * 10**8, "peak_reason": None}
             row |= {"largest_batch": 4096, "largest_batch_reason": "the search ends at 4096"}
             row |= {"prefill_chunk": 4, "compile_seconds": 12.0}
+            row |= {"backend": "torch", "backend_reason": "decoding without the triton backend: it is too old"}
     report["models"][1]["dtype"] = "bfloat16"
     text = bench_report.to_markdown(report)
     assert "3.00 / 2.50" in text
     assert "4,096" in text
+    assert "absorbed, torch" in text
+    assert text.count("A warning: decoding without the triton backend: it is too old.") == 1
     assert "The largest batch: the search ends at 4096." in text
     assert "Models ran in different dtypes (source float32, latent bfloat16), which --dtype makes equal." in text
     assert "chunks of so many tokens: source 4, latent 4." in text

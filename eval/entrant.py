@@ -1,0 +1,89 @@
+"""A model in one runtime, as `eval.bench` measures it: what it will take, loading it and letting it go, what it is then."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from attention import absorb
+from attention.errors import Refusal
+from attention.latent import LatentAttention
+from attention.spec import AttentionSpec, dtype_bytes
+from eval import evaluate
+from eval.capacity import count_parameters
+from eval.source import Source
+from eval.workload import weight_bytes
+
+
+class Entrant(NamedTuple):
+    """A model in one runtime: a row of the table at every batch and context."""
+
+    source: Source
+    spec: AttentionSpec
+    dtype: str
+    absorbed: bool
+    weight_bytes: int
+
+    def cache_bytes(self, batch: int, context: int) -> int:
+        return batch * context * self.spec.bytes_per_token(self.dtype)
+
+
+def entrants(source: Source, dtype: str, device: torch.device, stock: bool) -> list[Entrant]:
+    """`source` in each runtime it is measured in, from its config alone; `stock` adds that of transformers to ours."""
+    spec = AttentionSpec.from_config(source.config)
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else source.dtype
+    weights = count_parameters(source.config, source.trust_remote_code) * dtype_bytes(dtype)
+    latent = spec.kv_lora_rank is not None
+    return [Entrant(source, spec, dtype, way, weights) for way in ((True, False) if latent and stock else (latent,))]
+
+
+@contextlib.contextmanager
+def loaded(entered: Sequence[Entrant], device: torch.device, quiet: bool) -> Iterator[list[Any]]:
+    """The models of `entered` on `device`, each in its runtime. When the block ends they and their memory are given back."""
+    try:
+        with contextlib.ExitStack() as stack:
+            models = [stack.enter_context(_loaded(entrant, device, quiet)) for entrant in entered]
+            try:
+                yield models
+            finally:
+                models.clear()
+    finally:
+        torch.compiler.reset()  # what has been compiled holds its model, and CUDA graphs their memory
+        gc.collect()
+        torch.cuda.empty_cache()  # nothing without a GPU
+
+
+@contextlib.contextmanager
+def _loaded(entrant: Entrant, device: torch.device, quiet: bool) -> Iterator[Any]:
+    """The model alone, in our runtime or, where that does not know its class, as it is: the report names what it ran in."""
+    how = evaluate.Settings(dtype=entrant.dtype, device=str(device), quiet=quiet)
+    with evaluate.load(entrant.source, how) as model:
+        if entrant.absorbed:
+            try:
+                absorb(model)
+            except Refusal as refusal:
+                if not quiet:
+                    print(f"note: {entrant.source.name} runs as transformers has it: {refusal}", file=sys.stderr)
+        yield model
+
+
+def describe(entrant: Entrant, model: Any) -> dict[str, Any]:
+    """An entry of "models" in bench.json, without cases."""
+    return {
+        "name": entrant.source.name,
+        "path": entrant.source.reference,
+        "kind": entrant.spec.kind,
+        "runtime": "absorbed" if any(isinstance(m, LatentAttention) for m in model.modules()) else "transformers",
+        "class": type(model).__name__,
+        "attention": model.config._attn_implementation,
+        "dtype": entrant.dtype,
+        "weight_bytes": weight_bytes(model),
+        "kv_bytes_per_token": entrant.spec.bytes_per_token(entrant.dtype),
+        "cases": [],
+    }
