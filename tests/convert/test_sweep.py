@@ -309,8 +309,21 @@ MISTAKES: dict[str, tuple[list[Any], str]] = {
     "a method for other targets": (["--groups", 2, "--methods", "svd"], "there is nothing to convert"),
     "a method that needs text": (["--mla", "16+8", "--methods", "pca"], "method pca needs text to calibrate on"),
     "steps without text": (["--groups", 2, "--methods", "aligned", "--refine", 2], "--refine is about calibration text"),
+    "default targets, steps without text": (["--refine", 2], "--refine is about calibration text, and there is none"),
+    "default targets, no such device": (["--device", "quantum"], "no device 'quantum'"),
+    "default targets, blocks that are too long": (
+        ["--text", "TEXT", "--calibration-context", 4096], "a calibration context of 4096 tokens exceeds the 128 positions",
+    ),
+    "default targets, fewer tokens than a block": (
+        ["--text", "TEXT", "--calibration-tokens", 16, "--calibration-context", 32], "16 calibration tokens are less than one",
+    ),
+    "text for no method": (["--methods", "mean,svd", "--text", "TEXT"], "no method of this sweep has any use for --text"),
+    "steps for no method": (
+        ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--propagate"],
+        "no method of this sweep has any use for --propagate and --refine",
+    ),
     "text and dataset": (["--text", "TEXT", "--dataset", "wikitext"], "give either --text FILE or --dataset NAME"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -323,6 +336,36 @@ def test_mistakes_are_refused_before_any_work(
     given = [held_out[1] if argument == "TEXT" else argument for argument in arguments]
     refused(convert("sweep", source, tmp_path / "out", *given, *held_out), 2, message)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_text_of_less_than_a_block_is_seen_before_any_work(
+    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "three.txt").write_text("cat")
+    given = ["--groups", 2, "--text", tmp_path / "three.txt", *held_out]
+    refused(convert("sweep", checkpoint(), tmp_path / "out", *given), 1, "three.txt has 3 tokens, fewer than one block of 128")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_takes_no_text_is_swept_without(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
+) -> None:
+    ok(convert("sweep", checkpoint("qwen3_moe"), tmp_path / "out", *on, *held_out))
+    assert results(tmp_path / "out") == sorted(["report", *(f"gqa-{n}-{m}" for n in (2, 1) for m in ("mean", "first"))])
+
+
+def test_the_report_of_an_earlier_sweep_is_left_alone(
+    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("sweep", source, out, "--groups", 2, "--methods", "mean", *held_out))
+    before, other = (out / "report" / "report.json").read_bytes(), ["--groups", 1, "--methods", "mean", *held_out]
+    refused(convert("sweep", source, out, *other), 2, "report exists: an earlier sweep's report")
+    assert (out / "report" / "report.json").read_bytes() == before
+    assert not (out / "gqa-1-mean").exists()
+    for flag in ("--resume", "--overwrite"):
+        report = json.loads(ok(convert("sweep", source, out, *other, flag)).stdout)
+        assert [entry["name"] for entry in report["models"]] == ["source", "gqa-1-mean"]
 
 
 def test_a_sweep_needs_held_out_text(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
