@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Refusal
@@ -60,6 +61,11 @@ class Calibration:
             **({} if self.refit is None else {"refit": self.refit}),
             **({"refine": self.refine} if self.refine else {}),
         }
+
+    def as_recipe(self) -> dict[str, Any]:
+        """The same, to be read from another directory."""
+        text = {"text": str(Path(self.given["text"]).resolve())} if "text" in self.given else {}
+        return self.as_options() | text
 
 
 def calibration_for(

@@ -94,16 +94,17 @@ class Plan:
         return self.method.name if self.target != self.before else None
 
     def recipe(self) -> dict[str, Any]:
-        """What the bytes depend on, as `convert run` takes it back; OUTPUT is not part of it."""
+        """What the bytes depend on, as `convert run` takes it back from any directory; OUTPUT is not part of it."""
+        directory = self.source.directory
         return {
             self.command: {
-                "model": f"{self.source.repository}@{self.source.commit}" if self.source.repository else self.source.reference,
+                "model": str(directory.resolve()) if directory else f"{self.source.repository}@{self.source.commit}",
                 **self._size(),
                 "method": self.method.name,
                 "seed": self.seed,
                 **({"dtype": self.output.dtype} if self.output.dtype else {}),
                 "max_shard_size": _with_unit(self.output.max_shard_size),
-                **(self.calibration.as_options() if self.calibration else {}),
+                **(self.calibration.as_recipe() if self.calibration else {}),
                 **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
             }
         }

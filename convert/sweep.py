@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,8 +113,8 @@ def sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, s
         directory.mkdir(parents=True, exist_ok=True)
         for plan in plans:
             if not ledger.has(plan):
-                execute(plan, None, calibrate_on if plan.calibration else None, settings.quiet, directory / "survey")
-                ledger.note(plan)
+                text = calibrate_on if plan.calibration else None
+                execute(plan, None, text, settings.quiet, directory / "survey", partial(ledger.note, plan))
         results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
         found = evaluate([source, *results], evaluate_on, settings)
         report.write(found, directory / _REPORT)
@@ -174,7 +175,8 @@ def _require_use(wanted: Calibration, made_by: Iterable[GroupedMethod | LatentMe
 
 def _ours() -> list[str]:
     """Methods that go on with steps of ours where there is text."""
-    found = [*map(methods.load_grouped, methods.GROUPED), *map(methods.load_latent, methods.LATENT)]
+    found: list[GroupedMethod | LatentMethod] = [methods.load_grouped(name) for name in methods.GROUPED]
+    found += [methods.load_latent(name) for name in methods.LATENT]
     return [method.name for method in found if method.text is TextUse.USED]
 
 

@@ -280,3 +280,60 @@ def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
     ok(convert("gqa", source, tmp_path / "whole", *options))
     same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("name", ["layer-00001", "source-00001"])
+def test_a_layer_whose_file_lost_its_end_is_made_again(
+    name: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options, fit, left = checkpoint(), ["--groups", 2, *on, "--refine", 3], Layer.of, [3]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return fit(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Layer, "of", interrupted)
+        assert convert("gqa", source, tmp_path / "out", *options).exit_code == 130
+    (damaged,) = (tmp_path / "out.partial" / "survey").glob(f"{name}.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-7])
+    ok(convert("gqa", source, tmp_path / "out", *options, "--resume"))
+    ok(convert("gqa", source, tmp_path / "whole", *options))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_text_is_known_by_its_tokens_wherever_it_lies(
+    checkpoint: Make, convert: Convert, on: list[Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    source, options = checkpoint(), ["--groups", 2, *on[2:]]
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute.write_shard", interrupted)
+        assert convert("gqa", source.name, "out", *options, "--text", text.name).exit_code == 130
+    (tmp_path / "elsewhere").mkdir()
+    text.rename(tmp_path / "elsewhere" / "same.txt")
+    text.write_text("another text\n" * 100)
+    refused = convert("gqa", source, tmp_path / "out", *options, "--resume", "--text", text)
+    assert refused.exit_code == 2
+    assert "calibration_hash" in refused.stderr
+    ok(convert("gqa", source, tmp_path / "out", *options, "--resume", "--text", tmp_path / "elsewhere" / "same.txt"))
+
+
+def test_a_record_is_repeated_from_another_directory(
+    checkpoint: Make, convert: Convert, on: list[Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint()
+    monkeypatch.chdir(tmp_path)
+    ok(convert("gqa", source.name, "out", "--groups", 2, *on[2:], "--text", text.name))
+    assert f"convert gqa {source.name} OUTPUT" in (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ok(convert("run", tmp_path / "out" / "conversion.json", "--set", "output=again"))
+    again, first = (path / "model.safetensors" for path in (tmp_path / "elsewhere" / "again", tmp_path / "out"))
+    assert again.read_bytes() == first.read_bytes()

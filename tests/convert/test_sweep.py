@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from written import ok, same_but_for_the_run
 from convert import sweep as module
 from convert.shelf import Shelf
 from convert.survey import Moments
+from convert.workdir import WorkDirectory
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -186,6 +188,28 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     assert results(out) == results(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(("owner", "name"), [(module._Ledger, "note"), (WorkDirectory, "discard")], ids=["noted", "cleaned"])
+def test_a_result_that_is_whole_is_not_made_again(
+    owner: type, name: str, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def interrupted(self: Any, *given: Any) -> None:
+        if list((tmp_path / "out").glob("*.partial")):
+            raise KeyboardInterrupt
+
+    source, out, command = checkpoint(), tmp_path / "out", [*FEW, *on, *held_out]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        assert convert("sweep", source, out, *command).exit_code == 130
+    finished = times_of(out)
+    assert len(finished) == 1
+    ok(convert("sweep", source, out, *command, "--resume"))
+    after = times_of(out)
+    assert all(after[name] == when for name, when in finished.items())
+    assert len(after) == len(json.loads((out / "sweep.json").read_text())) == 4
+    assert not list(out.glob("*.partial"))
+
+
 KILLED = """
 import os, signal, sys
 import convert.execute as execute
@@ -211,6 +235,11 @@ def test_a_killed_sweep_uses_its_survey_again(
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert results(out) == ["gqa-1-aligned.partial", "gqa-2-aligned", "survey"]
     monkeypatch.setattr(Moments, "statistics", lambda self: pytest.fail("surveyed again"))
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute._versions", lambda: {"torch": "another"})
+        with pytest.raises(pytest.fail.Exception, match="surveyed again"):
+            convert(*command, "--resume", "--overwrite")
+    shutil.rmtree(out / "gqa-1-aligned.partial")
     ok(convert(*command, "--resume"))
     assert results(out) == ["gqa-1-aligned", "gqa-2-aligned", "report"]
 
