@@ -95,6 +95,21 @@ def test_as_many_groups_as_heads_copies_every_bit_with_text_too(
     ok(convert("gqa", source, tmp_path / "out", "--groups", 4, *on, *way))
     before, after = weights(source), weights(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"][1] == "the calibration text is not looked at"
+
+
+def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    command = ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--dry-run"]
+    ways: dict[str, list[Any]] = {
+        "with --refit": on,
+        "with --grouping similar, --propagate, --refine 7": [
+            *on, "--grouping", "similar", "--propagate", "--no-refit", "--refine", 7,
+        ],
+        "with --grouping similar": ["--grouping", "similar"],
+    }  # fmt: skip
+    for line, way in ways.items():
+        assert ok(convert(*command, *way)).stdout.splitlines()[1] == line
+    assert "\nwith " not in ok(convert(*command)).stdout
 
 
 def nats_lost(path: Path, source: Path, text: Path) -> float:
@@ -235,6 +250,17 @@ def test_a_plan_says_why_queries_are_not_refitted(
     said = [note for note in json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"] if "refitted" in note]
     assert [note.split(": ")[1].removesuffix(" changes what heads attend to") for note in said] == fields
     assert bool(fitted) == (not fields)
+
+
+@pytest.mark.parametrize("way", [[], ["--method", "mean", "--refit"]], ids=str)
+def test_a_plan_says_that_normalised_queries_are_not_refitted(
+    way: list[Any], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    command = ["gqa", checkpoint("qwen3"), tmp_path / "out", "--groups", 2, "--dry-run", *on, *way]
+    note = "queries are not refitted, outputs are: they are normalised behind their projection"
+    assert note in ok(convert(*command)).stdout.splitlines()
+    command[1] = checkpoint("qwen2", name="other")
+    assert "not refitted" not in ok(convert(*command)).stdout
 
 
 def test_a_method_that_cannot_tell_similar_heads_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
