@@ -12,6 +12,9 @@ import torch
 
 from attention.errors import Refusal
 
+RANK_STEP = 16  # of ranks that kvfold's CUDA kernel serves
+_GIVEN_UP = 0.05  # of a budget, for such a rank
+
 
 def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]:
     """The frequencies that go on turning, one list for all layers, since a config has one.
@@ -61,7 +64,7 @@ def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[
     full rank the rest turns as well.
 
     Args:
-        values: R + P.
+        values: R + P, at most.
         rotary_dim: Rotary dims of one head.
         groups: KV heads of the source.
         full_rank: Rotary dims → the rank beyond which nothing is gained.
@@ -82,4 +85,21 @@ def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[
         turning = turning // 2 if turning % 4 == 0 else 2
     while turning < most and values - turning > full_rank(turning):
         turning = min(most, turning + min(turning, rotary_dim))
-    return min(values - turning, full_rank(turning)), turning
+    return served_rank(values - turning, full_rank(turning), values), turning
+
+
+def served_rank(rank: int, full_rank: int, values: int) -> int:
+    """The largest rank worth having up to a given one.
+
+    Rounded down to a multiple of 16 if that gives up no more than 5 % of the values: of a large model's some thousandths,
+    while a small model keeps what it has. Full rank is left at that: it loses nothing.
+
+    Args:
+        rank: At most.
+        full_rank: The rank beyond which nothing is gained.
+        values: R + P.
+    """
+    if rank >= full_rank:
+        return full_rank
+    over = rank % RANK_STEP if rank > RANK_STEP else 0
+    return rank - over if over <= _GIVEN_UP * values else rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Refusal
@@ -45,6 +46,11 @@ class Calibration:
         """Whether layers are converted in order, each behind the converted ones."""
         return bool(self.propagate or self.refit or self.refine)
 
+    @property
+    def flags(self) -> str:
+        """Its options that are given, for people."""
+        return " and ".join(sorted(f"--{name.replace('_', '-')}" for name, value in self.as_options().items() if value))
+
     def as_options(self) -> dict[str, Any]:
         """As on the command line."""
         return {
@@ -55,6 +61,11 @@ class Calibration:
             **({} if self.refit is None else {"refit": self.refit}),
             **({"refine": self.refine} if self.refine else {}),
         }
+
+    def as_recipe(self) -> dict[str, Any]:
+        """The same, to be read from another directory."""
+        text = {"text": str(Path(self.given["text"]).resolve())} if "text" in self.given else {}
+        return self.as_options() | text
 
 
 def calibration_for(
@@ -72,20 +83,16 @@ def calibration_for(
     Raises:
         Refusal: Text is missing, or of no use.
     """
+    if not wanted.given and method.text is TextUse.NEEDED:
+        raise Refusal(
+            f"method {method.name} needs text to calibrate on",
+            hint=f"give --text FILE or --dataset NAME; {' or '.join(without)} needs none",
+        )
+    planned = checked(source, wanted)
     if not wanted.given:
-        if method.text is TextUse.NEEDED:
-            raise Refusal(
-                f"method {method.name} needs text to calibrate on",
-                hint=f"give --text FILE or --dataset NAME; {' or '.join(without)} needs none",
-            )
-        if flags := _flags(wanted):
-            raise Refusal(
-                f"{flags} {'is' if ' ' not in flags else 'are'} about calibration text, and there is none",
-                hint="give --text FILE or --dataset NAME",
-            )
         return None
     if method.text is TextUse.IGNORED and (wanted.propagate or not (wanted.refit or wanted.refine)):
-        idle = "--propagate" if wanted.refit or wanted.refine else _flags(wanted)
+        idle = "--propagate" if wanted.refit or wanted.refine else wanted.flags
         raise Refusal(f"method {method.name} looks at weights only and has no use for {idle}", hint="leave it out")
     if family.traits(source.config).experts:
         raise Refusal(
@@ -93,8 +100,23 @@ def calibration_for(
             "runs them, and layers are run one at a time",
             hint="leave out the text: weights alone are then looked at",
         )
-    planned = _with_numbers(source, wanted)
     return replace(planned, refit=method.text is TextUse.USED) if planned.refit is None else planned
+
+
+def checked(source: Source, wanted: Calibration) -> Calibration:
+    """What is wanted with its numbers, whatever the method.
+
+    Raises:
+        Refusal: Its options contradict each other or the source.
+    """
+    if wanted.given:
+        return _with_numbers(source, wanted)
+    if flags := wanted.flags:
+        raise Refusal(
+            f"{flags} {'is' if ' ' not in flags else 'are'} about calibration text, and there is none",
+            hint="give --text FILE or --dataset NAME",
+        )
+    return wanted
 
 
 def calibration_tokens(source: Source, calibration: Calibration | None, text: Text | None) -> Tokens | None:
@@ -123,10 +145,6 @@ def remarks(tokens: Tokens | None, width: int) -> list[str]:
         f"{len(tokens.ids)} tokens of calibration text are few for {width} channels, {wanted} or more are advised: what they "
         "say of channels together is trusted less"
     ]
-
-
-def _flags(wanted: Calibration) -> str:
-    return " and ".join(sorted(f"--{name.replace('_', '-')}" for name, value in wanted.as_options().items() if value))
 
 
 def _with_numbers(source: Source, wanted: Calibration) -> Calibration:

@@ -34,7 +34,7 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         base=plan.source.repository or plan.source.name,
         link=f"https://huggingface.co/{plan.source.repository}" if plan.source.repository else None,
         summary=_summary(plan, record),
-        command=_command(record["recipe"]),
+        command=_command(plan),
         bytes=record["kv_bytes_per_token"],
         plan=plan,
         record=record,
@@ -54,8 +54,11 @@ def _summary(plan: Plan, record: dict[str, Any]) -> str:
     return f"method `{plan.method.name}`, {plan.method.summary}{source}"
 
 
-def _command(recipe: dict[str, dict[str, Any]]) -> str:
-    ((command, options),) = recipe.items()
+def _command(plan: Plan) -> str:
+    """With paths as they were given: where they lie on one machine is of no use to another."""
+    ((command, options),) = plan.recipe().items()
+    options |= plan.calibration.given if plan.calibration else {}
+    options |= {"model": plan.source.reference} if plan.source.directory else {}
     flags: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")

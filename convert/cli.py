@@ -310,6 +310,7 @@ def sweep_command(evaluate: Path, latents: tuple[Any, ...] | None, **given: Any)
 
     One survey of the text serves all of them, and one report in DIR/report draws perplexity against KV bytes per token.
     Without --groups and --mla: halves of MODEL's KV heads, and MLA at 25 % and 12.5 % of its cache.
+    Methods that use text get it; --propagate, --refit and --refine go to aligned and weighted alone.
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """

@@ -11,6 +11,7 @@ from typing import Any
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
+from convert.calibration import Calibration
 from convert.families import FAMILIES, Family
 from convert.hosts import HOSTS, Host
 from convert.plan import Plan, host_of, readable
@@ -188,13 +189,26 @@ def plan_text(plan: Plan, done: bool) -> str:
         text = next(iter(plan.calibration.given.values()))
         how += f", calibrated on at most {plan.calibration.tokens} tokens of {text} in blocks of {plan.calibration.context}"
     where = "written to" if done else "would be written to"
+    steps = _steps(plan)
     lines = [
         f"{facts['source']} → {facts['target']}, {how}",
+        *([f"with {', '.join(steps)}"] if steps else []),
         f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {kept})",
         *facts["notes"],
         f"{where} {facts['output']}, loads in {facts['loads_in']} as {facts['model_type']}",
     ]
     return "\n".join(lines)
+
+
+def _steps(plan: Plan) -> list[str]:
+    """What is done beyond the method, as on the command line."""
+    text = plan.calibration or Calibration()
+    return [
+        *(["--grouping similar"] if plan.grouping == "similar" and plan.applied_method else []),
+        *(["--propagate"] if text.propagate else []),
+        *(["--refit"] if text.refit else []),
+        *([f"--refine {text.refine}"] if text.refine else []),
+    ]
 
 
 def plans_text(plans: Sequence[Plan]) -> str:

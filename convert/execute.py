@@ -13,7 +13,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -56,6 +56,7 @@ def execute(
     calibrate_on: Text | None = None,
     quiet: bool = False,
     surveys: Path | None = None,
+    published: Callable[[], None] | None = None,
 ) -> Plan:
     """Write the plan's checkpoint.
 
@@ -65,6 +66,7 @@ def execute(
         calibrate_on: The text that `plan.calibration` speaks of.
         quiet: No progress bars.
         surveys: Where surveys of the source are kept for other conversions; None to keep none.
+        published: Called when OUTPUT is whole, before what `--resume` knows it by is removed.
 
     Returns:
         The plan, with what the text had to decide.
@@ -82,7 +84,9 @@ def execute(
     directory = plan.source.files
     reader = Reader(directory)
     units = units_of(plan, reader)
-    work = WorkDirectory(plan.output.path, inputs_of(plan, reader, tokens), plan.output.resume)
+    work = WorkDirectory(plan.output.path, inputs_of(plan, reader, tokens), plan.output.resume, plan.output.overwrite)
+    if work.published:
+        return _finished(plan, work, published)
     job = Job(plan, reader, work, tokens, _device(plan), quiet, _survey_directory(plan, reader, work, tokens, surveys))
     _require_space(job, units)
     try:
@@ -102,7 +106,7 @@ def execute(
         }
         (work.path / "conversion.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         work.publish()
-        return plan
+        return _finished(plan, work, published)
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the conversion") from None
     except OSError as error:
@@ -111,11 +115,21 @@ def execute(
         ) from None
 
 
+def _finished(plan: Plan, work: WorkDirectory, published: Callable[[], None] | None) -> Plan:
+    """Clean up behind a checkpoint that is at OUTPUT; the plan as it was carried out."""
+    if published:
+        published()
+    recipe = json.loads((plan.output.path / "conversion.json").read_text(encoding="utf-8"))["recipe"]
+    work.discard()
+    return next((split for split in plan.splits if split.recipe() == recipe), plan)
+
+
 def _survey_directory(plan: Plan, reader: Reader, work: WorkDirectory, tokens: Tokens | None, surveys: Path | None) -> Path:
     """Where statistics of this source on this text lie."""
     if surveys is None or tokens is None or plan.calibration is None:
         return work.survey
-    seen = [str(plan.source.files), plan.source.raw, reader.fingerprint(), tokens.hash, plan.calibration.context]
+    found_in = [str(plan.source.files), plan.source.raw, reader.fingerprint(), tokens.hash, plan.calibration.context]
+    seen = [*found_in, str(_device(plan)), _versions()]  # which round differently
     directory = surveys / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     return directory
@@ -130,6 +144,8 @@ def _device(plan: Plan) -> torch.device:
 def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, list[dict[str, Any]]]:
     """Survey, allocate, and write every shard. What fails for reasons in the source ends the conversion: nothing is kept.
 
+    A device without memory is no such reason.
+
     Returns:
         The job with all of its plan decided, what is written, what was done to each layer, and what that changed.
     """
@@ -138,6 +154,12 @@ def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, l
         units = units_of(job.plan, job.reader)
         transform = transform_of(job)
         return job, units, transform, _write_weights(job, units, transform)
+    except torch.OutOfMemoryError as error:
+        raise Failure(
+            f"no memory left on {job.device}: {' '.join(str(error).split())[:120]}",
+            hint="free some and repeat the command with --resume; or begin again with --overwrite and --device cpu or, with "
+            "text, a shorter --calibration-context",
+        ) from None
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
         job.work.discard()
         raise Failure(
@@ -151,19 +173,21 @@ def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, l
 
 def inputs_of(plan: Plan, reader: Reader, tokens: Tokens | None) -> dict[str, Any]:
     """Everything that the bytes depend on, for `--resume` to compare."""
-    ((command, options),) = plan.recipe().items()
-    source = str(plan.source.directory.resolve()) if plan.source.directory else options["model"]
     return {
-        **options,
-        "command": command,
-        "splits": [split.recipe() for split in plan.splits],
-        "model": source,
+        **_settings(plan),
+        "splits": [_settings(split) for split in plan.splits],
         "device": str(_device(plan)),
         "config": plan.source.raw,
         "files": reader.fingerprint(),
         "calibration_hash": tokens.hash if tokens else None,
         "versions": _versions(),
     }
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """Its recipe, but for where the text lies: which text it is, the hash of its tokens says."""
+    ((command, options),) = plan.recipe().items()
+    return {"command": command, **{name: value for name, value in options.items() if name != "text"}}
 
 
 def _versions() -> dict[str, str]:

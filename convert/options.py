@@ -173,13 +173,21 @@ writing = _all(
     click.option("--dtype", type=click.Choice(DTYPES), help="Store floats in this dtype.  [default: as in MODEL]"),
     device,
     click.option(
-        "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="For methods that draw numbers."
+        "--seed",
+        type=click.IntRange(0, 2**32 - 1),
+        default=0,
+        show_default=True,
+        help="For methods that draw numbers, and the order in which --refine takes blocks of text.",
     ),
     click.option(
         "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Begin a new weight file beyond this."
     ),
     click.option("--overwrite", is_flag=True, help="Replace what is there once the new one is whole."),
-    click.option("--resume", is_flag=True, help="Finish an interrupted run of the same command."),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Finish an interrupted run of the same command; with --overwrite, begin anew if it was another.",
+    ),
     click.option("--dry-run", is_flag=True, help="Print the plan and stop; reads no weights."),
 )
 

@@ -54,7 +54,7 @@ class Plan:
         method: What changes a layer.
         host: What carries the result.
         output: Where it goes.
-        seed: For methods that draw numbers.
+        seed: For methods that draw numbers, and for the order in which refinement takes blocks of text.
         device: Where layers run and are changed.
         notes: What the user should know.
         rank: Channels of the latent that carry something (MLA).
@@ -94,16 +94,17 @@ class Plan:
         return self.method.name if self.target != self.before else None
 
     def recipe(self) -> dict[str, Any]:
-        """What the bytes depend on, as `convert run` takes it back; OUTPUT is not part of it."""
+        """What the bytes depend on, as `convert run` takes it back from any directory; OUTPUT is not part of it."""
+        directory = self.source.directory
         return {
             self.command: {
-                "model": f"{self.source.repository}@{self.source.commit}" if self.source.repository else self.source.reference,
+                "model": str(directory.resolve()) if directory else f"{self.source.repository}@{self.source.commit}",
                 **self._size(),
                 "method": self.method.name,
                 "seed": self.seed,
                 **({"dtype": self.output.dtype} if self.output.dtype else {}),
                 "max_shard_size": _with_unit(self.output.max_shard_size),
-                **(self.calibration.as_options() if self.calibration else {}),
+                **(self.calibration.as_recipe() if self.calibration else {}),
                 **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
             }
         }
@@ -201,9 +202,9 @@ def plan_grouped(
             f"method {method.name} does not say which heads are similar", hint=f"use --method {' or '.join(able)} for that"
         )
     text = calibration_for(source, family, method, calibration or Calibration(), methods.GROUPED)
-    text = text if target != before else None  # there is nothing to calibrate in a copy
     check_output(output.path, source.directory, output.overwrite, output.resume)
     notes = _notes(family, source, before, target, output.dtype, method, text)
+    text = text if target != before else None  # there is nothing to calibrate in a copy
     return Plan(
         command, source, family, before, target, method, host, output, seed, device, notes, calibration=text, grouping=grouping
     )
@@ -236,7 +237,8 @@ def _notes(
 ) -> tuple[str, ...]:
     if target == before:
         how = f"every tensor is cast to {dtype} and otherwise" if dtype else "every tensor is copied bit for bit,"
-        return (f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged",)
+        copied = f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged"
+        return (copied, "the calibration text is not looked at") if text else (copied,)
     notes = list(text_notes(method, text, family.traits(source.config)))
     if method.text is not TextUse.IGNORED and family.traits(source.config).qk_norm:
         notes.append("queries and keys are normalised, so that keys are averaged and not turned towards each other")
@@ -249,6 +251,9 @@ def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, t
     """What there is to say of text that a method could use and has not got, and of a step that the source rules out."""
     if text is None and method.text is TextUse.USED:
         return [f"without calibration text, which {method.name} is better with: it goes by weights and norm gains alone"]
-    if text and text.refit and (hiding := hides_logits(traits, text.context or 0)):
-        return [f"queries are not refitted, outputs are: {' and '.join(hiding)} changes what heads attend to"]
+    hiding = hides_logits(traits, text.context or 0) if text else []
+    reasons = [f"{' and '.join(hiding)} changes what heads attend to"] if hiding else []
+    reasons += ["they are normalised behind their projection"] if traits.qk_norm else []
+    if text and text.refit and reasons:
+        return [f"queries are not refitted, outputs are: {', and '.join(reasons)}"]
     return []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
-from convert.allocate import check_fold, default_fold, split_budget
+from convert.allocate import RANK_STEP, check_fold, default_fold, served_rank, split_budget
 from convert.calibration import Calibration, calibration_for
 from convert.families import Family, family_of
 from convert.hosts import Host
@@ -58,7 +58,7 @@ def plan_latent(
         calibration: Text for it.
         device: As on the command line.
         output: Where the result goes.
-        seed: Kept in the recipe; no method of this kind draws numbers.
+        seed: Of the order in which refinement takes blocks of text; no method of this kind draws numbers.
 
     Raises:
         Refusal: With the reason and the next step.
@@ -94,6 +94,10 @@ def plan_latent(
         notes.append("this split of the cache is where the search begins: the text decides on one, for all layers")
     if fold > 1:
         notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
+    if rank % RANK_STEP:
+        notes.append(
+            f"rank {rank} is no multiple of {RANK_STEP}: on NVIDIA GPUs plain torch decodes it, and not kvfold's kernel"
+        )
     if target.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
         notes.append("the cache is not smaller than the source's")
     sizes = _splits(source, before, target, host) if open_split else []
@@ -139,6 +143,11 @@ def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: 
         return size.kv_lora_rank, size.qk_rope_head_dim
     if given != (None, None):
         raise Refusal("give either --kv-budget or --kv-lora-rank and --qk-rope-head-dim, not both")
+    if size.pad_rank:
+        raise Refusal(
+            "give either --kv-budget or --pad-rank: a budget never goes beyond full size, where there is nothing to pad",
+            hint="for channels of zeros give --kv-lora-rank and --qk-rope-head-dim",
+        )
     share, whole = size.kv_share or 0.0, before.bytes_per_token(source.dtype)
     budget = int(share * whole) if size.kv_bytes is None else size.kv_bytes
     if budget > whole:
@@ -155,14 +164,14 @@ def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: 
 
 
 def _splits(source: Source, before: AttentionSpec, target: AttentionSpec, host: Host) -> list[LatentSize]:
-    """The target and its neighbours: as many values, of which a quarter to twice as many turn."""
+    """The target and its neighbours: as many values or hardly fewer, of which a quarter to twice as many turn."""
     values, turning = (target.kv_lora_rank or 0) + target.qk_rope_head_dim, target.qk_rope_head_dim
     found = []
     for rope_dim in sorted({turning * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {turning}):
-        rank = values - rope_dim
+        rank, full = values - rope_dim, full_rank(source, before, rope_dim)
         channels = rank - host.reserved(rank) if rank > 0 else 0
-        if 2 <= rope_dim <= before.num_kv_heads * before.head_dim and 1 <= channels <= full_rank(source, before, rope_dim):
-            found.append(LatentSize(rank, rope_dim))
+        if 2 <= rope_dim <= before.num_kv_heads * before.head_dim and 1 <= channels <= full:
+            found.append(LatentSize(served_rank(rank, with_reserved(host, full), values), rope_dim))
     return found
 
 

@@ -44,12 +44,13 @@ def in_sequence(
     shelf = Shelf(job.work.survey, "layer")
     layers, calibration = job.plan.before.num_layers, job.plan.calibration
     assert calibration is not None
-    if all(shelf.has(layer) for layer in range(layers)):
+    missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
+    if missing is None:
         return partial(_get, shelf)
     made: dict[str, torch.Tensor] = {}
     teacher, student = _streams(job, rotary, made)
     guided = calibration.refit or calibration.refine
-    begin = _begin(teacher, student) if guided else _begin(student)
+    begin = _begin(missing, teacher, student) if guided else _begin(missing, student)
     for layer in tqdm(range(begin, layers), desc="fit", unit="layer", file=sys.stderr, disable=job.quiet or None):
         if shelf.has(layer):
             if guided:
@@ -116,9 +117,12 @@ def _streams(job: Job, rotary: Rotary | None, made: dict[str, torch.Tensor]) -> 
     return source, job.stream(config, partial(plan.host.module, plan.family), read, job.work.survey / "student")
 
 
-def _begin(*streams: LayerStream) -> int:
-    """The last layer whose inputs all streams have, or 0 with the first layer's inputs made anew."""
-    if ready := set.intersection(*(stream.ready for stream in streams)):
+def _begin(missing: int, *streams: LayerStream) -> int:
+    """The last layer up to the first missing one whose inputs all streams have; or 0 with those made anew.
+
+    A layer may be missing before later ones that are there: its file lost its end.
+    """
+    if ready := {layer for layer in set.intersection(*(stream.ready for stream in streams)) if layer <= missing}:
         return max(ready)
     for stream in streams:
         stream.discard()

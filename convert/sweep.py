@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attention.errors import Failure, Interrupted, Refusal
 from convert import methods
-from convert.calibration import Calibration, calibration_tokens
+from convert.calibration import Calibration, calibration_tokens, checked
 from convert.checkpoint import Reader
 from convert.execute import execute, inputs_of
 from convert.methods.grouped import GroupedMethod
@@ -22,12 +23,13 @@ from convert.plan import Output, Plan, plan_grouped, readable
 from convert.plan_latent import LatentSize, plan_latent
 from convert.workdir import check_output, partial_path
 from eval import report
+from eval.device import require_device
 from eval.evaluate import Settings, evaluate, prepare
 from eval.source import Source
-from eval.text import Text, Tokens
+from eval.text import Text
 
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is named
-_LEDGER = "sweep.json"
+_LEDGER, _REPORT = "sweep.json", "report"  # in DIR
 _CONTROL = "random"  # ruins every model: only where it is asked for
 
 
@@ -39,7 +41,8 @@ class Wanted:
         groups: KV heads of GQA; None, with no latents either, for halves of the source's.
         latents: Sizes of MLA; None, with no groups either, for shares of the source's cache.
         methods: Names; None for all of them that can run, but for the control.
-        calibration: Text for those that use it. Steps beyond a method (`--refine`, …) go to methods of our own alone.
+        calibration: Text for those that use it, one at least. Steps beyond a method (`--refine`, …) go to methods of our own
+            alone.
         output: DIR, and how it is written.
         device: As on the command line.
         seed: Likewise.
@@ -58,11 +61,16 @@ def plans_for(source: Source, wanted: Wanted, quiet: bool = False) -> list[Plan]
     """One plan for each target and method, in the order of the report.
 
     Raises:
-        Refusal: Something that was asked for by name cannot be done. What was not asked for is left out.
+        Refusal: Something that was asked for by name cannot be done. What was not asked for, and does not go with the source,
+            is left out.
     """
+    require_device(wanted.device)
+    checked(source, wanted.calibration)
+    candidates = _all(source, wanted)
+    _require_use(wanted.calibration, [candidate.method for candidate in candidates])
     plans: list[Plan] = []
     named = any(given is not None for given in (wanted.latents, wanted.groups, wanted.methods))
-    for name, plan in _all(source, wanted):
+    for name, _, plan in candidates:
         output = _output(wanted.output, name)
         check_output(output.path, source.directory, output.overwrite, output.resume)
         try:
@@ -75,6 +83,11 @@ def plans_for(source: Source, wanted: Wanted, quiet: bool = False) -> list[Plan]
             print(f"note: {name} is left out: {refusal}", file=sys.stderr)
     if not plans:
         raise Refusal(f"there is nothing to convert {source.reference} to", hint="see `convert inspect`")
+    there = wanted.output.path / _REPORT
+    if there.exists() and not (wanted.output.overwrite or wanted.output.resume):
+        raise Refusal(
+            f"{there} exists: an earlier sweep's report", hint="choose another DIR, or have it written anew with --overwrite"
+        )
     return plans
 
 
@@ -94,17 +107,17 @@ def sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, s
         KvfoldError: What is finished stays, for a resumed sweep.
     """
     directory, source = plans[0].output.path.parent, plans[0].source
-    prepare([source], evaluate_on, settings)  # whatever is wrong with the text is wrong before the work
+    prepare([source], evaluate_on, settings)  # whatever is wrong with a text is wrong before the work
+    ledger = _Ledger(directory, plans, calibrate_on)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        ledger = _Ledger(directory, calibrate_on)
         for plan in plans:
             if not ledger.has(plan):
-                execute(plan, None, calibrate_on if plan.calibration else None, settings.quiet, directory / "survey")
-                ledger.note(plan)
+                text = calibrate_on if plan.calibration else None
+                execute(plan, None, text, settings.quiet, directory / "survey", partial(ledger.note, plan))
         results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
         found = evaluate([source, *results], evaluate_on, settings)
-        report.write(found, directory / "report")
+        report.write(found, directory / _REPORT)
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the sweep") from None
     except OSError as error:
@@ -115,24 +128,56 @@ def sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, s
     return found
 
 
-def _all(source: Source, wanted: Wanted) -> list[tuple[str, Callable[[Output], Plan]]]:
-    """The name of each result, and its plan for an output of that name."""
+class _Candidate(NamedTuple):
+    """A result that may be made.
+
+    Attributes:
+        name: Of its directory.
+        method: What makes it.
+        plan: Its plan for an output of that name.
+    """
+
+    name: str
+    method: GroupedMethod | LatentMethod
+    plan: Callable[[Output], Plan]
+
+
+def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
     heads, everything = _kv_heads(source), wanted.groups is None and wanted.latents is None
     groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0] if everything else wanted.groups
     latents = [LatentSize(kv_share=share) for share in _SHARES] if everything else wanted.latents
     return [
         *(
-            (f"gqa-{n}-{m.name}", _grouped(source, wanted, n, m))
+            _Candidate(f"gqa-{n}-{m.name}", m, _grouped(source, wanted, n, m))
             for n in groups or ()
             for m in map(methods.load_grouped, _chosen(methods.GROUPED, wanted))
         ),
         *(
-            (f"mla-{_size_name(size)}-{m.name}", _latent(source, wanted, size, m))
+            _Candidate(f"mla-{_size_name(size)}-{m.name}", m, _latent(source, wanted, size, m))
             for size in latents or ()
             for m in map(methods.load_latent, _chosen(methods.LATENT, wanted))
             if m.text is not TextUse.NEEDED or wanted.calibration.given or wanted.methods
         ),
     ]
+
+
+def _require_use(wanted: Calibration, made_by: Iterable[GroupedMethod | LatentMethod]) -> None:
+    """Refuse text that no method of the sweep looks at, and steps that none takes."""
+    uses = {method.text for method in made_by}
+    steps = Calibration(propagate=wanted.propagate, refit=wanted.refit, refine=wanted.refine).flags
+    for idle, enough in ((wanted.flags, TextUse.USED in uses or TextUse.NEEDED in uses), (steps, TextUse.USED in uses)):
+        if idle and uses and not enough:
+            raise Refusal(
+                f"no method of this sweep has any use for {idle}",
+                hint=f"leave it out, or add {' or '.join(_ours())} to --methods",
+            )
+
+
+def _ours() -> list[str]:
+    """Methods that go on with steps of ours where there is text."""
+    found: list[GroupedMethod | LatentMethod] = [methods.load_grouped(name) for name in methods.GROUPED]
+    found += [methods.load_latent(name) for name in methods.LATENT]
+    return [method.name for method in found if method.text is TextUse.USED]
 
 
 def _grouped(source: Source, wanted: Wanted, groups: int, method: GroupedMethod) -> Callable[[Output], Plan]:
@@ -187,13 +232,20 @@ class _Ledger:
     """What the finished results of a sweep were made from, in DIR, so that a resumed one makes none of them twice.
 
     Args:
-        directory: DIR.
-        calibrate_on: The text that plans speak of.
+        directory: DIR, which need not be there yet.
+        plans: Of the sweep.
+        calibrate_on: The text that they speak of.
+
+    Raises:
+        Failure: The text is shorter than one block.
     """
 
-    def __init__(self, directory: Path, calibrate_on: Text | None) -> None:
-        self._path, self._text, self._entries = directory / _LEDGER, calibrate_on, _noted(directory)
-        self._tokens: dict[tuple[int | None, int | None], Tokens | None] = {}
+    def __init__(self, directory: Path, plans: Sequence[Plan], calibrate_on: Text | None) -> None:
+        self._path, self._entries = directory / _LEDGER, _noted(directory)
+        source, calibration = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
+        reader, tokens = Reader(source.files), calibration_tokens(source, calibration, calibrate_on)  # the same for all
+        inputs = {plan.output.path.name: inputs_of(plan, reader, tokens if plan.calibration else None) for plan in plans}
+        self._inputs = json.loads(json.dumps(inputs))  # as a file gives it back
 
     def has(self, plan: Plan) -> bool:
         """Whether a resumed sweep finds what the plan would make."""
@@ -202,18 +254,12 @@ class _Ledger:
             plan.output.resume
             and (path / "conversion.json").is_file()
             and not partial_path(path).exists()
-            and self._entries.get(path.name) == self._inputs(plan)
+            and self._entries.get(path.name) == self._inputs[path.name]
         )
 
     def note(self, plan: Plan) -> None:
-        self._entries[plan.output.path.name] = self._inputs(plan)
+        name = plan.output.path.name
+        self._entries[name] = self._inputs[name]
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self._entries, indent=1), encoding="utf-8")
         temporary.replace(self._path)
-
-    def _inputs(self, plan: Plan) -> Any:
-        calibration = plan.calibration
-        key = (calibration.tokens, calibration.context) if calibration else (None, None)
-        if key not in self._tokens:
-            self._tokens[key] = calibration_tokens(plan.source, calibration, self._text)
-        return json.loads(json.dumps(inputs_of(plan, Reader(plan.source.files), self._tokens[key])))

@@ -14,8 +14,10 @@ from typing import Any
 
 from attention.errors import Failure, Refusal
 
-# In the work directory: the plan, a note for each finished shard, the checkpoint as it grows, and what a survey found.
+# In the work directory: the plan, a note for each finished shard, the checkpoint as it grows, and what a survey found. When the
+# checkpoint goes to OUTPUT the plan gets another name, and what was at OUTPUT waits here.
 _PLAN, _NOTES, _CHECKPOINT, _SURVEY = "plan.json", "notes", "checkpoint", "survey"
+_PUBLISHED, _REPLACED = "published.json", "replaced"
 
 
 def partial_path(output: Path) -> Path:
@@ -31,7 +33,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
         output: As the user gave it.
         source: The source's directory, if it is one.
         overwrite: Whether an existing checkpoint may be replaced.
-        resume: Whether an unfinished conversion may be continued.
+        resume: Whether an unfinished conversion may be continued, be it finished but for its work directory.
     """
     if output.is_symlink() and not output.exists():
         raise Refusal(f"OUTPUT {output} is a link to nothing", hint="remove the link, or choose another OUTPUT")
@@ -45,7 +47,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
         if whole == ours or whole in ours.parents or ours in whole.parents:
             raise Refusal(f"OUTPUT {output} and MODEL {source} lie inside each other", hint="choose an OUTPUT beside MODEL")
     if output.is_dir() and any(output.iterdir()):
-        if not overwrite:
+        if not (overwrite or (resume and _is_published(partial))):
             raise Refusal(f"OUTPUT {output} exists already", hint="choose another, or replace it with --overwrite")
         if not _is_checkpoint(output):
             raise Refusal(f"OUTPUT {output} is no checkpoint, so --overwrite leaves it alone", hint="choose another OUTPUT")
@@ -62,7 +64,13 @@ def _is_ours(partial: Path) -> bool:
     """Whether a run of kvfold made this directory: it holds a plan, the first thing that is written, or nothing yet."""
     if partial.is_symlink() or not partial.is_dir():
         return False
-    return (partial / _PLAN).is_file() or {path.name for path in partial.iterdir()} <= {f"{_PLAN}.tmp"}
+    there = {path.name for path in partial.iterdir()}
+    return bool(there & {_PLAN, _PUBLISHED}) or there <= {f"{_PLAN}.tmp"}
+
+
+def _is_published(partial: Path) -> bool:
+    """Whether the checkpoint of a work directory is at OUTPUT, whole."""
+    return (partial / _PUBLISHED).is_file() and not (partial / _CHECKPOINT).exists()
 
 
 def _is_checkpoint(directory: Path) -> bool:
@@ -91,17 +99,21 @@ class WorkDirectory:
         output: Where the checkpoint will end up.
         plan: Everything the bytes depend on. A resumed run must bring the same.
         resume: Continue what is there, if the plan is the same.
+        overwrite: Begin again if it is not.
 
     Attributes:
         path: The checkpoint as it grows.
         survey: What surveys of the source leave for the layer loop.
+        published: Whether the checkpoint is at OUTPUT already, and only this directory is left to remove.
     """
 
-    def __init__(self, output: Path, plan: Mapping[str, Any], resume: bool) -> None:
+    def __init__(self, output: Path, plan: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
         self._output = output
         self._root = partial_path(output)
         self.path, self._notes, self.survey = (self._root / part for part in (_CHECKPOINT, _NOTES, _SURVEY))
         known = self._known_plan() if resume else None
+        if known != plan and overwrite:
+            known = None
         if known is not None and known != plan:
             changed = sorted(key for key in {*known, *plan} if known.get(key) != plan.get(key))
             values = "; ".join(f"{key}: {_short(known.get(key))} then, {_short(plan.get(key))} now" for key in changed)
@@ -109,19 +121,26 @@ class WorkDirectory:
                 f"{self._root} was begun with other settings: {values}",
                 hint="repeat the first command with --resume, or start again with --overwrite",
             )
-        if known is None and self._root.exists():
-            shutil.rmtree(self._root)
-        self._root.mkdir(parents=True, exist_ok=True)
+        self.published = known is not None and _is_published(self._root) and output.exists()
+        if self.published:
+            return
+        if (self._root / _PUBLISHED).exists():  # it stopped before the checkpoint went to OUTPUT
+            (self._root / _PUBLISHED).replace(self._root / _PLAN)
+        if known is None:
+            self.discard()
+        self._root.mkdir(parents=True, exist_ok=known is not None)
         _write_whole(self._root / _PLAN, plan)
         self.path.mkdir(exist_ok=True)
         self._notes.mkdir(exist_ok=True)
         self.survey.mkdir(exist_ok=True)
 
     def _known_plan(self) -> Any:
-        try:
-            return json.loads((self._root / _PLAN).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # killed before it was written, or lost with the power: begin again
-            return None
+        for name in (_PLAN, _PUBLISHED):
+            try:
+                return json.loads((self._root / name).read_text(encoding="utf-8"))
+            except (FileNotFoundError, ValueError):  # killed before it was written, or lost with the power: begin again
+                continue
+        return None
 
     def done(self, shard: str) -> Any | None:
         """What was noted of a finished shard, or None. A shard is noted only once it has been verified."""
@@ -151,16 +170,18 @@ class WorkDirectory:
         )
 
     def discard(self) -> None:
-        """Remove everything: the run was refused."""
+        """Remove everything: the run was refused, or OUTPUT is whole. The plan goes last: it marks the rest as ours."""
+        for name in (_CHECKPOINT, _NOTES, _SURVEY, _REPLACED):
+            shutil.rmtree(self._root / name, ignore_errors=True)
         shutil.rmtree(self._root, ignore_errors=True)
 
     def publish(self) -> None:
-        """Put the checkpoint at OUTPUT. One that is to be replaced steps aside first, and goes last."""
+        """Put the checkpoint at OUTPUT. One that is to be replaced steps aside first. What is left here is to be discarded."""
         output = self._output.resolve()
+        (self._root / _PLAN).replace(self._root / _PUBLISHED)
         if output.exists():
-            output.rename(self._root / "replaced")
+            output.rename(self._root / _REPLACED)
         self.path.rename(output)
-        shutil.rmtree(self._root, ignore_errors=True)  # OUTPUT is whole by now
 
 
 def _short(value: Any) -> str:

@@ -108,6 +108,7 @@ class SeparateProjections:
         adds_output: Whether a layer goes on with the plain sum of its input and its attention's output.
         experts: Whether its MLPs are experts.
         beyond: Config fields that, when set, make the class do more than the record says.
+        beyond_switch: The config field that turns those on; on if None.
     """
 
     model_type: str
@@ -125,6 +126,7 @@ class SeparateProjections:
     adds_output: bool = True
     experts: bool = False
     beyond: tuple[str, ...] = ()
+    beyond_switch: str | None = None
 
     layout = "separate projections"
 
@@ -207,6 +209,7 @@ class SeparateProjections:
 
     def traits(self, config: Any) -> Traits:
         norm = self._norm(config)
+        beyond = self.beyond if self.beyond_switch is None or getattr(config, self.beyond_switch) else ()
         return Traits(
             qkv_bias=self._flag(config, self.qkv_bias),
             o_bias=self._flag(config, self.o_bias),
@@ -214,7 +217,7 @@ class SeparateProjections:
             layers_with_rotary=sum(self.rotates(config, layer) for layer in range(self.spec(config).num_layers)),
             adds_output=self.adds_output,
             experts=self.experts,
-            beyond={f: getattr(config, f) for f in self.beyond if getattr(config, f, None) not in (None, False)},
+            beyond={field: value for field in beyond if (value := getattr(config, field, None)) not in (None, False)},
         )
 
     def describe(self, config: Any) -> dict[str, Any]:
@@ -263,12 +266,14 @@ ROWS = [
     SeparateProjections("mistral", beyond=_WINDOW),
     SeparateProjections("ministral", beyond=_WINDOW),
     SeparateProjections("mixtral", experts=True, beyond=_WINDOW),
-    SeparateProjections("qwen2", qkv_bias=True, beyond=("use_sliding_window",)),
-    SeparateProjections("qwen2_moe", experts=True, qkv_bias="qkv_bias", beyond=("use_sliding_window",)),
-    SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=("use_sliding_window",)),
+    SeparateProjections("qwen2", qkv_bias=True, beyond=_WINDOW),  # None or 0 in these, if `use_sliding_window` is off
+    SeparateProjections("qwen2_moe", experts=True, qkv_bias="qkv_bias", beyond=_WINDOW),
+    SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
     SeparateProjections("qwen3_moe", experts=True, **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
     SeparateProjections("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
-    SeparateProjections("smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=("use_sliding_window",)),
+    SeparateProjections(
+        "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=_WINDOW, beyond_switch="use_sliding_window"
+    ),
     SeparateProjections("granite", adds_output=False, **_ATTENTION_BIAS, scale="attention_multiplier"),
     SeparateProjections("granitemoe", adds_output=False, experts=True, **_ATTENTION_BIAS, scale="attention_multiplier"),
     SeparateProjections("hyperclovax", adds_output=False, **_ATTENTION_BIAS, scale="attention_multiplier"),

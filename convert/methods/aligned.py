@@ -151,8 +151,11 @@ class _Heads:
             return float(len(heads) - self.likeness[heads][:, heads].sum() / len(heads)) / len(self.likeness)
         lost = energy = 0.0
         if self.turning:
-            lost += float(torch.linalg.eigvalsh(self.gram[:, heads][:, :, heads])[:, :-1].sum())
-            energy += float(self.gram.diagonal(dim1=1, dim2=2).real.sum())
+            assert self.attention.rotary is not None
+            # As parts of a logit are: of a product of complex numbers, at all angles, the real part has half the energy.
+            share = self.attention.rotary.attention_factor**4 / 2
+            lost += share * float(torch.linalg.eigvalsh(self.gram[:, heads][:, :, heads])[:, :-1].sum())
+            energy += share * float(self.gram.diagonal(dim1=1, dim2=2).real.sum())
         if self.still:
             lost += self.still.lost(heads)
             energy += self.still.energy()

@@ -95,6 +95,21 @@ def test_as_many_groups_as_heads_copies_every_bit_with_text_too(
     ok(convert("gqa", source, tmp_path / "out", "--groups", 4, *on, *way))
     before, after = weights(source), weights(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"][1] == "the calibration text is not looked at"
+
+
+def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    command = ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--dry-run"]
+    ways: dict[str, list[Any]] = {
+        "with --refit": on,
+        "with --grouping similar, --propagate, --refine 7": [
+            *on, "--grouping", "similar", "--propagate", "--no-refit", "--refine", 7,
+        ],
+        "with --grouping similar": ["--grouping", "similar"],
+    }  # fmt: skip
+    for line, way in ways.items():
+        assert ok(convert(*command, *way)).stdout.splitlines()[1] == line
+    assert "\nwith " not in ok(convert(*command)).stdout
 
 
 def nats_lost(path: Path, source: Path, text: Path) -> float:
@@ -271,6 +286,17 @@ def test_a_plan_says_why_queries_are_not_refitted(
     assert bool(fitted) == (not fields)
 
 
+@pytest.mark.parametrize("way", [[], ["--method", "mean", "--refit"]], ids=str)
+def test_a_plan_says_that_normalised_queries_are_not_refitted(
+    way: list[Any], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    command = ["gqa", checkpoint("qwen3"), tmp_path / "out", "--groups", 2, "--dry-run", *on, *way]
+    note = "queries are not refitted, outputs are: they are normalised behind their projection"
+    assert note in ok(convert(*command)).stdout.splitlines()
+    command[1] = checkpoint("qwen2", name="other")
+    assert "not refitted" not in ok(convert(*command)).stdout
+
+
 def test_a_method_that_cannot_tell_similar_heads_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     command = ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--method", "mean"]
     result = convert(*command, "--grouping", "similar")
@@ -314,3 +340,60 @@ def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
     ok(convert("gqa", source, tmp_path / "whole", *options))
     same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("name", ["layer-00001", "source-00001"])
+def test_a_layer_whose_file_lost_its_end_is_made_again(
+    name: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options, fit, left = checkpoint(), ["--groups", 2, *on, "--refine", 3], Layer.of, [3]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return fit(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Layer, "of", interrupted)
+        assert convert("gqa", source, tmp_path / "out", *options).exit_code == 130
+    (damaged,) = (tmp_path / "out.partial" / "survey").glob(f"{name}.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-7])
+    ok(convert("gqa", source, tmp_path / "out", *options, "--resume"))
+    ok(convert("gqa", source, tmp_path / "whole", *options))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_text_is_known_by_its_tokens_wherever_it_lies(
+    checkpoint: Make, convert: Convert, on: list[Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    source, options = checkpoint(), ["--groups", 2, *on[2:]]
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute.write_shard", interrupted)
+        assert convert("gqa", source.name, "out", *options, "--text", text.name).exit_code == 130
+    (tmp_path / "elsewhere").mkdir()
+    text.rename(tmp_path / "elsewhere" / "same.txt")
+    text.write_text("another text\n" * 100)
+    refused = convert("gqa", source, tmp_path / "out", *options, "--resume", "--text", text)
+    assert refused.exit_code == 2
+    assert "calibration_hash" in refused.stderr
+    ok(convert("gqa", source, tmp_path / "out", *options, "--resume", "--text", tmp_path / "elsewhere" / "same.txt"))
+
+
+def test_a_record_is_repeated_from_another_directory(
+    checkpoint: Make, convert: Convert, on: list[Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint()
+    monkeypatch.chdir(tmp_path)
+    ok(convert("gqa", source.name, "out", "--groups", 2, *on[2:], "--text", text.name))
+    assert f"convert gqa {source.name} OUTPUT" in (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ok(convert("run", tmp_path / "out" / "conversion.json", "--set", "output=again"))
+    again, first = (path / "model.safetensors" for path in (tmp_path / "elsewhere" / "again", tmp_path / "out"))
+    assert again.read_bytes() == first.read_bytes()

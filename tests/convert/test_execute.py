@@ -6,6 +6,7 @@ import errno
 import filecmp
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from written import WITHOUT_KVFOLD, ok, same_but_for_the_run, weights
 
 from convert.families import FAMILIES
+from convert.workdir import WorkDirectory
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -311,6 +313,85 @@ def test_an_interrupted_run_leaves_nothing_loadable_and_resumes(
     uninterrupted = [source, tmp_path / "whole", *command[3:]]
     ok(convert("gqa", *uninterrupted))
     same_but_for_the_run(out, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("removed", [[], ["notes", "survey"], ["notes", "survey", "replaced"]], ids=len)
+def test_a_run_interrupted_while_it_cleans_up_is_whole(
+    removed: list[str], checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: WorkDirectory) -> None:
+        if self.path.parent.exists():
+            for name in removed:
+                shutil.rmtree(self.path.parent / name)
+            raise KeyboardInterrupt
+
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("gqa", source, out, "--groups", 1))
+    command = ["gqa", source, out, "--groups", 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkDirectory, "discard", interrupted)
+        stopped = convert(*command, "--overwrite")
+    assert stopped.exit_code == 130
+    assert "--resume" in stopped.stderr
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    assert "exists already" in convert(*command).stderr
+    assert "groups: 2 then, 1 now" in convert(*command[:-1], 1, "--resume").stderr
+    said = ok(convert(*command, "--resume")).stdout
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    assert not (tmp_path / "out.partial").exists()
+    assert said == ok(convert(*command, "--overwrite")).stdout
+
+
+def test_a_run_interrupted_before_it_replaces_is_finished(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("gqa", source, out, "--groups", 1))
+    command = ["gqa", source, out, "--groups", 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        assert convert(*command, "--overwrite").exit_code == 130
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
+    assert "exists already" in convert(*command, "--resume").stderr, "the old one is not taken for the new"
+    ok(convert(*command, "--resume", "--overwrite"))
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 2
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_overwriting_begins_again_where_nothing_can_be_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    command = [str(a) for a in ("gqa", source, tmp_path / "out", "--max-shard-size", "20KB", "--groups")]
+    subprocess.run([sys.executable, "-c", INTERRUPTED, "SIGKILL", *command, "2"], capture_output=True, check=False)
+    ok(convert(*command, 1, "--resume", "--overwrite"))
+    ok(convert("gqa", source, tmp_path / "whole", *command[3:], 1))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_device_without_memory_leaves_the_work_for_resume(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from convert import execute
+
+    source, command = checkpoint(), ("--groups", 2, "--max-shard-size", "20KB")
+    fill, left = execute._fill, [3]
+
+    def fills_up(*arguments: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return fill(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "_fill", fills_up)
+        result = convert("gqa", source, tmp_path / "out", *command)
+    assert result.exit_code == 1
+    assert "error: no memory left on cpu: CUDA out of memory. Tried to allocate 2.00 GiB." in result.stderr
+    assert "--resume" in result.stderr
+    assert len(list((tmp_path / "out.partial" / "checkpoint").glob("*.safetensors"))) == 2
+    ok(convert("gqa", source, tmp_path / "out", *command, "--resume"))
 
 
 def test_two_runs_write_the_same_bytes(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

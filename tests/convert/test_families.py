@@ -14,6 +14,7 @@ from tiny import tiny_config, tiny_model
 from attention.errors import Refusal
 from attention.reference import grouped_attention
 from convert.families import FAMILIES, family_of
+from convert.families.base import hides_logits
 from convert.record import Attention
 
 # Everything a family can switch on, on: biases and QK-norms are where records go wrong.
@@ -236,3 +237,13 @@ def test_what_depends_on_the_sum_alone_is_said_to(model_type: str) -> None:
 def test_experts_are_told_apart(model_type: str) -> None:
     model, family = tiny_model(tiny_config(model_type)), FAMILIES[model_type]
     assert family.traits(model.config).experts == any(".experts." in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "smollm3"])
+def test_a_window_hides_logits_if_it_is_on_and_shorter_than_the_text(model_type: str) -> None:
+    def hidden(context: int, **changes: Any) -> list[str]:
+        return hides_logits(FAMILIES[model_type].traits(tiny_config(model_type, sliding_window=64, **changes)), context)
+
+    assert hidden(65, use_sliding_window=True) == ["sliding_window"]
+    assert hidden(64, use_sliding_window=True) == []
+    assert hidden(65, use_sliding_window=False) == []

@@ -16,7 +16,7 @@ from records import record as random_record
 from attention.qk_norm import QKNorm
 from attention.reference import grouped_attention
 from attention.rope import Rotary
-from convert.methods import GROUPED, load_grouped
+from convert.methods import GROUPED, aligned, load_grouped
 from convert.methods.grouped import Draw, reordered
 from convert.record import Attention, Statistics
 
@@ -365,6 +365,34 @@ def test_a_partition_is_a_permutation_and_never_loses_more_than_neighbours() -> 
             assert method.partition(a, groups, Statistics.assumed(10)) == order
             if groups in (1, 8):
                 assert order == list(range(8))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_what_merged_keys_are_said_to_lose_is_what_logits_lose(factor: float) -> None:
+    """Where queries, keys and distances are independent; of heads that turn in part."""
+    a = random_record(4, 2, pairs=3, still=4, width=6, biased=False, factor=factor)
+    generator, tokens = torch.Generator().manual_seed(0), 50_000
+    mix = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+    known = Statistics(mix @ mix.T, torch.zeros(6, dtype=torch.float64), 0)
+    x, y = mix @ torch.randn(2, 6, tokens, generator=generator, dtype=torch.float64)
+    turn = torch.polar(
+        factor**2 * torch.ones(3, tokens).double(), 2 * torch.pi * torch.rand(3, tokens, generator=generator).double()
+    )
+    assert a.rotary
+
+    def logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """`[heads, tokens]` of queries `[heads, D, E]` and one key."""
+        (left, still_left), (right, still_right) = ((rows[:, :6], rows[:, 6:]) for rows in (q.double(), k.double()[None]))
+        left, right = a.rotary.to_complex(left @ x)[0], a.rotary.to_complex(right @ y)[0]
+        return (left.conj() * right * turn).real.sum(1) + ((still_left @ x) * (still_right @ y)).sum(1)
+
+    whole = sum(float(logits(a.q[2 * head : 2 * head + 2], a.k[head]).square().mean(1).sum()) for head in range(4))
+    heads = aligned._Heads(a, known)
+    for group in ([0, 1], [1, 3], [0, 1, 2]):
+        queries, key = heads.merged_key(group)
+        source = torch.cat([logits(a.q[2 * head : 2 * head + 2], a.k[head]) for head in group])
+        lost = float((source - logits(queries.flatten(0, 1)[..., :-1], key[..., :-1])).square().mean(1).sum())
+        assert heads._lost_keys(group) == pytest.approx(lost / whole, rel=0.03)
 
 
 def test_only_methods_that_can_tell_have_a_partition() -> None:

@@ -752,6 +752,7 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
     "no size": ([], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
     "half a size": (["--kv-lora-rank", 16], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
     "other half of a size": (["--qk-rope-head-dim", 8], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
+    "padding and budget": (["--kv-budget", "50%", "--pad-rank"], "give either --kv-budget or --pad-rank"),
     "size and budget": ([*SMALL, "--kv-budget", "50%"], "give either --kv-budget or"),
     "half a size and budget": (["--kv-lora-rank", 8, "--kv-budget", "50%"], "give either --kv-budget or"),
     "budget too small": (["--kv-budget", "3%"], "a budget of 23 bytes per token is too small for any rank"),
@@ -1017,3 +1018,9 @@ def test_a_fold_is_called_inexact_and_a_large_result_large(
     assert "latent channels carry keys and values" in note
     _, note = json.loads(ok(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json")).stdout)["notes"]
     assert note == "without calibration text, which weighted is better with: it goes by weights and norm gains alone"
+
+
+def test_a_rank_that_the_kernel_does_not_serve_is_remarked(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    for rank, remarks in ((16, 0), (20, 1)):
+        command = ["mla", checkpoint(), tmp_path / "out", "--kv-lora-rank", rank, "--qk-rope-head-dim", 8, "--dry-run"]
+        assert ok(convert(*command)).stdout.count(f"rank {rank} is no multiple of 16") == remarks

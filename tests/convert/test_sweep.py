@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from written import ok, same_but_for_the_run
 from convert import sweep as module
 from convert.shelf import Shelf
 from convert.survey import Moments
+from convert.workdir import WorkDirectory
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -186,6 +188,28 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     assert results(out) == results(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(("owner", "name"), [(module._Ledger, "note"), (WorkDirectory, "discard")], ids=["noted", "cleaned"])
+def test_a_result_that_is_whole_is_not_made_again(
+    owner: type, name: str, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def interrupted(self: Any, *given: Any) -> None:
+        if list((tmp_path / "out").glob("*.partial")):
+            raise KeyboardInterrupt
+
+    source, out, command = checkpoint(), tmp_path / "out", [*FEW, *on, *held_out]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        assert convert("sweep", source, out, *command).exit_code == 130
+    finished = times_of(out)
+    assert len(finished) == 1
+    ok(convert("sweep", source, out, *command, "--resume"))
+    after = times_of(out)
+    assert all(after[name] == when for name, when in finished.items())
+    assert len(after) == len(json.loads((out / "sweep.json").read_text())) == 4
+    assert not list(out.glob("*.partial"))
+
+
 KILLED = """
 import os, signal, sys
 import convert.execute as execute
@@ -211,6 +235,11 @@ def test_a_killed_sweep_uses_its_survey_again(
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert results(out) == ["gqa-1-aligned.partial", "gqa-2-aligned", "survey"]
     monkeypatch.setattr(Moments, "statistics", lambda self: pytest.fail("surveyed again"))
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute._versions", lambda: {"torch": "another"})
+        with pytest.raises(pytest.fail.Exception, match="surveyed again"):
+            convert(*command, "--resume", "--overwrite")
+    shutil.rmtree(out / "gqa-1-aligned.partial")
     ok(convert(*command, "--resume"))
     assert results(out) == ["gqa-1-aligned", "gqa-2-aligned", "report"]
 
@@ -309,8 +338,21 @@ MISTAKES: dict[str, tuple[list[Any], str]] = {
     "a method for other targets": (["--groups", 2, "--methods", "svd"], "there is nothing to convert"),
     "a method that needs text": (["--mla", "16+8", "--methods", "pca"], "method pca needs text to calibrate on"),
     "steps without text": (["--groups", 2, "--methods", "aligned", "--refine", 2], "--refine is about calibration text"),
+    "default targets, steps without text": (["--refine", 2], "--refine is about calibration text, and there is none"),
+    "default targets, no such device": (["--device", "quantum"], "no device 'quantum'"),
+    "default targets, blocks that are too long": (
+        ["--text", "TEXT", "--calibration-context", 4096], "a calibration context of 4096 tokens exceeds the 128 positions",
+    ),
+    "default targets, fewer tokens than a block": (
+        ["--text", "TEXT", "--calibration-tokens", 16, "--calibration-context", 32], "16 calibration tokens are less than one",
+    ),
+    "text for no method": (["--methods", "mean,svd", "--text", "TEXT"], "no method of this sweep has any use for --text"),
+    "steps for no method": (
+        ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--propagate"],
+        "no method of this sweep has any use for --propagate and --refine",
+    ),
     "text and dataset": (["--text", "TEXT", "--dataset", "wikitext"], "give either --text FILE or --dataset NAME"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -323,6 +365,36 @@ def test_mistakes_are_refused_before_any_work(
     given = [held_out[1] if argument == "TEXT" else argument for argument in arguments]
     refused(convert("sweep", source, tmp_path / "out", *given, *held_out), 2, message)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_text_of_less_than_a_block_is_seen_before_any_work(
+    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "three.txt").write_text("cat")
+    given = ["--groups", 2, "--text", tmp_path / "three.txt", *held_out]
+    refused(convert("sweep", checkpoint(), tmp_path / "out", *given), 1, "three.txt has 3 tokens, fewer than one block of 128")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_takes_no_text_is_swept_without(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
+) -> None:
+    ok(convert("sweep", checkpoint("qwen3_moe"), tmp_path / "out", *on, *held_out))
+    assert results(tmp_path / "out") == sorted(["report", *(f"gqa-{n}-{m}" for n in (2, 1) for m in ("mean", "first"))])
+
+
+def test_the_report_of_an_earlier_sweep_is_left_alone(
+    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("sweep", source, out, "--groups", 2, "--methods", "mean", *held_out))
+    before, other = (out / "report" / "report.json").read_bytes(), ["--groups", 1, "--methods", "mean", *held_out]
+    refused(convert("sweep", source, out, *other), 2, "report exists: an earlier sweep's report")
+    assert (out / "report" / "report.json").read_bytes() == before
+    assert not (out / "gqa-1-mean").exists()
+    for flag in ("--resume", "--overwrite"):
+        report = json.loads(ok(convert("sweep", source, out, *other, flag)).stdout)
+        assert [entry["name"] for entry in report["models"]] == ["source", "gqa-1-mean"]
 
 
 def test_a_sweep_needs_held_out_text(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
