@@ -126,6 +126,8 @@ class WorkDirectory:
             return
         if (self._root / _PUBLISHED).exists():  # it stopped before the checkpoint went to OUTPUT
             (self._root / _PUBLISHED).replace(self._root / _PLAN)
+        if (self._root / _REPLACED).exists() and not output.exists():  # what was whole stays until something else is
+            (self._root / _REPLACED).rename(output.resolve())
         if known is None:
             self.discard()
         self._root.mkdir(parents=True, exist_ok=known is not None)

@@ -361,6 +361,35 @@ def test_a_run_interrupted_before_it_replaces_is_finished(
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_what_stepped_aside_comes_back_until_something_replaces_it(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, out, source = Path.rename, tmp_path / "out", checkpoint()
+
+    def interrupted(self: Path, target: Path) -> None:
+        if self.name == "checkpoint":
+            raise KeyboardInterrupt
+        rename(self, target)
+
+    def failing(*_: object) -> None:
+        assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ok(convert("gqa", source, out, "--groups", 1))
+    command = ["gqa", source, out, "--groups", 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        assert convert(*command, "--overwrite").exit_code == 130
+    assert not out.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute.write_shard", failing)
+        assert convert(*command, "--overwrite").exit_code == 1
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
+    ok(convert(*command, "--resume", "--overwrite"))
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 2
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_overwriting_begins_again_where_nothing_can_be_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
     command = [str(a) for a in ("gqa", source, tmp_path / "out", "--max-shard-size", "20KB", "--groups")]
