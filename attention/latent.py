@@ -197,7 +197,11 @@ class LatentAttention(nn.Module):
         keys, values = self.expand_kv(latent, k_rope)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         queries = torch.cat((q_nope, q_rope), -1)
-        return attend(self, queries, keys, values, mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        if values.device.type == "cpu" and self.config._attn_implementation == "sdpa":
+            # As wide as keys: torch has no other kernel on a CPU that does without the [B, H, T, S] weights.
+            values = nn.functional.pad(values, (0, max(0, self.qk_head_dim - self.v_head_dim)))
+        out, weights = attend(self, queries, keys, values, mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return out[..., : self.v_head_dim], weights
 
     def _absorbed(
         self,

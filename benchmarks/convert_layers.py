@@ -4,9 +4,10 @@
                                         [--directory DIR]
 
 Seconds are of one layer of random weights (heads of 128, MHA and GQA with 8 KV heads), median of the rounds after one
-warm-up, on the CPU and, where there is one, on CUDA; with statistics and a sample of 4,096 tokens in blocks of 2,048. The
-survey runs in a process of its own over a random bf16 checkpoint of width 2048; its peak is anonymous memory beyond that of
-importing torch and transformers. Its spooled inputs are on disk.
+warm-up, on the CPU and, where there is one, on CUDA; with statistics and a sample of 4,096 tokens in blocks of 2,048. MB are
+the process's anonymous memory beyond weights and statistics. The survey runs in a process of its own over a random bf16
+checkpoint of width 2048; its peak is anonymous memory beyond that of importing torch and transformers. Its spooled inputs are
+on disk.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from random_llama import HEAD_DIM, IMPORTS, build, layer_parameters, run
+from random_llama import HEAD_DIM, IMPORTS, Watch, build, layer_parameters, run
 
 HEADS, BLOCKS, CONTEXT = 16, 2, 2048
 
 
-def layer_seconds(width: int, groups: int, rank: int, rope: int, device: str, rounds: int) -> Iterator[tuple[str, float]]:
-    """What is done to one layer, and seconds of it."""
+def layer_cost(
+    width: int, groups: int, rank: int, rope: int, device: str, rounds: int
+) -> Iterator[tuple[str, tuple[float, float]]]:
+    """What is done to one layer, and seconds and MB of it."""
     from attention.rope import Rotary
     from convert.allocate import pairs_by_stride
     from convert.methods import LATENT, load_grouped, load_latent
@@ -55,28 +58,32 @@ def layer_seconds(width: int, groups: int, rank: int, rope: int, device: str, ro
         draws = Draw(generator, 0.02)
         yield (
             f"aligned, to {target} KV heads",
-            _median(partial(merge, layer, target, draws, known), device, rounds),
+            _cost(partial(merge, layer, target, draws, known), device, rounds),
         )
     for name in LATENT:
         how = load_latent(name)
         size = Size(rank, pairs_by_stride(rope, HEAD_DIM), max(1, HEAD_DIM // rope) if how.folds else 1, rotary)
         if how.survey:
-            yield f"{name}, survey", _median(partial(how.survey, layer, known, rope // 2), device, rounds)
+            yield f"{name}, survey", _cost(partial(how.survey, layer, known, rope // 2), device, rounds)
         for pursued in (False, True) if name == "weighted" else (False,):
             size = dataclasses.replace(size, pursued=pursued)
             kind = f"{name}, pursuit" if pursued else name
-            yield kind, _median(partial(how.factor, layer, size, known), device, rounds)
+            yield kind, _cost(partial(how.factor, layer, size, known), device, rounds)
     result = load_latent("weighted").factor(layer, dataclasses.replace(size, pursued=False), known)
-    yield "queries of weighted refitted", _median(lambda: refitted_queries(layer, result, known.sample), device, rounds)
+    yield "queries of weighted refitted", _cost(lambda: refitted_queries(layer, result, known.sample), device, rounds)
 
 
-def _median(work: Callable[[], object], device: str, rounds: int) -> float:
+def _cost(work: Callable[[], object], device: str, rounds: int) -> tuple[float, float]:
+    from convert.memory import release
+
     times = []
-    for _ in range(rounds + 1):
-        start = time.monotonic()
-        work()
-        times.append(_done(device) - start)
-    return statistics.median(times[1:])
+    release()
+    with Watch() as memory:
+        for _ in range(rounds + 1):
+            start = time.monotonic()
+            work()
+            times.append(_done(device) - start)
+    return statistics.median(times[1:]), memory.peak
 
 
 def _done(device: str) -> float:
@@ -115,14 +122,14 @@ def main() -> None:
         survey_only(*args.survey)
         return
     print(f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}")
-    print(f"\nSeconds per layer, {args.rank}+{args.rope}:\n")
-    print("| device | width | KV heads | what | seconds |")
-    print("| --- | --: | --: | --- | --: |")
+    print(f"\nCost per layer, {args.rank}+{args.rope}:\n")
+    print("| device | width | KV heads | what | seconds | MB |")
+    print("| --- | --: | --: | --- | --: | --: |")
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for width in args.widths:
             for groups in (width // HEAD_DIM, 8):
-                for what, seconds in layer_seconds(width, groups, args.rank, args.rope, device, args.rounds):
-                    print(f"| {device} | {width} | {groups} | {what} | {seconds:.2f} |", flush=True)
+                for what, (seconds, memory) in layer_cost(width, groups, args.rank, args.rope, device, args.rounds):
+                    print(f"| {device} | {width} | {groups} | {what} | {seconds:.2f} | {memory:.0f} |", flush=True)
     with tempfile.TemporaryDirectory(dir=args.directory) as work:
         model, shelf = Path(work, "model"), Path(work, "survey")
         build(model, HEADS, args.layers, 10**9)

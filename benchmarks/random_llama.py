@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -76,14 +77,37 @@ def run(command: list[str]) -> tuple[float, float]:
     os.sync()
     start = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    peak = 0
+    peak = 0.0
     while process.poll() is None:
         try:
-            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak = max(peak, anonymous(process.pid))
         except (FileNotFoundError, ProcessLookupError):
             break
-        peak = max([peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))])
         time.sleep(0.005)
     if process.wait():
         raise SystemExit(f"failed: {' '.join(command)}")
-    return time.monotonic() - start, peak * 1024 / 1e6
+    return time.monotonic() - start, peak
+
+
+def anonymous(process: int | str = "self") -> float:
+    """MB of a running process; 0 of one that has ended and not been waited for."""
+    status = Path(f"/proc/{process}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024 / 1e6
+
+
+class Watch:
+    """The most anonymous memory of this process within a block beyond that before it, in `peak`, MB; sampled every 5 ms."""
+
+    def __enter__(self) -> Watch:
+        self.peak, self._before, self._done = 0.0, anonymous(), threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._done.wait(0.005):
+            self.peak = max(self.peak, anonymous() - self._before)

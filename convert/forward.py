@@ -129,11 +129,13 @@ def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
         values = _project(heads.kept_still[0], record.up_v, None)
     else:
         values = _project(x, record.v, record.v_bias)
-    share = len(queries) // len(keys)
+    share, dims = len(queries) // len(keys), values.shape[-1]
+    # As wide as keys: for other values torch has no kernel on a CPU that does without the [H, T, T] weights.
+    values = torch.nn.functional.pad(values, (0, max(0, keys.shape[-1] - dims)))
     context = torch.nn.functional.scaled_dot_product_attention(
         queries[None], keys.repeat_interleave(share, 0)[None], values.repeat_interleave(share, 0)[None],
         is_causal=True, scale=record.scale,
-    )[0]  # fmt: skip
+    )[0][..., :dims]  # fmt: skip
     out = context.transpose(0, 1).flatten(1) @ record.o.float().flatten(1).T
     return out if record.o_bias is None else out + record.o_bias.float()
 

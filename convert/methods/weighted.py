@@ -35,8 +35,9 @@ _BALANCES = (0.1, 0.3, 1.0, 3.0)
 def factor(attention: Attention, size: Size, statistics: Statistics) -> FactoredAttention:
     """The latent attention."""
     known = statistics.shrunk().to(attention.k.device)
-    turning = _turning(attention, size, known)
-    latent = _Latent.of(attention, turning.rest, known)
+    turning, rest = _turning(attention, size, known)
+    latent = _Latent.of(attention, rest, known)
+    del rest  # as large as anything here
     if known.sample is None or not latent.competing:
         return latent.result(attention, turning, size.rank, 1.0)
     trial = known.sample[::2]  # half of it is enough to rank a few results
@@ -50,26 +51,26 @@ def factor(attention: Attention, size: Size, statistics: Statistics) -> Factored
 
 @dataclass(frozen=True)
 class _Turning:
-    """The rotary part of a result: as in FactoredAttention, each with a column for the bias, and `rest [H, D, E + 1]`."""
+    """The rotary part of a result: as in FactoredAttention, each with a column for the bias."""
 
     rotary: Rotary
     queries: torch.Tensor
     keys: torch.Tensor
-    rest: torch.Tensor
 
 
-def _turning(attention: Attention, size: Size, statistics: Statistics) -> _Turning:
+def _turning(attention: Attention, size: Size, statistics: Statistics) -> tuple[_Turning, torch.Tensor]:
+    """It, and what is left to keys that do not turn, `[H, D, E + 1]`."""
     share, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
         assert size.rotary is not None
         count, width = 2 * len(size.pairs), rows.shape[-1]
         rotary = size.rotary.select(list(size.pairs), "interleaved")
         rest = rows.repeat_interleave(share, 0)
-        return _Turning(rotary, rows.new_zeros(attention.q.shape[0], count, width), rows.new_zeros(count, width), rest)
+        return _Turning(rotary, rows.new_zeros(attention.q.shape[0], count, width), rows.new_zeros(count, width)), rest
     turning = TurningKeys.of(attention, statistics)
     atoms = pursue(turning, size.pairs) if size.pursued else Components.of(turning).atoms(turning, size.pairs)
     still = rows[:, attention.rotary.dims :].repeat_interleave(share, 0)
-    return _Turning(*atoms.turning(turning), torch.cat((atoms.rest(turning), still), 1))
+    return _Turning(*atoms.turning(turning)), torch.cat((atoms.rest(turning), still), 1)
 
 
 @dataclass(frozen=True)
