@@ -245,6 +245,22 @@ def test_a_decode_step_never_expands(monkeypatch: pytest.MonkeyPatch) -> None:
     absorb(model)(ids[:, :1], past_key_values=cache)
 
 
+def test_a_prefill_on_a_cpu_has_values_as_wide_as_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has a kernel without the [B, H, T, S] weights for these alone."""
+    attend, widths = torch.nn.functional.scaled_dot_product_attention, []
+
+    def seeing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        widths.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return attend(q, k, v, **options)
+
+    model = mla_model()
+    expected = logits(model, tokens(2, 9), chunks=(9,))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seeing)
+    found = logits(absorb(model), tokens(2, 9), chunks=(9,))
+    assert widths == [(NOPE + ROPE,) * 3] * model.config.num_hidden_layers
+    assert error(found, expected) < 1e-5
+
+
 def test_work_grows_with_the_cache_as_the_latent_does() -> None:
     model = absorb(mla_model())
 
