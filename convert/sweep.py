@@ -68,6 +68,11 @@ def plans_for(source: Source, wanted: Wanted, quiet: bool = False) -> list[Plan]
     checked(source, wanted.calibration)
     candidates = _all(source, wanted)
     _require_use(wanted.calibration, [candidate.method for candidate in candidates])
+    if idle := sorted(set(wanted.methods or ()) - {candidate.method.name for candidate in candidates}):
+        raise Refusal(
+            f"{' and '.join(idle)} of --methods can make none of the targets",
+            hint=f"for --groups there are {', '.join(methods.GROUPED)}, for --mla {', '.join(methods.LATENT)}",
+        )
     plans: list[Plan] = []
     named = any(given is not None for given in (wanted.latents, wanted.groups, wanted.methods))
     for name, _, plan in candidates:

@@ -335,7 +335,7 @@ MISTAKES: dict[str, tuple[list[Any], str]] = {
     "half a latent": (["--mla", "5+"], "'5+' is no budget"),
     "a latent too large": (["--mla", "99+32"], "rank 99 exceeds full size"),
     "an unknown method": (["--methods", "mean,magic"], "'magic' is not one of"),
-    "a method for other targets": (["--groups", 2, "--methods", "svd"], "there is nothing to convert"),
+    "a method for other targets": (["--groups", 2, "--methods", "mean,svd"], "svd of --methods can make none of the targets"),
     "a method that needs text": (["--mla", "16+8", "--methods", "pca"], "method pca needs text to calibrate on"),
     "steps without text": (["--groups", 2, "--methods", "aligned", "--refine", 2], "--refine is about calibration text"),
     "default targets, steps without text": (["--refine", 2], "--refine is about calibration text, and there is none"),
