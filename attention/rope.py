@@ -100,7 +100,7 @@ class Rotary:
         """
         turning, still = rows[:, : self.dims], rows[:, self.dims :]
         axis = 1 if self.pairing == "half" else 2
-        return torch.complex(*turning.unflatten(1, self._shape).unbind(axis)), still
+        return torch.complex(*turning.unflatten(1, _shape(len(self.frequencies), self.pairing)).unbind(axis)), still
 
     def from_complex(self, numbers: torch.Tensor, still: torch.Tensor | None = None) -> torch.Tensor:
         """The inverse of `to_complex`."""
@@ -115,10 +115,6 @@ class Rotary:
         """
         long = None if self.long_frequencies is None else self.long_frequencies[pairs]
         return Rotary(self.frequencies[pairs], pairing, 1.0, long, self.long_beyond)
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return _shape(len(self.frequencies), self.pairing)
 
 
 def _shape(pairs: int, pairing: Pairing) -> tuple[int, int]:

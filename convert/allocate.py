@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from attention.errors import Refusal
+from attention.kernels.tiling import RANK_STEP
 
-RANK_STEP = 16  # of ranks that kvfold's CUDA kernel serves
-_GIVEN_UP = 0.05  # of a budget, for such a rank
+_GIVEN_UP = 0.05  # of a budget, for a rank that the CUDA kernel serves
 
 
 def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from convert.plan import Plan
 from convert.survey import SAMPLE
 from convert.transform import Transform, decided, transform_of
 from convert.workdir import WorkDirectory
-from eval.device import compute_device
+from eval.device import compute_device, out_of_memory
 from eval.evaluate import Settings, evaluate, prepare
 from eval.overlap import WARN_ABOVE
 from eval.source import Source
@@ -85,11 +85,11 @@ def execute(
     reader = Reader(directory)
     units = units_of(plan, reader)
     work = WorkDirectory(plan.output.path, inputs_of(plan, reader, tokens), plan.output.resume, plan.output.overwrite)
-    if work.published:
-        return _finished(plan, work, published)
-    job = Job(plan, reader, work, tokens, _device(plan), quiet, _survey_directory(plan, reader, work, tokens, surveys))
-    _require_space(job, units)
     try:
+        if work.published:
+            return _finished(plan, work, published)
+        job = Job(plan, reader, work, tokens, _device(plan), quiet, _survey_directory(plan, reader, work, tokens, surveys))
+        _require_space(job, units)
         job, units, transform, layers = _convert(job, units)
         plan = job.plan
         _write_config(plan, transform, work.path)
@@ -154,12 +154,6 @@ def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, l
         units = units_of(job.plan, job.reader)
         transform = transform_of(job)
         return job, units, transform, _write_weights(job, units, transform)
-    except torch.OutOfMemoryError as error:
-        raise Failure(
-            f"no memory left on {job.device}: {' '.join(str(error).split())[:120]}",
-            hint="free some and repeat the command with --resume; or begin again with --overwrite and --device cpu or, with "
-            "text, a shorter --calibration-context",
-        ) from None
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
         job.work.discard()
         raise Failure(
@@ -169,6 +163,14 @@ def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, l
     except KvfoldError:
         job.work.discard()
         raise
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise Failure(
+            f"no memory left on {job.device}: {' '.join(str(error).split())[:120]}",
+            hint="free some and repeat the command with --resume; or begin again with --overwrite and --device cpu or, with "
+            "text, a shorter --calibration-context",
+        ) from None
 
 
 def inputs_of(plan: Plan, reader: Reader, tokens: Tokens | None) -> dict[str, Any]:
@@ -217,8 +219,8 @@ def _survey_bytes(job: Job, units: list[Unit]) -> int:
     width, inputs = plan.source.config.hidden_size, 2 * 4 * len(job.tokens.ids) * plan.source.config.hidden_size
     sample = 2 * width * max(calibration.context or 0, SAMPLE)
     survey = plan.before.num_layers * (8 * width * (width + 1) + sample) + inputs
-    if isinstance(plan.method, LatentMethod):
-        survey += plan.before.num_layers * 2 * (plan.before.num_kv_heads * plan.before.head_dim) ** 2  # for allocation
+    if isinstance(plan.method, LatentMethod) and plan.method.survey_bytes:
+        survey += plan.before.num_layers * plan.method.survey_bytes(plan.before)
     if not calibration.in_sequence:
         return survey
     return survey + inputs + sum(4 * math.prod(i.shape) for u in units if u.layer is not None for i in u.outputs.values())

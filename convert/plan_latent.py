@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attention.errors import Refusal
+from attention.kernels.tiling import RANK_STEP
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
-from convert.allocate import RANK_STEP, check_fold, default_fold, served_rank, split_budget
+from convert.allocate import check_fold, default_fold, served_rank, split_budget
 from convert.calibration import Calibration, calibration_for
 from convert.families import Family, family_of
 from convert.hosts import Host

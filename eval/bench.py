@@ -21,11 +21,11 @@ from attention.errors import Failure, Refusal
 from eval import evaluate
 from eval.capacity import GIGABYTE
 from eval.clock import hardware, spread, timed
-from eval.device import compute_device, free_memory, require_device
+from eval.device import compute_device, free_memory, out_of_memory, require_device
 from eval.entrant import Entrant, describe, entrants, loaded
 from eval.largest import Largest, search
 from eval.source import Source
-from eval.workload import Workload, out_of_memory, weight_bytes
+from eval.workload import Workload, weight_bytes
 
 _WARM_UP = 3  # steps; CUDA graphs are recorded in the second
 _NO_PEAK = "not measured on a CPU"

@@ -1,4 +1,4 @@
-"""Which device a command may use, what memory it has left, and where a loaded model takes its input."""
+"""Which device a command may use, what memory it has left or lacked, and where a loaded model takes its input."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Refusal
+
+# As the CUDA runtime, Triton's driver and torch's allocator say it; torch on a CPU; cuBLAS.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def require_device(name: str) -> None:
@@ -56,3 +59,10 @@ def free_memory(device: Any) -> int:
 def input_device(model: Any) -> Any:
     """Where the token ids of `model` go: to its device or, if its embedding is offloaded, to where its hooks compute."""
     return model.device if model.device.type != "meta" else model._hf_hook.execution_device
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory was asked for in vain: only torch's own allocator on a GPU has an exception class for that."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -17,11 +17,9 @@ from transformers.cache_utils import StaticLayer
 
 from attention.errors import Failure
 from attention.spec import AttentionSpec
-from eval.device import input_device
+from eval.device import input_device, out_of_memory
 
 _LEAST_CHUNK = 128
-# As the CUDA runtime, Triton's driver and torch's allocator say it; torch on a CPU; cuBLAS.
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class Workload:
@@ -156,8 +154,3 @@ def fits(work: Callable[[], Any], final: bool = False) -> bool:
     gc.collect()
     torch.cuda.empty_cache()  # nothing without a GPU
     return False
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether memory was asked for in vain: only torch's own allocator on a GPU has an exception class for that."""
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)

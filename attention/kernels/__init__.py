@@ -21,7 +21,7 @@ import torch
 
 from attention.errors import Refusal
 from attention.kernels import torch_decode
-from attention.kernels.tiling import Tiling, choose, machine
+from attention.kernels.tiling import RANK_STEP, Tiling, choose, machine
 
 Backend = Literal["auto", "triton", "torch"]
 Decode = Callable[
@@ -167,8 +167,8 @@ def _triton_objection(
         return f"it takes float16, bfloat16 or float32, all alike, not {', '.join(str(t.dtype)[6:] for t in tensors)}"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no gradients, and some are asked for (use torch.no_grad())"
-    if rank % 16 or not rank or not rope:
-        return f"it takes a latent rank that is a multiple of 16 and a rotary key, not {rank} + {rope}"
+    if rank % RANK_STEP or not rank or not rope:
+        return f"it takes a latent rank that is a multiple of {RANK_STEP} and a rotary key, not {rank} + {rope}"
     if latent.stride(2) != 1 or k_rope.stride(2) != 1:
         return f"the cached values of a token do not lie side by side (strides {latent.stride(2)} and {k_rope.stride(2)})"
     if mask is not None and mask.shape[:-1] not in ((1, 1, 1), (len(latent), 1, 1)):

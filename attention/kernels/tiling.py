@@ -30,6 +30,8 @@ class Machine:
     major: int
 
 
+RANK_STEP = 16  # of ranks: as many values as the shortest matrix product takes
+
 # Also what the interpreter pretends to run on, but with few processors: it runs programs one after the other.
 H200 = Machine(132, 227 * 1024, 9)
 INTERPRETED = Machine(3, H200.shared, H200.major)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from attention.rope import Rotary
+from attention.spec import AttentionSpec
 from convert.methods.algebra import fix_signs
 from convert.methods.text import TextUse
 from convert.record import Attention, FactoredAttention, Statistics
@@ -53,6 +54,7 @@ class LatentMethod:
         allocate: `(all that, P/2, size without pairs) -> sizes with pairs`, the same for all layers; where there are several,
             the one of least error on the text is taken.
         factor: `(attention, size, statistics) -> latent attention`.
+        survey_bytes: What a survey's result takes of each layer; None if next to nothing.
     """
 
     name: str
@@ -63,6 +65,7 @@ class LatentMethod:
     survey: Callable[[Attention, Statistics, int], Any] | None
     allocate: Callable[[list[Any], int, Size], list[Size]]
     factor: Callable[[Attention, Size, Statistics], FactoredAttention]
+    survey_bytes: Callable[[AttentionSpec], int] | None = None
 
 
 @dataclass(frozen=True)

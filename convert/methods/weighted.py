@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.rope import Rotary
+from attention.spec import AttentionSpec
 from convert.allocate import pairs_by_loss
 from convert.forward import attention_output
 from convert.methods.algebra import augmented, leading, root, roots
@@ -168,6 +169,12 @@ def allocate(found: list[_Survey], count: int, size: Size) -> list[Size]:
     return sizes
 
 
+def survey_bytes(spec: AttentionSpec) -> int:
+    """Of the pursuit's Gram matrix, `[G L, G L]` complex64."""
+    return 8 * (spec.num_kv_heads * spec.head_dim // 2) ** 2
+
+
 METHOD = LatentMethod(
-    "weighted", "what logits and outputs depend on, in one latent", "", TextUse.USED, False, survey, allocate, factor
-)
+    "weighted", "what logits and outputs depend on, in one latent", "", TextUse.USED, False, survey, allocate, factor,
+    survey_bytes,
+)  # fmt: skip
