@@ -2,8 +2,12 @@
 
 A step of absorbed attention reads S (R + P) values a request and multiplies each with every head's query, twice. Below about
 a hundred heads a GPU waits for the cache, so everything here serves the reading: each tile of the latent is loaded once and
-used for scores and for outputs; the rank is worked off in chunks of powers of two, so that 320 is 256 + 64 and not 512; the
-tokens that any request sees, and no others, are dealt out evenly to as many programs as the GPU runs at once.
+used for scores and for outputs; the rank is worked off in chunks of powers of two from 64 on, so that 320 is 256 + 64 and not
+512; the tokens that any request sees, and no others, are dealt out evenly to as many programs as the GPU runs at once.
+
+Hopper's wgmma, which reads tiles where they lie in shared memory, takes 64 rows of what comes first in a product: with fewer
+heads that cannot be queries or probabilities. Both products are then taken transposed (`Tiling.swap`), and what comes first are
+64 tokens of a tile, and 64 of its channels.
 
 Three launches: `_spans` finds the tokens a request sees between the first and the last; `_attend` lets each program walk its
 share of all tiles of all requests, one after the other, and write one partial softmax for each request it meets; `_combine`
@@ -26,34 +30,35 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.tiling import Tiling, choose, machine, power_of_two
+from attention.kernels.tiling import Tiling, choose, machine, padded, power_of_two
 
 _LOG2E = 1.4426950408889634
 # Requests whose spans a program looks through, at least: as many as a warp has lanes cost what one does, and up to so many
 # share one compiled kernel. With fewer the compiler spills registers within the loop over tiles (64 heads, rank 448).
 _REQUESTS = 32
+_FEW = 8  # requests so few that each has a dozen partials or more
 
 
 @triton.constexpr_function
-def _chunks(rank):
-    """How many powers of two add up to the rank."""
-    return rank.bit_count()
+def _chunks(padded):
+    """How many powers of two add up to the padded rank."""
+    return padded.bit_count()
 
 
 @triton.constexpr_function
-def _start(rank, chunk):
+def _start(padded, chunk):
     """Where chunk number `chunk` begins: the widest come first, so that starts are multiples of their widths."""
     start = 0
     for _ in range(chunk):
-        start += 1 << ((rank - start).bit_length() - 1)
+        start += 1 << ((padded - start).bit_length() - 1)
     return start
 
 
 @triton.constexpr_function
-def _width(rank, chunk):
+def _width(padded, chunk):
     for _ in range(chunk):
-        rank -= 1 << (rank.bit_length() - 1)
-    return 1 << (rank.bit_length() - 1)
+        padded -= 1 << (padded.bit_length() - 1)
+    return 1 << (padded.bit_length() - 1)
 
 
 @triton.constexpr_function
@@ -65,6 +70,18 @@ def _unseen(mask):
 @triton.jit
 def _sees(values, MASK: tl.constexpr):
     return values != 0 if MASK == "bool" else values > float("-inf")
+
+
+@triton.jit
+def _within(rows, columns, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Which of `rows [n, 1]`, and where the rank is padded, which of its columns are there to be read or written."""
+    return rows if BLOCK_R == R else rows & (columns < R)
+
+
+@triton.jit
+def _product(a, b, sums, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    """`sums` + a b; with SWAP `sums` and what is returned are transposed: sums + bᵀ aᵀ."""
+    return tl.dot(tl.trans(b) if SWAP else a, tl.trans(a) if SWAP else b, sums, input_precision=PRECISION)
 
 
 # What follows from B and S changes from call to call: being divisible by 16 must not make a kernel of its own.
@@ -98,10 +115,10 @@ def _spans(mask, spans, slots, mask_b, mask_s, B, S, MASK: tl.constexpr, BLOCK: 
 @triton.jit(do_not_specialize=["mask_b", "B"])
 def _attend(
     q_latent, q_rope, latent, k_rope, mask, spans, slots, partial, tops, weights, scale,
-    q_latent_b, q_latent_h, q_rope_b, q_rope_h, latent_b, latent_s, k_rope_b, k_rope_s, mask_b, mask_s,
-    B, H, R: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, PROGRAMS: tl.constexpr, LEAST: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    q_latent_b, q_latent_h, q_rope_b, q_rope_h, latent_b, latent_s: tl.constexpr, k_rope_b, k_rope_s: tl.constexpr,
+    mask_b, mask_s, B, H, R: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, PROGRAMS: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr,
+    SWAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program's walk; partials are Σ p c `[slots, H, R]`, Σ p and what p is relative to, the highest score, `[slots, H]`.
 
@@ -109,6 +126,9 @@ def _attend(
     than others whatever the rule: rounding the share up costs no time, and saves partials; a share below LEAST would cost
     more in partials than in reading. Programs and requests only go up along the walk, and each step ups one of them: so
     program + request is a slot that nobody else writes, and those of one request, `slots [2, B]` from and to, are adjacent.
+
+    The strides of tokens are known when this is compiled: addresses within a tile are then one number a thread and constants,
+    and leave the registers to the sums.
     """
     program = tl.program_id(0)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -135,13 +155,12 @@ def _attend(
         wide = b.to(tl.int64)
         queries = ()
         sums = ()
-        for i in tl.static_range(_chunks(R)):
-            columns = _start(R, i) + tl.arange(0, _width(R, i))
-            q = tl.load(
-                q_latent + wide * q_latent_b + heads[:, None] * q_latent_h + columns, mask=heads[:, None] < H, other=0.0
-            )
+        for i in tl.static_range(_chunks(BLOCK_R)):
+            columns = _start(BLOCK_R, i) + tl.arange(0, _width(BLOCK_R, i))
+            place = q_latent + wide * q_latent_b + heads[:, None] * q_latent_h + columns
+            q = tl.load(place, mask=_within(heads[:, None] < H, columns, R, BLOCK_R), other=0.0)
             queries = queries + (q.to(tl.float32) if UPCAST else q,)
-            sums = sums + (tl.zeros([BLOCK_H, _width(R, i)], tl.float32),)
+            sums = sums + (tl.zeros([_width(BLOCK_R, i), BLOCK_H] if SWAP else [BLOCK_H, _width(BLOCK_R, i)], tl.float32),)
         place = q_rope + wide * q_rope_b + heads[:, None] * q_rope_h + turned
         q = tl.load(place, mask=(heads[:, None] < H) & (turned < P), other=0.0)
         q = q.to(tl.float32) if UPCAST else q
@@ -157,18 +176,19 @@ def _attend(
                 column = mask + wide * mask_b + (start + tokens).to(tl.int64) * mask_s
                 said = tl.load(column, mask=seen, other=_unseen(MASK))
                 seen = _sees(said, MASK)
-            scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+            scores = tl.zeros([BLOCK_N, BLOCK_H] if SWAP else [BLOCK_H, BLOCK_N], tl.float32)
             keys = ()
-            for i in tl.static_range(_chunks(R)):
-                columns = _start(R, i) + tl.arange(0, _width(R, i))
-                c = tl.load(rows + tokens[:, None] * latent_s + columns, mask=known, other=0.0)
+            for i in tl.static_range(_chunks(BLOCK_R)):
+                columns = _start(BLOCK_R, i) + tl.arange(0, _width(BLOCK_R, i))
+                c = tl.load(rows + tokens[:, None] * latent_s + columns, mask=_within(known, columns, R, BLOCK_R), other=0.0)
                 c = c.to(tl.float32) if UPCAST else c
-                scores = tl.dot(queries[i], tl.trans(c), scores, input_precision=PRECISION)
+                scores = _product(queries[i], tl.trans(c), scores, SWAP, PRECISION)
                 keys = keys + (c,)
             turns = k_rope + wide * k_rope_b + tl.cast(start, tl.int64) * k_rope_s
             k = tl.load(turns + tokens[:, None] * k_rope_s + turned, mask=known & (turned < P), other=0.0)
             k = k.to(tl.float32) if UPCAST else k
-            scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION) * scale
+            scores = _product(q, tl.trans(k), scores, SWAP, PRECISION)
+            scores = (tl.trans(scores) if SWAP else scores) * scale
             if MASK == "additive":
                 # The least finite number is how some say "not seen": in base 2 it must not become −∞.
                 scores += (tl.maximum(said.to(tl.float32), -2e38) * 1.4426950408889634)[None, :]
@@ -180,41 +200,51 @@ def _attend(
             weight = weight * rescale + tl.sum(p, 1)
             p = p if UPCAST else p.to(latent.dtype.element_ty)
             grown = ()
-            for i in tl.static_range(_chunks(R)):
-                grown = grown + (tl.dot(p, keys[i], sums[i] * rescale[:, None], input_precision=PRECISION),)
+            for i in tl.static_range(_chunks(BLOCK_R)):
+                faded = sums[i] * (rescale[None, :] if SWAP else rescale[:, None])
+                grown = grown + (_product(p, keys[i], faded, SWAP, PRECISION),)
             sums = grown
             top = higher
         slot = (program + b).to(tl.int64) * H + heads
         tl.store(tops + slot, top, mask=heads < H)
         tl.store(weights + slot, weight, mask=heads < H)
-        for i in tl.static_range(_chunks(R)):
-            columns = _start(R, i) + tl.arange(0, _width(R, i))
-            tl.store(partial + slot[:, None] * R + columns, sums[i], mask=heads[:, None] < H)
+        for i in tl.static_range(_chunks(BLOCK_R)):
+            columns = _start(BLOCK_R, i) + tl.arange(0, _width(BLOCK_R, i))
+            place = partial + slot[:, None] * R + columns
+            found = tl.trans(sums[i]) if SWAP else sums[i]
+            tl.store(place, found, mask=_within(heads[:, None] < H, columns, R, BLOCK_R))
         tile = until
 
 
 @triton.jit(do_not_specialize=["B"])
 def _combine(partial, tops, weights, slots, out, B, H, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
-    """`out [B, H, R]`: all partials of a request as one softmax, zero where there are none."""
+    """`out [B, H, R]`: all partials of a request as one softmax, zero where there are none.
+
+    A softmax a lane of BLOCK_SLOTS, merged at the end: lanes wait for each other and for memory no more often than they must.
+    """
     b, h = tl.program_id(0), tl.program_id(1)
     columns = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     lowest, upper = tl.load(slots + b), tl.load(slots + B + b)
     top = tl.full([BLOCK_SLOTS], float("-inf"), tl.float32)
-    for start in range(lowest, upper, BLOCK_SLOTS):
-        slot = start + tl.arange(0, BLOCK_SLOTS)
-        top = tl.maximum(top, tl.load(tops + slot.to(tl.int64) * H + h, mask=slot < upper, other=float("-inf")))
-    base = tl.max(top, 0)  # finite: the first token of the span is seen, whatever holes follow
     weight = tl.zeros([BLOCK_SLOTS], tl.float32)
     sums = tl.zeros([BLOCK_SLOTS, BLOCK_R], tl.float32)
     for start in range(lowest, upper, BLOCK_SLOTS):
         slot = start + tl.arange(0, BLOCK_SLOTS)
         row = slot.to(tl.int64) * H + h
-        rescale = tl.exp2(tl.load(tops + row, mask=slot < upper, other=float("-inf")) - base)
-        weight += rescale * tl.load(weights + row, mask=slot < upper, other=0.0)
         there = (slot < upper)[:, None] & (columns < R)[None, :]
-        sums += rescale[:, None] * tl.load(partial + row[:, None] * R + columns, mask=there, other=0.0)
-    total = tl.sum(weight, 0)
-    mean = tl.sum(sums, 0) / tl.where(total > 0, total, 1.0)
+        summed = tl.load(partial + row[:, None] * R + columns, mask=there, other=0.0)
+        highest = tl.load(tops + row, mask=slot < upper, other=float("-inf"))
+        weighed = tl.load(weights + row, mask=slot < upper, other=0.0)
+        higher = tl.maximum(top, highest)
+        base = tl.where(higher > float("-inf"), higher, 0.0)
+        old, new = tl.exp2(top - base), tl.exp2(highest - base)
+        weight = weight * old + weighed * new
+        sums = sums * old[:, None] + summed * new[:, None]
+        top = higher
+    highest = tl.max(top, 0)
+    rescale = tl.exp2(top - tl.where(highest > float("-inf"), highest, 0.0))
+    total = tl.sum(weight * rescale, 0)
+    mean = tl.sum(sums * rescale[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + (b.to(tl.int64) * H + h) * R + columns, mean.to(out.dtype.element_ty), mask=columns < R)
 
 
@@ -251,8 +281,8 @@ def mla_decode(
 def build(heads: int, rank: int, rope: int, dtype: torch.dtype, mask: torch.dtype | None, tiling: Tiling) -> None:
     """Compile what `mla_decode` launches and load it to the current device, but launch nothing.
 
-    Triton keeps it: calls over up to 32 requests, in tensors whose strides are multiples of 16, find it. For others it compiles
-    once more when they come, to code that addresses in another way.
+    Triton keeps it: calls over up to 32 requests find it, if tokens lie one after the other in the cache, as transformers keeps
+    them, and other strides are multiples of 16. For others it compiles once more when they come, to other addresses.
 
     Args:
         heads: H.
@@ -265,10 +295,11 @@ def build(heads: int, rank: int, rope: int, dtype: torch.dtype, mask: torch.dtyp
     Raises:
         Exception: Whatever Triton, the assembler and the C compiler that it calls, or the driver raise.
     """
-    shapes = (1, heads, 1, rank), (1, heads, 1, rope), (1, 16, rank), (1, 16, rope)
-    q_latent, q_rope, latent, k_rope = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-    seen = None if mask is None else torch.empty(1, 1, 1, 16, dtype=mask, device="meta")
-    _decode(_load, q_latent, q_rope, latent, k_rope, seen, 1.0, tiling)
+    for batch in 1, _REQUESTS:
+        shapes = (batch, heads, 1, rank), (batch, heads, 1, rope), (batch, 16, rank), (batch, 16, rope)
+        q_latent, q_rope, latent, k_rope = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+        seen = None if mask is None else torch.empty(batch, 1, 1, 16, dtype=mask, device="meta")
+        _decode(_load, q_latent, q_rope, latent, k_rope, seen, 1.0, tiling)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -313,13 +344,15 @@ def _decode(
         q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), latent.stride(1), k_rope.stride(0), k_rope.stride(1), mask_b, mask_s,
         batch, heads, R=rank, P=rope, MASK=kind, PROGRAMS=tiling.programs, LEAST=tiling.least,
-        BLOCK_H=tiling.block_h, BLOCK_N=tiling.block_n, BLOCK_P=max(16, power_of_two(rope)),
-        BLOCK_B=max(_REQUESTS, power_of_two(batch)),
+        BLOCK_H=tiling.block_h, BLOCK_N=tiling.block_n, BLOCK_R=padded(rank), BLOCK_P=max(16, power_of_two(rope)),
+        BLOCK_B=max(_REQUESTS, power_of_two(batch)), SWAP=tiling.swap,
         UPCAST=not isinstance(_attend, triton.JITFunction),  # the interpreter holds bf16 as bits and would multiply those
         PRECISION="ieee" if latent.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
-    block_r = min(128, power_of_two(rank))
+    # Many partials of few requests, or few partials of many: either way read in one or two rounds, by enough programs.
+    block_slots, block_r = (64, 64) if batch <= _FEW else (8, 512)
+    block_r = min(block_r, power_of_two(rank))
     grid = batch, heads, triton.cdiv(rank, block_r)
-    launch(_combine, grid, partial, tops, weights, slots, out, batch, heads, R=rank, BLOCK_R=block_r, BLOCK_SLOTS=16)
+    launch(_combine, grid, partial, tops, weights, slots, out, batch, heads, R=rank, BLOCK_R=block_r, BLOCK_SLOTS=block_slots)
     return out

@@ -1,8 +1,8 @@
 """How much of the work one program of the Triton kernel takes: plain arithmetic about shared memory and registers.
 
-No GPU was at hand: the sizes are reasoned, and checked against what Triton's compiler reports for compute capabilities 8.0 to
-12.0 (shared memory) and for 9.0 (registers, spills), but not tuned by running them. `benchmarks/decode_cuda.py --tilings` is
-there to do that.
+No GPU was at hand: the sizes are reasoned, and checked against what Triton's compiler makes of them (shared memory for compute
+capabilities 8.0 to 12.0; instructions of a tile, `benchmarks/decode_code.py`), but not tuned by running them.
+`benchmarks/decode_cuda.py kernel --tilings` is there to do that.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Tiling:
         warps: Warps of a program.
         programs: Programs among which the tiles are dealt out.
         least: Fewest tiles worth a program.
+        swap: Take the transposes of both products.
     """
 
     block_h: int
@@ -65,6 +66,7 @@ class Tiling:
     warps: int
     programs: int
     least: int
+    swap: bool = False
 
 
 def power_of_two(number: int) -> int:
@@ -72,18 +74,24 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def padded(rank: int) -> int:
+    """The rank as it is worked off: with less than 64 of it in a chunk, Triton would have warps repeat each other's work."""
+    return -(-rank // 64) * 64
+
+
 def shared_bytes(tiling: Tiling, rank: int, rope: int, size: int) -> int:
     """Shared memory that the attending kernel needs at most, with a tiling as `choose` gives it.
 
     Its loop holds tiles of latent and rotary key beside queries, probabilities, what an additive mask says, and a number a
-    head. With 16 or 32 heads operands of mma instructions leave shared memory before the next tile is asked for; with 64
-    heads wgmma reads tiles in place, so that a pipeline as deep holds one more. After the loop sums pass through on their way
-    out, one chunk at a time, in fp32. Of the instructions of compute capability 10 and 11 for 64 heads this says nothing.
+    head and warp. Operands of mma instructions leave shared memory before the next tile is asked for; wgmma, which takes
+    swapped products and those of 64 heads, reads tiles in place, so that a pipeline as deep holds one more. After the loop
+    sums pass through on their way out, one chunk at a time, in fp32.
     """
-    width = rank + max(16, power_of_two(rope))
-    tiles = (tiling.stages - (tiling.block_h < 64)) * tiling.block_n * width * size
+    width = padded(rank) + max(16, power_of_two(rope))
+    in_place = tiling.swap or tiling.block_h == 64
+    tiles = (tiling.stages - (not in_place)) * tiling.block_n * width * size
     beside = tiling.block_h * ((width + tiling.block_n) * size + 4) + tiling.stages * tiling.block_n * 4
-    widest = 1 << (rank.bit_length() - 1)
+    widest = 1 << (padded(rank).bit_length() - 1)
     return max(tiles + beside, 4 * tiling.block_h * widest)
 
 
@@ -91,26 +99,29 @@ def shared_bytes(tiling: Tiling, rank: int, rope: int, size: int) -> int:
 def choose(heads: int, rank: int, rope: int, size: int, device: Machine) -> Tiling | None:
     """A tiling for H `heads` over a latent of R = `rank` and P = `rope` values of `size` bytes; None where none fits.
 
-    - All heads go into one program up to 64, as far as its sums (fp32, heads × rank) leave room in 64K registers; more
-      heads are served by programs side by side, which meet in the L2 cache. fp32 goes without matrix instructions, which
-      costs registers: 32 heads at most, and shorter tiles. 32 also where 64 would be taken by tcgen05 (compute capability 10
-      and 11), for which Triton lays tiles out anew in shared memory, beyond what there is from rank 448 on.
+    - All heads go into one program, up to 64 with wgmma (compute capability 9), 32 without, as far as its sums (fp32, heads ×
+      rank) leave room in 64K registers; more heads are served by programs side by side, which meet in the L2 cache.
+    - Beside its way from memory, what bounds a tile is how often it passes through shared memory, at 128 bytes a cycle
+      (BENCHMARKS.md). wgmma reads it once for each product where nothing is done twice: swapped, by one warpgroup, as far as
+      that has registers for the sums. mma has each warp read the queries again for each tile: the longer a tile, the better.
     - One program a multiprocessor. What is in flight while a tile is worked on must cover bandwidth × latency, about
-      4.3 TB/s × 0.8 µs / 132 = 26 KB each: at least two tiles (18 to 74 KB each in half precision), four where they fit.
-    - 64 tokens a tile while sums are small, else 32: registers are full then, and with 64 heads some are spilled, outside of
-      the loop over tiles (BENCHMARKS.md). 16, and fewer heads, are for GPUs and dtypes with room for no more.
+      4.3 TB/s × 0.8 µs / 132 = 26 KB each: at least two tiles, up to four where they fit, but long ones rather than many.
+    - Tiles of 128 tokens only while scores and sums are small; below 64, and fewer heads, where there is room for no more.
+      fp32 goes without matrix instructions, which costs registers.
     - A partial costs 4 · heads · rank bytes to write, and is read again, mostly from L2. A program shall not write more
       than it reads of the cache: this bounds the fewest tiles a program gets, not their number.
     """
-    most = 64 if size == 2 and device.major not in (10, 11) else 32
-    largest = max(16, min(power_of_two(heads), most, 64 * 576 // rank))
-    for block_h, block_n, tiles in product((64, 32, 16), (64, 32, 16), (4, 3, 2)):
-        longest = 512 // block_h if size > 2 else 64 if block_h * rank <= 32 * 320 else 32
+    wgmma, width = size == 2 and device.major == 9, padded(rank)
+    largest = max(16, min(power_of_two(heads), 64 if wgmma else 32, 64 * 576 // width))
+    for block_h, block_n, tiles in product((64, 32, 16), (128, 64, 32, 16), (4, 3, 2)):
+        swap = wgmma and block_n >= 64 and block_h * width <= 32 * 576
+        longest = 512 // block_h if size > 2 else 128 if swap and block_h * width <= 16 * 256 else 64
         if block_h > largest or block_n > longest:
             continue
         programs = max(1, device.processors // -(-heads // block_h))
         least = -(-4 * block_h * rank // (block_n * (rank + rope) * size))
-        tiling = Tiling(block_h, block_n, tiles + (block_h < 64), 8, programs, least)
+        stages = tiles + (not (swap or block_h == 64))
+        tiling = Tiling(block_h, block_n, stages, 4 if swap else 8, programs, least, swap)
         if shared_bytes(tiling, rank, rope, size) <= device.shared:
             return tiling
     return None

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,17 +141,29 @@ def test_ragged_batches_with_holes(kind: str, dtype: torch.dtype) -> None:
     if kind != "bool":
         mask = added(mask, torch.float16 if "fp16" in kind else torch.float32)
     expected = spelled_out(q, r, c, k, mask)
-    assert agree(mla_decode(q, r, c, k, mask, SCALE, SMALL), expected)
+    for swap in (False, True):
+        assert agree(mla_decode(q, r, c, k, mask, SCALE, replace(SMALL, swap=swap)), expected)
     assert agree(decode(q, r, c, k, mask, SCALE, "triton"), expected)
+
+
+@pytest.mark.parametrize(("batch", "cached"), [(1, 9000), (9, 40), (11, 700)])
+@pytest.mark.usefixtures("poison")
+def test_partials_are_merged_in_rounds(batch: int, cached: int) -> None:
+    """Of few requests by columns, of many by rows; more of them than a round takes."""
+    q, r, c, k = inputs(batch, 2, cached, 80, 8)
+    mask = ragged(batch, cached, seed=batch)
+    mask[0] = True
+    sizes = replace(SMALL, block_n=64 if batch == 1 else 16, programs=150)
+    assert agree(mla_decode(q, r, c, k, mask, SCALE, sizes), spelled_out(q, r, c, k, mask))
 
 
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_any_deal_of_tiles_gives_the_same(data: st.DataObject) -> None:
     """Fewer programs than requests, more than tiles, tiles of every length, requests that see nothing anywhere."""
-    batch, cached = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 70))
+    batch, cached = data.draw(st.sampled_from([1, 2, 3, 5, 11])), data.draw(st.integers(1, 70))
     block_n, least = data.draw(st.sampled_from([16, 32])), data.draw(st.integers(1, 3))
-    sizes = Tiling(16, block_n, 2, 4, data.draw(st.integers(1, 9)), least)
+    sizes = Tiling(16, block_n, 2, 4, data.draw(st.integers(1, 9)), least, data.draw(st.booleans()))
     q, r, c, k = inputs(batch, 2, cached, 16, 8)
     spans = [sorted(data.draw(st.tuples(st.integers(0, cached), st.integers(0, cached)))) for _ in range(batch)]
     mask = torch.zeros(batch, 1, 1, cached, dtype=torch.bool, device=DEVICE)
@@ -590,12 +603,16 @@ def test_tilings_keep_their_rules(size: int, device: Machine) -> None:
             blocks = -(-heads // found.block_h)
             assert found.programs * blocks <= max(device.processors, blocks)
             assert found.least * found.block_n * (rank + 64) * size >= 4 * found.block_h * rank
-            assert found.block_h <= (64 if size == 2 and device.major < 10 else 32) or device.major == 12
+            wgmma = size == 2 and device.major == 9
+            assert found.block_h <= (64 if wgmma else 32)
+            assert wgmma or not found.swap
+            assert not found.swap or found.block_n >= 64  # rows of a product of wgmma
 
 
 def test_an_h200_has_room_for_64_heads_of_512_and_64() -> None:
-    assert choose(64, 512, 64, 2, H200) == Tiling(64, 32, 4, 8, 132, 4)
-    assert choose(16, 512, 64, 2, H200) == Tiling(16, 64, 3, 8, 132, 1)
+    assert choose(64, 512, 64, 2, H200) == Tiling(64, 64, 2, 8, 132, 2)
+    assert choose(32, 512, 64, 2, H200) == Tiling(32, 64, 2, 4, 132, 1, swap=True)
+    assert choose(8, 256, 64, 2, H200) == Tiling(16, 128, 2, 4, 132, 1, swap=True)
 
 
 COMPILE = """
@@ -604,7 +621,7 @@ COMPILE = """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
     from attention.kernels import mla_decode
-    from attention.kernels.tiling import Machine, Tiling, choose, shared_bytes
+    from attention.kernels.tiling import Machine, Tiling, choose, padded, shared_bytes
 
     class Gpu:
         get_current_target = lambda self: GPUTarget("cuda", CAPABILITY, 32)
@@ -626,8 +643,10 @@ COMPILE = """
         loop = code[code.index("scf.for"):]
         loop = loop[:loop.index("scf.yield")]
         # one asynchronous copy a chunk, one of the rotary key, one of numbers to add: nothing is fetched twice
-        assert loop.count("async_copy_global_to_local") == rank.bit_count() + 1 + (mask == torch.float32), loop
-        assert ("wgmma" in attend.asm["ptx"]) == (tiling.block_h == 64 and CAPABILITY == 90)
+        assert loop.count("async_copy_global_to_local") == padded(rank).bit_count() + 1 + (mask == torch.float32), loop
+        wgmma = CAPABILITY == 90 and size == 2
+        assert ("wgmma" in attend.asm["ptx"]) == wgmma
+        assert not wgmma or "ldmatrix" not in attend.asm["ptx"]  # which reads tiles where they lie
         so_far = list(compiled)
         mask = None if mask is None else torch.zeros(3, 1, 1, 33, dtype=mask)
         shapes = (3, heads, 1, rank), (3, heads, 1, rope), (3, 33, rank), (3, 33, rope)
