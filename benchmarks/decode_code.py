@@ -30,7 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-from attention.kernels import mla_decode
+from attention.kernels import split_kv
 from attention.kernels.tiling import H200, Machine, Tiling, choose
 
 ROPE, SIZE = 64, 2
@@ -76,7 +76,7 @@ def compiled(heads: int, rank: int, tiling: Tiling, capability: int) -> Code:
 
     triton.runtime.driver.set_active(Driver())
     CompiledKernel.__getitem__ = lambda self, grid: loaded.__setitem__(self.name, self)
-    mla_decode.build(heads, rank, ROPE, torch.bfloat16, torch.bool, tiling)
+    split_kv.build(heads, rank, ROPE, torch.bfloat16, torch.bool, tiling)
     kernel = loaded["_attend"]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.cubin"

@@ -1,16 +1,19 @@
-"""Attention over the cached latent, by the fastest backend that can serve a call. This is the one place that chooses.
+"""One new token attends to its cache, by the fastest backend that can serve a call. This is the one place that chooses.
 
-A backend is one file and one entry of `BACKENDS`: a function of the signature of `decode`, and one that says why it cannot
-serve a call. FlashMLA and FlashInfer are not among them: the former wants latent and rotary key joined in pages of 64 tokens,
-the latter both in pages and only 512 + 64, and transformers caches two separate tensors without pages, so that either
-would have to copy the cache; neither could be run here either.
+`decode` attends to a latent (MLA), `decode_grouped` to keys and values that query heads share (GQA, MQA). A backend of either
+is one function of its signature, one that says why it cannot serve a call, and one entry of `LATENT` or `GROUPED`.
+
+FlashMLA and FlashInfer are not among them. FlashMLA wants latent and rotary key joined, in pages of 64 tokens, and lengths in
+place of a mask: the first means to copy the cache of transformers, the second cannot say that a prompt is padded on the left.
+FlashInfer (0.7) reads the two apart, in pages that a static cache could be taken for, but plans on the host by lengths that it
+copies from the device: anew for each step, and outside of CUDA graphs. Neither could be run here.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -24,11 +27,6 @@ from attention.kernels import torch_decode
 from attention.kernels.tiling import RANK_STEP, Tiling, choose, machine
 
 Backend = Literal["auto", "triton", "torch"]
-Decode = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float],
-    torch.Tensor,
-]
-Objection = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], str | None]
 
 # Triton itself is imported by the first call that it serves. It reads its environment then, in the same way.
 _TRITON = find_spec("triton") is not None
@@ -38,10 +36,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Entry:
-    """A backend: what runs it, and `objection`, which says why it cannot serve a call of one query, or None."""
+    """A backend: what runs it, and `objection`, which says of tensors of one query why it cannot serve them, or None."""
 
-    run: Decode
-    objection: Objection
+    run: Callable[..., torch.Tensor]
+    objection: Callable[..., str | None]
 
 
 def decode(
@@ -66,7 +64,7 @@ def decode(
         k_rope: `[B, S, P]`, turned.
         mask: `[B or 1, 1, T, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
-        backend: A name in `BACKENDS`, or "auto": the first of them that can.
+        backend: A name in `LATENT`, or "auto": the first of them that can.
 
     Returns:
         `[B, H, T, R]`, the mean latent each query sees; zero where it sees nothing at all.
@@ -74,23 +72,67 @@ def decode(
     Raises:
         Refusal: `backend` is not one, or cannot serve this call; or the mask is for another number of tokens.
     """
-    if mask is not None and mask.shape[-1] != latent.shape[1]:
+    _check_mask(mask, latent.shape[1])
+    check(backend)
+    tensors = q_latent, q_rope, latent, k_rope, mask
+    if q_latent.shape[2] != 1:
+        _note("torch", None)
+        return LATENT["torch"].run(*tensors, scaling)
+    return _serve(LATENT, tensors, scaling, backend)
+
+
+def decode_grouped(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Attention of one query a head, where H / G heads in a row share a KV head, whose keys and values are not repeated.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        keys: `[B, G, S, D]`; with `values`, read as it lies in the cache. Of hidden tokens the same holds as in `decode`.
+        values: `[B, G, S, Dv]`.
+        mask: `[B or 1, 1, 1, S]`: true where a token is seen, or a number added to the scores; or None.
+        scaling: What scores are multiplied by.
+        backend: A name in `GROUPED`, or "auto": the first of them that can, as in `decode`.
+
+    Returns:
+        `[B, H, 1, Dv]`. Where a query sees nothing at all it is zero with Triton, with torch what torch makes of it.
+
+    Raises:
+        Refusal: As `decode`.
+    """
+    _check_mask(mask, keys.shape[2])
+    check(backend)
+    return _serve(GROUPED, (query, keys, values, mask), scaling, backend)
+
+
+def _check_mask(mask: torch.Tensor | None, cached: int) -> None:
+    if mask is not None and mask.shape[-1] != cached:
         raise Refusal(
-            f"cannot attend with a mask over {mask.shape[-1]} tokens to a cache of {latent.shape[1]}: they must be as many",
+            f"cannot attend with a mask over {mask.shape[-1]} tokens to a cache of {cached}: they must be as many",
             "let transformers make the mask, or give one of shape [B, 1, T, S] over the whole cache",
         )
-    check(backend)
-    if q_latent.shape[2] != 1 or (backend == "auto" and not _on_gpu(latent)):
+
+
+def _serve(
+    entries: Mapping[str, Entry], tensors: tuple[torch.Tensor | None, ...], scaling: float, backend: str
+) -> torch.Tensor:
+    first = tensors[0]
+    if backend == "auto" and first is not None and not _on_gpu(first):
         _note("torch", None)
-        return BACKENDS["torch"].run(q_latent, q_rope, latent, k_rope, mask, scaling)
+        return entries["torch"].run(*tensors, scaling)
     warned = None
-    for name, entry in BACKENDS.items():
+    for name, entry in entries.items():
         if backend not in ("auto", name):
             continue
-        reason = entry.objection(q_latent, q_rope, latent, k_rope, mask)
+        reason = entry.objection(*tensors)
         if reason is None:
             _note(name, warned)
-            return entry.run(q_latent, q_rope, latent, k_rope, mask, scaling)
+            return entry.run(*tensors, scaling)
         if backend == name:
             raise Refusal(f"the {name} backend cannot decode here: {reason}", 'leave the choice to backend="auto"')
         warned = f"decoding without the {name} backend: {reason}"
@@ -99,13 +141,13 @@ def decode(
 
 
 def check(backend: str) -> None:
-    """Whether `backend` is one that `decode` takes.
+    """Whether `backend` is one that `decode` and `decode_grouped` take.
 
     Raises:
         Refusal: It is not.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise Refusal(f"there is no backend {backend!r}: it must be one of 'auto', {', '.join(map(repr, BACKENDS))}")
+    if backend != "auto" and backend not in LATENT:
+        raise Refusal(f"there is no backend {backend!r}: it must be one of 'auto', {', '.join(map(repr, LATENT))}")
 
 
 # Apart, so that tests can have tensors pass for those of a GPU.
@@ -118,7 +160,7 @@ _watching: list[dict[str, str | None]] = []
 
 @contextmanager
 def watched() -> Iterator[dict[str, str | None]]:
-    """Names of the backends that serve `decode` within the block, each with the warning that it came with, or None.
+    """Names of the backends that serve either function within the block, each with the warning that it came with, or None.
 
     Calls that torch.compile has made are not seen.
     """
@@ -147,42 +189,70 @@ def _warn(message: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
-def _triton_objection(
+def _latent_objection(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     latent: torch.Tensor,
     k_rope: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> str | None:
-    tensors = (q_latent, q_rope, latent, k_rope)
     heads, rank, rope = q_latent.shape[1], latent.shape[2], k_rope.shape[2]
+    if reason := _objection((q_latent, q_rope, latent, k_rope), latent, k_rope, mask):
+        return reason
+    if rank % RANK_STEP or not rank or not rope:
+        return f"it takes a latent rank that is a multiple of {RANK_STEP} and a rotary key, not {rank} + {rope}"
+    of = None if mask is None else mask.dtype
+    return _machine_objection(heads, rank, rope, latent.dtype, of, None, _on_gpu(latent), str(latent.device))
+
+
+def _grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> str | None:
+    (batch, groups, _, dim), rank = keys.shape, values.shape[3]
+    if reason := _objection((query, keys, values), values, keys, mask):
+        return reason
+    if rank % RANK_STEP or not rank or not dim:
+        return f"it takes heads whose values are a multiple of {RANK_STEP}, not {rank}"
+    if batch > 1 and any(tensor.stride(0) != groups * tensor.stride(1) for tensor in (keys, values)):
+        return "the KV heads of a sequence do not lie next to those of the one before"
+    of = None if mask is None else mask.dtype
+    shared = query.shape[1] // groups
+    return _machine_objection(shared, rank, dim, values.dtype, of, groups, _on_gpu(values), str(values.device))
+
+
+def _objection(
+    tensors: tuple[torch.Tensor, ...], values: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None
+) -> str | None:
+    """What Triton has against either kind of call, whose `tensors` are `values` and `keys` of the cache beside others."""
     if not _TRITON:
         return "Triton is not installed"
-    if not _on_gpu(latent) and not (_INTERPRETED and latent.device.type == "cpu"):
-        return f"it needs tensors on a CUDA device, and these are on {latent.device.type}"
-    if any(tensor.device != latent.device for tensor in (*tensors, *(() if mask is None else (mask,)))):
+    if not _on_gpu(values) and not (_INTERPRETED and values.device.type == "cpu"):
+        return f"it needs tensors on a CUDA device, and these are on {values.device.type}"
+    if any(tensor.device != values.device for tensor in (*tensors, *(() if mask is None else (mask,)))):
         places = ", ".join(str(tensor.device) for tensor in tensors) + ("" if mask is None else f" and {mask.device}")
         return f"it takes tensors on one device, and these are on {places}"
-    if latent.dtype not in _DTYPES or any(tensor.dtype != latent.dtype for tensor in tensors):
+    if values.dtype not in _DTYPES or any(tensor.dtype != values.dtype for tensor in tensors):
         return f"it takes float16, bfloat16 or float32, all alike, not {', '.join(str(t.dtype)[6:] for t in tensors)}"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no gradients, and some are asked for (use torch.no_grad())"
-    if rank % RANK_STEP or not rank or not rope:
-        return f"it takes a latent rank that is a multiple of {RANK_STEP} and a rotary key, not {rank} + {rope}"
-    if latent.stride(2) != 1 or k_rope.stride(2) != 1:
-        return f"the cached values of a token do not lie side by side (strides {latent.stride(2)} and {k_rope.stride(2)})"
-    if mask is not None and mask.shape[:-1] not in ((1, 1, 1), (len(latent), 1, 1)):
-        return f"it takes a mask [{len(latent)} or 1, 1, 1, S], not one of shape {list(mask.shape)}"
+    if values.stride(-1) != 1 or keys.stride(-1) != 1:
+        return f"the cached values of a token do not lie side by side (strides {values.stride(-1)} and {keys.stride(-1)})"
+    if mask is not None and mask.shape[:-1] not in ((1, 1, 1), (len(values), 1, 1)):
+        return f"it takes a mask [{len(values)} or 1, 1, 1, S], not one of shape {list(mask.shape)}"
     if mask is not None and mask.dtype not in (torch.bool, *_DTYPES):
         return f"it takes masks of bool, float16, bfloat16 or float32, not {str(mask.dtype)[6:]}"
-    of = None if mask is None else mask.dtype
-    return _machine_objection(heads, rank, rope, latent.dtype, of, _on_gpu(latent), str(latent.device))
+    return None
 
 
 # Facts about the machine: compiled code need not find them out again.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _machine_objection(
-    heads: int, rank: int, rope: int, dtype: torch.dtype, mask: torch.dtype | None, cuda: bool, device: str
+    heads: int,
+    rank: int,
+    rope: int,
+    dtype: torch.dtype,
+    mask: torch.dtype | None,
+    groups: int | None,
+    cuda: bool,
+    device: str,
 ) -> str | None:
     if cuda and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
@@ -190,22 +260,29 @@ def _machine_objection(
     if tiling is None:
         size = dtype.itemsize
         return f"two tiles of rank {rank} + {rope}, {size} bytes a value, do not fit into the shared memory of this GPU"
-    return None if _INTERPRETED else _failure(heads, rank, rope, dtype, mask, tiling, device)
+    return None if _INTERPRETED else _failure(heads, rank, rope, dtype, mask, tiling, groups, device)
 
 
 @cache
 def _failure(
-    heads: int, rank: int, rope: int, dtype: torch.dtype, mask: torch.dtype | None, tiling: Tiling, device: str
+    heads: int,
+    rank: int,
+    rope: int,
+    dtype: torch.dtype,
+    mask: torch.dtype | None,
+    tiling: Tiling,
+    groups: int | None,
+    device: str,
 ) -> str | None:
     """Why the kernel cannot be had on `device`, found by building it: a launch that fails would end the whole model.
 
     Whoever captures a CUDA graph or lets torch.compile trace has it built by then, outside of both.
     """
     try:
-        from attention.kernels.mla_decode import build
+        from attention.kernels.split_kv import build
 
         with torch.cuda.device(device):
-            build(heads, rank, rope, dtype, mask, tiling)
+            build(heads, rank, rope, dtype, mask, tiling, groups)
     except Exception as error:  # of Triton, of compilers it calls, of the driver: no class is common to them
         # A full GPU says nothing about the kernel, and may have room the next time.
         if "out of memory" in str(error):
@@ -214,9 +291,9 @@ def _failure(
     return None
 
 
-# An operator of its own: compiled code takes it as it is, and need not look into Triton's launches.
+# Operators of their own: compiled code takes them as they are, and need not look into Triton's launches.
 @torch.library.custom_op("kvfold::mla_decode", mutates_args=())
-def _triton(
+def _mla(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     latent: torch.Tensor,
@@ -229,7 +306,7 @@ def _triton(
     return mla_decode(q_latent, q_rope, latent, k_rope, mask, scaling)
 
 
-@_triton.register_fake
+@_mla.register_fake
 def _(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
@@ -241,7 +318,29 @@ def _(
     return q_latent.new_empty(q_latent.shape)
 
 
-BACKENDS: dict[str, Entry] = {
-    "triton": Entry(_triton, _triton_objection),
-    "torch": Entry(torch_decode.decode, lambda *_: None),
+@torch.library.custom_op("kvfold::gqa_decode", mutates_args=())
+def _gqa(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    from attention.kernels.gqa_decode import gqa_decode
+
+    return gqa_decode(query, keys, values, mask, scaling)
+
+
+@_gqa.register_fake
+def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    return query.new_empty((*query.shape[:3], values.shape[3]))
+
+
+def _nothing(*_: torch.Tensor | None) -> None:
+    return None
+
+
+LATENT: dict[str, Entry] = {
+    "triton": Entry(_mla, _latent_objection),
+    "torch": Entry(torch_decode.decode, _nothing),
+}
+GROUPED: dict[str, Entry] = {
+    "triton": Entry(_gqa, _grouped_objection),
+    "torch": Entry(torch_decode.decode_grouped, _nothing),
 }

@@ -1,4 +1,4 @@
-"""Attention over the cached latent in plain torch: any device, dtype and number of queries, with gradients.
+"""Attention over the cache in plain torch: any device, dtype and, over a latent, number of queries; with gradients.
 
 Letters as in `attention`; R is the rank of the latent, P its rotary dims.
 """
@@ -72,3 +72,24 @@ def read(weights: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
     Heads and queries are rows of one product: broadcasting over heads would copy the latent H times.
     """
     return torch.bmm(weights.flatten(1, 2), latent).unflatten(1, weights.shape[1:3])
+
+
+def decode_grouped(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """One query a head, by torch's own attention: the heads of a group are queries of its one KV head.
+
+    Args:
+        query: `[B, H, 1, D]`; H / G heads in a row share a KV head.
+        keys: `[B, G, S, D]`.
+        values: `[B, G, S, Dv]`.
+        mask: `[B or 1, 1, 1, S]`: true where a token is seen, or a number added to the scores; or None.
+        scaling: What scores are multiplied by.
+
+    Returns:
+        `[B, H, 1, Dv]`.
+    """
+    batch, heads, _, dim = query.shape
+    rows = query.reshape(batch, keys.shape[1], -1, dim)
+    out = torch.nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+    return out.reshape(batch, heads, 1, -1)

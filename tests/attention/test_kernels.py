@@ -33,7 +33,7 @@ from triton import OutOfResources
 import attention.kernels
 from attention import absorb, absorbed
 from attention.errors import Refusal
-from attention.kernels import BACKENDS, decode, torch_decode
+from attention.kernels import LATENT, decode, split_kv, torch_decode
 from attention.kernels.mla_decode import mla_decode
 from attention.kernels.tiling import H200, INTERPRETED, Machine, Tiling, choose, machine
 
@@ -279,13 +279,13 @@ def test_torch_agrees_with_the_same_oracle() -> None:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the backends that served, in order."""
     names: list[str] = []
-    for name, entry in BACKENDS.items():
+    for name, entry in LATENT.items():
 
         def run(*arguments: Any, name: str = name) -> torch.Tensor:
             names.append(name)
             return torch_decode.decode(*arguments)
 
-        monkeypatch.setitem(BACKENDS, name, attention.kernels.Entry(run, entry.objection))
+        monkeypatch.setitem(LATENT, name, attention.kernels.Entry(run, entry.objection))
     monkeypatch.setattr(attention.kernels, "_warned", set())
     return names
 
@@ -305,7 +305,7 @@ def fails_to_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         raise OutOfResources(295920, 232448, "shared memory")
 
     monkeypatch.setattr(attention.kernels, "_INTERPRETED", False)
-    monkeypatch.setattr(attention.kernels.mla_decode, "build", build)
+    monkeypatch.setattr(split_kv, "build", build)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     # With a cache of its own, so that later tests do not hear of these failures.
     monkeypatch.setattr(attention.kernels, "_failure", functools.cache(attention.kernels._failure.__wrapped__))
@@ -366,7 +366,7 @@ def test_torch_steps_in_with_one_warning_a_reason(
         monkeypatch.setattr(attention.kernels, "_TRITON", False)
     monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q)
     call = (q, r, c, k)
-    monkeypatch.setitem(BACKENDS, "torch", attention.kernels.Entry(lambda *_: served.append("torch") or q, lambda *_: None))
+    monkeypatch.setitem(LATENT, "torch", attention.kernels.Entry(lambda *_: served.append("torch") or q, lambda *_: None))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -391,8 +391,8 @@ def test_a_kernel_is_built_once_before_it_is_first_launched(served: list[str], m
         decode(*call, None, SCALE)
         decode(*call, mask, SCALE)
     tiling = choose(2, 48, 8, 2, machine(torch.device(DEVICE)))
-    assert asked == [(2, 48, 8, torch.float16, kind, tiling) for kind in (None, torch.bool)]
-    monkeypatch.setattr(attention.kernels.mla_decode, "build", lambda *arguments: asked.append(arguments))
+    assert asked == [(2, 48, 8, torch.float16, kind, tiling, None) for kind in (None, torch.bool)]
+    monkeypatch.setattr(split_kv, "build", lambda *arguments: asked.append(arguments))
     attention.kernels._failure.cache_clear()
     for _ in range(2):
         decode(*calls[0], None, SCALE)
@@ -404,7 +404,7 @@ def test_a_full_gpu_is_no_reason_to_do_without_the_kernel(served: list[str], mon
     on_gpu(monkeypatch)
     fails_to_build(monkeypatch)
     failures = iter([RuntimeError("Triton Error [CUDA]: out of memory")])
-    monkeypatch.setattr(attention.kernels.mla_decode, "build", lambda *_: raise_next(failures))
+    monkeypatch.setattr(split_kv, "build", lambda *_: raise_next(failures))
     with pytest.raises(RuntimeError, match="out of memory"):
         decode(*inputs(1, 2, 5, 16, 8), None, SCALE)
     decode(*inputs(1, 2, 5, 16, 8), None, SCALE)
@@ -564,7 +564,7 @@ def test_projections_around_a_step_copy_no_weight(monkeypatch: pytest.MonkeyPatc
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: products.append((a, b)) or bmm(a, b))
     monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q.clone())
-    monkeypatch.setitem(BACKENDS, "torch", attention.kernels.Entry(lambda q, *_: q.clone(), lambda *_: None))
+    monkeypatch.setitem(LATENT, "torch", attention.kernels.Entry(lambda q, *_: q.clone(), lambda *_: None))
     q_nope, q_rope = module._queries(torch.randn(3, 1, 64))
     with torch.no_grad():
         module._absorbed(q_nope, q_rope, torch.randn(3, 5, 16), torch.randn(3, 5, 8), None)
@@ -620,7 +620,7 @@ COMPILE = """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
-    from attention.kernels import mla_decode
+    from attention.kernels import split_kv
     from attention.kernels.tiling import Machine, Tiling, choose, padded, shared_bytes
 
     class Gpu:
@@ -635,7 +635,7 @@ COMPILE = """
     for heads, rank, rope, mask, dtype, tiling in CASES:
         size = dtype.itemsize
         tiling = tiling or choose(heads, rank, rope, size, MACHINE)
-        mla_decode.build(heads, rank, rope, dtype, mask, tiling)
+        split_kv.build(heads, rank, rope, dtype, mask, tiling)
         attend = loaded["_attend"]
         needed, code = attend.metadata.shared, attend.asm["ttgir"]
         told = heads, rank, rope, dtype, tiling, needed, shared_bytes(tiling, rank, rope, size)
@@ -650,7 +650,8 @@ COMPILE = """
         so_far = list(compiled)
         mask = None if mask is None else torch.zeros(3, 1, 1, 33, dtype=mask)
         shapes = (3, heads, 1, rank), (3, heads, 1, rope), (3, 33, rank), (3, 33, rope)
-        mla_decode._decode(mla_decode._load, *(torch.zeros(shape, dtype=dtype) for shape in shapes), mask, 0.5, tiling)
+        cached = (torch.zeros(shape, dtype=dtype) for shape in shapes)
+        split_kv.decode(*cached, mask, 0.5, tiling, launch=split_kv._load)
         assert compiled == so_far, "what is built ahead is not what calls look for"
     print(len(compiled), *sorted(loaded))
 """

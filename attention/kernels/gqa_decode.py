@@ -1,0 +1,40 @@
+"""Decoding over keys and values that query heads share in groups, in Triton: one read of them for a group. See `split_kv`."""
+
+from __future__ import annotations
+
+import torch
+
+from attention.kernels import split_kv
+from attention.kernels.tiling import Tiling, choose, machine
+
+
+def gqa_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """`attention.kernels.decode_grouped`; it checks nothing, the caller has. A KV head is a request of H / G query heads.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        keys: `[B, G, S, D]`, of strides such that B and G can be one dim, and 1 in the last.
+        values: `[B, G, S, Dv]`, likewise; Dv a multiple of 16.
+        mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
+        scaling: What scores are multiplied by.
+        tiling: Sizes other than those that `attention.kernels.tiling` reasons out for H / G heads, rank Dv and rope D.
+
+    Returns:
+        `[B, H, 1, Dv]`, contiguous.
+    """
+    batch, groups, cached, dim = keys.shape
+    shared, rank = query.shape[1] // groups, values.shape[3]
+    tiling = tiling or choose(shared, rank, dim, values.element_size(), machine(values.device))
+    assert tiling is not None
+    rows = query.reshape(batch * groups, shared, 1, dim)
+    stacked, means = keys.view(batch * groups, cached, dim), values.view(batch * groups, cached, rank)
+    with torch.cuda.device_of(values):
+        out = split_kv.decode(None, rows, means, stacked, mask, scaling, tiling, groups)
+    return out.view(batch, groups * shared, 1, rank)
