@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attention.patch import absorb, absorbed, load, restore
+    from attention.patch import absorb, absorbed, load, pack, restore
 
-__all__ = ["absorb", "absorbed", "load", "restore"]
+__all__ = ["absorb", "absorbed", "load", "pack", "restore"]
 
 
 def __getattr__(name: str) -> Any:
-    """The four are imported when first asked for: torch is not needed to read an AttentionSpec."""
+    """They are imported when first asked for: torch is not needed to read an AttentionSpec."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from attention import patch

@@ -1,7 +1,8 @@
-"""Put absorbed latent attention into one model object, and take it out again.
+"""Let one model object decode over its cache as it lies, and make it stock again.
 
-Only the attention modules of the model at hand change, and only their class: weights, names, config, cache, transformers'
-registries and every other model stay as they are. `save_pretrained` writes what it would have written.
+Latent attention is absorbed: the attention modules of the model at hand change, and only their class. Grouped attention is
+packed: the model's choice of attention function changes, to one of ours. Weights, names, cache, transformers' own attention
+functions and every other model stay as they are. `save_pretrained` writes what it would have written.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention.errors import Failure, Refusal
+from attention.grouped import NAMES, STOCK
 from attention.kernels import Backend, check
 from attention.latent import RULES, LatentAttention, When
 
@@ -40,12 +42,22 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **arguments: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained(path, **arguments)`, absorbed; `when` and `backend` as in `absorb`.
+    """`AutoModelForCausalLM.from_pretrained(path, **arguments)`, and what serves its cache best.
+
+    Latent attention is absorbed, with `when` and `backend` as in `absorb`; grouped attention that runs through sdpa is packed,
+    with `backend` as in `pack`; MHA, and what was asked to attend through something else, stays as it is.
 
     Raises:
-        Refusal, Failure: As `absorb`.
+        Refusal, Failure: As `absorb` and `pack`.
     """
-    return absorb(AutoModelForCausalLM.from_pretrained(path, **arguments), when=when, backend=backend)
+    _rule(when)
+    check(backend)
+    model = AutoModelForCausalLM.from_pretrained(path, **arguments)
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        return absorb(model, when=when, backend=backend)
+    if _shared_heads(model) and model.config._attn_implementation == STOCK:
+        return pack(model, backend=backend)
+    return model
 
 
 def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
@@ -88,12 +100,45 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
     return model
 
 
+def pack(model: Any, *, backend: Backend = "auto") -> Any:
+    """Let `model` decode over the cached keys and values that its query heads share, without repeating them.
+
+    Args:
+        model: A transformers model whose query heads share KV heads (GQA, MQA) and attend through "sdpa".
+        backend: As for `absorb`. Several tokens at once, and on CUDA a token without a mask under "auto", are left to sdpa.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        Refusal: It shares no KV heads, attends through something else, or its class leaves no choice.
+    """
+    check(backend)
+    kind, now = type(model).__name__, model.config._attn_implementation
+    if not _shared_heads(model):
+        raise Refusal(
+            f"{kind} has no query heads that share a KV head, which could be packed",
+            "convert it with `convert gqa`, or run it as it is",
+        )
+    if now not in (STOCK, *NAMES.values()):
+        raise Refusal(
+            f"cannot pack {kind}: it attends through {now!r}, and must through {STOCK!r}",
+            f'load it with attn_implementation="{STOCK}"',
+        )
+    model.set_attn_implementation(NAMES[backend])
+    if model.config._attn_implementation != NAMES[backend]:
+        raise Refusal(f"cannot pack {kind}: its class does not let its attention function be chosen", "run it as it is")
+    return model
+
+
 def restore(model: Any) -> Any:
-    """Give `model` its stock classes back; one that was never absorbed stays as it is.
+    """Make `model` stock again; one that was neither absorbed nor packed stays as it is.
 
     Returns:
         `model` itself.
     """
+    if model.config._attn_implementation in NAMES.values():
+        model.set_attn_implementation(STOCK)
     for module in _attention(model).values():
         if isinstance(module, LatentAttention):
             module.unprepare()
@@ -130,6 +175,11 @@ def _attention(model: nn.Module) -> dict[str, nn.Module]:
     """Stock MLA modules by name, absorbed already or not; a subclass with a forward of its own is not one."""
     classes = {*LATENT, *LATENT.values()}
     return {name: module for name, module in model.named_modules() if type(module) in classes}
+
+
+def _shared_heads(model: nn.Module) -> bool:
+    """Whether query heads share KV heads anywhere, as transformers' own attention functions tell it."""
+    return any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -251,7 +251,7 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
 @options.listed("--context", click.IntRange(2), "Tokens that a step attends over.  [default: 2048, or the models' limit]")
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Decode steps per round.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Of each model, batch and context.")
-@click.option("--stock", is_flag=True, help="Measure MLA models in transformers' own classes, too.")
+@click.option("--stock", is_flag=True, help="Measure MLA and GQA models as transformers runs them, too.")
 @click.option("--compile/--no-compile", default=False, show_default=True, help="Run decode steps through torch.compile.")
 @click.option(
     "--largest-batch/--no-largest-batch", default=True, show_default=True, help="On a GPU: find it, by filling its memory."

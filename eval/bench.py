@@ -44,7 +44,7 @@ class Settings:
         dtype: Of weights and cache; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", …
         compile: Run decode steps through torch.compile.
-        stock: Measure models with latent attention once more, with the classes of transformers as they are.
+        stock: Measure models with latent or grouped attention once more, as transformers runs them.
         largest_batch: On a GPU, find the largest batch that fits, by filling its memory.
         quiet: No progress bar.
         backend: Of torch.compile.
@@ -127,9 +127,10 @@ def check(sources: Sequence[Source], settings: Settings) -> tuple[list[Entrant],
     contexts = evaluate.require_contexts(sources, settings.contexts)
     device = compute_device(settings.device)
     entered = [entrant for source in sources for entrant in entrants(source, settings.dtype, device, settings.stock)]
-    if settings.stock and all(entrant.spec.kv_lora_rank is None for entrant in entered):
+    if settings.stock and not any(entrant.ours for entrant in entered):
         raise Refusal(
-            "none of these models has latent attention, which a stock runtime could be compared for", hint="leave --stock out"
+            "none of these models has latent or grouped attention, which a stock runtime could be compared for",
+            hint="leave --stock out",
         )
     # The largest first: what does not fit fails at once.
     cases = [Case(*size) for size in itertools.product(settings.batches, contexts)]

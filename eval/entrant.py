@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attention import absorb
+from attention import absorb, pack
 from attention.errors import Refusal
+from attention.grouped import NAMES
 from attention.latent import LatentAttention
 from attention.spec import AttentionSpec, dtype_bytes
 from eval import evaluate
@@ -21,12 +22,12 @@ from eval.workload import weight_bytes
 
 
 class Entrant(NamedTuple):
-    """A model in one runtime: a row of the table at every batch and context."""
+    """A model in one runtime, ours or transformers': a row of the table at every batch and context."""
 
     source: Source
     spec: AttentionSpec
     dtype: str
-    absorbed: bool
+    ours: bool
     weight_bytes: int
 
     def cache_bytes(self, batch: int, context: int) -> int:
@@ -34,13 +35,16 @@ class Entrant(NamedTuple):
 
 
 def entrants(source: Source, dtype: str, device: torch.device, stock: bool) -> list[Entrant]:
-    """`source` in each runtime it is measured in, from its config alone; `stock` adds that of transformers to ours."""
+    """`source` in each runtime it is measured in, from its config alone; `stock` adds that of transformers to ours.
+
+    MHA has only that of transformers.
+    """
     spec = AttentionSpec.from_config(source.config)
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else source.dtype
     weights = count_parameters(source.config, source.trust_remote_code) * dtype_bytes(dtype)
-    latent = spec.kv_lora_rank is not None
-    return [Entrant(source, spec, dtype, way, weights) for way in ((True, False) if latent and stock else (latent,))]
+    ours = spec.kind != "MHA"
+    return [Entrant(source, spec, dtype, way, weights) for way in ((True, False) if ours and stock else (ours,))]
 
 
 @contextlib.contextmanager
@@ -64,13 +68,20 @@ def _loaded(entrant: Entrant, device: torch.device, quiet: bool) -> Iterator[Any
     """The model alone, in our runtime or, where that does not know its class, as it is: the report names what it ran in."""
     how = evaluate.Settings(dtype=entrant.dtype, device=str(device), quiet=quiet)
     with evaluate.load(entrant.source, how) as model:
-        if entrant.absorbed:
+        if entrant.ours:
             try:
-                absorb(model)
+                pack(model) if entrant.spec.kv_lora_rank is None else absorb(model)
             except Refusal as refusal:
                 if not quiet:
                     print(f"note: {entrant.source.name} runs as transformers has it: {refusal}", file=sys.stderr)
         yield model
+
+
+def _runtime(model: Any) -> str:
+    """What runs the attention of `model`: "absorbed", "packed" or "transformers"."""
+    if any(isinstance(module, LatentAttention) for module in model.modules()):
+        return "absorbed"
+    return "packed" if model.config._attn_implementation in NAMES.values() else "transformers"
 
 
 def describe(entrant: Entrant, model: Any) -> dict[str, Any]:
@@ -79,7 +90,7 @@ def describe(entrant: Entrant, model: Any) -> dict[str, Any]:
         "name": entrant.source.name,
         "path": entrant.source.reference,
         "kind": entrant.spec.kind,
-        "runtime": "absorbed" if any(isinstance(m, LatentAttention) for m in model.modules()) else "transformers",
+        "runtime": _runtime(model),
         "class": type(model).__name__,
         "attention": model.config._attn_implementation,
         "dtype": entrant.dtype,

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import DEVICE, INTERPRETER, SCALE, SMALL, TOLERANCE, added, agree, on_gpu, ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_mla import error, logits, mla_model, tokens
@@ -36,16 +37,6 @@ from attention.errors import Refusal
 from attention.kernels import LATENT, decode, split_kv, torch_decode
 from attention.kernels.mla_decode import mla_decode
 from attention.kernels.tiling import H200, INTERPRETED, Machine, Tiling, choose, machine
-
-INTERPRETER = os.environ["TRITON_INTERPRET"] == "1"
-DEVICE = "cpu" if INTERPRETER else "cuda"
-SCALE = 0.3
-# fp32 adds up in another order than fp64 does, on a GPU one product after the other. Rounding inputs to half precision is not
-# part of the error, rounding of probabilities and outputs is: half an ulp of each, 2⁻¹¹ in fp16 and 2⁻⁸ in bf16 (whose
-# products the interpreter cannot do).
-TOLERANCE = {torch.float32: 2e-6 if INTERPRETER else 1e-5, torch.float16: 1e-3}
-TOLERANCE |= {} if INTERPRETER else {torch.bfloat16: 8e-3}
-SMALL = Tiling(block_h=16, block_n=16, stages=2, warps=4, programs=3, least=1)
 
 pytestmark = pytest.mark.skipif(not INTERPRETER and not torch.cuda.is_available(), reason="needs a GPU, or the interpreter")
 
@@ -78,32 +69,6 @@ def spelled_out(
             if len(scores):
                 out[b, h, 0] = scores.softmax(0) @ latent
     return out
-
-
-def agree(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
-    """Finite, as close as its dtype allows as a whole, head by head in direction, and in the largest deviation."""
-    assert found.shape == expected.shape
-    bound = TOLERANCE[found.dtype] if tolerance is None else tolerance
-    cosine = torch.nn.functional.cosine_similarity(found.double(), expected, -1)
-    aligned = bool((1 - cosine)[expected.any(-1)].abs().max() <= bound) if bool(expected.any()) else True
-    largest = float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
-    off = float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
-    return bool(found.isfinite().all()) and off <= bound and aligned and largest <= 4 * bound
-
-
-def ragged(batch: int, cached: int, seed: int = 0, holes: float = 0.0) -> torch.Tensor:
-    """Left padding, a tail that is not filled yet, holes; `[B, 1, 1, S]`, true where a token is seen."""
-    generator = torch.Generator().manual_seed(seed)
-    first, end = torch.randint(0, cached + 1, (2, batch, 1), generator=generator).sort(0).values
-    columns = torch.arange(cached)
-    mask = (columns >= first) & (columns < end) & (torch.rand(batch, cached, generator=generator) >= holes)
-    return mask[:, None, None].to(DEVICE)
-
-
-def added(mask: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers to add to scores, −∞ where `mask` does not see."""
-    bias = torch.randn(mask.shape, generator=torch.Generator().manual_seed(9)).to(mask.device)
-    return torch.where(mask, bias, -torch.inf).to(dtype)
 
 
 @pytest.fixture
@@ -288,12 +253,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setitem(LATENT, name, attention.kernels.Entry(run, entry.objection))
     monkeypatch.setattr(attention.kernels, "_warned", set())
     return names
-
-
-def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
-    """Tensors pass for those of a GPU."""
-    monkeypatch.setattr(attention.kernels, "_on_gpu", lambda _: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
 
 def fails_to_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
@@ -632,10 +591,10 @@ COMPILE = """
     loaded, compiled = {}, []
     triton.knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["repr"])
     CompiledKernel.__getitem__ = lambda self, grid: loaded.__setitem__(self.name, self)
-    for heads, rank, rope, mask, dtype, tiling in CASES:
+    for heads, rank, rope, mask, dtype, tiling, groups in CASES:
         size = dtype.itemsize
         tiling = tiling or choose(heads, rank, rope, size, MACHINE)
-        split_kv.build(heads, rank, rope, dtype, mask, tiling)
+        split_kv.build(heads, rank, rope, dtype, mask, tiling, groups)
         attend = loaded["_attend"]
         needed, code = attend.metadata.shared, attend.asm["ttgir"]
         told = heads, rank, rope, dtype, tiling, needed, shared_bytes(tiling, rank, rope, size)
@@ -649,9 +608,10 @@ COMPILE = """
         assert not wgmma or "ldmatrix" not in attend.asm["ptx"]  # which reads tiles where they lie
         so_far = list(compiled)
         mask = None if mask is None else torch.zeros(3, 1, 1, 33, dtype=mask)
-        shapes = (3, heads, 1, rank), (3, heads, 1, rope), (3, 33, rank), (3, 33, rope)
-        cached = (torch.zeros(shape, dtype=dtype) for shape in shapes)
-        split_kv.decode(*cached, mask, 0.5, tiling, launch=split_kv._load)
+        rows = 3 * (groups or 1)
+        shapes = (rows, heads, 1, rank), (rows, heads, 1, rope), (rows, 33, rank), (rows, 33, rope)
+        q_latent, *cached = (torch.zeros(shape, dtype=dtype) for shape in shapes)
+        split_kv.decode(None if groups else q_latent, *cached, mask, 0.5, tiling, groups or 1, launch=split_kv._load)
         assert compiled == so_far, "what is built ahead is not what calls look for"
     print(len(compiled), *sorted(loaded))
 """
@@ -660,21 +620,26 @@ COMPILE = """
 @pytest.mark.parametrize(
     ("capability", "cases"),
     [
-        (80, "(64, 320, 64, torch.bool, torch.float16, None), (8, 512, 64, torch.float32, torch.float32, None)"),
-        (89, "(40, 512, 64, torch.bool, torch.bfloat16, None)"),
-        # The last: after loops that hold little, sums need more.
+        (
+            80,
+            "(64, 320, 64, torch.bool, torch.float16, None, None), (8, 512, 64, torch.float32, torch.float32, None, None),"
+            "(4, 128, 128, torch.bool, torch.bfloat16, None, 8)",
+        ),
+        (89, "(40, 512, 64, torch.bool, torch.bfloat16, None, None)"),
+        # The third from the end: after loops that hold little, sums need more.
         (
             90,
-            "(16, 512, 64, None, torch.bfloat16, None), (64, 448, 64, torch.bool, torch.float16, None),"
-            "(5, 320, 32, torch.float32, torch.bfloat16, None), (8, 256, 64, torch.float32, torch.float32, None),"
-            "(64, 512, 64, None, torch.bfloat16, Tiling(64, 16, 2, 8, 132, 1))",
+            "(16, 512, 64, None, torch.bfloat16, None, None), (64, 448, 64, torch.bool, torch.float16, None, None),"
+            "(5, 320, 32, torch.float32, torch.bfloat16, None, None), (8, 256, 64, torch.float32, torch.float32, None, None),"
+            "(64, 512, 64, None, torch.bfloat16, Tiling(64, 16, 2, 8, 132, 1), None),"
+            "(4, 128, 128, torch.bool, torch.bfloat16, None, 8), (32, 80, 80, torch.float32, torch.float16, None, 1)",
         ),
         (
             100,
-            "(8, 576, 64, None, torch.bfloat16, None), (64, 448, 64, torch.bool, torch.bfloat16, None),"
-            "(40, 512, 64, torch.float32, torch.bfloat16, None)",
+            "(8, 576, 64, None, torch.bfloat16, None, None), (64, 448, 64, torch.bool, torch.bfloat16, None, None),"
+            "(40, 512, 64, torch.float32, torch.bfloat16, None, None), (8, 128, 128, torch.bool, torch.bfloat16, None, 4)",
         ),
-        (120, "(64, 64, 64, torch.bool, torch.bfloat16, None)"),
+        (120, "(64, 64, 64, torch.bool, torch.bfloat16, None, None), (16, 256, 256, torch.bool, torch.bfloat16, None, 2)"),
     ],
     ids=["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"],
 )

@@ -274,8 +274,8 @@ def test_offloaded_weights_are_a_failure() -> None:
     assert classes(model) == {DeepseekV3Attention}
 
 
-def test_the_package_exports_four_functions_and_imports_no_torch() -> None:
-    assert attention.__all__ == ["absorb", "absorbed", "load", "restore"]
+def test_the_package_exports_its_functions_and_imports_no_torch() -> None:
+    assert attention.__all__ == ["absorb", "absorbed", "load", "pack", "restore"]
     with pytest.raises(AttributeError, match="no attribute 'absorbing'"):
         attention.absorbing  # noqa: B018
     code = "import sys, attention; assert not {'torch', 'transformers'} & set(sys.modules)"

@@ -551,11 +551,11 @@ def test_weights_that_a_step_reads() -> None:
         ({"steps": 0}, "steps of 0 cannot be measured"),
         ({"rounds": 0}, "rounds of 0 cannot be measured"),
         ({"device": "quantum"}, "no device 'quantum'"),
-        ({"stock": True}, "none of these models has latent attention"),
+        ({"stock": True}, "none of these models has latent or grouped attention"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: str, checkpoint: Checkpoint) -> None:
-    source = checkpoint()
+    source = checkpoint(num_key_value_heads=8)
     (source / "model.safetensors").write_bytes(b"no weights")  # and none are read
     with pytest.raises(Refusal, match=message):
         run([Source.parse(str(source))], replace(SHORT, **changes))
