@@ -1,14 +1,15 @@
 """What Triton's compiler makes of the decode kernel, and what that says of its speed: no GPU is needed.
 
-    python benchmarks/decode_code.py [--capability 80|90] [--heads ...] [--ranks ...]
+    python benchmarks/decode_code.py [--capability 80|90] [--heads ...] [--ranks ...] [--grouped]
                                      [--tiling BLOCK_H BLOCK_N STAGES WARPS SWAP]
 
-bf16, 64 rotary dims, a mask of bool, contiguous caches. Counted are the instructions of the loop over tiles, and from them
-cycles of a multiprocessor a tile: what passes through shared memory at 128 bytes a cycle (copies into it, fragments, operands
-of wgmma), and multiply-adds at 1,024 a cycle for mma and 2,048 for wgmma. Beside them, how long a tile takes to arrive at the
-share of the memory's bandwidth that a multiprocessor has. The three overlap at best: a kernel cannot reach the memory's speed
-where one of the first two is longer than the last, and can where both are well below it. Latencies are not counted, nor is
-anything outside of the loop.
+bf16, a mask of bool, contiguous caches, 64 rotary dims; with `--grouped` keys and values of KV heads in place of a latent,
+where `--heads` are those that share a KV head and `--ranks` its dims. Counted are the instructions of the loop over tiles, and
+from them cycles of a multiprocessor a tile: what passes through shared memory at 128 bytes a cycle (copies into it, fragments,
+operands of wgmma), and multiply-adds at 1,024 a cycle for mma and 2,048 for wgmma. Beside them, how long a tile takes to arrive
+at the share of the memory's bandwidth that a multiprocessor has. The three overlap at best: a kernel cannot reach the memory's
+speed where one of the first two is longer than the last, and can where both are well below it. Latencies are not counted, nor
+is anything outside of the loop.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Code(NamedTuple):
     shared: int
 
 
-def compiled(heads: int, rank: int, tiling: Tiling, capability: int) -> Code:
+def compiled(heads: int, rank: int, rope: int, tiling: Tiling, capability: int, groups: int | None) -> Code:
     """The attending kernel, by the way that a GPU of `capability` would have it compiled."""
     loaded: dict[str, Any] = {}
 
@@ -76,7 +77,7 @@ def compiled(heads: int, rank: int, tiling: Tiling, capability: int) -> Code:
 
     triton.runtime.driver.set_active(Driver())
     CompiledKernel.__getitem__ = lambda self, grid: loaded.__setitem__(self.name, self)
-    split_kv.build(heads, rank, ROPE, torch.bfloat16, torch.bool, tiling)
+    split_kv.build(heads, rank, rope, torch.bfloat16, torch.bool, tiling, groups)
     kernel = loaded["_attend"]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.cubin"
@@ -128,11 +129,11 @@ def cycles(loop: list[str], warps: int) -> tuple[float, float]:
     return moved / 128, products
 
 
-def row(heads: int, rank: int, tiling: Tiling, capability: int) -> str:
-    gpu, code = GPUS[capability], compiled(heads, rank, tiling, capability)
+def row(heads: int, rank: int, rope: int, tiling: Tiling, capability: int, groups: int | None) -> str:
+    gpu, code = GPUS[capability], compiled(heads, rank, rope, tiling, capability, groups)
     count = Counter(instruction.split()[0].split(".")[0] for instruction in code.loop)
     moved, products = cycles(code.loop, tiling.warps)
-    arrival = tiling.block_n * (rank + ROPE) * SIZE / (gpu.bytes_per_second / gpu.machine.processors / gpu.hertz)
+    arrival = tiling.block_n * (rank + rope) * SIZE / (gpu.bytes_per_second / gpu.machine.processors / gpu.hertz)
     tile = f"{tiling.block_h} × {tiling.block_n}, {tiling.warps}" + (", swapped" if tiling.swap else "")
     return (
         f"| {heads} × {rank} | {tile} | {tiling.stages} | {code.shared:,} | {code.registers} | {code.stack} "
@@ -143,8 +144,9 @@ def row(heads: int, rank: int, tiling: Tiling, capability: int) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, choices=GPUS, default=90)
-    parser.add_argument("--heads", type=int, nargs="+", default=[8, 32, 64])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[112, 256, 320, 448, 512, 576, 704])
+    parser.add_argument("--heads", type=int, nargs="+")
+    parser.add_argument("--ranks", type=int, nargs="+")
+    parser.add_argument("--grouped", action="store_true")
     parser.add_argument("--tiling", type=int, nargs=5, help="instead of what is reasoned out")
     args = parser.parse_args(arguments)
     gpu = GPUS[args.capability]
@@ -153,15 +155,16 @@ def main(arguments: list[str] | None = None) -> None:
         "| heads × rank | heads × tokens, warps | stages | shared memory | registers | stack, bytes | of it in the loop "
         "| instructions | shared memory, cycles | products, cycles | arrival, cycles |\n| --- | --- |" + " --: |" * 9
     )
-    for rank in args.ranks:
-        for heads in args.heads:
-            tiling = choose(heads, rank, ROPE, SIZE, gpu.machine)
+    for rank in args.ranks or ([64, 80, 128, 256] if args.grouped else [112, 256, 320, 448, 512, 576, 704]):
+        rope, groups = (rank, 8) if args.grouped else (ROPE, None)
+        for heads in args.heads or ([4, 32] if args.grouped else [8, 32, 64]):
+            tiling = choose(heads, rank, rope, SIZE, gpu.machine)
             if args.tiling:
                 block_h, block_n, stages, warps, swap = args.tiling
                 tiling = Tiling(block_h, block_n, stages, warps, gpu.machine.processors, 1, bool(swap))
             if tiling is None:
                 sys.exit(f"{heads} heads of rank {rank} do not fit")
-            print(row(heads, rank, tiling, args.capability), flush=True)
+            print(row(heads, rank, rope, tiling, args.capability, groups), flush=True)
 
 
 if __name__ == "__main__":

@@ -670,8 +670,8 @@ def test_the_benchmark_checks_what_it_measures(benchmark: Any, capsys: pytest.Ca
     with pytest.raises(SystemExit, match="nothing was measured"):
         benchmark.main(["kernel"])
     benchmark.main(["interpret"])
-    assert capsys.readouterr().out.count("relative error") == 3
-    benchmark.scaling = lambda rank: 1.0 if sys._getframe(1).f_code.co_name == "expected" else 0.9
+    assert capsys.readouterr().out.count("relative error") == 4
+    benchmark.scaling = lambda dim: 1.0 if sys._getframe(1).f_code.co_name == "expected" else 0.9
     with pytest.raises(SystemExit, match=r"wrong: .* cosine distance"):
         benchmark.main(["interpret"])
 
@@ -694,11 +694,14 @@ def test_the_benchmark_steps_down_to_what_fits(
     monkeypatch.setattr(benchmark, "timed_steps", timed_steps)
     monkeypatch.setattr(attention, "absorb", lambda *_, **__: None)
     monkeypatch.setattr(attention, "restore", lambda *_: None)
+    monkeypatch.setattr(attention, "pack", lambda *_: None)
     a_sequence = 4 * 2 * 8 * 16 * 10
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64.5 * a_sequence / 0.85, None))
     benchmark.model(SimpleNamespace(batch=8, length=10, layers=1, steps=3))
     rows = [
-        [cell.strip() for cell in row.split("|")] for row in capsys.readouterr().out.splitlines() if row.startswith("| gqa")
+        [cell.strip() for cell in row.split("|")]
+        for row in capsys.readouterr().out.splitlines()
+        if row.startswith("| gqa packed")
     ]
     assert [int(row[3]) for row in rows] == batches
     assert ["does not fit" in row for row in rows] == [batch > most for batch in batches]

@@ -1,0 +1,117 @@
+"""What one decode step of grouped-query attention costs: as transformers runs it, and packed (`attention.pack`).
+
+    python benchmarks/decode_grouped.py [--groups 16 8 4 2 1] [--length 16384] [--rounds 15] [--dtype float32]
+
+Random Llamas (4 layers, 16 heads of 64, width 1024; small vocabulary and MLP, so that attention is what is measured), one
+sequence, caches full of random numbers: a dynamic one, which comes without a mask, and a static one, which has one; the latter
+also through torch.compile. Stock and packed take turns, medians are reported, and logits of both compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+
+from attention import pack
+
+HEADS, DIM, LAYERS = 16, 64, 4
+
+
+def build(groups: int, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", hidden_size=HEADS * DIM, intermediate_size=512, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=groups, vocab_size=256, max_position_embeddings=2**17, pad_token_id=0,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def dynamic(model: Any, cached: int) -> Callable[[], torch.Tensor]:
+    """A step over a DynamicCache, which is cut back after it; its copying is counted, as it is in use."""
+    cache = DynamicCache(config=model.config)
+    states = torch.randn(2, 1, model.config.num_key_value_heads, cached - 1, DIM, dtype=model.dtype)
+    for layer in range(LAYERS):
+        cache.update(*states, layer)
+
+    def step() -> torch.Tensor:
+        logits: torch.Tensor = model(torch.tensor([[7]]), past_key_values=cache, use_cache=True).logits
+        cache.crop(-1)
+        return logits
+
+    return step
+
+
+def static(model: Any, cached: int, compiled: bool) -> Callable[[], torch.Tensor]:
+    """A step that writes the last token of a full StaticCache again and again."""
+    cache = StaticCache(config=model.config, max_cache_len=cached)
+    model(torch.tensor([[7]]), past_key_values=cache)
+    torch.manual_seed(1)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    run = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+
+    def step() -> torch.Tensor:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(cached - 1)
+        logits: torch.Tensor = run(torch.tensor([[7]]), past_key_values=cache, use_cache=True).logits
+        return logits
+
+    return step
+
+
+def duel(steps: list[Callable[[], torch.Tensor]], rounds: int) -> list[float]:
+    """Median milliseconds of each, in turns, who is first changing; three turns warm up."""
+    times: list[list[float]] = [[] for _ in steps]
+    for turn in range(3 + rounds):
+        for index in range(len(steps))[:: -1 if turn % 2 else 1]:
+            start = time.perf_counter()
+            steps[index]()
+            if turn >= 3:
+                times[index].append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(each) for each in times]
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, nargs="+", default=[16, 8, 4, 2, 1])
+    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
+          f"transformers {transformers.__version__}, {args.dtype}, {args.threads} threads, {args.length} tokens\n")  # fmt: skip
+    print("| KV heads of 16 | dynamic, no mask: stock | packed | static: stock | packed | static, compiled: stock | packed |")
+    print("| --: " * 7 + "|")
+    for groups in args.groups:
+        columns = []
+        models = [build(groups, getattr(torch, args.dtype)) for _ in range(2 if groups < HEADS else 1)]
+        if groups < HEADS:
+            pack(models[1])
+        for way in (dynamic, lambda m, n: static(m, n, False), lambda m, n: static(m, n, True)):
+            torch.compiler.reset()
+            torch.manual_seed(1)
+            steps = [way(models[0], args.length)]
+            torch.manual_seed(1)
+            steps += [way(model, args.length) for model in models[1:]]
+            stock, *ours = (step() for step in steps)
+            assert all((each - stock).abs().max() <= 2e-2 * stock.abs().max() for each in ours)
+            taken = duel(steps, args.rounds)
+            columns += [f"{ms:.1f} ms" for ms in taken] + [""] * (2 - len(taken))
+        print(f"| {groups} | " + " | ".join(columns) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
