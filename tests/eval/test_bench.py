@@ -473,6 +473,22 @@ def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
     )
 
 
+@pytest.mark.parametrize("compile_steps", [False, True])
+def test_grouped_attention_runs_packed_and_as_transformers_has_it(checkpoint: Checkpoint, compile_steps: bool) -> None:
+    source = Source.parse(str(checkpoint(num_key_value_heads=2)))
+    settings = replace(SHORT, stock=True, compile=compile_steps, backend="aot_eager")
+    report = run([source], settings)
+    assert [(m["kind"], m["runtime"]) for m in report["models"]] == [("GQA-2", "packed"), ("GQA-2", "transformers")]
+    assert [row["backend"] for model in report["models"] for row in model["cases"]] == ["torch", None]
+
+
+def test_what_cannot_be_packed_runs_as_it_is(checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run([Source.parse(str(checkpoint("gemma2")))], replace(SHORT, quiet=False))
+    assert report["models"][0]["runtime"] == "transformers"
+    said = "note: source runs as transformers has it: cannot pack Gemma2ForCausalLM: it attends through 'eager'"
+    assert said in capsys.readouterr().err
+
+
 def test_models_that_fit_together_take_turns(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeClock(monkeypatch, llama_prefill=1.0, llama_step=1.0, deepseek_v3_prefill=1.0, deepseek_v3_step=1.0)
     assert run(pair, SHORT)["setup"]["order"] == "alternating"
