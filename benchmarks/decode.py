@@ -5,7 +5,8 @@
 One random model with a neutral latent norm, as converted checkpoints have it (4 layers, 16 heads, rank 256 + 32 rotary dims,
 sdpa attention; small vocabulary and MLP, so that attention is what is measured), one static cache filled with random numbers,
 one process; the two take turns, and medians are reported. Prints Markdown tables: the whole step, the attention modules
-alone, what a DynamicCache's copying costs, and from how many queries on expanding wins.
+alone, what a DynamicCache's copying costs, and from how many queries on expanding wins; and whether q_proj and
+kv_a_proj_with_mqa of a 7B Llama's size (32 heads, 512 + 64) would be faster as one product.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from attention import absorb, absorbed, restore
@@ -160,6 +162,29 @@ def crossover_table(model: Any, lengths: list[int], chunks: list[int], rounds: i
 
 
 @torch.inference_mode()
+def projections_table(dtype: torch.dtype, rounds: int) -> None:
+    """Queries (32 heads of 128 + 64) and latents (512 + 64) of width 4096 as two products, and as one and a split."""
+    wide, narrow, width = 32 * 192, 576, 4096
+    weight = torch.randn(wide + narrow, width, dtype=dtype)
+    apart = weight[:wide].clone(), weight[wide:].clone()
+    print("| new tokens | two products | one | ratio |\n" + "| --: " * 4 + "|")
+    for tokens in (1, 8, 32):
+        x = torch.randn(tokens, width, dtype=dtype)
+        runs = (
+            lambda x=x: [nn.functional.linear(x, each) for each in apart],
+            lambda x=x: nn.functional.linear(x, weight).split((wide, narrow), -1),
+        )
+        times: list[list[float]] = [[], []]
+        for turn in range(2 + rounds):
+            for index in (0, 1) if turn % 2 else (1, 0):
+                taken = seconds(runs[index])
+                if turn >= 2:
+                    times[index].append(taken * 1e3)
+        two, one = (statistics.median(each) for each in times)
+        print(f"| {tokens} | {two:.2f} ms | {one:.2f} ms | {two / one:.2f} |", flush=True)
+
+
+@torch.inference_mode()
 def agreement(model: Any) -> float:
     """Largest difference between the logits of both, relative to the largest logit."""
     ids, cache = torch.tensor([[7]]), static(model, 512)
@@ -188,6 +213,8 @@ def main() -> None:
     if args.chunks:
         print()
         crossover_table(model, args.lengths, args.chunks, args.crossover_rounds)
+    print()
+    projections_table(getattr(torch, args.dtype), 2 * args.rounds)
     print(f"\nload at the end {os.getloadavg()[0]:.1f}: with more than {args.threads}, threads waited for other processes")
 
 
