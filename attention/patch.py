@@ -1,8 +1,8 @@
 """Let one model object decode over its cache as it lies, and make it stock again.
 
-Latent attention is absorbed: the attention modules of the model at hand change, and only their class. Grouped attention is
-packed: the model's choice of attention function changes, to one of ours. Weights, names, cache, transformers' own attention
-functions and every other model stay as they are. `save_pretrained` writes what it would have written.
+Only the attention modules of the model at hand change: where latent attention is absorbed their class, where grouped attention
+is packed what they find in their config. Weights, names, the model's config, cache, transformers' own attention functions and
+every other model stay as they are. `save_pretrained` writes what it would have written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention.errors import Failure, Refusal
-from attention.grouped import NAMES, STOCK
+from attention.grouped import PackedConfig, is_packed, objection, shares_heads
 from attention.kernels import Backend, check
 from attention.latent import RULES, LatentAttention, When
 
@@ -44,20 +44,18 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **arguments: Any) -> Any:
     """`AutoModelForCausalLM.from_pretrained(path, **arguments)`, and what serves its cache best.
 
-    Latent attention is absorbed, with `when` and `backend` as in `absorb`; grouped attention that runs through sdpa is packed,
-    with `backend` as in `pack`; MHA, and what was asked to attend through something else, stays as it is.
+    Latent attention is absorbed, with `when` and `backend` as in `absorb`; grouped attention is packed where `pack` can, with
+    `backend`; MHA, and what was asked to attend through something else, stays as it is.
 
     Raises:
-        Refusal, Failure: As `absorb` and `pack`.
+        Refusal, Failure: As `absorb`.
     """
     _rule(when)
     check(backend)
     model = AutoModelForCausalLM.from_pretrained(path, **arguments)
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         return absorb(model, when=when, backend=backend)
-    if _shared_heads(model) and model.config._attn_implementation == STOCK:
-        return pack(model, backend=backend)
-    return model
+    return pack(model, backend=backend) if any(_packable(model)) else model
 
 
 def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
@@ -104,30 +102,33 @@ def pack(model: Any, *, backend: Backend = "auto") -> Any:
     """Let `model` decode over the cached keys and values that its query heads share, without repeating them.
 
     Args:
-        model: A transformers model whose query heads share KV heads (GQA, MQA) and attend through "sdpa".
-        backend: As for `absorb`. Several tokens at once, and on CUDA a token without a mask under "auto", are left to sdpa.
+        model: A transformers model whose query heads share KV heads (GQA, MQA) and attend through "sdpa", in all its parts or
+            some: others stay as they are.
+        backend: As for `absorb`. Several tokens at once, and on CUDA a token without a mask under "auto" as far as flash
+            attention takes it, are left to sdpa.
 
     Returns:
         `model` itself.
 
     Raises:
-        Refusal: It shares no KV heads, attends through something else, or its class leaves no choice.
+        Refusal: It shares no KV heads, or none of the modules that do can be packed.
     """
     check(backend)
-    kind, now = type(model).__name__, model.config._attn_implementation
-    if not _shared_heads(model):
+    kind = type(model).__name__
+    shared = {name: module for name, module in model.named_modules() if shares_heads(module)}
+    if not shared:
         raise Refusal(
             f"{kind} has no query heads that share a KV head, which could be packed",
             "convert it with `convert gqa`, or run it as it is",
         )
-    if now not in (STOCK, *NAMES.values()):
+    modules = _packable(model)
+    if not modules:
+        name, module = next(iter(shared.items()))
         raise Refusal(
-            f"cannot pack {kind}: it attends through {now!r}, and must through {STOCK!r}",
-            f'load it with attn_implementation="{STOCK}"',
+            f"cannot pack {name} of {kind}: {objection(module)}", 'load it with attn_implementation="sdpa", or run it as it is'
         )
-    model.set_attn_implementation(NAMES[backend])
-    if model.config._attn_implementation != NAMES[backend]:
-        raise Refusal(f"cannot pack {kind}: its class does not let its attention function be chosen", "run it as it is")
+    for module in modules:
+        module.config = PackedConfig(_stock_config(module), backend)
     return model
 
 
@@ -137,12 +138,13 @@ def restore(model: Any) -> Any:
     Returns:
         `model` itself.
     """
-    if model.config._attn_implementation in NAMES.values():
-        model.set_attn_implementation(STOCK)
     for module in _attention(model).values():
         if isinstance(module, LatentAttention):
             module.unprepare()
             _become(module, type(module).__bases__[1])
+    for module in model.modules():
+        if is_packed(module):
+            module.config = _stock_config(module)
     return model
 
 
@@ -177,9 +179,12 @@ def _attention(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module) in classes}
 
 
-def _shared_heads(model: nn.Module) -> bool:
-    """Whether query heads share KV heads anywhere, as transformers' own attention functions tell it."""
-    return any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
+def _packable(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if shares_heads(module) and objection(module) is None]
+
+
+def _stock_config(module: Any) -> Any:
+    return module.config.stock if is_packed(module) else module.config
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from attention.kernels import split_kv
-from attention.kernels.tiling import H200, Machine, Tiling, choose
+from attention.kernels.tiling import H200, Machine, Shape, Tiling, choose
 
 ROPE, SIZE = 64, 2
 
@@ -77,7 +77,7 @@ def compiled(heads: int, rank: int, rope: int, tiling: Tiling, capability: int, 
 
     triton.runtime.driver.set_active(Driver())
     CompiledKernel.__getitem__ = lambda self, grid: loaded.__setitem__(self.name, self)
-    split_kv.build(heads, rank, rope, torch.bfloat16, torch.bool, tiling, groups)
+    split_kv.build(Shape(heads, rank, rope, groups, torch.bfloat16, torch.bool), tiling)
     kernel = loaded["_attend"]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.cubin"
@@ -119,13 +119,11 @@ def cycles(loop: list[str], warps: int) -> tuple[float, float]:
             products += groups * 64 * width * 16 / 2048
         elif name.startswith("HMMA.16816"):
             products += warps * 16 * 8 * 16 / 1024
-        elif name.startswith("LDSM"):
+        elif name.startswith(("LDSM", "STSM")):
             moved += warps * 128 * int(name.rsplit(".", 1)[-1])
         elif name.startswith(("LDGSTS", "STS", "LDS")):
             bits = re.search(r"\.(128|64)\b", name)
             moved += warps * 32 * (int(bits[1]) // 8 if bits else 4)
-        elif name.startswith("STSM"):
-            moved += warps * 128 * int(name.rsplit(".", 1)[-1])
     return moved / 128, products
 
 

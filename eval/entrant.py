@@ -12,7 +12,7 @@ import torch
 
 from attention import absorb, pack
 from attention.errors import Refusal
-from attention.grouped import NAMES
+from attention.grouped import is_packed
 from attention.latent import LatentAttention
 from attention.spec import AttentionSpec, dtype_bytes
 from eval import evaluate
@@ -22,7 +22,7 @@ from eval.workload import weight_bytes
 
 
 class Entrant(NamedTuple):
-    """A model in one runtime, ours or transformers': a row of the table at every batch and context."""
+    """A model in one runtime, ours (as far as it knows the class) or transformers': a row at every batch and context."""
 
     source: Source
     spec: AttentionSpec
@@ -70,7 +70,7 @@ def _loaded(entrant: Entrant, device: torch.device, quiet: bool) -> Iterator[Any
     with evaluate.load(entrant.source, how) as model:
         if entrant.ours:
             try:
-                pack(model) if entrant.spec.kv_lora_rank is None else absorb(model)
+                (pack if entrant.spec.kv_lora_rank is None else absorb)(model)
             except Refusal as refusal:
                 if not quiet:
                     print(f"note: {entrant.source.name} runs as transformers has it: {refusal}", file=sys.stderr)
@@ -81,7 +81,7 @@ def _runtime(model: Any) -> str:
     """What runs the attention of `model`: "absorbed", "packed" or "transformers"."""
     if any(isinstance(module, LatentAttention) for module in model.modules()):
         return "absorbed"
-    return "packed" if model.config._attn_implementation in NAMES.values() else "transformers"
+    return "packed" if any(map(is_packed, model.modules())) else "transformers"
 
 
 def describe(entrant: Entrant, model: Any) -> dict[str, Any]:

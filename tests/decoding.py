@@ -52,5 +52,5 @@ def added(mask: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
     """Tensors pass for those of a GPU."""
-    monkeypatch.setattr(attention.kernels, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(attention.kernels, "on_gpu", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)

@@ -24,7 +24,7 @@ import torch
 
 from attention.errors import Refusal
 from attention.kernels import torch_decode
-from attention.kernels.tiling import RANK_STEP, Tiling, choose, machine
+from attention.kernels.tiling import RANK_STEP, Shape, Tiling, choose, machine
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -95,7 +95,7 @@ def decode_grouped(
         query: `[B, H, 1, D]`.
         keys: `[B, G, S, D]`; with `values`, read as it lies in the cache. Of hidden tokens the same holds as in `decode`.
         values: `[B, G, S, Dv]`.
-        mask: `[B or 1, 1, 1, S]`: true where a token is seen, or a number added to the scores; or None.
+        mask: `[B or 1, 1 or H, 1, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
         backend: A name in `GROUPED`, or "auto": the first of them that can, as in `decode`.
 
@@ -122,7 +122,7 @@ def _serve(
     entries: Mapping[str, Entry], tensors: tuple[torch.Tensor | None, ...], scaling: float, backend: str
 ) -> torch.Tensor:
     first = tensors[0]
-    if backend == "auto" and first is not None and not _on_gpu(first):
+    if backend == "auto" and first is not None and not on_gpu(first):
         _note("torch", None)
         return entries["torch"].run(*tensors, scaling)
     warned = None
@@ -150,8 +150,8 @@ def check(backend: str) -> None:
         raise Refusal(f"there is no backend {backend!r}: it must be one of 'auto', {', '.join(map(repr, LATENT))}")
 
 
-# Apart, so that tests can have tensors pass for those of a GPU.
-def _on_gpu(tensor: torch.Tensor) -> bool:
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Apart, so that tests can have tensors pass for those of a GPU."""
     return tensor.is_cuda
 
 
@@ -201,8 +201,7 @@ def _latent_objection(
         return reason
     if rank % RANK_STEP or not rank or not rope:
         return f"it takes a latent rank that is a multiple of {RANK_STEP} and a rotary key, not {rank} + {rope}"
-    of = None if mask is None else mask.dtype
-    return _machine_objection(heads, rank, rope, latent.dtype, of, None, _on_gpu(latent), str(latent.device))
+    return _machine_objection(*_constants(heads, rank, rope), None, *_kinds(latent, mask))
 
 
 def _grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> str | None:
@@ -211,11 +210,9 @@ def _grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Te
         return reason
     if rank % RANK_STEP or not rank or not dim:
         return f"it takes heads whose values are a multiple of {RANK_STEP}, not {rank}"
-    if batch > 1 and any(tensor.stride(0) != groups * tensor.stride(1) for tensor in (keys, values)):
+    if batch > 1 and groups > 1 and any(cached.stride(0) != groups * cached.stride(1) for cached in (keys, values)):
         return "the KV heads of a sequence do not lie next to those of the one before"
-    of = None if mask is None else mask.dtype
-    shared = query.shape[1] // groups
-    return _machine_objection(shared, rank, dim, values.dtype, of, groups, _on_gpu(values), str(values.device))
+    return _machine_objection(*_constants(query.shape[1] // groups, rank, dim, groups), *_kinds(values, mask))
 
 
 def _objection(
@@ -224,7 +221,7 @@ def _objection(
     """What Triton has against either kind of call, whose `tensors` are `values` and `keys` of the cache beside others."""
     if not _TRITON:
         return "Triton is not installed"
-    if not _on_gpu(values) and not (_INTERPRETED and values.device.type == "cpu"):
+    if not on_gpu(values) and not (_INTERPRETED and values.device.type == "cpu"):
         return f"it needs tensors on a CUDA device, and these are on {values.device.type}"
     if any(tensor.device != values.device for tensor in (*tensors, *(() if mask is None else (mask,)))):
         places = ", ".join(str(tensor.device) for tensor in tensors) + ("" if mask is None else f" and {mask.device}")
@@ -242,15 +239,24 @@ def _objection(
     return None
 
 
+def _constants(*sizes: int) -> tuple[int, ...]:
+    """Numbers that code compiled for any size is to be compiled for: the length of a range has to be known to it."""
+    return tuple(len(range(size)) for size in sizes)
+
+
+def _kinds(cached: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype | None, bool, str]:
+    return cached.dtype, None if mask is None else mask.dtype, on_gpu(cached), str(cached.device)
+
+
 # Facts about the machine: compiled code need not find them out again.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _machine_objection(
     heads: int,
     rank: int,
     rope: int,
+    groups: int | None,
     dtype: torch.dtype,
     mask: torch.dtype | None,
-    groups: int | None,
     cuda: bool,
     device: str,
 ) -> str | None:
@@ -260,20 +266,11 @@ def _machine_objection(
     if tiling is None:
         size = dtype.itemsize
         return f"two tiles of rank {rank} + {rope}, {size} bytes a value, do not fit into the shared memory of this GPU"
-    return None if _INTERPRETED else _failure(heads, rank, rope, dtype, mask, tiling, groups, device)
+    return None if _INTERPRETED else _failure(Shape(heads, rank, rope, groups, dtype, mask), tiling, device)
 
 
 @cache
-def _failure(
-    heads: int,
-    rank: int,
-    rope: int,
-    dtype: torch.dtype,
-    mask: torch.dtype | None,
-    tiling: Tiling,
-    groups: int | None,
-    device: str,
-) -> str | None:
+def _failure(shape: Shape, tiling: Tiling, device: str) -> str | None:
     """Why the kernel cannot be had on `device`, found by building it: a launch that fails would end the whole model.
 
     Whoever captures a CUDA graph or lets torch.compile trace has it built by then, outside of both.
@@ -282,7 +279,7 @@ def _failure(
         from attention.kernels.split_kv import build
 
         with torch.cuda.device(device):
-            build(heads, rank, rope, dtype, mask, tiling, groups)
+            build(shape, tiling)
     except Exception as error:  # of Triton, of compilers it calls, of the driver: no class is common to them
         # A full GPU says nothing about the kernel, and may have room the next time.
         if "out of memory" in str(error):

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.tiling import Tiling, padded, power_of_two
+from attention.kernels.tiling import Shape, Tiling, padded, power_of_two
 
 _LOG2E = 1.4426950408889634
 # Rows of the mask whose spans a program looks through, at least: as many as a warp has lanes cost what one does, and up to so
@@ -115,6 +115,22 @@ def _spans(mask, spans, slots, mask_b, mask_s, B, S, GROUPS: tl.constexpr, MASK:
         tl.store(spans + B + b, last)
 
 
+@triton.jit
+def _stand(tile, ends, spans, B, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Where in the walk tile number `tile` is; `ends [BLOCK_B]` are those of the rows of the mask.
+
+    Returns:
+        Its row; its request; the row's span; the number of the request's first tile, and of the one after its last.
+    """
+    seer = tl.sum((ends <= tile).to(tl.int32), 0)  # passes over rows that see nothing
+    first, end = tl.load(spans + seer), tl.load(spans + B + seer)
+    each = tl.cdiv(end - first, BLOCK_N)
+    last = tl.sum(tl.where(tl.arange(0, BLOCK_B) == seer, ends, 0), 0)
+    later = (last - 1 - tile) // each  # groups of this row that come after
+    after = last - later * each
+    return seer, seer * GROUPS + GROUPS - 1 - later, first, end, after - each, after
+
+
 @triton.jit(do_not_specialize=["mask_b", "B"])
 def _attend(
     q_latent, q_rope, latent, k_rope, mask, spans, slots, partial, tops, weights, scale,
@@ -148,17 +164,11 @@ def _attend(
     tile = program * share
     stop = tl.minimum(tile + share, total)
     while tile < stop:
-        seer = tl.sum((ends <= tile).to(tl.int32), 0)  # passes over rows that see nothing
-        first, end = tl.load(spans + seer), tl.load(spans + B + seer)
-        each = tl.cdiv(end - first, BLOCK_N)
-        after = tl.sum(tl.where(row == seer, ends, 0), 0)
-        group = GROUPS - 1 - (after - 1 - tile) // each
-        before = after - (GROUPS - group) * each
-        until = tl.minimum(stop, before + each)
-        b = seer * GROUPS + group
+        seer, b, first, end, before, after = _stand(tile, ends, spans, B, GROUPS, BLOCK_N, BLOCK_B)
+        until = tl.minimum(stop, after)
         if tile == before:
             tl.store(slots + b, program + b)
-            tl.store(slots + B * GROUPS + b, (before + each - 1) // share + b + 1)
+            tl.store(slots + B * GROUPS + b, (after - 1) // share + b + 1)
         # A cache can have more than 2³¹ values: what grows with requests and tokens is counted in 64 bits.
         wide = b.to(tl.int64)
         queries = ()
@@ -340,29 +350,20 @@ def decode(
     return out
 
 
-def build(
-    heads: int, rank: int, rope: int, dtype: torch.dtype, mask: torch.dtype | None, tiling: Tiling, groups: int | None = None
-) -> None:
-    """Compile what `decode` launches, for a latent or for `groups` of separate keys and values, and load it.
+def build(shape: Shape, tiling: Tiling) -> None:
+    """Compile what `decode` launches for calls of `shape`, and load it.
 
     Nothing is launched. Triton keeps it for the current device: calls over up to 32 sequences find it, if tokens lie one after
     the other in the cache, as transformers keeps them, and other strides are multiples of 16. For others it compiles once more.
 
-    Args:
-        heads: H, or H / G.
-        rank: R, or Dv.
-        rope: P, or D.
-        dtype: Of queries and cache.
-        mask: Its dtype, or None for calls without one.
-        tiling: Sizes.
-        groups: G, or None for a latent.
-
     Raises:
         Exception: Whatever Triton, the assembler and the C compiler that it calls, or the driver raise.
     """
+    groups = shape.groups or 1
     for batch in 1, _ROWS:
-        rows = batch * (groups or 1)
-        shapes = (rows, heads, 1, rank), (rows, heads, 1, rope), (rows, 16, rank), (rows, 16, rope)
-        q_latent, q_rope, latent, k_rope = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-        seen = None if mask is None else torch.empty(batch, 1, 1, 16, dtype=mask, device="meta")
-        decode(None if groups else q_latent, q_rope, latent, k_rope, seen, 1.0, tiling, groups or 1, launch=_load)
+        rows = batch * groups
+        sizes = (shape.heads, 1, shape.rank), (shape.heads, 1, shape.rope), (16, shape.rank), (16, shape.rope)
+        q_latent, q_rope, latent, k_rope = (torch.empty(rows, *size, dtype=shape.dtype, device="meta") for size in sizes)
+        mask = None if shape.mask is None else torch.empty(batch, 1, 1, 16, dtype=shape.mask, device="meta")
+        queries = None if shape.groups else q_latent
+        decode(queries, q_rope, latent, k_rope, mask, 1.0, tiling, groups, launch=_load)

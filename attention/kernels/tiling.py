@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,6 +67,26 @@ class Tiling:
     programs: int
     least: int
     swap: bool = False
+
+
+class Shape(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        heads: H over a latent, H / G over keys and values that heads share.
+        rank: R, or Dv.
+        rope: P, or D.
+        groups: None for a latent, or G.
+        dtype: Of queries and cache.
+        mask: Its dtype, or None for calls without one.
+    """
+
+    heads: int
+    rank: int
+    rope: int
+    groups: int | None
+    dtype: torch.dtype
+    mask: torch.dtype | None
 
 
 def power_of_two(number: int) -> int:

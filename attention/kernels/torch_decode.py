@@ -83,13 +83,16 @@ def decode_grouped(
         query: `[B, H, 1, D]`; H / G heads in a row share a KV head.
         keys: `[B, G, S, D]`.
         values: `[B, G, S, Dv]`.
-        mask: `[B or 1, 1, 1, S]`: true where a token is seen, or a number added to the scores; or None.
+        mask: `[B or 1, 1 or H, 1, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
 
     Returns:
         `[B, H, 1, Dv]`.
     """
     batch, heads, _, dim = query.shape
-    rows = query.reshape(batch, keys.shape[1], -1, dim)
+    groups = keys.shape[1]
+    rows = query.reshape(batch, groups, -1, dim)
+    if mask is not None and mask.shape[1] != 1:
+        mask = mask.reshape(len(mask), groups, -1, mask.shape[-1])
     out = torch.nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, 1, -1)

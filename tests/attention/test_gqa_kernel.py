@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +17,9 @@ pytest.importorskip("triton")  # there are no wheels for other systems than Linu
 
 import attention.kernels
 from attention.errors import Refusal
-from attention.kernels import GROUPED, decode_grouped, torch_decode
+from attention.kernels import GROUPED, decode_grouped, split_kv, torch_decode
 from attention.kernels.gqa_decode import gqa_decode
-from attention.kernels.tiling import Tiling
+from attention.kernels.tiling import Shape, Tiling, choose, machine
 
 pytestmark = pytest.mark.skipif(not INTERPRETER and not torch.cuda.is_available(), reason="needs a GPU, or the interpreter")
 
@@ -62,6 +64,7 @@ def test_every_shape_of_groups_and_heads(heads: int, groups: int, dim: int, rank
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive", "additive fp16"])
+@pytest.mark.usefixtures("poison")
 def test_ragged_batches_with_holes(kind: str) -> None:
     q, k, v = inputs(5, 6, 3, 90, 24, 32)
     mask = ragged(5, 90, holes=0.4)
@@ -87,6 +90,17 @@ def test_any_deal_of_tiles_gives_the_same(data: st.DataObject) -> None:
         assert agree(gqa_decode(q, k, v, given_mask, SCALE, sizes), spelled_out(q, k, v, given_mask))
 
 
+@pytest.mark.parametrize("programs", [1, 4, 30])
+@pytest.mark.usefixtures("poison")
+def test_sequences_that_see_nothing_are_zero(programs: int) -> None:
+    q, k, v = inputs(4, 6, 3, 40, 16, 16)
+    mask = ragged(4, 40)
+    mask[0] = mask[2] = False
+    found = gqa_decode(q, k, v, mask, SCALE, replace(SMALL, programs=programs))
+    assert agree(found, spelled_out(q, k, v, mask))
+    assert not found[0].any()
+
+
 def test_the_cache_is_read_where_it_lies() -> None:
     """A slice of a longer static cache, and one laid out token by token, as tensors that were never made contiguous."""
     q, k, v = inputs(3, 4, 2, 40, 24, 16)
@@ -96,6 +110,8 @@ def test_the_cache_is_read_where_it_lies() -> None:
         room[:, :, 10:50] = t
     expected = spelled_out(q, k, v, mask)
     assert agree(gqa_decode(q, *(room[:, :, 10:50] for room in wide), mask, SCALE, SMALL), expected)
+    lone = [t[:, :1].transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v)]  # one KV head: its stride means nothing
+    assert agree(decode_grouped(q, *lone, mask, SCALE, "triton"), spelled_out(q, *lone, mask))
     one = [t[:1].transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v)]  # [1, S, G, D] in memory
     assert agree(gqa_decode(q[:1], *one, mask[:1], SCALE, SMALL), expected[:1])
 
@@ -159,6 +175,21 @@ def test_a_gpu_has_triton_and_a_cpu_torch(served: list[str], monkeypatch: pytest
         decode_grouped(*call, ragged(3, 20), SCALE)
     assert served == (["torch", "triton"] if INTERPRETER else ["triton", "triton"])
     assert seen == {"triton": None}
+
+
+def test_a_kernel_is_built_before_it_is_first_launched(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(attention.kernels, "_INTERPRETED", False)
+    monkeypatch.setattr(attention.kernels, "_failure", functools.cache(attention.kernels._failure.__wrapped__))
+    monkeypatch.setattr(split_kv, "build", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    for batch, cached in ((1, 5), (3, 9)):
+        q, k, v = inputs(batch, 6, 2, cached, 24, 32, torch.float16)
+        decode_grouped(q, k, v, ragged(batch, cached), SCALE)
+    tiling = choose(3, 32, 24, 2, machine(torch.device(DEVICE)))
+    assert asked == [(Shape(3, 32, 24, 2, torch.float16, torch.bool), tiling)]
+    assert served == ["triton", "triton"]
 
 
 def test_a_mask_is_for_the_whole_cache() -> None:

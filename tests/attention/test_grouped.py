@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from decoding import INTERPRETER
+from decoding import INTERPRETER, on_gpu
 from tiny import tiny_config, tiny_model
 from tiny_mla import error, logits, mla_model, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    ContinuousBatchingConfig,
+    StaticCache,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attention.kernels
 from attention import load, pack, restore
 from attention.errors import Refusal
-from attention.grouped import NAMES
+from attention.grouped import NAMES, STOCK, PackedConfig, grouped_attention, is_packed
 from convert.families import FAMILIES
 
 
@@ -47,17 +56,57 @@ def test_packed_families_compute_what_stock_computes(model_type: str) -> None:
     assert error(logits(model, ids, mask), padded) < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_model_generates_the_same_tokens(backend: Any) -> None:
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True},
+    "beams": {"do_sample": False, "num_beams": 3},
+}
+on_cpus = pytest.mark.skipif(not INTERPRETER, reason="on a CPU by the interpreter")
+
+
+@on_cpus
+@pytest.mark.parametrize(("backend", "way"), [*(("torch", way) for way in WAYS), ("triton", "greedy"), ("triton", "beams")])
+def test_a_model_generates_the_same_tokens(backend: Any, way: str) -> None:
     """Left padding, over a cache that grows and one that does not."""
-    if backend == "triton" and not INTERPRETER:
-        pytest.skip("on a CPU by the interpreter")
     model, ids, mask = grouped_model(head_dim=16), tokens(2, 9), padding(2, 9)
-    wanted = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    wanted = {"attention_mask": mask, "max_new_tokens": 3, "disable_compile": True} | WAYS[way]
+
+    def generated(model: Any, cache: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        found: torch.Tensor = model.generate(ids, cache_implementation=cache, **wanted)
+        return found
+
     for cache in ("dynamic", "static"):
-        expected = restore(model).generate(ids, cache_implementation=cache, **wanted)
-        found = pack(model, backend=backend).generate(ids, cache_implementation=cache, **wanted)
-        assert torch.equal(found, expected)
+        expected = generated(restore(model), cache)
+        with attention.kernels.watched() as seen:
+            assert torch.equal(generated(pack(model, backend=backend), cache), expected)
+        assert seen == {backend: None}
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_windows_shared_caches_and_prefills_in_pieces(backend: Any) -> None:
+    """Layers of a window of 6 beside whole ones; layers that read the cache of others (gemma4); pieces of 7 and 4 tokens."""
+    half_shared = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 6}
+    sizes = {"head_dim": 16, "global_head_dim": 16, "num_key_value_heads": 2} | kinds
+    for model_type, changes in (("gemma3_text", {}), ("gemma4_text", half_shared)):
+        model, ids = grouped_model(model_type, **sizes, **changes), tokens(2, 13)
+        for make in (lambda: None, lambda model=model: StaticCache(config=model.config, max_cache_len=24)):
+            expected = logits(restore(model), ids, chunks=[7, 4], cache=make())
+            assert error(logits(pack(model, backend=backend), ids, chunks=[7, 4], cache=make()), expected) < 1e-5
+
+
+@on_cpus
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_step_compiles_whole_around_the_kernel(dynamic: bool) -> None:
+    model, ids = grouped_model(head_dim=16), tokens(3, 11)
+    expected = logits(model, ids, chunks=[10])[:, -1:]
+    cache = StaticCache(config=model.config, max_cache_len=30)
+    torch.compiler.reset()
+    with torch.no_grad():
+        pack(model, backend="triton")(ids[:, :10], past_key_values=cache)
+        step = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        assert error(step(ids[:, 10:], past_key_values=cache).logits, expected) < 1e-5
 
 
 class Largest(TorchDispatchMode):
@@ -91,12 +140,93 @@ def test_compiled_steps_do_not_repeat_the_cache(packed: bool) -> None:
     torch.compiler.reset()
     step = torch.compile(model, backend=watching, fullgraph=True)
     with torch.no_grad():
-        expected = logits(restore(grouped_model(num_key_value_heads=1)), tokens(2, 11), chunks=[10])
+        expected = logits(grouped_model(num_key_value_heads=1), tokens(2, 11), chunks=[10])
         model(tokens(2, 11)[:, :10], past_key_values=cache)
         found = step(tokens(2, 11)[:, 10:], past_key_values=cache).logits
     assert error(found, expected[:, -1:]) < 1e-5
     repeated = 2 * model.config.num_attention_heads * cached * model.config.head_dim
     assert (largest.most >= repeated) is not packed
+
+
+# What is left to sdpa
+
+
+def call(heads: int = 6, groups: int = 2, queries: int = 1, batch: int = 3) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (batch, heads, queries, 16), (3, groups, 20, 16), (3, groups, 20, 16)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    return q, k, v
+
+
+MASK = (torch.rand(3, 1, 1, 20, generator=torch.Generator().manual_seed(3)) > 0.3) | (torch.arange(20) == 0)
+CALLS: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
+    # tensors, mask, other arguments, whether it is packed
+    "mask": (call(), MASK, {"scaling": 0.3}, True),
+    "no mask, no scaling": (call(), None, {}, True),
+    "added": (call(), torch.where(MASK, 0.5, -torch.inf), {}, True),
+    "mask a head": (call(), MASK & (torch.arange(6)[:, None, None] < torch.arange(20) + 1), {}, True),
+    "unknown": (call(), MASK, {"position_ids": torch.zeros(3, 1)}, True),
+    "queries": (call(queries=4), MASK, {}, False),
+    "as many heads": (call(groups=6), MASK, {}, False),
+    "one query for all": (call(batch=1), MASK, {}, False),
+    "dropout": (call(), MASK, {"dropout": 0.5}, False),
+    "biases": (call(), MASK, {"position_bias": torch.randn(1, 6, 1, 20)}, False),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_computes_what_sdpa_computes(name: str) -> None:
+    (q, k, v), mask, options, packed = CALLS[name]
+    module = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=True)
+    torch.manual_seed(0)
+    expected, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
+    torch.manual_seed(0)
+    with attention.kernels.watched() as seen:
+        found, weights = grouped_attention(module, q, k, v, mask, backend="auto", **options)
+    assert weights is None
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() < 1e-6
+    assert seen == ({"torch": None} if packed else {})
+
+
+def test_what_sdpa_refuses_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        grouped_attention(SimpleNamespace(num_key_value_groups=3), *call(), None, softcap=30.0, backend="auto")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "width", "masked", "backend", "packed"),
+    [
+        (torch.float16, 16, 16, False, "auto", False),
+        (torch.bfloat16, 16, 16, True, "auto", True),
+        (torch.bfloat16, 16, 16, False, "torch", True),
+        (torch.float32, 16, 16, False, "auto", True),
+        (torch.float16, 16, 32, False, "auto", True),
+        (torch.float16, 272, 272, False, "auto", True),
+    ],
+)
+def test_flash_attention_is_left_what_it_takes(
+    dtype: torch.dtype, dim: int, width: int, masked: bool, backend: Any, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; who serves does not matter here."""
+    on_gpu(monkeypatch)
+    monkeypatch.setattr(attention.kernels, "GROUPED", {"torch": attention.kernels.GROUPED["torch"]})
+    shapes = (3, 6, 1, dim), (3, 2, 20, dim), (3, 2, 20, width)
+    q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
+    with attention.kernels.watched() as seen:
+        grouped_attention(SimpleNamespace(num_key_value_groups=3), q, k, v, MASK if masked else None, backend=backend)
+    assert bool(seen) is packed
+
+
+def test_a_backend_by_name_serves_or_refuses() -> None:
+    model, ids = pack(grouped_model(head_dim=8), backend="triton"), tokens(1, 6)
+    with pytest.raises(
+        Refusal, match="the triton backend cannot decode here: it takes heads whose values are a multiple of 16"
+    ):
+        logits(model, ids, chunks=[5])
+
+
+# What changes, and what does not
 
 
 def test_save_pretrained_writes_the_stock_checkpoint(tmp_path: Path) -> None:
@@ -106,20 +236,91 @@ def test_save_pretrained_writes_the_stock_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path / "stock").iterdir():
         assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
     again = load(tmp_path / "packed", dtype=torch.float32, backend="torch")
-    assert again.config._attn_implementation == NAMES["torch"]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "packed").config._attn_implementation == "sdpa"
-    assert load(tmp_path / "packed", attn_implementation="eager").config._attn_implementation == "eager"
+    assert {module.config._attn_implementation for module in again.modules() if is_packed(module)} == {NAMES["torch"]}
+    assert not any(map(is_packed, AutoModelForCausalLM.from_pretrained(tmp_path / "packed").modules()))
+    assert not any(map(is_packed, load(tmp_path / "packed", attn_implementation="eager").modules()))
     tiny_model(tiny_config("llama", num_key_value_heads=8)).save_pretrained(tmp_path / "mha")
-    assert load(tmp_path / "mha").config._attn_implementation == "sdpa"
+    assert not any(map(is_packed, load(tmp_path / "mha").modules()))
 
 
-def test_the_attention_functions_of_transformers_stay_as_they_are() -> None:
-    model, other = pack(grouped_model()), grouped_model()
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
-    assert other.config._attn_implementation == "sdpa"
-    assert restore(model).config._attn_implementation == "sdpa"
-    eager = tiny_model(tiny_config("llama"))
-    assert restore(eager).config._attn_implementation == "eager"
+def test_only_the_lookup_changes_and_comes_back() -> None:
+    model, other = grouped_model(), grouped_model()
+    configs = [layer.self_attn.config for layer in model.model.layers]
+    for backend in ("auto", "torch"):
+        for module in (layer.self_attn for layer in pack(model, backend=backend).model.layers):
+            assert module.config._attn_implementation == NAMES[backend]
+            assert module.config.num_key_value_heads == 4
+    assert model.config._attn_implementation == STOCK
+    assert ALL_ATTENTION_FUNCTIONS[STOCK] is sdpa_attention_forward
+    assert not any(map(is_packed, other.modules()))
+    model.model.layers[0].self_attn.config.told = 7
+    assert configs[0].told == 7
+    assert [layer.self_attn.config for layer in restore(restore(model)).model.layers] == configs
+
+
+def test_a_packed_model_can_be_switched_to_another_implementation() -> None:
+    model, ids = pack(grouped_model()), tokens(2, 12)
+    expected = logits(model, ids)
+    model.set_attn_implementation("eager")
+    assert error(logits(model, ids), expected) < 1e-5
+    assert model(ids, output_attentions=True).attentions[0].shape == (2, 8, 12, 12)
+    model.set_attn_implementation(STOCK)
+    with attention.kernels.watched() as seen:
+        logits(model, ids)
+    assert seen == {"torch": None}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+def test_copies_are_packed_too(copied: Any) -> None:
+    model, ids = pack(grouped_model()), tokens(2, 12)
+    twin = copied(model)
+    module = twin.model.layers[1].self_attn
+    assert isinstance(module.config, PackedConfig)
+    assert module.config.stock is twin.config
+    assert error(logits(twin, ids), logits(model, ids)) < 1e-6
+
+
+def test_continuous_batching_finds_sdpa() -> None:
+    model = grouped_model(head_dim=16)
+    small = ContinuousBatchingConfig(page_size=32, num_blocks=4, max_batch_tokens=32)  # else it takes what memory there is
+
+    def generated() -> list[list[int]]:
+        outs = model.generate_batch([[5, 6, 7, 8], [9, 10, 11]], continuous_batching_config=small, max_new_tokens=3)
+        return sorted(out.generated_tokens for out in outs.values())
+
+    expected = generated()
+    assert [len(tokens) for tokens in expected] == [3, 3]
+    pack(model)
+    assert generated() == expected
+
+
+def composite(**chosen: str) -> Any:
+    """A picture model: CLIP without groups, and a text model with them."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
+    text = {"model_type": "llama", "num_key_value_heads": 4, "vocab_size": 96} | sizes
+    vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14} | sizes
+    config = AutoConfig.for_model("llava", text_config=text, vision_config=vision)
+    return AutoModelForImageTextToText.from_config(config, attn_implementation={"": STOCK, **chosen})
+
+
+def test_of_a_composite_model_only_what_shares_heads_is_packed() -> None:
+    model = composite(text_config=STOCK, vision_config="eager")
+    assert {type(module).__name__ for module in pack(model).modules() if is_packed(module)} == {"LlamaAttention"}
+    assert model.config.vision_config._attn_implementation == "eager"
+    assert not any(map(is_packed, restore(model).modules()))
+    with pytest.raises(Refusal, match=r"cannot pack .*self_attn of LlavaForConditionalGeneration: it attends through 'eager'"):
+        pack(composite(text_config="eager", vision_config=STOCK))
+
+
+def sparse_model() -> Any:
+    """Whose attention builds another mask for "sdpa" by its name."""
+    config = AutoConfig.for_model(
+        "minimax_m3_vl_text", vocab_size=96, hidden_size=64, intermediate_size=32, dense_intermediate_size=64,
+        shared_intermediate_size=32, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
+        rotary_dim=8, num_experts_per_tok=1, num_local_experts=2, index_n_heads=4, index_head_dim=16, index_block_size=4,
+        index_topk_blocks=2, layer_types=["minimax_m3_sparse"], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation=STOCK)
 
 
 @pytest.mark.parametrize(
@@ -127,26 +328,30 @@ def test_the_attention_functions_of_transformers_stay_as_they_are() -> None:
     [
         (lambda: grouped_model(num_key_value_heads=8), "auto", "LlamaForCausalLM has no query heads that share a KV head"),
         (mla_model, "auto", "DeepseekV3ForCausalLM has no query heads that share a KV head"),
-        (
-            lambda: tiny_model(tiny_config("llama")),
-            "auto",
-            "cannot pack LlamaForCausalLM: it attends through 'eager', and must",
-        ),
-        (lambda: AutoModelForCausalLM.from_config(tiny_config("gemma2")), "auto", "cannot pack Gemma2ForCausalLM"),
+        (lambda: tiny_model(tiny_config("llama")), "auto", "self_attn of LlamaForCausalLM: it attends through 'eager'"),
+        (lambda: AutoModelForCausalLM.from_config(tiny_config("gemma2")), "auto", "Gemma2ForCausalLM: it attends through 'e"),
+        (sparse_model, "auto", "its forward does more with the name of its attention function than look it up"),
         (grouped_model, "cuda", "there is no backend 'cuda': it must be one of 'auto', 'triton', 'torch'"),
     ],
-    ids=["mha", "mla", "eager", "gemma2", "backend"],
-)
+    ids=["mha", "mla", "eager", "gemma2", "sparse", "backend"],
+)  # fmt: skip
 def test_what_cannot_be_packed_is_refused(make: Any, backend: Any, said: str) -> None:
     model = make()
-    before = model.config._attn_implementation
     with pytest.raises(Refusal, match=said):
         pack(model, backend=backend)
-    assert model.config._attn_implementation == before
+    assert not any(map(is_packed, model.modules()))
 
 
-def test_a_class_that_leaves_no_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_without_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = grouped_model()
-    monkeypatch.setattr(type(model), "set_attn_implementation", lambda *_: None)
-    with pytest.raises(Refusal, match="its class does not let its attention function be chosen"):
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", eval("lambda self: None"))
+    with pytest.raises(Refusal, match="the source of its forward, which has to be looked at, is not to be had"):
         pack(model)
+
+
+def test_a_module_without_a_config_can_be_restored() -> None:
+    latent = mla_model()
+    with attention.absorbed(torch.nn.Sequential(latent)):
+        pass
+    wrapped = torch.nn.ModuleList([pack(grouped_model())])
+    assert not any(map(is_packed, restore(wrapped).modules()))
