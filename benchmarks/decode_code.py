@@ -24,7 +24,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["TRITON_INTERPRET"] = "0"
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton

@@ -15,6 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,15 +51,15 @@ def dynamic(model: Any, cached: int) -> Callable[[], torch.Tensor]:
     return step
 
 
-def static(model: Any, cached: int, compiled: bool) -> Callable[[], torch.Tensor]:
-    """A step that writes the last token of a full StaticCache again and again."""
+def static(model: Any, cached: int, backend: str | None) -> Callable[[], torch.Tensor]:
+    """A step, compiled by `backend` if there is one, that writes the last token of a full StaticCache again and again."""
     cache = StaticCache(config=model.config, max_cache_len=cached)
     model(torch.tensor([[7]]), past_key_values=cache)
     torch.manual_seed(1)
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
-    run = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+    run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False) if backend else model
 
     def step() -> torch.Tensor:
         for layer in cache.layers:
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -100,7 +102,7 @@ def main() -> None:
         models = [build(groups, getattr(torch, args.dtype)) for _ in range(2 if groups < HEADS else 1)]
         if groups < HEADS:
             pack(models[1])
-        for way in (dynamic, lambda m, n: static(m, n, False), lambda m, n: static(m, n, True)):
+        for way in (dynamic, partial(static, backend=None), partial(static, backend=args.backend)):
             torch.compiler.reset()
             torch.manual_seed(1)
             steps = [way(models[0], args.length)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -640,60 +638,6 @@ def test_kernels_compile_and_fit(capability: int, cases: str, tmp_path: Path) ->
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[1:] == ["_attend", "_combine", "_spans"], done.stderr[-3000:]
     assert int(done.stdout.split()[0]) >= 3  # kernels were compiled, and each of them seen
-
-
-@pytest.fixture
-def benchmark() -> Any:
-    """benchmarks/decode_cuda.py."""
-    path = Path(__file__).parents[2] / "benchmarks" / "decode_cuda.py"
-    spec = importlib.util.spec_from_file_location("decode_cuda", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_the_benchmark_checks_what_it_measures(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="nothing was measured"):
-        benchmark.main(["kernel"])
-    benchmark.main(["interpret"])
-    assert capsys.readouterr().out.count("relative error") == 4
-    benchmark.scaling = lambda dim: 1.0 if sys._getframe(1).f_code.co_name == "expected" else 0.9
-    with pytest.raises(SystemExit, match=r"wrong: .* cosine distance"):
-        benchmark.main(["interpret"])
-
-
-@pytest.mark.parametrize(
-    ("most", "batches"), [(64, [8, 64]), (40, [8, 64, 56, 48, 40]), (9, [8, 64, 56, 48, 40, 32, 24, 16]), (0, [8])]
-)
-def test_the_benchmark_steps_down_to_what_fits(
-    most: int, batches: list[int], benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def timed_steps(built: Any, batch: int, cached: int, rounds: int) -> list[float]:
-        if batch > most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return [2.0] * rounds
-
-    model = SimpleNamespace(
-        config=SimpleNamespace(num_hidden_layers=1, num_key_value_heads=8, head_dim=16), dtype=torch.float32
-    )
-    monkeypatch.setattr(benchmark, "build", lambda *_: model)
-    monkeypatch.setattr(benchmark, "timed_steps", timed_steps)
-    monkeypatch.setattr(attention, "absorb", lambda *_, **__: None)
-    monkeypatch.setattr(attention, "restore", lambda *_: None)
-    monkeypatch.setattr(attention, "pack", lambda *_: None)
-    a_sequence = 4 * 2 * 8 * 16 * 10
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64.5 * a_sequence / 0.85, None))
-    benchmark.model(SimpleNamespace(batch=8, length=10, layers=1, steps=3))
-    rows = [
-        [cell.strip() for cell in row.split("|")]
-        for row in capsys.readouterr().out.splitlines()
-        if row.startswith("| gqa packed")
-    ]
-    assert [int(row[3]) for row in rows] == batches
-    assert ["does not fit" in row for row in rows] == [batch > most for batch in batches]
 
 
 def test_triton_is_imported_by_the_first_call_that_it_serves() -> None:

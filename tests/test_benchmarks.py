@@ -1,0 +1,120 @@
+"""Benchmarks run, at sizes that say nothing, and tell right from wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import attention
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_the_benchmark_checks_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark = script("decode_cuda")
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        benchmark.main(["kernel"])
+    benchmark.main(["interpret"])
+    assert capsys.readouterr().out.count("relative error") == 4
+    benchmark.scaling = lambda dim: 1.0 if sys._getframe(1).f_code.co_name == "expected" else 0.9
+    with pytest.raises(SystemExit, match=r"wrong: .* cosine distance"):
+        benchmark.main(["interpret"])
+
+
+@pytest.mark.parametrize(
+    ("most", "batches"), [(64, [8, 64]), (40, [8, 64, 56, 48, 40]), (9, [8, 64, 56, 48, 40, 32, 24, 16]), (0, [8])]
+)
+def test_the_benchmark_steps_down_to_what_fits(
+    most: int, batches: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = script("decode_cuda")
+
+    def timed_steps(built: Any, batch: int, cached: int, rounds: int) -> list[float]:
+        if batch > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return [2.0] * rounds
+
+    model = SimpleNamespace(
+        config=SimpleNamespace(num_hidden_layers=1, num_key_value_heads=8, head_dim=16), dtype=torch.float32
+    )
+    monkeypatch.setattr(benchmark, "build", lambda *_: model)
+    monkeypatch.setattr(benchmark, "timed_steps", timed_steps)
+    monkeypatch.setattr(attention, "absorb", lambda *_, **__: None)
+    monkeypatch.setattr(attention, "restore", lambda *_: None)
+    monkeypatch.setattr(attention, "pack", lambda *_: None)
+    a_sequence = 4 * 2 * 8 * 16 * 10
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64.5 * a_sequence / 0.85, None))
+    benchmark.model(SimpleNamespace(batch=8, length=10, layers=1, steps=3))
+    rows = [
+        [cell.strip() for cell in row.split("|")]
+        for row in capsys.readouterr().out.splitlines()
+        if row.startswith("| gqa packed")
+    ]
+    assert [int(row[3]) for row in rows] == batches
+    assert ["does not fit" in row for row in rows] == [batch > most for batch in batches]
+
+
+def run(name: str, *arguments: str) -> list[list[str]]:
+    """Cells of the table that `name` prints, without its head."""
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def test_grouped_decoding_is_measured_both_ways() -> None:
+    rows = run("decode_grouped", "--groups", "16", "4", "--length", "64", "--rounds", "1", "--backend", "aot_eager")
+    assert [row[0] for row in rows] == ["16", "4"]
+    assert [bool(cell) for cell in rows[0]] == [True, True, False] + [True, False] * 2  # MHA is not packed
+    assert all(float(cell.removesuffix(" ms")) > 0 for cell in rows[1])
+
+
+LOOP = """
+        /*0010*/                   MOV R1, c[0x0][0x28] ;
+        /*0020*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0030*/                   LDGSTS.E.BYPASS.128 [R198], desc[UR60][R194.64], P3 ;
+        /*0040*/                   STSM.16.M88.4 [R7], R24 ;
+        /*0050*/              @P0  LDS R4, [R2] ;
+        /*0060*/                   HGMMA.64x256x16.F32.BF16 R24, R184, gdesc[UR4].tnspB, R24 ;
+        /*0070*/              @!P1 BRA 0x20 ;
+        /*0080*/                   LDL R9, [R1] ;
+        /*0090*/              @P2  BRA 0x10 ;
+"""
+
+
+def test_instructions_are_counted_by_what_they_move() -> None:
+    pytest.importorskip("triton")
+    code = script("decode_code")
+    loop = code.loop_of(LOOP)
+    assert [line.split()[0].split(".")[0] for line in loop] == ["HGMMA", "LDGSTS", "STSM", "LDS", "HGMMA", "BRA"]
+    # Four warps, one warpgroup: 64 + 32 rows of 32 bytes; 16 bytes a lane; four 8 × 8 matrices a warp; 4 bytes a lane; 256 rows
+    moved = 96 * 32 + 4 * 32 * 16 + 4 * 4 * 128 + 4 * 32 * 4 + 256 * 32
+    assert code.cycles(loop, 4) == (moved / 128, 64 * (32 + 256) * 16 / 2048)
+
+
+def test_the_compiler_says_what_it_made_of_the_kernel() -> None:
+    pytest.importorskip("triton")
+    (row,) = run("decode_code", "--heads", "32", "--ranks", "64")
+    assert row[:2] == ["32 × 64", "32 × 128, 4, swapped"]
+    moved, products, arrival = (float(cell) for cell in row[-3:])
+    assert 0 < products < moved < arrival
