@@ -580,7 +580,9 @@ COMPILE = """
     for heads, rank, rope, mask, dtype, tiling, groups in CASES:
         size = dtype.itemsize
         tiling = tiling or choose(heads, rank, rope, size, MACHINE)
+        before = len(compiled)
         split_kv.build(Shape(heads, rank, rope, groups, dtype, mask), tiling)
+        assert sum("_attend" in name for name in compiled[before:]) == 1, "one for every number of sequences up to 32"
         attend = loaded["_attend"]
         needed, code = attend.metadata.shared, attend.asm["ttgir"]
         told = heads, rank, rope, dtype, tiling, needed, shared_bytes(tiling, rank, rope, size)
