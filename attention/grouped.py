@@ -22,8 +22,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention import kernels
-from attention.kernels import Backend, decode_grouped
+from attention.kernels import Backend, decode_grouped, triton_decode
 
 # What the attention functions are called, by backend.
 NAMES: dict[Backend, str] = {"auto": "kvfold_auto", "triton": "kvfold_triton", "torch": "kvfold_torch"}
@@ -133,7 +132,7 @@ def _packs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
     batch, heads, queries, dim = query.shape
     if queries != 1 or key.shape[1] == heads or key.shape[0] != batch:
         return False
-    if mask is not None or backend != "auto" or not kernels.on_gpu(key):
+    if mask is not None or backend != "auto" or not triton_decode.on_gpu(key):
         return mask is None or mask.ndim == 4
     # torch's flash attention, which takes no mask, packs groups itself and splits the cache; elsewhere heads are repeated.
     return key.dtype not in (torch.float16, torch.bfloat16) or not dim == value.shape[-1] <= 256

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-import attention.kernels
+from attention.kernels import triton_decode
 from attention.kernels.tiling import Tiling
 
 INTERPRETER = os.environ["TRITON_INTERPRET"] == "1"
@@ -52,5 +52,5 @@ def added(mask: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
     """Tensors pass for those of a GPU."""
-    monkeypatch.setattr(attention.kernels, "on_gpu", lambda _: True)
+    monkeypatch.setattr(triton_decode, "on_gpu", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)

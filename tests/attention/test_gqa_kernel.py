@@ -17,7 +17,7 @@ pytest.importorskip("triton")  # there are no wheels for other systems than Linu
 
 import attention.kernels
 from attention.errors import Refusal
-from attention.kernels import GROUPED, decode_grouped, split_kv, torch_decode
+from attention.kernels import GROUPED, decode_grouped, split_kv, torch_decode, triton_decode
 from attention.kernels.gqa_decode import gqa_decode
 from attention.kernels.tiling import Shape, Tiling, choose, machine
 
@@ -180,8 +180,8 @@ def test_a_gpu_has_triton_and_a_cpu_torch(served: list[str], monkeypatch: pytest
 def test_a_kernel_is_built_before_it_is_first_launched(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch)
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(attention.kernels, "_INTERPRETED", False)
-    monkeypatch.setattr(attention.kernels, "_failure", functools.cache(attention.kernels._failure.__wrapped__))
+    monkeypatch.setattr(triton_decode, "_INTERPRETED", False)
+    monkeypatch.setattr(triton_decode, "_failure", functools.cache(triton_decode._failure.__wrapped__))
     monkeypatch.setattr(split_kv, "build", lambda *arguments: asked.append(arguments))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     for batch, cached in ((1, 5), (3, 9)):

@@ -32,7 +32,7 @@ from triton import OutOfResources
 import attention.kernels
 from attention import absorb, absorbed
 from attention.errors import Refusal
-from attention.kernels import LATENT, decode, split_kv, torch_decode
+from attention.kernels import LATENT, decode, split_kv, torch_decode, triton_decode
 from attention.kernels.mla_decode import mla_decode
 from attention.kernels.tiling import H200, INTERPRETED, Machine, Shape, Tiling, choose, machine
 
@@ -249,11 +249,11 @@ def fails_to_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         asked.append(arguments)
         raise OutOfResources(295920, 232448, "shared memory")
 
-    monkeypatch.setattr(attention.kernels, "_INTERPRETED", False)
+    monkeypatch.setattr(triton_decode, "_INTERPRETED", False)
     monkeypatch.setattr(split_kv, "build", build)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     # With a cache of its own, so that later tests do not hear of these failures.
-    monkeypatch.setattr(attention.kernels, "_failure", functools.cache(attention.kernels._failure.__wrapped__))
+    monkeypatch.setattr(triton_decode, "_failure", functools.cache(triton_decode._failure.__wrapped__))
     return asked
 
 
@@ -308,7 +308,7 @@ def test_torch_steps_in_with_one_warning_a_reason(
     if change == "whole numbers":
         mask = torch.zeros(2, 1, 1, 20, dtype=torch.int64)
     if change == "no triton":
-        monkeypatch.setattr(attention.kernels, "_TRITON", False)
+        monkeypatch.setattr(triton_decode, "_TRITON", False)
     monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q)
     call = (q, r, c, k)
     monkeypatch.setitem(LATENT, "torch", attention.kernels.Entry(lambda *_: served.append("torch") or q, lambda *_: None))
@@ -338,7 +338,7 @@ def test_a_kernel_is_built_once_before_it_is_first_launched(served: list[str], m
     tiling = choose(2, 48, 8, 2, machine(torch.device(DEVICE)))
     assert asked == [(Shape(2, 48, 8, None, torch.float16, kind), tiling) for kind in (None, torch.bool)]
     monkeypatch.setattr(split_kv, "build", lambda *arguments: asked.append(arguments))
-    attention.kernels._failure.cache_clear()
+    triton_decode._failure.cache_clear()
     for _ in range(2):
         decode(*calls[0], None, SCALE)
     assert len(asked) == 3
@@ -402,7 +402,7 @@ def test_backends_are_called_by_their_names(monkeypatch: pytest.MonkeyPatch) -> 
         decode(*call, None, SCALE, "cuda")  # type: ignore[arg-type]
     with pytest.raises(Refusal, match="no backend 'cuda'"):
         absorb(mla_model(), backend="cuda")  # type: ignore[arg-type]
-    monkeypatch.setattr(attention.kernels, "_INTERPRETED", False)
+    monkeypatch.setattr(triton_decode, "_INTERPRETED", False)
     with pytest.raises(Refusal, match="needs tensors on a CUDA device, and these are on cpu"):
         decode(*(t.cpu() for t in call), None, SCALE, "triton")
 
@@ -480,7 +480,7 @@ def test_compiled_code_warns_and_goes_on(change: str, said: str, monkeypatch: py
     torch._dynamo.reset()
     on_gpu(monkeypatch)
     monkeypatch.setattr(attention.kernels, "_warned", set())
-    monkeypatch.setattr(attention.kernels, "_TRITON", change != "no triton")
+    monkeypatch.setattr(triton_decode, "_TRITON", change != "no triton")
     asked = fails_to_build(monkeypatch) if change == "no kernel" else []
     rank = {"rank": 24, "huge": 4096}.get(change, 16)
     q, r, c, k = inputs(2, 3, 20, rank, 8, torch.float64 if change == "fp64" else torch.float32)

@@ -1,0 +1,165 @@
+"""Triton as a backend: what it cannot serve, whether it can be built here, and its kernels as operators of torch."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from attention.kernels.tiling import RANK_STEP, Shape, Tiling, choose, machine
+
+# Triton itself is imported by the first call that it serves. It reads its environment then, in the same way.
+_TRITON = find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Apart, so that tests can have tensors pass for those of a GPU."""
+    return tensor.is_cuda
+
+
+def latent_objection(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> str | None:
+    """Why Triton cannot serve `attention.kernels.decode` of one query with these, or None."""
+    heads, rank, rope = q_latent.shape[1], latent.shape[2], k_rope.shape[2]
+    if reason := _objection((q_latent, q_rope, latent, k_rope), latent, k_rope, mask):
+        return reason
+    if rank % RANK_STEP or not rank or not rope:
+        return f"it takes a latent rank that is a multiple of {RANK_STEP} and a rotary key, not {rank} + {rope}"
+    return _machine_objection(*_constants(heads, rank, rope), None, *_kinds(latent, mask))
+
+
+def grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> str | None:
+    """Why Triton cannot serve `attention.kernels.decode_grouped` with these, or None."""
+    (batch, groups, _, dim), rank = keys.shape, values.shape[3]
+    if reason := _objection((query, keys, values), values, keys, mask):
+        return reason
+    if rank % RANK_STEP or not rank or not dim:
+        return f"it takes heads whose values are a multiple of {RANK_STEP}, not {rank}"
+    if batch > 1 and groups > 1 and any(cached.stride(0) != groups * cached.stride(1) for cached in (keys, values)):
+        return "the KV heads of a sequence do not lie next to those of the one before"
+    return _machine_objection(*_constants(query.shape[1] // groups, rank, dim, groups), *_kinds(values, mask))
+
+
+def _objection(
+    tensors: tuple[torch.Tensor, ...], values: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None
+) -> str | None:
+    """What Triton has against either kind of call, whose `tensors` are `values` and `keys` of the cache beside others."""
+    if not _TRITON:
+        return "Triton is not installed"
+    if not on_gpu(values) and not (_INTERPRETED and values.device.type == "cpu"):
+        return f"it needs tensors on a CUDA device, and these are on {values.device.type}"
+    if any(tensor.device != values.device for tensor in (*tensors, *(() if mask is None else (mask,)))):
+        places = ", ".join(str(tensor.device) for tensor in tensors) + ("" if mask is None else f" and {mask.device}")
+        return f"it takes tensors on one device, and these are on {places}"
+    if values.dtype not in _DTYPES or any(tensor.dtype != values.dtype for tensor in tensors):
+        return f"it takes float16, bfloat16 or float32, all alike, not {', '.join(str(t.dtype)[6:] for t in tensors)}"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "it has no gradients, and some are asked for (use torch.no_grad())"
+    if values.stride(-1) != 1 or keys.stride(-1) != 1:
+        return f"the cached values of a token do not lie side by side (strides {values.stride(-1)} and {keys.stride(-1)})"
+    if mask is not None and mask.shape[:-1] not in ((1, 1, 1), (len(values), 1, 1)):
+        return f"it takes a mask [{len(values)} or 1, 1, 1, S], not one of shape {list(mask.shape)}"
+    if mask is not None and mask.dtype not in (torch.bool, *_DTYPES):
+        return f"it takes masks of bool, float16, bfloat16 or float32, not {str(mask.dtype)[6:]}"
+    return None
+
+
+def _constants(*sizes: int) -> tuple[int, ...]:
+    """Numbers that code compiled for any size is to be compiled for: the length of a range has to be known to it."""
+    return tuple(len(range(size)) for size in sizes)
+
+
+def _kinds(cached: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype | None, bool, str]:
+    return cached.dtype, None if mask is None else mask.dtype, on_gpu(cached), str(cached.device)
+
+
+# Facts about the machine: compiled code need not find them out again.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _machine_objection(
+    heads: int,
+    rank: int,
+    rope: int,
+    groups: int | None,
+    dtype: torch.dtype,
+    mask: torch.dtype | None,
+    cuda: bool,
+    device: str,
+) -> str | None:
+    if cuda and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+        return "it needs an NVIDIA GPU of compute capability 8.0 or later"
+    tiling = choose(heads, rank, rope, dtype.itemsize, machine(torch.device(device)))
+    if tiling is None:
+        size = dtype.itemsize
+        return f"two tiles of rank {rank} + {rope}, {size} bytes a value, do not fit into the shared memory of this GPU"
+    return None if _INTERPRETED else _failure(Shape(heads, rank, rope, groups, dtype, mask), tiling, device)
+
+
+@cache
+def _failure(shape: Shape, tiling: Tiling, device: str) -> str | None:
+    """Why the kernel cannot be had on `device`, found by building it: a launch that fails would end the whole model.
+
+    Whoever captures a CUDA graph or lets torch.compile trace has it built by then, outside of both.
+    """
+    try:
+        from attention.kernels.split_kv import build
+
+        with torch.cuda.device(device):
+            build(shape, tiling)
+    except Exception as error:  # of Triton, of compilers it calls, of the driver: no class is common to them
+        # A full GPU says nothing about the kernel, and may have room the next time.
+        if "out of memory" in str(error):
+            raise
+        return f"Triton cannot build it here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+# Operators of their own: compiled code takes them as they are, and need not look into Triton's launches.
+@torch.library.custom_op("kvfold::mla_decode", mutates_args=())
+def mla(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """`attention.kernels.mla_decode.mla_decode`, which imports Triton."""
+    from attention.kernels.mla_decode import mla_decode
+
+    return mla_decode(q_latent, q_rope, latent, k_rope, mask, scaling)
+
+
+@mla.register_fake
+def _(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    return q_latent.new_empty(q_latent.shape)
+
+
+@torch.library.custom_op("kvfold::gqa_decode", mutates_args=())
+def gqa(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """`attention.kernels.gqa_decode.gqa_decode`, which imports Triton."""
+    from attention.kernels.gqa_decode import gqa_decode
+
+    return gqa_decode(query, keys, values, mask, scaling)
+
+
+@gqa.register_fake
+def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    return query.new_empty((*query.shape[:3], values.shape[3]))
