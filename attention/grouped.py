@@ -3,8 +3,8 @@
 With one new token, the query heads of a group are as good as several queries of their one KV head: packed as such, nothing has
 to be repeated. transformers (5.23) packs them itself where there is a mask and nothing is compiled. Compiled with a mask, it
 repeats keys and values to H heads at every step, which costs more than MHA does; without one it leaves the sharing to torch,
-which on a CPU works as for H heads in bf16 (BENCHMARKS.md). On CUDA no attention of torch that takes a mask splits the cache of
-a sequence among processors, and static caches and padded batches always have one: the kernel of `attention.kernels` does.
+which on a CPU works as for H heads in bf16 (BENCHMARKS.md). On CUDA torch's flash attention splits the cache of a sequence
+among processors, but takes no mask, and static caches and padding bring one: the kernel of `attention.kernels` does both.
 
 An attention function with the name of each backend is added to those of transformers, beside its own, which stay as they are.
 `attention.patch.pack` has the attention modules of one model look there: it puts `PackedConfig` before their config. Whatever
@@ -20,21 +20,24 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from attention.errors import Refusal
 from attention.kernels import Backend, decode_grouped, triton_decode
 
 # What the attention functions are called, by backend.
 NAMES: dict[Backend, str] = {"auto": "kvfold_auto", "triton": "kvfold_triton", "torch": "kvfold_torch"}
 STOCK = "sdpa"
-# Arguments that change what sdpa computes, or that it refuses: it shall do so here as well.
-_SPECIAL = ("cache", "position_bias", "softcap", "s_aux")
+# What sdpa takes, or refuses, beside queries, keys, values and masks: it shall do so here as well.
+_SPECIAL = ("cache", "position_bias", "softcap")
 
 
 class PackedConfig:
     """The config of an attention module to everything but its lookup of an attention function, where "sdpa" is replaced.
 
-    Another implementation that the model is switched to later is found as it is.
+    Another implementation that the model is switched to later is found as it is. Attributes that are set are set on the config.
+    It is none of transformers' configs to `isinstance`.
 
     Attributes:
         stock: The config.
@@ -58,6 +61,8 @@ class PackedConfig:
         return getattr(self.stock, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("stock", "backend"):
+            raise AttributeError(f"{name} of a packed attention module is chosen by attention.pack(model)")
         setattr(self.stock, name, value)
 
 
@@ -77,15 +82,33 @@ def objection(module: nn.Module) -> str | None:
     chosen = getattr(config.stock if isinstance(config, PackedConfig) else config, "_attn_implementation", None)
     if chosen != STOCK:
         return f"it attends through {chosen!r}, and must through {STOCK!r}"
+    if replaced := replaced_forward(module):
+        return f"something else has replaced its forward by {replaced!r}"
     try:
-        source = inspect.getsource(inspect.unwrap(type(module).forward))
+        sources = {name: inspect.getsource(method) for name, method in _methods(type(module)).items()}
     except (OSError, TypeError):
-        return "the source of its forward, which has to be looked at, is not to be had"
+        return "the source of its methods, which has to be looked at, is not to be had"
+    if "ALL_ATTENTION_FUNCTIONS.get_interface(" not in sources["forward"]:
+        return "its forward does not look an attention function up"
     # Some classes ask for "sdpa" by name, to build other masks for it: another name would change what they compute.
-    uses = source.count("_attn_implementation")
-    if "ALL_ATTENTION_FUNCTIONS.get_interface(" not in source or uses != 1:
-        return "its forward does more with the name of its attention function than look it up"
+    if sum(source.count("_attn_implementation") for source in sources.values()) != 1:
+        return "it does more with the name of its attention function than look it up"
+    if "position_bias" in sources["forward"]:
+        return "it adds biases of positions, which sdpa alone takes"
     return None
+
+
+def replaced_forward(module: nn.Module) -> Any:
+    """The forward that `module` has in place of its class's, below the hooks of accelerate, or None."""
+    held = vars(module).get("_old_forward" if hasattr(module, "_old_forward") else "forward")
+    return None if getattr(held, "__func__", None) is type(module).forward else held
+
+
+def _methods(cls: type[nn.Module]) -> dict[str, Any]:
+    """What `cls` has beyond `nn.Module`, but for its constructor, as it was before decorators."""
+    own = {name: None for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module for name in vars(base)}
+    found = {name: inspect.unwrap(getattr(cls, name)) for name in own if name != "__init__"}
+    return {name: method for name, method in found.items() if inspect.isfunction(method)}
 
 
 def grouped_attention(
@@ -121,22 +144,35 @@ def grouped_attention(
     Raises:
         Refusal: The backend, asked for by name, cannot serve.
     """
-    special = any(kwargs.get(name) is not None for name in _SPECIAL)
-    if dropout > 0 or special or not _packs(query, key, value, attention_mask, backend):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return decode_grouped(query, key, value, attention_mask, scale, backend).transpose(1, 2), None
+    heads, queries, dim = query.shape[1:]
+    if queries == 1 and key.shape[1] < heads and kwargs.get("cache") is None:
+        options = {"dropout": dropout or None} | {name: kwargs.get(name) for name in _SPECIAL}
+        reason = _unlike(query, key, attention_mask, options)
+        if reason is None and not (backend == "auto" and attention_mask is None and _flash(query, key, value)):
+            scale = dim**-0.5 if scaling is None else scaling
+            return decode_grouped(query, key, value, attention_mask, scale, backend).transpose(1, 2), None
+        if reason and backend != "auto":
+            raise Refusal(f"the {backend} backend cannot decode here: {reason}", 'leave the choice to backend="auto"')
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _packs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, backend: Backend) -> bool:
-    batch, heads, queries, dim = query.shape
-    if queries != 1 or key.shape[1] == heads or key.shape[0] != batch:
-        return False
-    if mask is not None or backend != "auto" or not triton_decode.on_gpu(key):
-        return mask is None or mask.ndim == 4
-    # torch's flash attention, which takes no mask, packs groups itself and splits the cache; elsewhere heads are repeated.
-    return key.dtype not in (torch.float16, torch.bfloat16) or not dim == value.shape[-1] <= 256
+def _unlike(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> str | None:
+    """Why `decode_grouped` is not made for a call, or None."""
+    if named := [name for name, value in options.items() if value is not None]:
+        return f"it knows no {' and no '.join(named)}"
+    if len(query) != len(key):
+        return f"it takes as many queries as sequences, not {len(query)} for {len(key)}"
+    if mask is not None and (mask.ndim != 4 or mask.shape[-1] != key.shape[2]):
+        return f"it takes a mask over the {key.shape[2]} tokens of the cache, not one of shape {list(mask.shape)}"
+    return None
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's flash attention serves a call without a mask: it packs groups itself, and splits the cache."""
+    half = key.dtype in (torch.float16, torch.bfloat16)
+    return triton_decode.on_gpu(key) and half and query.shape[-1] == value.shape[-1] <= 256
 
 
 for _backend, _name in NAMES.items():
     ALL_ATTENTION_FUNCTIONS.register(_name, partial(grouped_attention, backend=_backend))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, sdpa_mask)

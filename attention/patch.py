@@ -20,7 +20,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention.errors import Failure, Refusal
-from attention.grouped import PackedConfig, is_packed, objection, shares_heads
+from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
 from attention.kernels import Backend, check
 from attention.latent import RULES, LatentAttention, When
 
@@ -55,7 +55,7 @@ def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **
     model = AutoModelForCausalLM.from_pretrained(path, **arguments)
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         return absorb(model, when=when, backend=backend)
-    return pack(model, backend=backend) if any(_packable(model)) else model
+    return pack(model, backend=backend) if _packable(model) else model
 
 
 def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
@@ -85,7 +85,7 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
     if not modules:
         known = " or ".join(stock.__name__ for stock in LATENT)
         raise Refusal(
-            f"{type(model).__name__} has no latent attention to absorb: none of its modules is a {known}",
+            f"{type(model).__name__} has no latent attention that can be absorbed: none of its modules is a {known}",
             "convert it with `convert mla`, or run it as it is",
         )
     for name, module in modules.items():
@@ -104,8 +104,8 @@ def pack(model: Any, *, backend: Backend = "auto") -> Any:
     Args:
         model: A transformers model whose query heads share KV heads (GQA, MQA) and attend through "sdpa", in all its parts or
             some: others stay as they are.
-        backend: As for `absorb`. Several tokens at once, and on CUDA a token without a mask under "auto" as far as flash
-            attention takes it, are left to sdpa.
+        backend: As for `absorb`. Several tokens at once, the paged cache of continuous batching, and under "auto" also what
+            flash attention takes on CUDA (a token without a mask) and what `grouped_attention` says, are left to sdpa.
 
     Returns:
         `model` itself.
@@ -118,8 +118,8 @@ def pack(model: Any, *, backend: Backend = "auto") -> Any:
     shared = {name: module for name, module in model.named_modules() if shares_heads(module)}
     if not shared:
         raise Refusal(
-            f"{kind} has no query heads that share a KV head, which could be packed",
-            "convert it with `convert gqa`, or run it as it is",
+            f"{kind} has no attention that declares shared KV heads (num_key_value_groups), which could be packed",
+            "run it as it is; `convert gqa` makes models with MHA share KV heads",
         )
     modules = _packable(model)
     if not modules:
@@ -215,9 +215,7 @@ def _check(name: str, module: nn.Module) -> None:
         )
     if getattr(linear, "bias", None) is not None:
         raise Refusal(f"cannot absorb {name}.kv_b_proj: it has a bias, and must have none")
-    hooked = hasattr(module, "_old_forward")
-    held = vars(module).get("_old_forward" if hooked else "forward")
-    if held is not None and getattr(held, "__func__", None) is not type(module).forward:
+    if held := replaced_forward(module):
         raise Refusal(
             f"cannot absorb {name}: something else has replaced its forward by {held!r}",
             "undo that first",

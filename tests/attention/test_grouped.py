@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from decoding import INTERPRETER, on_gpu
 from tiny import tiny_config, tiny_model
 from tiny_mla import error, logits, mla_model, tokens
@@ -23,6 +24,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import attention.kernels
 from attention import load, pack, restore
@@ -171,6 +173,7 @@ CALLS: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
     "one query for all": (call(batch=1), MASK, {}, False),
     "dropout": (call(), MASK, {"dropout": 0.5}, False),
     "biases": (call(), MASK, {"position_bias": torch.randn(1, 6, 1, 20)}, False),
+    "a mask for all tokens": (call(), torch.ones(3, 1, 1, 1, dtype=torch.bool), {}, False),
 }
 
 
@@ -218,6 +221,13 @@ def test_flash_attention_is_left_what_it_takes(
     assert bool(seen) is packed
 
 
+@pytest.mark.parametrize("name", ["one query for all", "dropout", "biases", "a mask for all tokens"])
+def test_a_backend_by_name_is_not_passed_over(name: str) -> None:
+    tensors, mask, options, _ = CALLS[name]
+    with pytest.raises(Refusal, match=r"the torch backend cannot decode here: it (knows no|takes)"):
+        grouped_attention(SimpleNamespace(num_key_value_groups=3), *tensors, mask, backend="torch", **options)
+
+
 def test_a_backend_by_name_serves_or_refuses() -> None:
     model, ids = pack(grouped_model(head_dim=8), backend="triton"), tokens(1, 6)
     with pytest.raises(
@@ -256,6 +266,21 @@ def test_only_the_lookup_changes_and_comes_back() -> None:
     model.model.layers[0].self_attn.config.told = 7
     assert configs[0].told == 7
     assert [layer.self_attn.config for layer in restore(restore(model)).model.layers] == configs
+
+
+def test_the_names_work_as_sdpa_does() -> None:
+    """Whoever builds a mask from the config of a packed module gets sdpa's."""
+    model, ids, mask = grouped_model(), tokens(3, 14), padding(3, 14)
+    expected = logits(model, ids, mask)
+    model.set_attn_implementation(NAMES["auto"])
+    assert error(logits(model, ids, mask), expected) < 1e-5
+
+
+def test_what_a_packed_module_was_given_is_not_written_into_the_config() -> None:
+    model = pack(grouped_model())
+    with pytest.raises(AttributeError, match="chosen by attention"):
+        model.model.layers[0].self_attn.config.backend = "torch"
+    assert not {"backend", "stock"} & set(model.config.to_dict())
 
 
 def test_a_packed_model_can_be_switched_to_another_implementation() -> None:
@@ -326,11 +351,11 @@ def sparse_model() -> Any:
 @pytest.mark.parametrize(
     ("make", "backend", "said"),
     [
-        (lambda: grouped_model(num_key_value_heads=8), "auto", "LlamaForCausalLM has no query heads that share a KV head"),
-        (mla_model, "auto", "DeepseekV3ForCausalLM has no query heads that share a KV head"),
+        (lambda: grouped_model(num_key_value_heads=8), "auto", "LlamaForCausalLM has no attention that declares shared KV"),
+        (mla_model, "auto", "DeepseekV3ForCausalLM has no attention that declares shared KV heads"),
         (lambda: tiny_model(tiny_config("llama")), "auto", "self_attn of LlamaForCausalLM: it attends through 'eager'"),
         (lambda: AutoModelForCausalLM.from_config(tiny_config("gemma2")), "auto", "Gemma2ForCausalLM: it attends through 'e"),
-        (sparse_model, "auto", "its forward does more with the name of its attention function than look it up"),
+        (sparse_model, "auto", "it does more with the name of its attention function than look it up"),
         (grouped_model, "cuda", "there is no backend 'cuda': it must be one of 'auto', 'triton', 'torch'"),
     ],
     ids=["mha", "mla", "eager", "gemma2", "sparse", "backend"],
@@ -342,11 +367,61 @@ def test_what_cannot_be_packed_is_refused(make: Any, backend: Any, said: str) ->
     assert not any(map(is_packed, model.modules()))
 
 
-def test_a_forward_without_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = grouped_model()
-    monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", eval("lambda self: None"))
-    with pytest.raises(Refusal, match="the source of its forward, which has to be looked at, is not to be had"):
+class Helped(LlamaAttention):
+    """Asks for sdpa by its name outside of its forward."""
+
+    def masked(self) -> bool:
+        return self.config._attn_implementation == STOCK
+
+
+class Biased(LlamaAttention):
+    """Adds what sdpa alone takes."""
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)(position_bias=None)
+
+
+class Elsewhere(LlamaAttention):
+    """Looks nothing up itself."""
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return super().forward(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("cls", "said"),
+    [
+        (Helped, "it does more with the name of its attention function than look it up"),
+        (Biased, "it adds biases of positions, which sdpa alone takes"),
+        (Elsewhere, "its forward does not look an attention function up"),
+        (
+            type("Unseen", (LlamaAttention,), {"forward": eval("lambda self: None")}),
+            "the source of its methods, which has",
+        ),
+    ],
+)
+def test_classes_that_might_compute_something_else_are_refused(cls: Any, said: str) -> None:
+    model = grouped_model(num_hidden_layers=1)
+    model.model.layers[0].self_attn.__class__ = cls
+    with pytest.raises(Refusal, match=said):
         pack(model)
+
+
+def test_a_forward_that_was_replaced_is_refused() -> None:
+    model = grouped_model(num_hidden_layers=1)
+    module = model.model.layers[0].self_attn
+    module.forward = MethodType(lambda self, *_, **__: None, module)
+    with pytest.raises(Refusal, match="something else has replaced its forward by"):
+        pack(model)
+
+
+def test_hooks_of_accelerate_stay() -> None:
+    model, ids = grouped_model(), tokens(2, 12)
+    expected = logits(model, ids)
+    cpu_offload(model, torch.device("cpu"))
+    with attention.kernels.watched() as seen:
+        assert error(logits(pack(model), ids), expected) < 1e-5
+    assert seen == {"torch": None}
 
 
 def test_a_module_without_a_config_can_be_restored() -> None:

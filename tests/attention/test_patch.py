@@ -192,7 +192,8 @@ def refused(model: Any, **options: Any) -> tuple[str, str | None]:
 def test_a_model_without_latent_attention_is_refused() -> None:
     message, hint = refused(tiny_model(tiny_config("llama")))
     assert message == (
-        "LlamaForCausalLM has no latent attention to absorb: none of its modules is a DeepseekV3Attention or YoutuAttention"
+        "LlamaForCausalLM has no latent attention that can be absorbed: "
+        "none of its modules is a DeepseekV3Attention or YoutuAttention"
     )
     assert hint == "convert it with `convert mla`, or run it as it is"
     assert restore(tiny_model(tiny_config("llama"))) is not None
@@ -206,7 +207,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_stock() -> None:
     model = mla_model()
     for layer in model.model.layers:
         layer.self_attn.__class__ = Other
-    assert "has no latent attention to absorb" in refused(model)[0]
+    assert "has no latent attention that can be absorbed" in refused(model)[0]
 
 
 def test_an_unknown_choice_is_refused() -> None:

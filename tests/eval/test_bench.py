@@ -539,7 +539,7 @@ def test_latent_attention_of_another_class_runs_as_it_is(tmp_path: Path, capsys:
     report = run([Source.parse(str(tmp_path / "v2"))], replace(SHORT, quiet=False))
     assert report["models"][0]["runtime"] == "transformers"
     assert (
-        "note: v2 runs as transformers has it: DeepseekV2ForCausalLM has no latent attention to absorb"
+        "note: v2 runs as transformers has it: DeepseekV2ForCausalLM has no latent attention that can be absorbed"
         in capsys.readouterr().err
     )
 
