@@ -68,7 +68,8 @@ class PackedConfig:
 
 def shares_heads(module: nn.Module) -> bool:
     """Whether query heads of `module` share KV heads, as transformers' own attention functions tell it."""
-    return getattr(module, "num_key_value_groups", 1) > 1
+    groups = getattr(module, "num_key_value_groups", None)
+    return isinstance(groups, int) and groups > 1
 
 
 def is_packed(module: nn.Module) -> bool:
