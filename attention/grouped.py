@@ -161,8 +161,8 @@ def _unlike(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, o
     """Why `decode_grouped` is not made for a call, or None."""
     if named := [name for name, value in options.items() if value is not None]:
         return f"it knows no {' and no '.join(named)}"
-    if len(query) != len(key):
-        return f"it takes as many queries as sequences, not {len(query)} for {len(key)}"
+    if query.shape[0] != key.shape[0]:
+        return f"it takes as many queries as sequences, not {query.shape[0]} for {key.shape[0]}"
     if mask is not None and (mask.ndim != 4 or mask.shape[-1] != key.shape[2]):
         return f"it takes a mask over the {key.shape[2]} tokens of the cache, not one of shape {list(mask.shape)}"
     return None

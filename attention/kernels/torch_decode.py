@@ -93,6 +93,6 @@ def decode_grouped(
     groups = keys.shape[1]
     rows = query.reshape(batch, groups, -1, dim)
     if mask is not None and mask.shape[1] != 1:
-        mask = mask.reshape(len(mask), groups, -1, mask.shape[-1])
+        mask = mask.reshape(mask.shape[0], groups, -1, mask.shape[-1])
     out = torch.nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, 1, -1)

@@ -66,8 +66,8 @@ def _objection(
         return "it has no gradients, and some are asked for (use torch.no_grad())"
     if values.stride(-1) != 1 or keys.stride(-1) != 1:
         return f"the cached values of a token do not lie side by side (strides {values.stride(-1)} and {keys.stride(-1)})"
-    if mask is not None and mask.shape[:-1] not in ((1, 1, 1), (len(values), 1, 1)):
-        return f"it takes a mask [{len(values)} or 1, 1, 1, S], not one of shape {list(mask.shape)}"
+    if mask is not None and mask.shape[:-1] not in ((1, 1, 1), (values.shape[0], 1, 1)):
+        return f"it takes a mask [{values.shape[0]} or 1, 1, 1, S], not one of shape {list(mask.shape)}"
     if mask is not None and mask.dtype not in (torch.bool, *_DTYPES):
         return f"it takes masks of bool, float16, bfloat16 or float32, not {str(mask.dtype)[6:]}"
     return None

@@ -111,6 +111,27 @@ def test_a_step_compiles_whole_around_the_kernel(dynamic: bool) -> None:
         assert error(step(ids[:, 10:], past_key_values=cache).logits, expected) < 1e-5
 
 
+class Step(torch.nn.Module):
+    """A call of `grouped_attention`, to be exported."""
+
+    num_key_value_groups = 3
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return grouped_attention(self, q, k, v, mask, backend="auto")[0]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_it_is_exported_for_any_number_of_sequences(strict: bool) -> None:
+    def tensors(batch: int) -> tuple[torch.Tensor, ...]:
+        shapes = (batch, 6, 1, 16), (batch, 2, 20, 16), (batch, 2, 20, 16)
+        return *(torch.randn(shape) for shape in shapes), torch.ones(batch, 1, 1, 20, dtype=torch.bool)
+
+    step, batch = Step(), torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(step, tensors(3), dynamic_shapes=({0: batch},) * 4, strict=strict)
+    for call in (tensors(3), tensors(7)):
+        assert (exported.module()(*call) - step(*call)).abs().max() < 1e-5
+
+
 class Largest(TorchDispatchMode):
     """The most values of a tensor that any operation makes."""
 
