@@ -131,11 +131,11 @@ def _stand(tile, ends, spans, B, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BL
     return seer, seer * GROUPS + GROUPS - 1 - later, first, end, after - each, after
 
 
-@triton.jit(do_not_specialize=["mask_b", "B"])
+@triton.jit(do_not_specialize=["mask_b", "B", "PROGRAMS"])
 def _attend(
     q_latent, q_rope, latent, k_rope, mask, spans, slots, partial, tops, weights, scale,
     q_latent_b, q_latent_h, q_rope_b, q_rope_h, latent_b, latent_s: tl.constexpr, k_rope_b, k_rope_s: tl.constexpr,
-    mask_b, mask_s, B, H, R: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, PROGRAMS: tl.constexpr, LEAST: tl.constexpr,
+    mask_b, mask_s, B, H, PROGRAMS, R: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr,
     GROUPS: tl.constexpr, SHARED: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -333,7 +333,7 @@ def decode(
         q_mixed, q_rope, latent, k_rope, mask, spans, slots, partial, tops, weights, scaling * _LOG2E,
         q_mixed.stride(0), q_mixed.stride(1), q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), latent.stride(1), k_rope.stride(0), k_rope.stride(1), mask_b, mask_s,
-        batch, heads, R=rank, P=rope, MASK=kind, PROGRAMS=tiling.programs, LEAST=tiling.least,
+        batch, heads, tiling.programs, R=rank, P=rope, MASK=kind, LEAST=tiling.least,
         BLOCK_H=tiling.block_h, BLOCK_N=tiling.block_n, BLOCK_R=padded(rank), BLOCK_P=max(16, power_of_two(rope)),
         BLOCK_B=max(_ROWS, power_of_two(batch)), GROUPS=groups, SHARED=q_latent is not None, SWAP=tiling.swap,
         UPCAST=not isinstance(_attend, triton.JITFunction),  # the interpreter holds bf16 as bits and would multiply those

@@ -100,7 +100,12 @@ def _machine_objection(
     if tiling is None:
         size = dtype.itemsize
         return f"two tiles of rank {rank} + {rope}, {size} bytes a value, do not fit into the shared memory of this GPU"
-    return None if _INTERPRETED else _failure(Shape(heads, rank, rope, groups, dtype, mask), tiling, device)
+    if _INTERPRETED:
+        return None
+    shape = Shape(heads, rank, rope, groups, dtype, mask)
+    # Within the capture of a CUDA graph nothing can be looked at: whoever captures has called before.
+    capturing = cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _failure(shape, tiling, device) or (None if capturing else _mistake(shape, device))
 
 
 @cache
@@ -120,6 +125,18 @@ def _failure(shape: Shape, tiling: Tiling, device: str) -> str | None:
             raise
         return f"Triton cannot build it here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
+
+
+@cache
+def _mistake(shape: Shape, device: str) -> str | None:
+    """Whether the kernel computes something else on `device` than torch: it has not been run on every GPU and Triton."""
+    from attention.kernels.trial import deviation, tolerance
+
+    with torch.cuda.device(device):
+        off = deviation(shape, device)
+    if off <= tolerance(shape.dtype):
+        return None
+    return f"on a trial it was {100 * off:.3g} % away from what torch computes"
 
 
 # Operators of their own: compiled code takes them as they are, and need not look into Triton's launches.
