@@ -99,17 +99,20 @@ def padded(rank: int) -> int:
     return -(-rank // 64) * 64
 
 
+def _in_place(block_h: int, swap: bool) -> bool:
+    """Whether wgmma takes the products, which reads tiles where they lie: a pipeline as deep then holds one more of them."""
+    return swap or block_h == 64
+
+
 def shared_bytes(tiling: Tiling, rank: int, rope: int, size: int) -> int:
     """Shared memory that the attending kernel needs at most, with a tiling as `choose` gives it.
 
     Its loop holds tiles of latent and rotary key beside queries, probabilities, what an additive mask says, and a number a
-    head and warp. Operands of mma instructions leave shared memory before the next tile is asked for; wgmma, which takes
-    swapped products and those of 64 heads, reads tiles in place, so that a pipeline as deep holds one more. After the loop
-    sums pass through on their way out, one chunk at a time, in fp32.
+    head and warp. Operands of mma instructions leave shared memory before the next tile is asked for. After the loop sums
+    pass through on their way out, one chunk at a time, in fp32.
     """
     width = padded(rank) + max(16, power_of_two(rope))
-    in_place = tiling.swap or tiling.block_h == 64
-    tiles = (tiling.stages - (not in_place)) * tiling.block_n * width * size
+    tiles = (tiling.stages - (not _in_place(tiling.block_h, tiling.swap))) * tiling.block_n * width * size
     beside = tiling.block_h * ((width + tiling.block_n) * size + 4) + tiling.stages * tiling.block_n * 4
     widest = 1 << (padded(rank).bit_length() - 1)
     return max(tiles + beside, 4 * tiling.block_h * widest)
@@ -140,7 +143,7 @@ def choose(heads: int, rank: int, rope: int, size: int, device: Machine) -> Tili
             continue
         programs = max(1, device.processors // -(-heads // block_h))
         least = -(-4 * block_h * rank // (block_n * (rank + rope) * size))
-        stages = tiles + (not (swap or block_h == 64))
+        stages = tiles + (not _in_place(block_h, swap))
         tiling = Tiling(block_h, block_n, stages, 4 if swap else 8, programs, least, swap)
         if shared_bytes(tiling, rank, rope, size) <= device.shared:
             return tiling
