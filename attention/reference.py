@@ -120,12 +120,12 @@ def latent_attention(
 
     positions = torch.arange(x.shape[1], device=x.device)
     key = project(k_rope[None], None if k_rope_bias is None else k_rope_bias[None])
-    turning = torch.einsum(
+    rope = torch.einsum(
         "bhtp,bsp->bhts", rotary.rotate(project(q_rope, q_rope_bias), positions), rotary.rotate(key, positions)[:, 0]
     )
     latent = torch.einsum("bse,re->bsr", x, down)
-    still = torch.einsum("bhtd,hdr,bsr->bhts", project(q_nope, q_nope_bias), up_k, latent)
-    weights = _causal_softmax((still + turning) * scale)
+    nope = torch.einsum("bhtd,hdr,bsr->bhts", project(q_nope, q_nope_bias), up_k, latent)
+    weights = _causal_softmax((nope + rope) * scale)
     context = torch.einsum("bhts,hdr,bsr->bhtd", weights, up_v, latent)
     out = torch.einsum("bhtd,ehd->bte", context, o)
     return out if o_bias is None else out + o_bias

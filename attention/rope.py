@@ -19,7 +19,7 @@ Pairing = Literal["half", "interleaved"]
 
 
 @dataclass(frozen=True)
-class Turn:
+class Rotation:
     """The rotation of T tokens' heads by where they are.
 
     Attributes:
@@ -33,20 +33,20 @@ class Turn:
     pairing: Pairing
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Turn `states [..., T, D]`; the dims beyond P come back as they are."""
+        """Rotate `states [..., T, D]`; the dims beyond P come back as they are."""
         pairs = self.cos.shape[-1]
-        turning, still = states[..., : 2 * pairs], states[..., 2 * pairs :]
+        rope, nope = states[..., : 2 * pairs], states[..., 2 * pairs :]
         axis = -2 if self.pairing == "half" else -1
-        first, second = turning.unflatten(-1, _shape(pairs, self.pairing)).unbind(axis)  # [..., T, P/2] each
-        turned = torch.stack((first * self.cos - second * self.sin, second * self.cos + first * self.sin), axis).flatten(-2)
-        return torch.cat((turned, still), -1)
+        first, second = rope.unflatten(-1, _shape(pairs, self.pairing)).unbind(axis)  # [..., T, P/2] each
+        rotated = torch.stack((first * self.cos - second * self.sin, second * self.cos + first * self.sin), axis).flatten(-2)
+        return torch.cat((rotated, nope), -1)
 
     @property
-    def adjoint(self) -> Turn:
+    def adjoint(self) -> Rotation:
         """Turns back: the inverse but for the attention factor, by which it multiplies as well."""
         return replace(self, sin=-self.sin)
 
-    def of(self, tokens: slice) -> Turn:
+    def of(self, tokens: slice) -> Rotation:
         """The rotation of some of the tokens."""
         return replace(self, cos=self.cos[tokens], sin=self.sin[tokens])
 
@@ -74,14 +74,14 @@ class Rotary:
         return 2 * len(self.frequencies)
 
     def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Turn `states [..., T, D]` by `positions [T]`; the dims beyond P come back as they are."""
-        return self.turn(positions, states.dtype)(states)
+        """Rotate `states [..., T, D]` by `positions [T]`; the dims beyond P come back as they are."""
+        return self.rotation(positions, states.dtype)(states)
 
-    def turn(self, positions: torch.Tensor, dtype: torch.dtype) -> Turn:
+    def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation of tokens at `positions [T]`, to be used more than once."""
         angles = positions[:, None].double() * self.frequencies_for(positions).to(positions.device)
         cos, sin = ((f(angles) * self.attention_factor).to(dtype) for f in (torch.cos, torch.sin))
-        return Turn(cos, sin, self.pairing)
+        return Rotation(cos, sin, self.pairing)
 
     def frequencies_for(self, positions: torch.Tensor) -> torch.Tensor:
         """`[P/2]`, those of a sequence with tokens at `positions [T]`."""
@@ -98,15 +98,15 @@ class Rotary:
         Returns:
             `[heads, P/2, …]` complex, and the `[heads, D − P, …]` rows that do not turn.
         """
-        turning, still = rows[:, : self.dims], rows[:, self.dims :]
+        rope, nope = rows[:, : self.dims], rows[:, self.dims :]
         axis = 1 if self.pairing == "half" else 2
-        return torch.complex(*turning.unflatten(1, _shape(len(self.frequencies), self.pairing)).unbind(axis)), still
+        return torch.complex(*rope.unflatten(1, _shape(len(self.frequencies), self.pairing)).unbind(axis)), nope
 
-    def from_complex(self, numbers: torch.Tensor, still: torch.Tensor | None = None) -> torch.Tensor:
+    def from_complex(self, numbers: torch.Tensor, nope: torch.Tensor | None = None) -> torch.Tensor:
         """The inverse of `to_complex`."""
         axis = 1 if self.pairing == "half" else 2
-        turning = torch.stack((numbers.real, numbers.imag), axis).flatten(1, 2)
-        return turning if still is None else torch.cat((turning, still), 1)
+        rope = torch.stack((numbers.real, numbers.imag), axis).flatten(1, 2)
+        return rope if nope is None else torch.cat((rope, nope), 1)
 
     def select(self, pairs: list[int], pairing: Pairing) -> Rotary:
         """The rotary embedding of dims that turn with the frequencies of `pairs`, in that order, repeated ones too.

@@ -34,13 +34,14 @@ def layer_cost(
     width: int, groups: int, rank: int, rope: int, device: str, rounds: int
 ) -> Iterator[tuple[str, tuple[float, float]]]:
     """What is done to one layer, and seconds and MB of it."""
+    from attention.record import Attention
     from attention.rope import Rotary
-    from convert.allocate import pairs_by_stride
+    from convert.calibration.refit import refitted_queries
     from convert.methods import LATENT, load_grouped, load_latent
+    from convert.methods.frequencies import pairs_by_stride
     from convert.methods.grouped import Draw
     from convert.methods.latent import Size
-    from convert.record import Attention, Statistics
-    from convert.refit import refitted_queries
+    from convert.methods.statistics import Statistics
 
     heads, generator = width // HEAD_DIM, torch.Generator().manual_seed(0)
 
@@ -74,7 +75,7 @@ def layer_cost(
 
 
 def _cost(work: Callable[[], object], device: str, rounds: int) -> tuple[float, float]:
-    from convert.memory import release
+    from convert.calibration.memory import release
 
     times = []
     release()
@@ -94,10 +95,10 @@ def _done(device: str) -> float:
 
 def survey_only(model: Path, work: Path) -> None:
     """The survey of a checkpoint over random tokens, as `convert mla` makes it."""
-    from convert.checkpoint import Reader
-    from convert.shelf import Shelf
-    from convert.stream import LayerStream
-    from convert.survey import survey
+    from convert.calibration.stream import LayerStream
+    from convert.calibration.survey import survey
+    from convert.checkpoint.reader import Reader
+    from convert.checkpoint.shelf import Shelf
     from eval.source import Source
 
     source = Source.parse(str(model))

@@ -18,8 +18,8 @@ from convert.methods import GROUPED, LATENT
 from eval.text import DATASETS
 
 if TYPE_CHECKING:
-    from convert.calibration import Calibration
-    from convert.plan import Output, Plan
+    from convert.planning.base import Output, Plan
+    from convert.planning.calibration import Calibration
     from eval.source import Source
     from eval.text import Text
 
@@ -84,9 +84,9 @@ def _quieten(verbose: bool) -> None:
 
 
 def _convert(plan_of: Callable[[Source, Output], Plan], **given: Any) -> None:
-    from convert.describe import plan_text
-    from convert.execute import execute
-    from convert.plan import Output
+    from convert.execute.run import execute
+    from convert.planning.base import Output
+    from convert.planning.describe import plan_text
     from eval.source import Source
     from eval.text import read_file
 
@@ -101,7 +101,7 @@ def _convert(plan_of: Callable[[Source, Output], Plan], **given: Any) -> None:
 
 
 def _calibration(given: dict[str, Any]) -> Calibration:
-    from convert.calibration import Calibration
+    from convert.planning.calibration import Calibration
 
     if given["text"] and given["dataset"]:
         raise click.UsageError("give either --text FILE or --dataset NAME")
@@ -127,7 +127,7 @@ def _calibration_text(given: dict[str, Any]) -> Text | None:
 def _grouped(command: str, groups: int, method: str, grouping: str = "contiguous", **given: Any) -> None:
     def plan_of(source: Source, output: Output) -> Plan:
         from convert import methods
-        from convert.plan import plan_grouped
+        from convert.planning.grouped import plan_grouped
 
         how, text = methods.load_grouped(method), _calibration(given)
         return plan_grouped(command, source, groups, how, given["seed"], given["device"], output, text, grouping)
@@ -193,7 +193,7 @@ def mla(method: str, **given: Any) -> None:
     Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 --dtype bfloat16 meta-llama/Llama-2-7b-hf llama-2-7b-mla
     """
     from convert import methods
-    from convert.plan_latent import LatentSize, plan_latent
+    from convert.planning.latent import LatentSize, plan_latent
 
     share, size_bytes = given["kv_budget"] or (None, None)
     size = LatentSize(given["kv_lora_rank"], given["qk_rope_head_dim"], share, size_bytes, given["freqfold"], given["pad_rank"])
@@ -227,7 +227,7 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
     Example: convert eval ./my-model my-model-gqa8 --text held-out.txt --output report
     """
     from eval import report
-    from eval.evaluate import Settings, require_ratio, run
+    from eval.evaluation import Settings, require_ratio, run
     from eval.source import Source
 
     _quieten(given["verbose"])
@@ -272,8 +272,8 @@ def bench(models: tuple[str, ...], batch: tuple[int, ...], context: tuple[int, .
     Example: convert bench ./my-model my-model-mla --context 512,2048,8192 --output speed
     """
     from eval import bench_report
-    from eval.bench import Settings, run
     from eval.source import Source
+    from eval.speed import Settings, run
 
     _quieten(given["verbose"])
     sources = [Source.parse(model, given["trust_remote_code"]) for model in models]
@@ -314,12 +314,12 @@ def sweep_command(evaluate: Path, latents: tuple[Any, ...] | None, **given: Any)
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """
-    from convert.describe import plans_text
-    from convert.plan import Output
-    from convert.plan_latent import LatentSize
-    from convert.sweep import Wanted, plans_for, sweep
+    from convert.planning.base import Output
+    from convert.planning.describe import plans_text
+    from convert.planning.latent import LatentSize
+    from convert.sweeping import Wanted, plans_for, sweep
     from eval import report
-    from eval.evaluate import Settings
+    from eval.evaluation import Settings
     from eval.source import Source
     from eval.text import read_file
 
@@ -355,7 +355,7 @@ def plan(model: str, context: int | None, dtype: str | None, gpus: tuple[tuple[s
 
     Example: convert plan meta-llama/Llama-2-7b-hf --batch 16 --context 4096 --gpu A6000=48
     """
-    from convert.describe import capacity, capacity_text
+    from convert.planning.describe import capacity, capacity_text
     from eval.capacity import GPUS
     from eval.source import Source
 
@@ -376,7 +376,7 @@ def inspect(model: str, trust_remote_code: bool, as_json: bool, verbose: bool, *
 
     Example: convert inspect Qwen/Qwen2.5-7B@main
     """
-    from convert.describe import inspection, inspection_text
+    from convert.planning.describe import inspection, inspection_text
     from eval.source import Source
 
     _quieten(verbose)
@@ -393,7 +393,7 @@ def families(as_json: bool, **given: Any) -> None:
 
     Example: convert families
     """
-    from convert.describe import support, support_text
+    from convert.planning.describe import support, support_text
 
     rows = support()
     _show(rows, support_text(rows), as_json)

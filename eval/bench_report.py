@@ -1,4 +1,4 @@
-"""Renders what `eval.bench` found as JSON, Markdown and an SVG of step time against context. It measures nothing."""
+"""Renders what `eval.speed` found as JSON, Markdown and an SVG of step time against context. It measures nothing."""
 
 from __future__ import annotations
 

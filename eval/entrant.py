@@ -1,4 +1,4 @@
-"""A model in one runtime, as `eval.bench` measures it: what it will take, loading it and letting it go, what it is then."""
+"""A model in one runtime, as `eval.speed` measures it: what it will take, loading it and letting it go, what it is then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attention.errors import Refusal
 from attention.grouped import is_packed
 from attention.latent import LatentAttention
 from attention.spec import AttentionSpec, dtype_bytes
-from eval import evaluate
+from eval import evaluation as evaluate
 from eval.capacity import count_parameters
 from eval.source import Source
 from eval.workload import weight_bytes

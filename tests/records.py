@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from attention.qk_norm import QKNorm
+from attention.record import Attention, FactoredAttention, Record
 from attention.reference import grouped_attention, latent_attention
 from attention.rope import Pairing, Rotary
-from convert.record import Attention, FactoredAttention, Record, Statistics
+from convert.methods.statistics import Statistics
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -21,7 +22,7 @@ def record(
     groups: int = 2,
     share: int = 2,
     pairs: int = 3,
-    still: int = 0,
+    nope: int = 0,
     width: int = 20,
     pairing: Pairing = "half",
     biased: bool = True,
@@ -30,7 +31,7 @@ def record(
     norm: str | None = None,
 ) -> Attention:
     """Grouped attention; without pairs nothing turns. `norm` is of queries and keys: "shared", "head", "all", "after"."""
-    heads, dim = groups * share, 2 * pairs + still
+    heads, dim = groups * share, 2 * pairs + nope
     shapes = {"q": (heads, dim, width), "k": (groups, dim, width), "v": (groups, dim, width), "o": (width, heads, dim)}
     biases = {"q_bias": (heads, dim), "k_bias": (groups, dim), "v_bias": (groups, dim), "o_bias": (width,)}
     drawn: dict[str, Any] = {
@@ -58,12 +59,12 @@ def factored(
     pairing: Pairing = "interleaved",
 ) -> FactoredAttention:
     """Latent attention."""
-    turning = 2 * pairs
+    rope = 2 * pairs
     shapes = {
-        "q_nope": (heads, dim, width), "q_rope": (heads, turning, width), "k_rope": (turning, width), "down": (rank, width),
+        "q_nope": (heads, dim, width), "q_rope": (heads, rope, width), "k_rope": (rope, width), "down": (rank, width),
         "up_k": (heads, dim, rank), "up_v": (heads, dim, rank), "o": (width, heads, dim),
     }  # fmt: skip
-    biases = {"q_nope_bias": (heads, dim), "q_rope_bias": (heads, turning), "k_rope_bias": (turning,), "o_bias": (width,)}
+    biases = {"q_nope_bias": (heads, dim), "q_rope_bias": (heads, rope), "k_rope_bias": (rope,), "o_bias": (width,)}
     drawn = {name: random(*shape, seed=seed * 20 + i) * shape[-1] ** -0.5 for i, (name, shape) in enumerate(shapes.items())}
     if biased:
         drawn |= {name: random(*shape, seed=seed * 20 + 9 + i) for i, (name, shape) in enumerate(biases.items())}

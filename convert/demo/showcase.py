@@ -6,12 +6,12 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from convert.calibration import Calibration
 from convert.demo.corpus import VALIDATION, held_out_text
-from convert.plan import Output
-from convert.plan_latent import LatentSize
-from convert.sweep import Wanted, plans_for, sweep
-from eval.evaluate import Settings
+from convert.planning.base import Output
+from convert.planning.calibration import Calibration
+from convert.planning.latent import LatentSize
+from convert.sweeping import Wanted, plans_for, sweep
+from eval.evaluation import Settings
 from eval.source import Source
 from eval.text import Text, read_file
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from attention.record import Attention
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
-from convert.record import Attention
 
 
 @dataclass(frozen=True)

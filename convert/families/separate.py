@@ -14,10 +14,10 @@ import torch
 
 from attention import rope
 from attention.qk_norm import QKNorm
+from attention.record import Attention
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
 from convert.families.base import InputNorm, Traits
-from convert.record import Attention
 
 
 @dataclass(frozen=True)

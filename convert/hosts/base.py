@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families import Family
-from convert.record import Attention, FactoredAttention
 
 
 class Host(Protocol):

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families import Family
-from convert.record import Attention, FactoredAttention
 
 # Blocks of RMSNorm, attention, RMSNorm and SwiGLU with plain residuals, under Llama's names; each is tested to be exact.
 _LIKE_LLAMA = ("llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5")

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families import Family
-from convert.record import Attention, FactoredAttention
 from eval.capacity import with_kv_heads
 
 

@@ -1,9 +1,9 @@
-"""`aligned`: heads of a group are turned towards each other before they are merged, and queries and outputs turn back.
+"""`aligned`: heads of a group are aligned with each other before they are merged, and queries and outputs take up the rest.
 
 Keys: RoPE multiplies number l of each head by e^{iθ_l t}, so a complex factor per head and frequency commutes with it and can
 be absorbed into the queries. Per group and frequency, with λ_g² = Σ_h E|q_h|² over the query heads of KV head g, the shared
 key is u^H Λ Z for the top eigenvector u of Λ Z Σ Z^H Λ, and head h's query absorbs conj(u_g) / λ_g: the best rank-1 fit of the
-logits if queries, keys and frequencies were independent. Dims that do not turn: the stacked M_g^½ K_g Σ^½, truncated to N
+logits if queries, keys and frequencies were independent. Dims that do not rotation: the stacked M_g^½ K_g Σ^½, truncated to N
 dims by SVD, with M_g = Σ_h E[q_h q_hᵀ]. Values: the stacked (Σ_h O_hᵀ O_h)^½ V_g Σ^½, truncated to D; W_O absorbs the rest.
 Biases ride along as the weights of a constant input. Σ = E[x xᵀ] is measured on calibration text, or assumed from the gains of
 the input's norm.
@@ -25,10 +25,11 @@ from itertools import combinations
 
 import torch
 
+from attention.record import Attention
 from convert.methods.algebra import augmented, fix_signs, floored, roots
 from convert.methods.grouped import Draw, GroupedMethod, merged_norm
+from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-from convert.record import Attention, Statistics
 
 
 @dataclass(frozen=True)
@@ -79,37 +80,37 @@ class _Heads:
 
     def __init__(self, attention: Attention, statistics: Statistics) -> None:
         self.attention, known = attention, statistics.shrunk().to(attention.k.device)
-        self.share, self.turning = attention.q.shape[0] // attention.num_kv_heads, 0
+        self.share, self.rope = attention.q.shape[0] // attention.num_kv_heads, 0
         second = known.with_constant
-        a, turning = attention, attention.rotary.dims if attention.rotary else 0
+        a, rope = attention, attention.rotary.dims if attention.rotary else 0
         self.q = augmented(a.q, a.q_bias).unflatten(0, (-1, self.share))  # [G, share, D, E + 1]
         self.k, v = augmented(a.k, a.k_bias), augmented(a.v, a.v_bias)
         self.o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, self.share))  # [G, share, E, D]
         columns = self.o.flatten(1, 2)
         self.values = _Blocks.of(v, columns.mT @ columns, second)
-        self.still: _Blocks | None = None
+        self.nope: _Blocks | None = None
         if a.k_norm is not None:
             self.likeness = _likeness(a, self.k)
             return
-        self.turning = turning
-        if turning:
-            self._measure_turning(second)
-        if turning < self.k.shape[1]:
-            rest = self.q[:, :, turning:]
+        self.rope = rope
+        if rope:
+            self._measure_rope(second)
+        if rope < self.k.shape[1]:
+            rest = self.q[:, :, rope:]
             moments = (rest @ second @ rest.mT).sum(1)
             constant = torch.zeros_like(second)  # one on unrotated keys cancels in the softmax
             constant[:-1, :-1] = known.covariance
-            self.still = _Blocks.of(self.k[:, turning:], moments, constant)
+            self.nope = _Blocks.of(self.k[:, rope:], moments, constant)
 
-    def _measure_turning(self, second: torch.Tensor) -> None:
+    def _measure_rope(self, second: torch.Tensor) -> None:
         """λ `[G, P/2]`, weighted keys `[G, P/2, E + 1]` and their Gram matrices `[P/2, G, G]`."""
-        rotary, rows = self.attention.rotary, self.q[:, :, : self.turning]
+        rotary, rows = self.attention.rotary, self.q[:, :, : self.rope]
         assert rotary is not None
         power = ((rows @ second) * rows).sum(-1).sum(1)  # [G, P]
         pairs = rotary.to_complex(power)[0]
         self.weight = floored(pairs.real + pairs.imag, 1e-12).sqrt()
-        self.z = rotary.to_complex(self.k[:, : self.turning])[0] * self.weight[..., None]
-        moved = rotary.to_complex(self.k[:, : self.turning] @ second)[0] * self.weight[..., None]
+        self.z = rotary.to_complex(self.k[:, : self.rope])[0] * self.weight[..., None]
+        moved = rotary.to_complex(self.k[:, : self.rope] @ second)[0] * self.weight[..., None]
         gram = torch.einsum("gle,hle->lgh", moved, self.z.conj())
         self.gram = (gram + gram.mH) / 2
 
@@ -117,14 +118,14 @@ class _Heads:
         """Queries `[n, share, D, E + 1]` and the one key `[D, E + 1]`."""
         if self.attention.k_norm is not None:
             return _averaged_key(self.attention, self.q[heads], self.k[heads])
-        parts = [self._turned_key(heads)] if self.turning else []
-        if self.still:
-            key, back = self.still.merged(heads)
-            parts.append((back.mT[:, None] @ self.q[heads][:, :, self.turning :], key))
+        parts = [self._shared_rope_key(heads)] if self.rope else []
+        if self.nope:
+            key, back = self.nope.merged(heads)
+            parts.append((back.mT[:, None] @ self.q[heads][:, :, self.rope :], key))
         queries, keys = zip(*parts, strict=True)
         return torch.cat(queries, 2), torch.cat(keys)
 
-    def _turned_key(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _shared_rope_key(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         rotary = self.attention.rotary
         assert rotary is not None
         u = fix_signs(torch.linalg.eigh(self.gram[:, heads][:, :, heads]).eigenvectors[..., -1:])[..., 0]  # [P/2, n]
@@ -133,7 +134,7 @@ class _Heads:
         # The key as large as its heads are on average, so that neither side leaves the range of a half float.
         size = factor.abs().square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
         key, factor = key * size[:, None], factor / size
-        numbers = rotary.to_complex(self.q[heads][:, :, : self.turning].flatten(0, 1))[0].unflatten(0, (len(heads), -1))
+        numbers = rotary.to_complex(self.q[heads][:, :, : self.rope].flatten(0, 1))[0].unflatten(0, (len(heads), -1))
         queries = rotary.from_complex((numbers * factor.conj()[:, None, :, None]).flatten(0, 1))
         return queries.unflatten(0, (len(heads), -1)), rotary.from_complex(key[None])[0]
 
@@ -150,15 +151,15 @@ class _Heads:
         if self.attention.k_norm is not None:
             return float(len(heads) - self.likeness[heads][:, heads].sum() / len(heads)) / len(self.likeness)
         lost = energy = 0.0
-        if self.turning:
+        if self.rope:
             assert self.attention.rotary is not None
             # As parts of a logit are: of a product of complex numbers, at all angles, the real part has half the energy.
             share = self.attention.rotary.attention_factor**4 / 2
             lost += share * float(torch.linalg.eigvalsh(self.gram[:, heads][:, :, heads])[:, :-1].sum())
             energy += share * float(self.gram.diagonal(dim1=1, dim2=2).real.sum())
-        if self.still:
-            lost += self.still.lost(heads)
-            energy += self.still.energy()
+        if self.nope:
+            lost += self.nope.lost(heads)
+            energy += self.nope.energy()
         return lost / (energy or 1.0)
 
 
@@ -244,4 +245,4 @@ def _likeness(a: Attention, k: torch.Tensor) -> torch.Tensor:
     return cosine.abs() if _signs_are_free(a) else cosine
 
 
-METHOD = GroupedMethod("aligned", "heads turned towards each other", "", TextUse.USED, merge, partition)
+METHOD = GroupedMethod("aligned", "heads aligned with each other", "", TextUse.USED, merge, partition)

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 import torch
 
+from attention.forward import attention_mass
+from attention.record import Attention
 from attention.rope import Rotary
-from convert.forward import attention_mass
 from convert.methods.algebra import augmented, fix_signs, floored
 from convert.methods.latent import rotary_of
-from convert.record import Attention, Statistics
+from convert.methods.statistics import Statistics
 
 _CONTEXT = 2048  # of the assumed distances
 
 
 @dataclass(frozen=True)
-class TurningKeys:
+class RopeKeys:
     """The rotary part of a layer's keys, fp64. H query heads, L frequencies; a bias is the weight of a constant input.
 
     Attributes:
@@ -42,7 +43,7 @@ class TurningKeys:
     mass: torch.Tensor
 
     @classmethod
-    def of(cls, attention: Attention, statistics: Statistics) -> TurningKeys:
+    def of(cls, attention: Attention, statistics: Statistics) -> RopeKeys:
         rotary, second = rotary_of(attention), statistics.with_constant
         factor = rotary.attention_factor**2
         rows = augmented(attention.q, attention.q_bias)[:, : rotary.dims]
@@ -87,13 +88,13 @@ class Atoms:
     shares: torch.Tensor
     keys: torch.Tensor
 
-    def turning(self, keys: TurningKeys) -> tuple[Rotary, torch.Tensor, torch.Tensor]:
+    def rope(self, keys: RopeKeys) -> tuple[Rotary, torch.Tensor, torch.Tensor]:
         """How they turn, the queries `[H, P, E + 1]` that meet them, and they themselves `[P, E + 1]`."""
         kept = rotary_of(keys.attention).select(list(self.pairs), "interleaved")
         queries = torch.einsum("hlm,hle->hme", self.shares.conj(), keys.w)
         return kept, kept.from_complex(queries), kept.from_complex(self.keys[None])[0]
 
-    def rest(self, keys: TurningKeys) -> torch.Tensor:
+    def rest(self, keys: RopeKeys) -> torch.Tensor:
         """Unrotated keys of each query head for what is left, `[H, 2 L, E + 1]`; zeros where nothing but rounding is."""
         phase = keys.phase
         whole = phase[..., None] * keys.per_query_head(keys.z)
@@ -107,7 +108,7 @@ class Components:
     """Weighted complex principal components of the keys at each frequency, the costliest not to turn first.
 
     Attributes:
-        lost: `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²): what not turning each would lose of squared logits.
+        lost: `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²): what not rope each would lose of squared logits.
         basis: `[L, G, G]`, shares of KV heads (rows) in components (columns).
         keys: `[L, G, E + 1]`.
     """
@@ -117,11 +118,11 @@ class Components:
     keys: torch.Tensor
 
     @classmethod
-    def of(cls, keys: TurningKeys) -> Components:
+    def of(cls, keys: RopeKeys) -> Components:
         power = keys.weight.square().unflatten(0, (-1, keys.share))
         weight = power.sum(1).sqrt().T  # [L, G]
-        turned_away = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.share))
-        away = ((power * turned_away).sum(1) / power.sum(1)).T
+        away_from_one = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.share))
+        away = ((power * away_from_one).sum(1) / power.sum(1)).T
         weighted, moved = (rows.transpose(0, 1) * weight[..., None] for rows in (keys.z, keys.moved))
         gram = moved @ weighted.mH
         energy, u = torch.linalg.eigh((gram + gram.mH) / 2)
@@ -131,7 +132,7 @@ class Components:
         u = u.gather(2, order[:, None].expand_as(u))
         return cls(lost.gather(1, order), u / weight[..., None], u.mH @ weighted)
 
-    def atoms(self, keys: TurningKeys, pairs: tuple[int, ...]) -> Atoms:
+    def atoms(self, keys: RopeKeys, pairs: tuple[int, ...]) -> Atoms:
         """The costliest components of each frequency, as many as it has among `pairs`."""
         parts = [pairs[:i].count(pair) for i, pair in enumerate(pairs)]
         shares = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))

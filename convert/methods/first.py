@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from attention.record import Attention
 from convert.methods.grouped import Draw, GroupedMethod, pool_kv
+from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-from convert.record import Attention, Statistics
 
 
 def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.qk_norm import QKNorm
+from attention.record import Attention
+from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-from convert.record import Attention, Statistics
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.methods.algebra import fix_signs
+from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-from convert.record import Attention, FactoredAttention, Statistics
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,22 @@ class Keys:
     Attributes:
         rows: `[bands, G F, E]` complex, what makes them.
         bias: `[bands, G F]` complex; zeros without biases.
-        still: `[G, N, E]`, dims that never turned.
+        nope: `[G, N, E]`, dims that never rotated.
     """
 
     rows: torch.Tensor
     bias: torch.Tensor
-    still: torch.Tensor
+    nope: torch.Tensor
 
 
 def keys_of(attention: Attention, fold: int = 1) -> Keys:
     """The keys of a record, fp32. Where RoPE carries an attention factor a, they carry a² of it."""
     rotary = rotary_of(attention)
     bias = attention.k.new_zeros(attention.k.shape[:2]) if attention.k_bias is None else attention.k_bias
-    rows, still = rotary.to_complex(attention.k.float())
+    rows, nope = rotary.to_complex(attention.k.float())
     row_bias, _ = rotary.to_complex(bias.float())
     factor = rotary.attention_factor**2
-    return Keys(_banded(rows, fold) * factor, _banded(row_bias, fold) * factor, still)
+    return Keys(_banded(rows, fold) * factor, _banded(row_bias, fold) * factor, nope)
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def separate(attention: Attention, size: Size, gram: Callable[[Keys], torch.Tens
         gram: Keys → `[bands, G F, G F]`, real or complex, fp64: its eigenvectors are the components, largest first.
     """
     if attention.rotary is None:
-        return _all_still(attention, size)
+        return _all_nope(attention, size)
     keys = keys_of(attention, size.freqfold)
     basis = fix_signs(torch.linalg.eigh(gram(keys)).eigenvectors.flip(-1))
     groups, heads = attention.num_kv_heads, attention.q.shape[0]
@@ -139,12 +140,12 @@ def separate(attention: Attention, size: Size, gram: Callable[[Keys], torch.Tens
     components = basis.mH @ keys.rows  # [bands, G F, E]; keys = basis @ components
     component_bias = (basis.mH @ keys.bias[..., None])[..., 0]
     bands, parts = _kept(size)
-    still = torch.ones(basis.shape[:2], dtype=torch.bool)
-    still[bands, parts] = False
+    nope = torch.ones(basis.shape[:2], dtype=torch.bool)
+    nope[bands, parts] = False
     spread = _spread(basis, groups, size.freqfold)  # [G, D/2, bands, G F]
     queries, query_bias = _queries(attention, spread[:, :, bands, parts].repeat_interleave(heads // groups, 0))
     kept = rotary_of(attention).select(list(size.pairs), "interleaved")
-    rest, rest_spread = _rest(attention, keys.still, components[still], spread[:, :, still])
+    rest, rest_spread = _rest(attention, keys.nope, components[nope], spread[:, :, nope])
     return Separated(
         rotary=kept,
         q_rope=kept.from_complex(queries),
@@ -156,15 +157,15 @@ def separate(attention: Attention, size: Size, gram: Callable[[Keys], torch.Tens
     )
 
 
-def _all_still(attention: Attention, size: Size) -> Separated:
+def _all_nope(attention: Attention, size: Size) -> Separated:
     assert size.rotary is not None
-    (groups, dim, width), heads, turning = attention.k.shape, attention.q.shape[0], 2 * len(size.pairs)
+    (groups, dim, width), heads, rope = attention.k.shape, attention.q.shape[0], 2 * len(size.pairs)
     rest = attention.k.float().flatten(0, 1)
     return Separated(
         rotary=size.rotary.select(list(size.pairs), "interleaved"),
-        q_rope=rest.new_zeros(heads, turning, width),
-        k_rope=rest.new_zeros(turning, width),
-        q_rope_bias=None if attention.q_bias is None else rest.new_zeros(heads, turning),
+        q_rope=rest.new_zeros(heads, rope, width),
+        k_rope=rest.new_zeros(rope, width),
+        q_rope_bias=None if attention.q_bias is None else rest.new_zeros(heads, rope),
         k_rope_bias=None,
         rest=rest,
         spread=torch.eye(groups * dim, device=rest.device).unflatten(0, (groups, dim)),
@@ -172,24 +173,24 @@ def _all_still(attention: Attention, size: Size) -> Separated:
 
 
 def _rest(
-    attention: Attention, still: torch.Tensor, components: torch.Tensor, spread: torch.Tensor
+    attention: Attention, nope: torch.Tensor, components: torch.Tensor, spread: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[n, E]` of what does not turn, and how keys are made of them `[G, D, n]`.
 
     Args:
         attention: The record.
-        still: `[G, N, E]`, dims that never turned.
+        nope: `[G, N, E]`, dims that never rotated.
         components: `[m, E]` complex.
         spread: `[G, D/2, m]` complex, their share in each number of each KV head.
     """
-    rotary, (groups, count) = rotary_of(attention), still.shape[:2]
+    rotary, (groups, count) = rotary_of(attention), nope.shape[:2]
     # y = y' + i y'' contributes (s y', i s y'') for its share s.
     numbers = torch.cat((spread, 1j * spread), -1)  # [G, D/2, 2 m]
-    turned = rotary.from_complex(numbers, numbers.real.new_zeros(groups, count, numbers.shape[-1]))
-    own = torch.zeros(groups, turned.shape[1], groups, count, dtype=turned.dtype, device=turned.device)
+    rotated = rotary.from_complex(numbers, numbers.real.new_zeros(groups, count, numbers.shape[-1]))
+    own = torch.zeros(groups, rotated.shape[1], groups, count, dtype=rotated.dtype, device=rotated.device)
     for g in range(groups):
         own[g, rotary.dims :, g] = torch.eye(count)
-    return torch.cat((components.real, components.imag, still.flatten(0, 1))), torch.cat((turned, own.flatten(2)), -1)
+    return torch.cat((components.real, components.imag, nope.flatten(0, 1))), torch.cat((rotated, own.flatten(2)), -1)
 
 
 def share_latent(attention: Attention, parts: Separated, left: torch.Tensor, balance: float = 1.0) -> FactoredAttention:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from attention.record import Attention
 from convert.methods.grouped import Draw, GroupedMethod, pool_kv
+from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-from convert.record import Attention, Statistics
 
 
 def _mean(members: torch.Tensor) -> torch.Tensor:

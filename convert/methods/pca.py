@@ -23,11 +23,12 @@ from functools import partial
 
 import torch
 
-from convert.allocate import pairs_by_stride
+from attention.record import Attention, FactoredAttention
 from convert.methods.algebra import leading_subspace
+from convert.methods.frequencies import pairs_by_stride
 from convert.methods.latent import Keys, LatentMethod, Size, separate, share_latent
+from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-from convert.record import Attention, FactoredAttention, Statistics
 
 
 def factor(attention: Attention, size: Size, statistics: Statistics) -> FactoredAttention:

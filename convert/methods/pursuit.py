@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from convert.methods.atoms import Atoms, TurningKeys
+from convert.methods.atoms import Atoms, RopeKeys
 
 _FIRST, _FURTHER = 40, 8  # power iterations, from nothing and from the last atom's result
 
 
 @dataclass
 class Pursuit:
-    """What one layer's entries (query head h, frequency l) still miss at every candidate frequency b.
+    """What one layer's entries (query head h, frequency l) nope miss at every candidate frequency b.
 
     Attributes:
         gram: `[G L, G L]`, z Σ z^H.
@@ -43,7 +43,7 @@ class Pursuit:
     _found: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, keys: TurningKeys, dtype: torch.dtype = torch.complex128) -> Pursuit:
+    def of(cls, keys: RopeKeys, dtype: torch.dtype = torch.complex128) -> Pursuit:
         mass, waves = keys.mass.to(keys.z.dtype), keys.waves
         mean = mass @ waves
         near = torch.stack([(waves * row[:, None]).T @ waves.conj() for row in mass])
@@ -124,7 +124,7 @@ def pairs_by_pursuit(layers: Sequence[Pursuit], count: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def pursue(keys: TurningKeys, pairs: tuple[int, ...]) -> Atoms:
+def pursue(keys: RopeKeys, pairs: tuple[int, ...]) -> Atoms:
     """The atoms of one layer at given frequencies."""
     pursuit = Pursuit.of(keys)
     for pair in pairs:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from attention.record import Attention
 from convert.methods.grouped import Draw, GroupedMethod, merged_norm
+from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-from convert.record import Attention, Statistics
 
 
 def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:

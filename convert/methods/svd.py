@@ -14,11 +14,12 @@ from dataclasses import replace
 
 import torch
 
-from convert.allocate import pairs_by_loss
+from attention.record import Attention, FactoredAttention
 from convert.methods.algebra import leading_subspace
+from convert.methods.frequencies import pairs_by_loss
 from convert.methods.latent import Keys, LatentMethod, Size, keys_of, separate, share_latent
+from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-from convert.record import Attention, FactoredAttention, Statistics
 
 
 def losses(attention: Attention, statistics: Statistics, fewest: int) -> torch.Tensor:

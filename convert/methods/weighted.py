@@ -1,6 +1,6 @@
 """`weighted`: MLA that keeps what logits and outputs depend on, by what calibration text shows.
 
-Keys that turn: atoms (`convert.methods.atoms`), either weighted complex principal components, those most costly not to turn,
+Rope keys: atoms (`convert.methods.atoms`), either weighted complex principal components, those most costly not to rotate,
 or, where fewer can be kept than there are frequencies, atoms found by pursuit; which of the two is tried on the text.
 What they leave does not turn, and shares one latent with the values: the truncated SVD of
 [α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] (Σ − μμᵀ)^½, with M_h = E[q_h q_hᵀ]. A constant on unrotated keys cancels in the softmax,
@@ -19,16 +19,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attention.forward import attention_output
+from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
-from convert.allocate import pairs_by_loss
-from convert.forward import attention_output
 from convert.methods.algebra import augmented, leading, root, roots
-from convert.methods.atoms import Components, TurningKeys
+from convert.methods.atoms import Components, RopeKeys
+from convert.methods.frequencies import pairs_by_loss
 from convert.methods.latent import LatentMethod, Size
 from convert.methods.pursuit import Pursuit, pairs_by_pursuit, pursue
+from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-from convert.record import Attention, FactoredAttention, Statistics
 
 _BALANCES = (0.1, 0.3, 1.0, 3.0)
 
@@ -36,22 +37,22 @@ _BALANCES = (0.1, 0.3, 1.0, 3.0)
 def factor(attention: Attention, size: Size, statistics: Statistics) -> FactoredAttention:
     """The latent attention."""
     known = statistics.shrunk().to(attention.k.device)
-    turning, rest = _turning(attention, size, known)
+    rope, rest = _rope_part(attention, size, known)
     latent = _Latent.of(attention, rest, known)
     del rest  # as large as anything here
     if known.sample is None or not latent.competing:
-        return latent.result(attention, turning, size.rank, 1.0)
+        return latent.result(attention, rope, size.rank, 1.0)
     trial = known.sample[::2]  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 
     def error(result: FactoredAttention) -> float:
         return float((attention_output(result, trial) - expected).square().sum())
 
-    return min((latent.result(attention, turning, size.rank, balance) for balance in _BALANCES), key=error)
+    return min((latent.result(attention, rope, size.rank, balance) for balance in _BALANCES), key=error)
 
 
 @dataclass(frozen=True)
-class _Turning:
+class _RopePart:
     """The rotary part of a result: as in FactoredAttention, each with a column for the bias."""
 
     rotary: Rotary
@@ -59,7 +60,7 @@ class _Turning:
     keys: torch.Tensor
 
 
-def _turning(attention: Attention, size: Size, statistics: Statistics) -> tuple[_Turning, torch.Tensor]:
+def _rope_part(attention: Attention, size: Size, statistics: Statistics) -> tuple[_RopePart, torch.Tensor]:
     """It, and what is left to keys that do not turn, `[H, D, E + 1]`."""
     share, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
@@ -67,11 +68,11 @@ def _turning(attention: Attention, size: Size, statistics: Statistics) -> tuple[
         count, width = 2 * len(size.pairs), rows.shape[-1]
         rotary = size.rotary.select(list(size.pairs), "interleaved")
         rest = rows.repeat_interleave(share, 0)
-        return _Turning(rotary, rows.new_zeros(attention.q.shape[0], count, width), rows.new_zeros(count, width)), rest
-    turning = TurningKeys.of(attention, statistics)
-    atoms = pursue(turning, size.pairs) if size.pursued else Components.of(turning).atoms(turning, size.pairs)
-    still = rows[:, attention.rotary.dims :].repeat_interleave(share, 0)
-    return _Turning(*atoms.turning(turning)), torch.cat((atoms.rest(turning), still), 1)
+        return _RopePart(rotary, rows.new_zeros(attention.q.shape[0], count, width), rows.new_zeros(count, width)), rest
+    rope = RopeKeys.of(attention, statistics)
+    atoms = pursue(rope, size.pairs) if size.pursued else Components.of(rope).atoms(rope, size.pairs)
+    nope = rows[:, attention.rotary.dims :].repeat_interleave(share, 0)
+    return _RopePart(*atoms.rope(rope)), torch.cat((atoms.rest(rope), nope), 1)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class _Latent:
         """Whether there are both keys and values to be balanced."""
         return bool(self.grams[0].diagonal().sum() > 0 and self.grams[1].diagonal().sum() > 0)
 
-    def result(self, a: Attention, turning: _Turning, rank: int, balance: float) -> FactoredAttention:
+    def result(self, a: Attention, rope: _RopePart, rank: int, balance: float) -> FactoredAttention:
         """The latent attention at a rank and κ."""
         alpha = (balance * self.grams[1].trace() / self.grams[0].trace()).sqrt() if self.competing else 1.0
         directions = leading(alpha**2 * self.grams[0] + self.grams[1], rank)
@@ -130,17 +131,17 @@ class _Latent:
         biased = a.q_bias is not None, a.k_bias is not None
         return FactoredAttention(
             q_nope=a.q.float(),
-            q_rope=turning.queries[..., :-1].float(),
-            k_rope=turning.keys[..., :-1].float(),
+            q_rope=rope.queries[..., :-1].float(),
+            k_rope=rope.keys[..., :-1].float(),
             down=down.float(),
             up_k=(self.unweigh_keys @ of_keys / alpha).float(),
             up_v=up_v.repeat_interleave(share, 0).float(),
             o=o,
             scale=a.scale,
-            rotary=turning.rotary,
+            rotary=rope.rotary,
             q_nope_bias=None if a.q_bias is None else a.q_bias.float(),
-            q_rope_bias=turning.queries[..., -1].float() if biased[0] else None,
-            k_rope_bias=turning.keys[..., -1].float() if biased[1] else None,
+            q_rope_bias=rope.queries[..., -1].float() if biased[0] else None,
+            k_rope_bias=rope.keys[..., -1].float() if biased[1] else None,
             o_bias=(bias if a.o_bias is None else bias + a.o_bias.double()).float(),
         )
 
@@ -155,9 +156,9 @@ class _Survey:
 
 def survey(attention: Attention, statistics: Statistics, fewest: int) -> _Survey:
     """What allocation has to know of a layer."""
-    turning = TurningKeys.of(attention, statistics.shrunk().to(attention.k.device))
-    lost, tried = Components.of(turning).lost, statistics.sample is not None
-    return _Survey(lost, Pursuit.of(turning, torch.complex64) if tried and fewest < len(lost) else None)
+    rope = RopeKeys.of(attention, statistics.shrunk().to(attention.k.device))
+    lost, tried = Components.of(rope).lost, statistics.sample is not None
+    return _Survey(lost, Pursuit.of(rope, torch.complex64) if tried and fewest < len(lost) else None)
 
 
 def allocate(found: list[_Survey], count: int, size: Size) -> list[Size]:

@@ -40,7 +40,7 @@ def biases(heads: int, groups: int, dim: int, seed: int = 9) -> dict[str, torch.
     }
 
 
-def turning(pairs: int) -> Rotary:
+def rotary(pairs: int) -> Rotary:
     return Rotary(10.0 ** -torch.arange(pairs, dtype=torch.float64))
 
 
@@ -70,7 +70,7 @@ def test_attention_is_that_of_torch(groups: int, share: int, dim: int, length: i
 def test_a_future_token_changes_nothing_before_it(position: int) -> None:
     x, changed = random(1, 8, WIDTH), random(1, 8, WIDTH)
     changed[:, position] += 1
-    options: dict[str, Any] = {"scale": 0.5, "rotary": turning(2)} | weights(4, 2, 6) | biases(4, 2, 6)
+    options: dict[str, Any] = {"scale": 0.5, "rotary": rotary(2)} | weights(4, 2, 6) | biases(4, 2, 6)
     before, after = grouped_attention(x, **options), grouped_attention(changed, **options)
     assert torch.equal(before[:, :position], after[:, :position])
     assert ((before[:, position:] - after[:, position:]).abs().amax(-1) > 1e-6).all()
@@ -80,9 +80,9 @@ def test_a_bias_is_a_weight_on_a_constant_input() -> None:
     x, w, b = random(2, 7, WIDTH), weights(4, 2, 6), biases(4, 2, 6)
     with_constant = {name: torch.cat((w[name], b[f"{name}_bias"][..., None]), -1) for name in "qkv"}
     expected = grouped_attention(
-        torch.cat((x, torch.ones(2, 7, 1)), -1), **with_constant, o=w["o"], scale=0.5, rotary=turning(3)
+        torch.cat((x, torch.ones(2, 7, 1)), -1), **with_constant, o=w["o"], scale=0.5, rotary=rotary(3)
     )
-    found = grouped_attention(x, **w, **b, scale=0.5, rotary=turning(3))
+    found = grouped_attention(x, **w, **b, scale=0.5, rotary=rotary(3))
     torch.testing.assert_close(found, expected + b["o_bias"], rtol=1e-10, atol=1e-10)
 
 
@@ -90,7 +90,7 @@ def test_a_bias_is_a_weight_on_a_constant_input() -> None:
 def test_every_bias_matters(name: str) -> None:
     x, w, b = random(1, 7, WIDTH), weights(4, 2, 6), biases(4, 2, 6)
     without = {key: value for key, value in b.items() if key != name}
-    options: dict[str, Any] = {"scale": 0.5, "rotary": turning(3)}
+    options: dict[str, Any] = {"scale": 0.5, "rotary": rotary(3)}
     difference = grouped_attention(x, **w, **b, **options) - grouped_attention(x, **w, **without, **options)
     assert difference.abs().max() > 1e-2
 
@@ -103,20 +103,20 @@ def test_a_key_bias_cancels_where_nothing_turns() -> None:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before rotary", "after rotary"])
 def test_queries_and_keys_are_normalised_on_the_right_side_of_the_rotation(after: bool) -> None:
-    x, w, turn, length = random(2, 7, WIDTH), weights(4, 2, 6), turning(3), 7
+    x, w, rotation, length = random(2, 7, WIDTH), weights(4, 2, 6), rotary(3), 7
     q_norm, k_norm = norm("head", 1, 6, after_rotary=after), norm("all", 2, 6, after_rotary=after)
 
     def place(name: str, normalise: QKNorm) -> torch.Tensor:
         states = torch.einsum("bte,hde->bhtd", x, w[name])
         positions = torch.arange(length)
-        return normalise(turn.rotate(states, positions)) if after else turn.rotate(normalise(states), positions)
+        return normalise(rotation.rotate(states, positions)) if after else rotation.rotate(normalise(states), positions)
 
     values = torch.einsum("bte,hde->bhtd", x, w["v"])
     context = scaled_dot_product_attention(
         place("q", q_norm), place("k", k_norm), values, is_causal=True, scale=0.5, enable_gqa=True
     )
     expected = torch.einsum("bhtd,ehd->bte", context, w["o"])
-    options: dict[str, Any] = {"scale": 0.5, "rotary": turn}
+    options: dict[str, Any] = {"scale": 0.5, "rotary": rotation}
     found = grouped_attention(x, **w, **options, q_norm=q_norm, k_norm=k_norm)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     other = dataclasses.replace(q_norm, after_rotary=not after)
@@ -188,26 +188,26 @@ def latent_biases(heads: int, dim: int, rope: int, seed: int = 30) -> dict[str, 
 @settings(deadline=None)
 @given(heads=st.integers(1, 4), dim=st.integers(1, 5), pairs=st.integers(1, 4), rank=st.integers(1, 9), seed=st.integers(0, 99))
 def test_latent_attention_is_that_of_torch_on_expanded_heads(heads: int, dim: int, pairs: int, rank: int, seed: int) -> None:
-    x, turn = random(2, 8, WIDTH, seed=seed), turning(pairs)
+    x, rotation = random(2, 8, WIDTH, seed=seed), rotary(pairs)
     w, b = latent_weights(heads, dim, 2 * pairs, rank, seed), latent_biases(heads, dim, 2 * pairs)
     latent = linear(x, w["down"])
     queries, keys, values = [], [], []
     for h in range(heads):
-        turned = turn.rotate(linear(x, w["q_rope"][h], b["q_rope_bias"][h]), torch.arange(8))
-        queries.append(torch.cat((linear(x, w["q_nope"][h], b["q_nope_bias"][h]), turned), -1))
-        shared = turn.rotate(linear(x, w["k_rope"], b["k_rope_bias"]), torch.arange(8))
+        rotated = rotation.rotate(linear(x, w["q_rope"][h], b["q_rope_bias"][h]), torch.arange(8))
+        queries.append(torch.cat((linear(x, w["q_nope"][h], b["q_nope_bias"][h]), rotated), -1))
+        shared = rotation.rotate(linear(x, w["k_rope"], b["k_rope_bias"]), torch.arange(8))
         keys.append(torch.cat((linear(latent, w["up_k"][h]), shared), -1))
         values.append(linear(latent, w["up_v"][h]))
     context = scaled_dot_product_attention(*(torch.stack(s, 1) for s in (queries, keys, values)), is_causal=True, scale=0.37)
     expected = linear(context.transpose(1, 2).flatten(2), w["o"].flatten(1), b["o_bias"])
-    found = latent_attention(x, **w, **b, scale=0.37, rotary=turn)
+    found = latent_attention(x, **w, **b, scale=0.37, rotary=rotation)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["q_nope_bias", "q_rope_bias", "k_rope_bias", "o_bias"])
 def test_every_bias_of_latent_attention_matters(name: str) -> None:
     x, w, b = random(1, 7, WIDTH), latent_weights(2, 3, 4, 5), latent_biases(2, 3, 4)
-    options: dict[str, Any] = {"scale": 0.05, "rotary": turning(2)}
+    options: dict[str, Any] = {"scale": 0.05, "rotary": rotary(2)}
     without = {key: value for key, value in b.items() if key != name}
     difference = latent_attention(x, **w, **b, **options) - latent_attention(x, **w, **without, **options)
     assert difference.abs().max() > 1e-2
@@ -216,21 +216,21 @@ def test_every_bias_of_latent_attention_matters(name: str) -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_grouped_attention_is_latent_attention_with_every_pair_turning(groups: int) -> None:
     """By hand: KV head g's pairs lie at places of their own in one long rotary key, the values are the latent."""
-    heads, pairs, dim, still = 4, 2, 6, 2  # two of the six dims do not turn
-    x, w, b, turn = random(2, 9, WIDTH), weights(heads, groups, dim), biases(heads, groups, dim), turning(pairs)
-    whole = Rotary(turn.frequencies.repeat_interleave(groups), "interleaved")  # pair l of head g at place l·G + g
+    heads, pairs, dim, nope = 4, 2, 6, 2  # two of the six dims do not turn
+    x, w, b, rotation = random(2, 9, WIDTH), weights(heads, groups, dim), biases(heads, groups, dim), rotary(pairs)
+    whole = Rotary(rotation.frequencies.repeat_interleave(groups), "interleaved")  # pair l of head g at place l·G + g
     place = [[2 * (pair * groups + g) + part for part in (0, 1) for pair in range(pairs)] for g in range(groups)]
     q_rope, q_rope_bias = torch.zeros(heads, whole.dims, WIDTH).double(), torch.zeros(heads, whole.dims).double()
     k_rope, k_rope_bias = torch.zeros(whole.dims, WIDTH).double(), torch.zeros(whole.dims).double()
-    rank = groups * (still + dim)
-    up_k, up_v = torch.zeros(heads, still, rank).double(), torch.zeros(heads, dim, rank).double()
+    rank = groups * (nope + dim)
+    up_k, up_v = torch.zeros(heads, nope, rank).double(), torch.zeros(heads, dim, rank).double()
     for g in range(groups):
         k_rope[place[g]], k_rope_bias[place[g]] = w["k"][g, : 2 * pairs], b["k_bias"][g, : 2 * pairs]
     for h in range(heads):
         g = h // (heads // groups)
         q_rope[h, place[g]], q_rope_bias[h, place[g]] = w["q"][h, : 2 * pairs], b["q_bias"][h, : 2 * pairs]
-        up_k[h, :, g * still : (g + 1) * still] = torch.eye(still)
-        up_v[h, :, groups * still + g * dim : groups * still + (g + 1) * dim] = torch.eye(dim)
+        up_k[h, :, g * nope : (g + 1) * nope] = torch.eye(nope)
+        up_v[h, :, groups * nope + g * dim : groups * nope + (g + 1) * dim] = torch.eye(dim)
     constant = torch.einsum("ehd,hd->e", w["o"], b["v_bias"].repeat_interleave(heads // groups, 0))
     found = latent_attention(
         x, q_nope=w["q"][:, 2 * pairs :], q_rope=q_rope, k_rope=k_rope,
@@ -238,7 +238,7 @@ def test_grouped_attention_is_latent_attention_with_every_pair_turning(groups: i
         scale=0.5, rotary=whole, q_nope_bias=b["q_bias"][:, 2 * pairs :], q_rope_bias=q_rope_bias,
         k_rope_bias=k_rope_bias, o_bias=b["o_bias"] + constant,
     )  # fmt: skip
-    expected = grouped_attention(x, **w, **b, scale=0.5, rotary=turn)
+    expected = grouped_attention(x, **w, **b, scale=0.5, rotary=rotation)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -246,7 +246,7 @@ def test_grouped_attention_is_latent_attention_with_every_pair_turning(groups: i
 def test_a_future_token_changes_no_latent_attention_before_it(position: int) -> None:
     x, changed = random(1, 8, WIDTH), random(1, 8, WIDTH)
     changed[:, position] += 1
-    options: dict[str, Any] = {"scale": 0.05, "rotary": turning(2)} | latent_weights(2, 3, 4, 5)
+    options: dict[str, Any] = {"scale": 0.05, "rotary": rotary(2)} | latent_weights(2, 3, 4, 5)
     before, after = latent_attention(x, **options), latent_attention(changed, **options)
     assert torch.equal(before[:, :position], after[:, :position])
     assert ((before[:, position:] - after[:, position:]).abs().amax(-1) > 1e-6).all()

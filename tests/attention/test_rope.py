@@ -28,32 +28,34 @@ def rotary(pairs: int, pairing: Pairing = "half", factor: float = 1.0) -> Rotary
 @pytest.mark.parametrize("factor", [1.0, 1.25])
 def test_rotation_preserves_norms_up_to_the_attention_factor(pairing: Pairing, factor: float) -> None:
     states = random(2, 3, 7, 16)
-    turned = rotary(8, pairing, factor).rotate(states, torch.arange(7) * 1000)
-    torch.testing.assert_close(turned.norm(dim=-1), factor * states.norm(dim=-1), rtol=1e-12, atol=0)
+    rotated = rotary(8, pairing, factor).rotate(states, torch.arange(7) * 1000)
+    torch.testing.assert_close(rotated.norm(dim=-1), factor * states.norm(dim=-1), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @settings(deadline=None)
 @given(seed=st.integers(0, 99), here=st.integers(0, 5000), there=st.integers(0, 5000), shift=st.integers(0, 5000))
 def test_inner_products_depend_only_on_the_distance(pairing: Pairing, seed: int, here: int, there: int, shift: int) -> None:
-    turn, q, k = rotary(4, pairing), random(1, 8, seed=seed), random(1, 8, seed=seed + 100)
+    rotation, q, k = rotary(4, pairing), random(1, 8, seed=seed), random(1, 8, seed=seed + 100)
 
     def score(at_q: int, at_k: int) -> float:
-        return (turn.rotate(q, torch.tensor([at_q])) * turn.rotate(k, torch.tensor([at_k]))).sum().item()
+        return (rotation.rotate(q, torch.tensor([at_q])) * rotation.rotate(k, torch.tensor([at_k]))).sum().item()
 
     assert score(here, there) == pytest.approx(score(here + shift, there + shift), abs=1e-9)
 
 
 def test_inner_products_change_with_the_distance() -> None:
-    turn, q, k = rotary(4), random(1, 8), random(1, 8, seed=1)
-    at = turn.rotate(k.expand(9, 8), torch.arange(9)) @ q[0]
+    rotation, q, k = rotary(4), random(1, 8), random(1, 8, seed=1)
+    at = rotation.rotate(k.expand(9, 8), torch.arange(9)) @ q[0]
     assert at.unique().numel() == 9
 
 
 def test_a_pair_turns_as_a_complex_number() -> None:
-    turn, states, positions = rotary(5, "interleaved"), random(2, 3, 6, 10), torch.arange(3, 9)
-    expected = torch.view_as_complex(states.unflatten(-1, (5, 2))) * torch.exp(1j * positions[:, None] * turn.frequencies)
-    torch.testing.assert_close(turn.rotate(states, positions), torch.view_as_real(expected).flatten(-2), rtol=1e-12, atol=1e-12)
+    rotation, states, positions = rotary(5, "interleaved"), random(2, 3, 6, 10), torch.arange(3, 9)
+    expected = torch.view_as_complex(states.unflatten(-1, (5, 2))) * torch.exp(1j * positions[:, None] * rotation.frequencies)
+    torch.testing.assert_close(
+        rotation.rotate(states, positions), torch.view_as_real(expected).flatten(-2), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_half_pairing_is_what_llama_does() -> None:
@@ -63,9 +65,9 @@ def test_half_pairing_is_what_llama_does() -> None:
     q, k, positions = random(2, 8, 20, 16).float(), random(2, 4, 20, 16, seed=1).float(), torch.arange(20)
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     expected_q, expected_k = apply_rotary_pos_emb(q, k, cos, sin)
-    turn = from_config(config, 16)
-    torch.testing.assert_close(turn.rotate(q, positions), expected_q, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(turn.rotate(k, positions), expected_k, rtol=1e-5, atol=1e-5)
+    rotation = from_config(config, 16)
+    torch.testing.assert_close(rotation.rotate(q, positions), expected_q, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rotation.rotate(k, positions), expected_k, rtol=1e-5, atol=1e-5)
 
 
 @settings(deadline=None)
@@ -84,12 +86,12 @@ def test_the_pairings_differ_without_it() -> None:
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_partial_rotary_turns_the_first_dims_and_leaves_the_rest(pairing: Pairing) -> None:
-    states, positions, turn = random(2, 3, 6, 20), torch.arange(1, 7), rotary(4, pairing, factor=1.5)
-    turned = turn.rotate(states, positions)
-    assert turn.dims == 8
-    assert torch.equal(turned[..., 8:], states[..., 8:])
-    assert torch.equal(turned[..., :8], turn.rotate(states[..., :8], positions))
-    assert (turned[..., :8] != states[..., :8]).all()
+    states, positions, rotation = random(2, 3, 6, 20), torch.arange(1, 7), rotary(4, pairing, factor=1.5)
+    rotated = rotation.rotate(states, positions)
+    assert rotation.dims == 8
+    assert torch.equal(rotated[..., 8:], states[..., 8:])
+    assert torch.equal(rotated[..., :8], rotation.rotate(states[..., :8], positions))
+    assert (rotated[..., :8] != states[..., :8]).all()
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -186,21 +188,21 @@ def test_the_pairing_is_the_callers() -> None:
 @settings(deadline=None)
 @given(heads=st.integers(1, 4), pairs=st.integers(1, 6), rest=st.integers(0, 4), seed=st.integers(0, 99))
 def test_the_complex_view_has_an_inverse(pairing: Pairing, heads: int, pairs: int, rest: int, seed: int) -> None:
-    turn = rotary(pairs, pairing)
+    rotation = rotary(pairs, pairing)
     for shape in ((heads, 2 * pairs + rest, 3), (heads, 2 * pairs + rest)):  # weights, and biases
         rows = random(*shape, seed=seed)
-        numbers, still = turn.to_complex(rows)
+        numbers, nope = rotation.to_complex(rows)
         assert numbers.shape == (heads, pairs, *shape[2:])
-        assert still.shape == (heads, rest, *shape[2:])
-        assert torch.equal(turn.from_complex(numbers, still), rows)
-        assert torch.equal(turn.from_complex(numbers), rows[:, : 2 * pairs])
+        assert nope.shape == (heads, rest, *shape[2:])
+        assert torch.equal(rotation.from_complex(numbers, nope), rows)
+        assert torch.equal(rotation.from_complex(numbers), rows[:, : 2 * pairs])
 
 
 def test_the_complex_view_names_the_dims_of_each_pair() -> None:
     rows = torch.arange(7.0)[None]
-    half, still = rotary(3, "half").to_complex(rows)
+    half, nope = rotary(3, "half").to_complex(rows)
     assert half.tolist() == [[0 + 3j, 1 + 4j, 2 + 5j]]
-    assert still.tolist() == [[6]]
+    assert nope.tolist() == [[6]]
     assert rotary(3, "interleaved").to_complex(rows)[0].tolist() == [[0 + 1j, 2 + 3j, 4 + 5j]]
 
 
@@ -210,23 +212,23 @@ def test_the_complex_view_names_the_dims_of_each_pair() -> None:
 def test_turning_multiplies_the_complex_view_by_a_phase(
     pairing: Pairing, pairs: int, rest: int, position: int, seed: int
 ) -> None:
-    turn, rows = rotary(pairs, pairing), random(3, 2 * pairs + rest, seed=seed)
-    turned = turn.rotate(rows[:, None], torch.tensor([position]))[:, 0]
-    numbers, still = turn.to_complex(rows)
-    expected = turn.from_complex(numbers * torch.exp(1j * turn.frequencies * position), still)
-    torch.testing.assert_close(turned, expected, rtol=1e-11, atol=1e-11)
+    rotation, rows = rotary(pairs, pairing), random(3, 2 * pairs + rest, seed=seed)
+    rotated = rotation.rotate(rows[:, None], torch.tensor([position]))[:, 0]
+    numbers, nope = rotation.to_complex(rows)
+    expected = rotation.from_complex(numbers * torch.exp(1j * rotation.frequencies * position), nope)
+    torch.testing.assert_close(rotated, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_mixing_heads_within_a_frequency_commutes_with_turning() -> None:
     for pairing in PAIRINGS:
-        turn, rows, positions = rotary(4, pairing), random(3, 8, 6), torch.arange(6) * 3
+        rotation, rows, positions = rotary(4, pairing), random(3, 8, 6), torch.arange(6) * 3
         mix = torch.complex(random(4, 3, 3, seed=1), random(4, 3, 3, seed=2))  # frequency, to, from
 
-        def mixed(states: torch.Tensor, turn: Rotary = turn, mix: torch.Tensor = mix) -> torch.Tensor:
-            return turn.from_complex(torch.einsum("lhg,glt->hlt", mix, turn.to_complex(states)[0]))
+        def mixed(states: torch.Tensor, rotation: Rotary = rotation, mix: torch.Tensor = mix) -> torch.Tensor:
+            return rotation.from_complex(torch.einsum("lhg,glt->hlt", mix, rotation.to_complex(states)[0]))
 
-        before = turn.rotate(mixed(rows).mT, positions)
-        torch.testing.assert_close(before, mixed(turn.rotate(rows.mT, positions).mT).mT, rtol=1e-11, atol=1e-11)
+        before = rotation.rotate(mixed(rows).mT, positions)
+        torch.testing.assert_close(before, mixed(rotation.rotate(rows.mT, positions).mT).mT, rtol=1e-11, atol=1e-11)
 
 
 # ---- selection -----------------------------------------------------------------------------------------------------
@@ -240,9 +242,9 @@ def test_selected_pairs_turn_as_they_did_repeated_ones_too(pairing: Pairing) -> 
     assert chosen.frequencies.tolist() == [whole.frequencies[pair] for pair in pairs]
     states = random(2, 10, 6)
     numbers, _ = whole.to_complex(states)
-    turned = whole.to_complex(whole.rotate(states.mT, positions).mT)[0][:, pairs]
+    rotated = whole.to_complex(whole.rotate(states.mT, positions).mT)[0][:, pairs]
     found = chosen.rotate(chosen.from_complex(numbers[:, pairs]).mT, positions).mT
-    torch.testing.assert_close(1.5 * chosen.to_complex(found)[0], turned, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(1.5 * chosen.to_complex(found)[0], rotated, rtol=1e-11, atol=1e-11)
 
 
 def test_a_selection_maps_both_lists_of_longrope() -> None:

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from written import ok, same_but_for_the_run, weights
 
-from convert import transform
+from convert.calibration.stream import LayerStream
+from convert.checkpoint.shelf import Shelf
+from convert.execute import transform
+from convert.execute.layer import Layer
 from convert.families import FAMILIES
-from convert.layer import Layer
-from convert.shelf import Shelf
-from convert.stream import LayerStream
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -156,7 +156,7 @@ def test_refinement_brings_every_layer_closer_and_touches_nothing_else(
 def test_refinement_follows_its_seed(
     checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convert.refine._TOKENS", 64)  # two blocks a step, so that their order matters
+    monkeypatch.setattr("convert.calibration.refine._TOKENS", 64)  # two blocks a step, so that their order matters
     source = checkpoint()
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         ok(convert("gqa", source, tmp_path / name, "--groups", 2, *on, "--refine", 3, "--seed", seed))
@@ -373,7 +373,7 @@ def test_a_text_is_known_by_its_tokens_wherever_it_lies(
     source, options = checkpoint(), ["--groups", 2, *on[2:]]
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.write_shard", interrupted)
+        patch.setattr("convert.execute.run.write_shard", interrupted)
         assert convert("gqa", source.name, "out", *options, "--text", text.name).exit_code == 130
     (tmp_path / "elsewhere").mkdir()
     text.rename(tmp_path / "elsewhere" / "same.txt")

@@ -41,7 +41,7 @@ def edit(path: Path, **changes: Any) -> Path:
 def test_gqa_prints_what_it_did_on_stdout_alone(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2)
     assert result.stdout.splitlines() == [
-        "GQA-4 → GQA-2, method aligned (heads turned towards each other)",
+        "GQA-4 → GQA-2, method aligned (heads aligned with each other)",
         "KV cache: 768 → 384 bytes per token (50.0%, kept in float32)",
         "without calibration text, which aligned is better with: it goes by weights and norm gains alone",
         f"written to {tmp_path / 'out'}, loads in transformers as llama",
@@ -92,7 +92,7 @@ def test_plan_reads_only_the_config_and_sizes_every_target(checkpoint: Make, con
 def test_plan_and_inspect_size_latents_as_they_are_written(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint(num_key_value_heads=8)
     rows = json.loads(convert("plan", source, "--json", "--dtype", "float32").stdout)["targets"][4:]
-    # 128 values per layer: 50 %, 25 % and 12.5 % of them, a quarter of each but at most one head's 8 dims turning.
+    # 128 values per layer: 50 %, 25 % and 12.5 % of them, a quarter of each but at most one head's 8 dims rope.
     assert [row["kind"] for row in rows] == ["MLA-56+8", "MLA-24+8", "MLA-12+4"]
     assert [row["kv_bytes_per_token"] for row in rows] == [3 * values * 4 for values in (64, 32, 16)]
     shown = convert("inspect", source).stdout
@@ -173,7 +173,7 @@ def test_bench_measures_and_writes(checkpoint: Make, convert: Convert, tmp_path:
 def test_an_interrupted_bench_writes_nothing(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eval import bench
+    from eval import speed as bench
 
     def interrupt(*given: Any) -> None:
         raise KeyboardInterrupt

@@ -21,11 +21,11 @@ from written import WITHOUT_KVFOLD, ok, same_but_for_the_run, weights
 
 from attention import load
 from attention.spec import AttentionSpec
+from convert.calibration.stream import LayerStream
+from convert.checkpoint.shelf import Shelf
+from convert.execute.layer import Layer
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA, constants
-from convert.layer import Layer
 from convert.methods import LATENT
-from convert.shelf import Shelf
-from convert.stream import LayerStream
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -467,10 +467,10 @@ def test_a_budget_is_counted_in_the_dtype_that_is_written(checkpoint: Make, conv
 
 INTERRUPTED = """
 import os, signal, sys
-import convert.execute as execute
+import convert.execute.run as execute
 from convert.cli import main
-from convert.shelf import Shelf
-from convert.stream import LayerStream
+from convert.checkpoint.shelf import Shelf
+from convert.calibration.stream import LayerStream
 place, count = sys.argv[1], int(sys.argv[2])
 def dying(function, half=None, kind=""):
     def wrapped(*args, **kwargs):
@@ -534,7 +534,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     place: str, count: int, way: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from convert import execute
+    from convert.execute import run as execute
 
     source, out, left = checkpoint(), tmp_path / "out", [count]
     options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
@@ -717,15 +717,15 @@ def test_a_survey_under_way_outlives_a_disk_that_is_still_full(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.write_shard", full)
+        patch.setattr("convert.execute.run.write_shard", full)
         assert convert("mla", source, tmp_path / "out", *options).exit_code == 1
     found = {file.name for file in (tmp_path / "out.partial" / "survey").iterdir()}
     assert found
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-        still = convert("mla", source, tmp_path / "out", *options, "--resume")
-    assert still.exit_code == 1
-    assert "then use --resume" in still.stderr
+        again = convert("mla", source, tmp_path / "out", *options, "--resume")
+    assert again.exit_code == 1
+    assert "then use --resume" in again.stderr
     assert {file.name for file in (tmp_path / "out.partial" / "survey").iterdir()} == found
     ok(convert("mla", source, tmp_path / "out", *options, "--resume"))
 

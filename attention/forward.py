@@ -1,0 +1,159 @@
+"""What a record computes on a sample of inputs: its outputs, and where it looks. Methods choose between results by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.linalg import multi_dot
+
+from attention.qk_norm import QKNorm
+from attention.record import Attention, FactoredAttention, Record
+from attention.rope import Rotary, Rotation
+
+_SPAN = 256  # tokens
+_NO_ROPE = Rotary(torch.zeros(0, dtype=torch.float64))  # of layers without RoPE
+
+
+def attention_output(record: Record, x: torch.Tensor) -> torch.Tensor:
+    """Causal attention of blocks `x [n, T, E]` that begin at position 0, `[n, T, E]`; fp32, one block at a time."""
+    return torch.stack([_output(record, block) for block in x.float()])
+
+
+def output_error(before: Record, after: Record, x: torch.Tensor) -> float:
+    """Squared error of what `after` computes on `x [n, T, E]`, relative to what `before` does."""
+    expected = attention_output(before, x)
+    error, energy = (part.double().square().sum() for part in (attention_output(after, x) - expected, expected))
+    return float(error / energy.clamp_min(torch.finfo(torch.float64).tiny))  # a layer may add nothing
+
+
+def attention_mass(attention: Attention, x: torch.Tensor) -> torch.Tensor:
+    """How much attention each head pays to tokens t − s = 0 … T − 1 back, `[H, T]` fp64; rows sum to one.
+
+    Args:
+        attention: The record.
+        x: `[n, T, E]`, blocks that begin at position 0.
+    """
+    mass = torch.zeros(attention.q.shape[0], x.shape[1], dtype=torch.float64, device=x.device)
+    for block in x.float():
+        heads = heads_of(attention, block)
+        for head in range(len(mass)):
+            for tokens in spans(len(block)):
+                weights = causal_softmax(heads.logits(head, tokens))
+                mass[head, : tokens.stop] += _by_distance(weights)
+    return mass / mass.sum(-1, keepdim=True)
+
+
+def spans(count: int) -> list[slice]:
+    """Consecutive tokens, few at a time: a head's logits of one span fit into memory, and little of them is masked."""
+    return [slice(start, min(start + _SPAN, count)) for start in range(0, count, _SPAN)]
+
+
+def _by_distance(weights: torch.Tensor) -> torch.Tensor:
+    """`[s]` fp64: of the last t among s tokens, the sums of weights `[t, s]` at distances 0 … s − 1.
+
+    Sums of diagonals, as columns of a skewed view: adding by index is not deterministic on CUDA.
+    """
+    t, s = weights.shape
+    padded = torch.nn.functional.pad(weights.flip(-1), (0, t))
+    skewed = padded.flatten()[: t * (s + t - 1)].view(t, s + t - 1)
+    return skewed.sum(0, dtype=torch.float64)[t - 1 :]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the heads of a record make of one block, fp32.
+
+    Attributes:
+        plain: `[H, T, D]`, queries as they are projected.
+        nope: `[H, T, N]`, queries' part that does not turn.
+        rope: `[H, T, P]`, the other, rotated.
+        kept_nope: `[G, T, N]`, keys, or what a latent keeps in their place (see `lift`).
+        kept_rope: `[G, T, P]`, rotated.
+        lift: `[H, N', N]` from a head's queries that do not turn to what is kept (MLA), or None.
+        rotation: Turns rows `[…, T, P]` by their positions.
+        scale: Of the logits.
+    """
+
+    plain: torch.Tensor
+    nope: torch.Tensor
+    rope: torch.Tensor
+    kept_nope: torch.Tensor
+    kept_rope: torch.Tensor
+    lift: torch.Tensor | None
+    rotation: Rotation
+    scale: float
+
+    def kept(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a head's queries meet: `[T, N]` that does not turn, `[T, P]` that does."""
+        group = head * len(self.kept_nope) // len(self.plain)
+        return self.kept_nope[group], self.kept_rope[group]
+
+    def logits(self, head: int, tokens: slice = slice(None)) -> torch.Tensor:
+        """`[t, s]`, of t consecutive tokens for all s up to the last of them; those of the future among these included."""
+        nope, rope = (rows[: tokens.stop] for rows in self.kept(head))
+        to_kept = [] if self.lift is None else [self.lift[head]]
+        of_nope = multi_dot([self.nope[head, tokens], *to_kept, nope.mT])
+        return self.scale * (of_nope + self.rope[head, tokens] @ rope.mT)
+
+
+def causal_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """`[t, s]`, of the last t among s tokens."""
+    future = torch.ones_like(logits, dtype=torch.bool).triu(1 + logits.shape[1] - logits.shape[0])
+    return logits.masked_fill(future, -torch.inf).softmax(-1)
+
+
+def heads_of(record: Record, x: torch.Tensor) -> Heads:
+    """Of one block `x [T, E]` from position 0."""
+    rotation = (record.rotary or _NO_ROPE).rotation(torch.arange(x.shape[0], device=x.device), x.dtype)
+    if isinstance(record, FactoredAttention):
+        plain = _project(x, record.q_nope, record.q_nope_bias)
+        key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
+        rope, key = _project(x, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
+        latent = (x @ record.down.float().T)[None]
+        return Heads(plain, plain, rotation(rope), latent, rotation(key), record.up_k.float(), rotation, record.scale)
+    plain, keys = _project(x, record.q, record.q_bias), _project(x, record.k, record.k_bias)
+    split = record.rotary.dims if record.rotary else 0
+    queries, placed = _placed(plain, record.q_norm, rotation), _placed(keys, record.k_norm, rotation)
+    return Heads(
+        plain,
+        queries[..., split:],
+        queries[..., :split],
+        placed[..., split:],
+        placed[..., :split],
+        None,
+        rotation,
+        record.scale,
+    )
+
+
+def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
+    heads = heads_of(record, x)
+    queries = torch.cat((heads.nope, heads.rope), -1)
+    nope = heads.kept_nope if heads.lift is None else heads.kept_nope @ heads.lift.mT
+    keys = torch.cat((nope, heads.kept_rope.expand(len(nope), -1, -1)), -1)
+    if isinstance(record, FactoredAttention):
+        values = _project(heads.kept_nope[0], record.up_v, None)
+    else:
+        values = _project(x, record.v, record.v_bias)
+    share, dims = len(queries) // len(keys), values.shape[-1]
+    # As wide as keys: for other values torch has no kernel on a CPU that does without the [H, T, T] weights.
+    values = torch.nn.functional.pad(values, (0, max(0, keys.shape[-1] - dims)))
+    context = torch.nn.functional.scaled_dot_product_attention(
+        queries[None], keys.repeat_interleave(share, 0)[None], values.repeat_interleave(share, 0)[None],
+        is_causal=True, scale=record.scale,
+    )[0][..., :dims]  # fmt: skip
+    out = context.transpose(0, 1).flatten(1) @ record.o.float().flatten(1).T
+    return out if record.o_bias is None else out + record.o_bias.float()
+
+
+def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`[heads, T, D]`."""
+    states = (x @ weight.float().flatten(0, 1).T).unflatten(-1, weight.shape[:2]).transpose(0, 1)
+    return states if bias is None else states + bias.float()[:, None]
+
+
+def _placed(states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> torch.Tensor:
+    if norm is None:
+        return rotation(states)
+    return norm(rotation(states)[None])[0] if norm.after_rotary else rotation(norm(states[None])[0])

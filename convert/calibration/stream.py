@@ -1,0 +1,325 @@
+"""Decoder layers one at a time over a text: the inputs of a layer lie on disk, and only its weights are in memory.
+
+The model is built without weights. A probing pass through its own forward, with recorders in the place of the layers, tells
+what it hands to each of them (masks, rotary tables, …), so that any class will do, a source's or a host's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from accelerate.utils import set_module_tensor_to_device
+
+from attention.errors import Failure
+from convert.calibration.memory import release
+from convert.checkpoint.writer import require_finite
+
+_OTHER_MODEL = "config.json and the weights are not of the same model"
+_TOKENS = 4096  # in one forward pass, unless one block is longer
+
+Observe = Callable[[torch.Tensor], None]
+Attended = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+class LayerStream:
+    """The decoder layers of one model over blocks of tokens, in order, in fp32.
+
+    Args:
+        config: Of the model.
+        attentions: The module path of each layer's attention; its parent is the decoder layer.
+        read: Tensor name → tensor, as in the model's checkpoint.
+        blocks: `[n, T]` token ids.
+        spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32. It appears when it is whole, and the
+            one before it goes then, so that an interrupted run can go on there.
+        device: Where layers run.
+        trust_remote_code: As for transformers.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        attentions: Sequence[str],
+        read: Callable[[str], torch.Tensor],
+        blocks: torch.Tensor,
+        spool: Path,
+        device: torch.device,
+        trust_remote_code: bool = False,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model = model.eval().requires_grad_(False)
+        self._model, self._read, self._blocks, self._spool, self._device = model, read, blocks, spool, device
+        self._attentions = list(attentions)
+        self._width = int(config.get_text_config(decoder=True).hidden_size)
+        self._batch = max(1, _TOKENS // blocks.shape[1])
+        self._arguments: dict[int, list[_Call]] = {}
+        for module in model.modules():  # rotary tables and the like, which no checkpoint holds
+            if module is model.get_input_embeddings():  # it stays where its weights are mapped
+                continue
+            module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None})
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._attentions)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """How many blocks, and tokens of each."""
+        return self._blocks.shape[0], self._blocks.shape[1]
+
+    @property
+    def ready(self) -> set[int]:
+        """Layers whose inputs lie there: none before `embed`, and then the next one; one before it if that was kept."""
+        whole = self._blocks.numel() * self._width * 4
+        files = {layer: self._inputs(layer) for layer in range(len(self._attentions) + 1)}
+        return {layer for layer, file in files.items() if file.is_file() and file.stat().st_size == whole}
+
+    @torch.no_grad()
+    def embed(self) -> None:
+        """Make the inputs of the first layer."""
+        embeddings = self._model.get_input_embeddings()
+        path = next(name for name, module in self._model.named_modules() if module is embeddings)
+        # As it is mapped: only the rows of tokens that occur are ever read.
+        embeddings.weight = torch.nn.Parameter(self._tensor(path, "weight", embeddings), requires_grad=False)
+        with self._writing(0) as write:
+            for ids in self._blocks.split(self._batch):
+                write(self._calls(embeddings(ids).float().to(self._device), first_only=True)[0].hidden)
+        embeddings.weight = torch.nn.Parameter(embeddings.weight.to("meta"), requires_grad=False)
+
+    @torch.no_grad()
+    def observe(self, layer: int, see: Observe) -> None:
+        """Show `see` what goes into the layer's attention, `[b, T, E]` at a time; the layer runs no further than that."""
+
+        def see_and_stop(x: torch.Tensor) -> None:
+            see(x)
+            raise _EnoughError
+
+        with self._loaded(layer, attention=False) as module, self._watched(layer, see_and_stop):
+            for batch in range(self.num_batches):
+                with contextlib.suppress(_EnoughError):
+                    self._forward(module, layer, self.batch(layer, batch))
+
+    @torch.no_grad()
+    def advance(
+        self,
+        layer: int,
+        see: Observe | None = None,
+        then: Callable[[], None] | None = None,
+        attended: Attended | None = None,
+        keep: bool = False,
+    ) -> None:
+        """Run the layer, and put its outputs in the place of all inputs so far.
+
+        Args:
+            layer: Which.
+            see: As in `observe`.
+            then: Called when all has been seen, while the inputs are still there.
+            attended: Called with each batch's number, the layer's input and its attention's output, `[b, T, E]` both.
+            keep: Whether the layer's own inputs stay beside its outputs until the next layer is run.
+        """
+        out: list[torch.Tensor] = []
+        note = None if attended is None else out.append
+        with self._loaded(layer) as module, self._watched(layer, see, note), self._writing(layer + 1) as write:
+            for batch in range(self.num_batches):
+                inputs = self.batch(layer, batch)
+                write(self._forward(module, layer, inputs))
+                if attended:
+                    attended(batch, inputs, out.pop())
+            if then:
+                then()
+        for earlier in self.ready - {layer + 1, *([layer] if keep else [])}:
+            self._inputs(earlier).unlink()
+
+    @contextlib.contextmanager
+    def opened(self, layer: int) -> Iterator[OpenLayer]:
+        """The layer as a function of its attention's weights, for as long as the block lasts."""
+        with self._loaded(layer, attention=False) as module:
+            yield OpenLayer(partial(self._forward, module, layer), module, self._attentions[layer].rpartition(".")[0])
+
+    @property
+    def num_batches(self) -> int:
+        return -(-len(self._blocks) // self._batch)
+
+    def batch(self, layer: int, batch: int) -> torch.Tensor:
+        """The layer's inputs of one batch, `[b, T, E]`; those of the layer after the last are the last one's outputs."""
+        return self.select(layer, range(batch * self._batch, min((batch + 1) * self._batch, len(self._blocks))))
+
+    def select(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
+        """The layer's inputs of some blocks, `[b, T, E]`."""
+        length = self._blocks.shape[1]
+        size = self._blocks.numel() * self._width
+        mapped = torch.from_file(str(self._inputs(layer)), size=size, dtype=torch.float32).view(-1, length, self._width)
+        return mapped[list(blocks)].to(self._device)  # indexing copies: nothing of the file stays mapped
+
+    def discard(self) -> None:
+        """Remove what is spooled."""
+        for path in self._spool.parent.glob(f"{self._spool.name}-*"):
+            path.unlink()
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def _inputs(self, layer: int) -> Path:
+        return self._spool.with_name(f"{self._spool.name}-{layer}")
+
+    @contextlib.contextmanager
+    def _writing(self, layer: int) -> Iterator[Callable[[torch.Tensor], None]]:
+        temporary = self._spool.with_name(f"{self._spool.name}-unfinished")
+        with temporary.open("wb") as file:
+
+            def write(hidden: torch.Tensor) -> None:
+                file.write(hidden.float().cpu().contiguous().numpy().data)
+
+            yield write
+        temporary.replace(self._inputs(layer))
+
+    # ---- modules ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _loaded(self, layer: int, attention: bool = True) -> Iterator[torch.nn.Module]:
+        """The layer with its weights, for as long as the block lasts."""
+        path = self._attentions[layer].rpartition(".")[0]
+        module = self._model.get_submodule(path)
+        names = [name for name, _ in module.named_parameters()]
+        skipped = () if attention else (self._attentions[layer].removeprefix(f"{path}.") + ".",)
+        for name in names:
+            if not name.startswith(skipped or "\0"):
+                value = self._tensor(path, name, module).to(self._device, torch.float32)
+                set_module_tensor_to_device(module, name, self._device, value=value)
+        try:
+            yield module
+        finally:
+            for name in names:
+                set_module_tensor_to_device(module, name, "meta")
+            release()
+
+    def _tensor(self, path: str, name: str, module: torch.nn.Module) -> torch.Tensor:
+        """What the checkpoint holds for a parameter of the module at `path`."""
+        full, shape = f"{path}.{name}", module.get_parameter(name).shape
+        try:
+            value = self._read(full)
+        except KeyError:
+            raise Failure(f"the checkpoint lacks tensor {full}", hint=_OTHER_MODEL) from None
+        require_finite(full, value)
+        if value.shape != shape:
+            raise Failure(
+                f"config.json and the weights disagree: {full} is {list(value.shape)}, by the config it is {list(shape)}",
+                hint=_OTHER_MODEL,
+            )
+        return value
+
+    @contextlib.contextmanager
+    def _watched(self, layer: int, see: Observe | None, out: Observe | None = None) -> Iterator[None]:
+        """Show what goes into the layer's attention, and what comes out of it."""
+
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if see is not None:
+                see(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+        def after(module: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            if out is not None:
+                out(result[0] if isinstance(result, tuple) else result)
+
+        attention = self._model.get_submodule(self._attentions[layer])
+        handles = attention.register_forward_pre_hook(before, with_kwargs=True), attention.register_forward_hook(after)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _forward(
+        self, module: torch.nn.Module, layer: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        batch = len(hidden)
+        if batch not in self._arguments:  # they depend on nothing but the shape
+            with torch.no_grad():
+                self._arguments[batch] = self._calls(torch.zeros_like(hidden))
+        call = self._arguments[batch][layer]
+        if weights is None:
+            out = module(hidden, *call.args, **call.kwargs)
+        else:
+            out = torch.func.functional_call(module, weights, (hidden, *call.args), call.kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    def _calls(self, embeddings: torch.Tensor, first_only: bool = False) -> list[_Call]:
+        """What the model calls each of its layers with, if its embeddings are these."""
+        layers, _, _ = self._attentions[0].rpartition(".")[0].rpartition(".")
+        decoder, _, name = layers.rpartition(".")
+        owner, whole = self._model.get_submodule(decoder), self._model.get_submodule(layers)
+        calls: list[_Call] = []
+        last = 0 if first_only else len(self._attentions) - 1
+        setattr(owner, name, torch.nn.ModuleList(_Recorder(module, calls, i == last) for i, module in enumerate(whole)))
+        try:
+            owner(inputs_embeds=embeddings, use_cache=False)
+        except _EnoughError:
+            return calls
+        finally:
+            setattr(owner, name, whole)
+        raise AssertionError(f"{type(owner).__name__} called {len(calls)} of {last + 1} layers")
+
+
+class OpenLayer:
+    """A layer whose attention's weights are given anew with each call.
+
+    Args:
+        forward: `(input [b, T, E], weights by their names within the layer) -> output`.
+        module: The layer.
+        path: Its path in the model.
+    """
+
+    def __init__(self, forward: Callable[..., torch.Tensor], module: torch.nn.Module, path: str) -> None:
+        self._forward, self._module, self._path = forward, module, path
+
+    def __call__(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The layer's output `[b, T, E]`, differentiable by `weights`, which bear the names they have in checkpoints."""
+        return self._forward(hidden, {name.removeprefix(f"{self._path}."): weight for name, weight in weights.items()})
+
+    def into(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
+        """What goes into one of the layer's modules, named by its path in the model; the layer runs no further than that."""
+        seen: list[torch.Tensor] = []
+
+        def look(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            seen.append(args[0])
+            raise _EnoughError
+
+        handle = self._module.get_submodule(module.removeprefix(f"{self._path}.")).register_forward_pre_hook(look)
+        try:
+            with contextlib.suppress(_EnoughError):
+                self(hidden, weights)
+        finally:
+            handle.remove()
+        return seen[0]
+
+
+class _EnoughError(Exception):
+    """Ends a forward pass that has shown what it was run for."""
+
+
+class _Call:
+    def __init__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.hidden, self.args, self.kwargs = hidden, args, kwargs
+
+
+class _Recorder(torch.nn.Module):
+    """Stands in for a layer, looks like it to the model, and keeps what it is called with."""
+
+    def __init__(self, layer: torch.nn.Module, calls: list[_Call], last: bool) -> None:
+        super().__init__()
+        self.__dict__["_layer"], self._calls, self._last = layer, calls, last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._calls.append(_Call(hidden_states, args, kwargs))
+        if self._last:
+            raise _EnoughError
+        return hidden_states

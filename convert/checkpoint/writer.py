@@ -1,0 +1,135 @@
+"""Writing checkpoint files: shards streamed, then read back. It knows tensors by name, and nothing of attention.
+
+safetensors' own `save_file` copies a whole shard into memory first; the format is a JSON header and the bytes, and writing
+them here keeps what is merely copied out of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention.errors import Failure
+from convert.checkpoint.reader import DTYPES, SAFETENSORS, open_safetensors
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHUNK = 2**20  # values that are checked, cast and written at a time: few enough to stay in the cache
+_FAILING = "the disk or the memory is failing"
+
+
+def write_shard(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    progress: Callable[[int], object] = lambda written: None,
+) -> None:
+    """Write one safetensors file, read it back, compare every byte with what was meant, then give it its name.
+
+    Args:
+        path: The final name; until the comparison has passed, the file is called `<name>.tmp`.
+        tensors: Any mixture of mapped and computed tensors.
+        dtypes: What each is stored in.
+        progress: Called with the number of further bytes written.
+
+    Raises:
+        Failure: A value is not finite (as read, or after the cast), or the file does not read back as written.
+        OSError: The disk is full or broken.
+    """
+    # Wide dtypes first, as safetensors itself orders them, so that every tensor is aligned for mapping.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -dtypes[item[0]].itemsize))
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        header = _header(ordered, dtypes)
+        file.write(struct.pack("<Q", len(header)) + header)
+        for name, tensor in ordered.items():
+            for chunk in _chunks(tensor, dtypes[name]):
+                if not _finite(chunk):
+                    raise _not_finite(name, tensor, dtypes[name])
+                file.write(_bytes(chunk))
+                progress(chunk.nbytes)
+    _verify(temporary, ordered, dtypes)
+    temporary.replace(path)
+
+
+def _header(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * dtypes[name].itemsize
+        entries[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(entries, separators=(",", ":")).encode()
+    return encoded + b" " * (-len(encoded) % 8)
+
+
+def _chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterable[torch.Tensor]:
+    """`tensor` flat, in pieces, as they will be stored."""
+    return (chunk.to(dtype) for chunk in tensor.contiguous().flatten().split(_CHUNK))
+
+
+def _finite(chunk: torch.Tensor) -> bool:
+    """Whether all values are finite. One vectorised pass: `isfinite` makes three of them, 25 times slower in bfloat16."""
+    if not chunk.is_floating_point() or chunk.dtype.itemsize == 1 or not chunk.numel():
+        return True
+    return all(math.isfinite(bound) for bound in torch.aminmax(chunk))  # NaN goes through to both bounds
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two flat tensors hold the same bytes; eight at a time, since `equal` compares value by value."""
+    a, b = a.view(torch.uint8), b.view(torch.uint8)
+    if a.storage_offset() % 8 or b.storage_offset() % 8:
+        return torch.equal(a, b)
+    whole = len(a) // 8 * 8
+    return torch.equal(a[:whole].view(torch.int64), b[:whole].view(torch.int64)) and torch.equal(a[whole:], b[whole:])
+
+
+def _bytes(chunk: torch.Tensor) -> memoryview:
+    return memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
+
+
+def require_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise a Failure that names the tensor if it holds NaN or infinities."""
+    if not _finite(tensor):
+        raise _not_finite(name, tensor, tensor.dtype)
+
+
+def _not_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Failure:
+    if torch.isfinite(tensor).all():
+        largest, kind = tensor.abs().max(), str(dtype).removeprefix("torch.")
+        return Failure(
+            f"tensor {name} overflows in {kind}: its largest value is {largest:g}", hint="use --dtype bfloat16 or float32"
+        )
+    return Failure(f"tensor {name} holds NaN or infinite values", hint="the source checkpoint is damaged; get it again")
+
+
+def _verify(path: Path, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    written = open_safetensors(path)
+    if set(written.keys()) != set(tensors):
+        raise Failure(f"{path.name} does not read back: its tensors are not the ones written", hint=_FAILING)
+    for name, tensor in tensors.items():
+        back = written.get_tensor(name)
+        same = back.shape == tensor.shape and all(
+            _same(read, meant) for read, meant in zip(back.flatten().split(_CHUNK), _chunks(tensor, dtypes[name]), strict=True)
+        )
+        if not same:
+            raise Failure(f"{path.name} does not read back: {name} differs", hint=_FAILING)
+
+
+def write_index(directory: Path, shards: Mapping[str, Iterable[str]], total_bytes: int) -> None:
+    """`model.safetensors.index.json` for shards given as file → tensor names."""
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def shard_names(count: int) -> list[str]:
+    """File names of `count` shards, as transformers expects them."""
+    if count == 1:
+        return [SAFETENSORS]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

@@ -1,0 +1,93 @@
+"""The model card of a converted checkpoint: README.md with the front matter that the Hub reads."""
+
+from __future__ import annotations
+
+import shlex
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from convert.planning.base import Plan
+from eval.overlap import WARN_ABOVE
+
+
+def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
+    """README.md for a conversion.
+
+    Args:
+        plan: What was done.
+        record: conversion.json, without its `run`: the card holds nothing that differs from run to run.
+        directory: The source's files; a licence that its card names is inherited.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    template = environment.from_string(files("convert.execute").joinpath("card.md.j2").read_text(encoding="utf-8"))
+    evaluation = record.get("evaluation")
+    source, converted = evaluation["models"] if evaluation else (None, None)
+    return template.render(
+        front_matter=_front_matter(plan, directory),
+        kind=plan.target.kind,
+        before_kind=plan.before.kind,
+        base=plan.source.repository or plan.source.name,
+        link=f"https://huggingface.co/{plan.source.repository}" if plan.source.repository else None,
+        summary=_summary(plan, record),
+        command=_command(plan),
+        bytes=record["kv_bytes_per_token"],
+        plan=plan,
+        record=record,
+        evaluation=evaluation,
+        warn_above=WARN_ABOVE,
+        protocol=evaluation["protocol"] if evaluation else None,
+        source=source,
+        converted=converted,
+        model_type=plan.host.model_type(plan.family),
+    )
+
+
+def _summary(plan: Plan, record: dict[str, Any]) -> str:
+    if not record["method"]:
+        return str(record["notes"][0])
+    source = f" ({plan.method.source})" if plan.method.source else ""
+    return f"method `{plan.method.name}`, {plan.method.summary}{source}"
+
+
+def _command(plan: Plan) -> str:
+    """With paths as they were given: where they lie on one machine is of no use to another."""
+    ((command, options),) = plan.recipe().items()
+    options |= plan.calibration.given if plan.calibration else {}
+    options |= {"model": plan.source.reference} if plan.source.directory else {}
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if name != "model":
+            flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return shlex.join(["convert", command, options["model"], "OUTPUT", *flags])
+
+
+def _front_matter(plan: Plan, directory: Path) -> str:
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=plan.source.repository,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["kvfold", plan.command, *([plan.applied_method] if plan.applied_method else [])],
+        license=_inherited_licence(directory),
+    )
+    return f"---\n{data.to_yaml()}\n---\n"
+
+
+def _inherited_licence(directory: Path) -> str | None:
+    from huggingface_hub import ModelCard
+
+    card = directory / "README.md"
+    if not card.is_file():
+        return None
+    try:
+        data = ModelCard.load(card, ignore_metadata_errors=True).data
+    except (ValueError, yaml.YAMLError):  # front matter that is not what the Hub expects names no licence to us
+        return None
+    return data.get("license")

@@ -1,0 +1,67 @@
+"""How far a converted layer is from its source, by weights alone: what conversion.json says of each layer."""
+
+from __future__ import annotations
+
+import torch
+
+from attention.record import Attention, FactoredAttention, Record
+
+
+def layer_errors(before: Attention, after: Record) -> dict[str, float]:
+    """Relative squared errors.
+
+    Where queries stay, `k_error` and `v_error`: distance of each source head from the one that replaces it. Where they
+    change too, `score_error`: distance of each head's bilinear score form W_Qᵀ W_K at distance 0, where nothing has turned
+    (it does not see what not turning costs), and `output_error`: that of each head's W_O W_V. By weights alone: what is fitted
+    to text may move away from its source here and come closer there.
+    """
+    if isinstance(after, Attention) and after.q is before.q:
+        return {"k_error": _head_error(before.k, after.k), "v_error": _head_error(before.v, after.v)}
+    sums = [0.0] * 4
+    for head in range(before.q.shape[0]):
+        q, k, o, v = _maps(before, head)
+        new_q, new_k, new_o, new_v = _maps(after, head)
+        sums[0] += _form(torch.cat((q, new_q)), torch.cat((k, -new_k)))
+        sums[1] += _form(q, k)
+        sums[2] += _form(torch.cat((o, new_o)), torch.cat((v, -new_v)))
+        sums[3] += _form(o, v)
+    return {"score_error": _ratio(sums[0], sums[1]), "output_error": _ratio(sums[2], sums[3])}
+
+
+def _head_error(before: torch.Tensor, after: torch.Tensor) -> float:
+    if after is before:
+        return 0.0
+    distance = own = 0.0
+    for heads, shared in zip(before.unflatten(0, (after.shape[0], -1)), after.float(), strict=True):
+        members = heads.float()  # group by group: what is copied to fp32 stays small
+        own += _square(members)
+        distance += _square(members - shared)
+    return _ratio(distance, own)
+
+
+def _maps(a: Record, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One head's queries and keys `[n, E]` and outputs and values `[m, E]`, such that its forms are qᵀ k and oᵀ v."""
+    if isinstance(a, FactoredAttention):
+        keys = torch.cat((a.up_k[head] @ a.down, a.k_rope))
+        return torch.cat((a.q_nope[head], a.q_rope[head])), keys, a.o[:, head].T, a.up_v[head] @ a.down
+    group = head // (a.q.shape[0] // a.num_kv_heads)
+    keys = a.k[group].float()
+    if a.rotary is not None:
+        factor = torch.ones_like(keys[:, :1])
+        factor[: a.rotary.dims] = a.rotary.attention_factor**2
+        keys = keys * factor
+    return a.q[head].float(), keys, a.o[:, head].float().T, a.v[group].float()
+
+
+def _form(a: torch.Tensor, b: torch.Tensor) -> float:
+    """‖aᵀ b‖² of `[n, E]` each, without making the `[E, E]` matrix."""
+    a, b = a.double(), b.double()  # squares of squares leave the range of fp32 early
+    return float(((a @ a.T) * (b @ b.T)).sum())
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2)
+
+
+def _ratio(distance: float, own: float) -> float:
+    return max(0.0, distance) / own if own else 0.0

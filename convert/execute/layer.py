@@ -1,0 +1,48 @@
+"""One converted layer: what is written of it, and what is noted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attention.record import Attention, Record
+from convert.execute.fidelity import layer_errors
+from convert.execute.job import Job
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer under the names that the host's class expects.
+
+    Attributes:
+        tensors: Of its attention.
+        note: For conversion.json: its index, its errors, and which tensors differ from the source's of that name.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    note: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        index: int,
+        source: dict[str, torch.Tensor],
+        before: Attention,
+        after: Record,
+        **more: Any,
+    ) -> Layer:
+        """Of a layer's source tensors, their record, and the record of the result; `more` is noted as well."""
+        plan = job.plan
+        tensors = plan.host.tensors(plan.family, after, plan.target, index)
+        converted = [name for name, tensor in tensors.items() if not _is_copy(tensor, source.get(name))]
+        note = {"layer": index, **layer_errors(before, after), **more, "converted": converted}
+        return cls({name: tensor.cpu() for name, tensor in tensors.items()}, note)
+
+
+def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
+    if source is None or tensor.shape != source.shape:
+        return False
+    return tensor.data_ptr() == source.data_ptr() or torch.equal(tensor, source)

@@ -1,0 +1,201 @@
+"""From the arguments of `convert mla` to a Plan: sizes, budgets and full rank, all from the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attention.errors import Refusal
+from attention.kernels.tiling import RANK_STEP
+from attention.spec import AttentionSpec, dtype_bytes
+from convert import methods
+from convert.checkpoint.workdir import check_output
+from convert.families import Family, family_of
+from convert.hosts import Host
+from convert.methods.latent import LatentMethod
+from convert.methods.text import TextUse
+from convert.planning.base import Output, Plan, host_of, readable, text_notes
+from convert.planning.budget import check_fold, default_fold, served_rank, split_budget
+from convert.planning.calibration import Calibration, calibration_for
+from eval.device import require_device
+from eval.source import Source
+
+
+@dataclass(frozen=True)
+class LatentSize:
+    """What the command line says of a latent's size: rank and rotary dims, or a budget.
+
+    Attributes:
+        kv_lora_rank: R, or None.
+        qk_rope_head_dim: P, or None.
+        kv_share: Of the source's KV cache, or None.
+        kv_bytes: Per token, all layers, or None.
+        freqfold: Neighbouring frequencies that count as one; None for as few as P allows.
+        pad_rank: Whether channels beyond full rank are wanted.
+    """
+
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    kv_share: float | None = None
+    kv_bytes: int | None = None
+    freqfold: int | None = None
+    pad_rank: bool = False
+
+
+def plan_latent(
+    source: Source,
+    size: LatentSize,
+    method: LatentMethod,
+    calibration: Calibration,
+    device: str,
+    output: Output,
+    seed: int = 0,
+) -> Plan:
+    """Plan a conversion to multi-head latent attention.
+
+    Args:
+        source: What is converted.
+        size: Rank and rotary dims, or a budget.
+        method: One of `methods.LATENT`.
+        calibration: Text for it.
+        device: As on the command line.
+        output: Where the result goes.
+        seed: Of the order in which refinement takes blocks of text; no method of this kind draws numbers.
+
+    Raises:
+        Refusal: With the reason and the next step.
+    """
+    require_device(device)
+    family = readable(source)
+    before = family.spec(source.config)
+    dtype = output.dtype or source.dtype
+    # Whether any latent fits the source comes first: it is what most users have to know.
+    host = host_of("mla", family, source, before.latent(1, 2), dtype)
+    rank, rope_dim = _latent_size(source, before, size, host, dtype)
+    target = before.latent(rank, rope_dim)
+    rotary_dim = _rotary_dim(family, source)
+    full = full_rank(source, before, rope_dim)
+    channels = rank - host.reserved(rank)
+    if channels < 1:
+        raise Refusal(f"a latent of rank {rank} holds nothing: {host.name} needs {host.reserved(rank)} channel(s) for itself")
+    if channels > full and not size.pad_rank:
+        whole = with_reserved(host, full)
+        raise Refusal(
+            f"rank {rank} exceeds full size: at {rope_dim} rotary dims, keys and values of {source.reference} have {full} "
+            f"dims, which with {whole - full} constant channel(s) of {host.name} makes {whole}",
+            hint=f"use --kv-lora-rank {whole}, or --pad-rank for channels of zeros",
+        )
+    fold = _freqfold(method, size.freqfold, rope_dim, rotary_dim)
+    check_output(output.path, source.directory, output.overwrite, output.resume)
+    used = min(channels, full)
+    without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
+    text = calibration_for(source, family, method, calibration, without)
+    notes = [_channels_note(rank, used, host), *text_notes(method, text, family.traits(source.config))]
+    open_split = text is not None and not method.folds and size.kv_lora_rank is None
+    if open_split:
+        notes.append("this split of the cache is where the search begins: the text decides on one, for all layers")
+    if fold > 1:
+        notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
+    if rank % RANK_STEP:
+        notes.append(
+            f"rank {rank} is no multiple of {RANK_STEP}: on NVIDIA GPUs plain torch decodes it, and not kvfold's kernel"
+        )
+    if target.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
+        notes.append("the cache is not smaller than the source's")
+    sizes = _splits(source, before, target, host) if open_split else []
+    splits = tuple(plan_latent(source, split, method, calibration, device, output, seed) for split in sizes)
+    return Plan(
+        "mla", source, family, before, target, method, host, output, seed, device, tuple(notes),
+        used, fold, size.pad_rank, text, splits,
+    )  # fmt: skip
+
+
+def full_rank(source: Source, before: AttentionSpec, rope_dim: int) -> int:
+    """Dims of unrotated keys and values together, or the model's width where that is less: a latent needs no more.
+
+    Where some layers have no positions, it is theirs, whose keys are all in the latent.
+    """
+    traits = family_of(source.model_type).traits(source.config)
+    rotated = rope_dim if traits.layers_with_rotary == before.num_layers else 0
+    return min(source.config.hidden_size, 2 * before.num_kv_heads * before.head_dim - rotated)
+
+
+def with_reserved(host: Host, channels: int) -> int:
+    """The smallest rank of which `channels` are free."""
+    return next(rank for rank in range(channels, channels + 9) if rank - host.reserved(rank) >= channels)
+
+
+def latent_for_budget(source: Source, before: AttentionSpec, host: Host, values: int) -> tuple[int, int]:
+    """Rank and rotary dims for so many cached values per layer and token (`allocate.split_budget`)."""
+    rotary_dim = _rotary_dim(family_of(source.model_type), source)
+    return split_budget(
+        values,
+        rotary_dim,
+        before.num_kv_heads,
+        lambda rope_dim: with_reserved(host, full_rank(source, before, rope_dim)),
+        with_reserved(host, 1),
+    )
+
+
+def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: Host, dtype: str) -> tuple[int, int]:
+    given = (size.kv_lora_rank, size.qk_rope_head_dim)
+    if size.kv_share is None and size.kv_bytes is None:
+        if size.kv_lora_rank is None or size.qk_rope_head_dim is None:
+            raise Refusal("give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget")
+        return size.kv_lora_rank, size.qk_rope_head_dim
+    if given != (None, None):
+        raise Refusal("give either --kv-budget or --kv-lora-rank and --qk-rope-head-dim, not both")
+    if size.pad_rank:
+        raise Refusal(
+            "give either --kv-budget or --pad-rank: a budget never goes beyond full size, where there is nothing to pad",
+            hint="for channels of zeros give --kv-lora-rank and --qk-rope-head-dim",
+        )
+    share, whole = size.kv_share or 0.0, before.bytes_per_token(source.dtype)
+    budget = int(share * whole) if size.kv_bytes is None else size.kv_bytes
+    if budget > whole:
+        raise Refusal(f"a budget of {budget} bytes per token exceeds the {whole} of {source.reference}: nothing to save")
+    values = budget // (before.num_layers * dtype_bytes(dtype))
+    try:
+        return latent_for_budget(source, before, host, values)
+    except Refusal as error:
+        least = (with_reserved(host, 1) + 2) * before.num_layers * dtype_bytes(dtype)
+        raise Refusal(
+            f"a budget of {budget} bytes per token is too small for any rank: {error}",
+            hint=f"the least is {least} bytes per token in {dtype}, and little is left of a model there",
+        ) from None
+
+
+def _splits(source: Source, before: AttentionSpec, target: AttentionSpec, host: Host) -> list[LatentSize]:
+    """The target and its neighbours: as many values or hardly fewer, of which a quarter to twice as many turn."""
+    values, kept = (target.kv_lora_rank or 0) + target.qk_rope_head_dim, target.qk_rope_head_dim
+    found = []
+    for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
+        rank, full = values - rope_dim, full_rank(source, before, rope_dim)
+        channels = rank - host.reserved(rank) if rank > 0 else 0
+        if 2 <= rope_dim <= before.num_kv_heads * before.head_dim and 1 <= channels <= full:
+            found.append(LatentSize(served_rank(rank, with_reserved(host, full), values), rope_dim))
+    return found
+
+
+def _rotary_dim(family: Family, source: Source) -> int:
+    """Rotary dims of one head, in layers that turn; hosts refuse models in which none does."""
+    rotaries = (family.rotary(source.config, layer) for layer in range(source.config.num_hidden_layers))
+    return next(rotary.dims for rotary in rotaries if rotary)
+
+
+def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, rotary_dim: int) -> int:
+    if not method.folds:
+        if fold is not None:
+            raise Refusal(f"method {method.name} does not fold frequencies", hint="leave out --freqfold, or use --method pca")
+        return 1
+    chosen = default_fold(rope_dim, rotary_dim) if fold is None else fold
+    check_fold(chosen, rope_dim, rotary_dim)
+    return chosen
+
+
+def _channels_note(rank: int, used: int, host: Host) -> str:
+    constant = host.reserved(rank)
+    zeros = rank - used - constant
+    note = f"{used} of {rank} latent channels carry keys and values"
+    if constant:
+        note += f"; {constant} {'holds a constant' if constant == 1 else 'hold constants'} for the norm of {host.name}"
+    return note + (f"; {zeros} are zero, as --pad-rank allows" if zeros else "")

@@ -1,0 +1,271 @@
+"""Many targets and methods from one source: one survey, one evaluation, one report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attention.errors import Failure, Interrupted, Refusal
+from convert import methods
+from convert.checkpoint.reader import Reader
+from convert.checkpoint.workdir import check_output, partial_path
+from convert.execute.run import execute, inputs_of
+from convert.methods.grouped import GroupedMethod
+from convert.methods.latent import LatentMethod
+from convert.methods.text import TextUse
+from convert.planning.base import Output, Plan, readable
+from convert.planning.calibration import Calibration, calibration_tokens, checked
+from convert.planning.grouped import plan_grouped
+from convert.planning.latent import LatentSize, plan_latent
+from eval import report
+from eval.device import require_device
+from eval.evaluation import Settings, evaluate, prepare
+from eval.source import Source
+from eval.text import Text
+
+_SHARES = (0.25, 0.125)  # of the source's cache, if no latent is named
+_LEDGER, _REPORT = "sweep.json", "report"  # in DIR
+_CONTROL = "random"  # ruins every model: only where it is asked for
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a sweep is to make.
+
+    Attributes:
+        groups: KV heads of GQA; None, with no latents either, for halves of the source's.
+        latents: Sizes of MLA; None, with no groups either, for shares of the source's cache.
+        methods: Names; None for all of them that can run, but for the control.
+        calibration: Text for those that use it, one at least. Steps beyond a method (`--refine`, …) go to methods of our own
+            alone.
+        output: DIR, and how it is written.
+        device: As on the command line.
+        seed: Likewise.
+    """
+
+    groups: tuple[int, ...] | None
+    latents: tuple[LatentSize, ...] | None
+    methods: tuple[str, ...] | None
+    calibration: Calibration
+    output: Output
+    device: str = "auto"
+    seed: int = 0
+
+
+def plans_for(source: Source, wanted: Wanted, quiet: bool = False) -> list[Plan]:
+    """One plan for each target and method, in the order of the report.
+
+    Raises:
+        Refusal: Something that was asked for by name cannot be done. What was not asked for, and does not go with the source,
+            is left out.
+    """
+    require_device(wanted.device)
+    checked(source, wanted.calibration)
+    candidates = _all(source, wanted)
+    _require_use(wanted.calibration, [candidate.method for candidate in candidates])
+    if idle := sorted(set(wanted.methods or ()) - {candidate.method.name for candidate in candidates}):
+        raise Refusal(
+            f"{' and '.join(idle)} of --methods can make none of the targets",
+            hint=f"for --groups there are {', '.join(methods.GROUPED)}, for --mla {', '.join(methods.LATENT)}",
+        )
+    plans: list[Plan] = []
+    named = any(given is not None for given in (wanted.latents, wanted.groups, wanted.methods))
+    for name, _, plan in candidates:
+        output = _output(wanted.output, name)
+        check_output(output.path, source.directory, output.overwrite, output.resume)
+        try:
+            plans.append(plan(output))
+        except Refusal as refusal:
+            if named:
+                raise
+            if quiet:
+                continue
+            print(f"note: {name} is left out: {refusal}", file=sys.stderr)
+    if not plans:
+        raise Refusal(f"there is nothing to convert {source.reference} to", hint="see `convert inspect`")
+    there = wanted.output.path / _REPORT
+    if there.exists() and not (wanted.output.overwrite or wanted.output.resume):
+        raise Refusal(
+            f"{there} exists: an earlier sweep's report", hint="choose another DIR, or have it written anew with --overwrite"
+        )
+    return plans
+
+
+def sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, settings: Settings) -> dict[str, Any]:
+    """Convert by every plan, evaluate the results beside their source, and write the report.
+
+    Args:
+        plans: From `plans_for`. Results that an earlier sweep finished by the same plan stay.
+        calibrate_on: The text that their calibration speaks of.
+        evaluate_on: Held-out text.
+        settings: Of the evaluation.
+
+    Returns:
+        The report, as it is written to DIR/report.
+
+    Raises:
+        KvfoldError: What is finished stays, for a resumed sweep.
+    """
+    directory, source = plans[0].output.path.parent, plans[0].source
+    prepare([source], evaluate_on, settings)  # whatever is wrong with a text is wrong before the work
+    ledger = _Ledger(directory, plans, calibrate_on)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for plan in plans:
+            if not ledger.has(plan):
+                text = calibrate_on if plan.calibration else None
+                execute(plan, None, text, settings.quiet, directory / "survey", partial(ledger.note, plan))
+        results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
+        found = evaluate([source, *results], evaluate_on, settings)
+        report.write(found, directory / _REPORT)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted", hint="the same command with --resume finishes the sweep") from None
+    except OSError as error:
+        raise Failure(
+            f"the sweep into {directory} stopped: {error}", hint="mend that, then repeat the command with --resume"
+        ) from None
+    shutil.rmtree(directory / "survey", ignore_errors=True)
+    return found
+
+
+class _Candidate(NamedTuple):
+    """A result that may be made.
+
+    Attributes:
+        name: Of its directory.
+        method: What makes it.
+        plan: Its plan for an output of that name.
+    """
+
+    name: str
+    method: GroupedMethod | LatentMethod
+    plan: Callable[[Output], Plan]
+
+
+def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
+    heads, everything = _kv_heads(source), wanted.groups is None and wanted.latents is None
+    groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0] if everything else wanted.groups
+    latents = [LatentSize(kv_share=share) for share in _SHARES] if everything else wanted.latents
+    return [
+        *(
+            _Candidate(f"gqa-{n}-{m.name}", m, _grouped(source, wanted, n, m))
+            for n in groups or ()
+            for m in map(methods.load_grouped, _chosen(methods.GROUPED, wanted))
+        ),
+        *(
+            _Candidate(f"mla-{_size_name(size)}-{m.name}", m, _latent(source, wanted, size, m))
+            for size in latents or ()
+            for m in map(methods.load_latent, _chosen(methods.LATENT, wanted))
+            if m.text is not TextUse.NEEDED or wanted.calibration.given or wanted.methods
+        ),
+    ]
+
+
+def _require_use(wanted: Calibration, made_by: Iterable[GroupedMethod | LatentMethod]) -> None:
+    """Refuse text that no method of the sweep looks at, and steps that none takes."""
+    uses = {method.text for method in made_by}
+    steps = Calibration(propagate=wanted.propagate, refit=wanted.refit, refine=wanted.refine).flags
+    for idle, enough in ((wanted.flags, TextUse.USED in uses or TextUse.NEEDED in uses), (steps, TextUse.USED in uses)):
+        if idle and uses and not enough:
+            raise Refusal(
+                f"no method of this sweep has any use for {idle}",
+                hint=f"leave it out, or add {' or '.join(_ours())} to --methods",
+            )
+
+
+def _ours() -> list[str]:
+    """Methods that go on with steps of ours where there is text."""
+    found: list[GroupedMethod | LatentMethod] = [methods.load_grouped(name) for name in methods.GROUPED]
+    found += [methods.load_latent(name) for name in methods.LATENT]
+    return [method.name for method in found if method.text is TextUse.USED]
+
+
+def _grouped(source: Source, wanted: Wanted, groups: int, method: GroupedMethod) -> Callable[[Output], Plan]:
+    text = _calibration(method, wanted)
+    return lambda output: plan_grouped("gqa", source, groups, method, wanted.seed, wanted.device, output, text)
+
+
+def _latent(source: Source, wanted: Wanted, size: LatentSize, method: LatentMethod) -> Callable[[Output], Plan]:
+    text = _calibration(method, wanted)
+    return lambda output: plan_latent(source, size, method, text, wanted.device, output, wanted.seed)
+
+
+def _calibration(method: GroupedMethod | LatentMethod, wanted: Wanted) -> Calibration:
+    text = wanted.calibration
+    if method.text is TextUse.IGNORED:
+        return Calibration()
+    return text if method.text is TextUse.USED else Calibration(text.given, text.tokens, text.context)
+
+
+def _chosen(known: Sequence[str], wanted: Wanted) -> list[str]:
+    if wanted.methods is None:
+        return [name for name in known if name != _CONTROL]
+    return [name for name in known if name in wanted.methods]
+
+
+def _kv_heads(source: Source) -> int:
+    return readable(source).spec(source.config).num_kv_heads
+
+
+def _size_name(size: LatentSize) -> str:
+    if size.kv_lora_rank is not None:
+        return f"{size.kv_lora_rank}+{size.qk_rope_head_dim}"
+    return f"{size.kv_share:.4%}".rstrip("0%").rstrip(".") + "%" if size.kv_share else f"{size.kv_bytes}B"
+
+
+def _output(output: Output, name: str) -> Output:
+    """That of one result: a resumed sweep may replace what a sweep made."""
+    path = output.path / name
+    return replace(output, path=path, overwrite=output.overwrite or (output.resume and name in _noted(output.path)))
+
+
+def _noted(directory: Path) -> dict[str, Any]:
+    """What the finished results of a sweep in DIR were made from, by name."""
+    try:
+        found = json.loads((directory / _LEDGER).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class _Ledger:
+    """What the finished results of a sweep were made from, in DIR, so that a resumed one makes none of them twice.
+
+    Args:
+        directory: DIR, which need not be there yet.
+        plans: Of the sweep.
+        calibrate_on: The text that they speak of.
+
+    Raises:
+        Failure: The text is shorter than one block.
+    """
+
+    def __init__(self, directory: Path, plans: Sequence[Plan], calibrate_on: Text | None) -> None:
+        self._path, self._entries = directory / _LEDGER, _noted(directory)
+        source, calibration = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
+        reader, tokens = Reader(source.files), calibration_tokens(source, calibration, calibrate_on)  # the same for all
+        inputs = {plan.output.path.name: inputs_of(plan, reader, tokens if plan.calibration else None) for plan in plans}
+        self._inputs = json.loads(json.dumps(inputs))  # as a file gives it back
+
+    def has(self, plan: Plan) -> bool:
+        """Whether a resumed sweep finds what the plan would make."""
+        path = plan.output.path
+        return (
+            plan.output.resume
+            and (path / "conversion.json").is_file()
+            and not partial_path(path).exists()
+            and self._entries.get(path.name) == self._inputs[path.name]
+        )
+
+    def note(self, plan: Plan) -> None:
+        name = plan.output.path.name
+        self._entries[name] = self._inputs[name]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._entries, indent=1), encoding="utf-8")
+        temporary.replace(self._path)

@@ -1,0 +1,295 @@
+"""Models in, their speed and memory out: prefill and decode of each at every batch and context, beside the first.
+
+The figures are those of a forward pass: no tokenizer, no sampling, random token ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from attention import kernels
+from attention.errors import Failure, Refusal
+from eval import evaluation as evaluate
+from eval.capacity import GIGABYTE
+from eval.clock import hardware, spread, timed
+from eval.device import compute_device, free_memory, out_of_memory, require_device
+from eval.entrant import Entrant, describe, entrants, loaded
+from eval.largest import Largest, search
+from eval.source import Source
+from eval.workload import Workload, weight_bytes
+
+_WARM_UP = 3  # steps; CUDA graphs are recorded in the second
+_NO_PEAK = "not measured on a CPU"
+_NO_LARGEST = "not searched for on a CPU, where memory that is not there is lent and the process killed"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        batches: Sequences at once.
+        contexts: Tokens of each that a decode step attends over; empty for min(2048, the models' smallest limit).
+        steps: Decode steps per round.
+        rounds: Of each model at every batch and context.
+        dtype: Of weights and cache; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", …
+        compile: Run decode steps through torch.compile.
+        stock: Measure models with latent or grouped attention once more, as transformers runs them.
+        largest_batch: On a GPU, find the largest batch that fits, by filling its memory.
+        quiet: No progress bar.
+        backend: Of torch.compile.
+    """
+
+    batches: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = ()
+    steps: int = 20
+    rounds: int = 5
+    dtype: str = "auto"
+    device: str = "auto"
+    compile: bool = False
+    stock: bool = False
+    largest_batch: bool = True
+    quiet: bool = False
+    backend: str = "inductor"
+
+
+class Case(NamedTuple):
+    """Sequences at once, and tokens of each."""
+
+    batch: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch} × context {self.context}"
+
+
+def run(sources: Sequence[Source], settings: Settings) -> dict[str, Any]:
+    """Measure models side by side.
+
+    If all fit into half of the free memory together they take turns in every round; otherwise, and if they are compiled,
+    one is measured after another.
+
+    Args:
+        sources: The first is what the others are compared with.
+        settings: How.
+
+    Returns:
+        `{"kvfold", "setup", "models"}`, as docs/bench.md gives it. Seconds, bytes, tokens and 10⁹ bytes per second.
+
+    Raises:
+        Refusal: The configs do not allow it.
+        Failure: A model cannot be loaded, or memory does not suffice.
+    """
+    entered, cases = check(sources, settings)
+    device = compute_device(settings.device)
+    setup = hardware(device)  # with the load before the first round
+    _require_memory(entered, cases, device)
+    together = len(entered) > 1 and not settings.compile and _fit_together(entered, cases, device)
+    groups = [entered] if together else [[entrant] for entrant in entered]
+    total = len(entered) * len(cases) * settings.rounds
+    found: list[dict[str, Any]] = []
+    # None: tqdm draws only where stderr is a terminal.
+    with tqdm(total=total, desc="rounds", file=sys.stderr, disable=True if settings.quiet else None) as bar:
+        for group in groups:
+            with loaded(group, device, settings.quiet) as models:
+                figures = [describe(*pair) for pair in zip(group, models, strict=True)]
+                for case in cases:
+                    rows = _measure(group, models, case, settings, bar.update)
+                    for entry, row in zip(figures, rows, strict=True):
+                        entry["cases"].append(row)
+            found += figures
+    _add_largest(entered, found, settings, device)
+    _add_ratios(found)
+    order = None if len(entered) == 1 else "alternating" if together else "one after another"
+    asked = {"rounds": settings.rounds, "steps": settings.steps, "compile": settings.compile, "order": order}
+    return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
+
+
+def check(sources: Sequence[Source], settings: Settings) -> tuple[list[Entrant], list[Case]]:
+    """Everything that can be refused from settings and configs: what will be measured, and at which sizes."""
+    require_device(settings.device)
+    for name, least in (("batches", 1), ("contexts", 2), ("steps", 1), ("rounds", 1)):
+        value = getattr(settings, name)
+        if any(each < least for each in (value if isinstance(value, tuple) else (value,))):
+            raise Refusal(f"{name} of {value} cannot be measured: it must be at least {least}")
+    for source in sources:
+        evaluate.require_causal(source)
+    contexts = evaluate.require_contexts(sources, settings.contexts)
+    device = compute_device(settings.device)
+    entered = [entrant for source in sources for entrant in entrants(source, settings.dtype, device, settings.stock)]
+    if settings.stock and not any(entrant.ours for entrant in entered):
+        raise Refusal(
+            "none of these models has latent or grouped attention, which a stock runtime could be compared for",
+            hint="leave --stock out",
+        )
+    # The largest first: what does not fit fails at once.
+    cases = [Case(*size) for size in itertools.product(settings.batches, contexts)]
+    return entered, sorted(dict.fromkeys(cases), key=lambda case: -case.batch * case.context)
+
+
+def _require_memory(entered: Sequence[Entrant], cases: Sequence[Case], device: torch.device) -> None:
+    """Fail where weights and cache alone exceed what is free; a CPU would not say so, but kill the process.
+
+    Raises:
+        Failure: They do.
+    """
+    free = free_memory(device)
+    for entrant in entered:
+        case = max(cases, key=lambda case: entrant.cache_bytes(*case))
+        cache = entrant.cache_bytes(*case)
+        if entrant.weight_bytes + cache > free:
+            most = int((free - entrant.weight_bytes) // entrant.cache_bytes(1, case.context))
+            raise Failure(
+                f"{entrant.source.name} at {case} takes {_gigabytes(entrant.weight_bytes)} of weights and {_gigabytes(cache)} "
+                f"of KV cache in {entrant.dtype}; {device} has {_gigabytes(free)} free",
+                hint=f"use --batch {most} or less at this context"
+                if most > 0
+                else "use a shorter --context or a smaller --dtype",
+            )
+
+
+def _fit_together(entered: Sequence[Entrant], cases: Sequence[Case], device: torch.device) -> bool:
+    caches = max(sum(entrant.cache_bytes(*case) for entrant in entered) for case in cases)
+    # Half: prefills need room as well, and how much is known only afterwards.
+    return sum(entrant.weight_bytes for entrant in entered) + caches <= free_memory(device) / 2
+
+
+@torch.no_grad()  # as in `generate`
+def _measure(
+    entered: Sequence[Entrant], models: Sequence[Any], case: Case, settings: Settings, progress: Callable[[], Any]
+) -> list[dict[str, Any]]:
+    """One row for each of `entered`, which take turns; who is first changes from round to round."""
+    workloads, rows = [], []
+    for entrant, model in zip(entered, models, strict=True):
+        with _memory_for(entrant, case):
+            workloads.append(Workload(model, *case))
+            rows.append({**case._asdict(), **_warm_up(workloads[-1], entrant, settings)})
+    prefills: list[list[float]] = [[] for _ in rows]
+    steps: list[list[float]] = [[] for _ in rows]
+    for turn in range(settings.rounds):
+        for index in range(len(rows))[:: -1 if turn % 2 else 1]:
+            work, device = workloads[index], workloads[index].ids.device
+            with _memory_for(entered[index], case):
+                prefills[index] += timed(device, work.prefill, work.to_start, 1)
+                timed(device, work.step, work.to_last, 1)  # the first after something else is slower
+                taken = timed(device, work.step, work.to_last, settings.steps)
+            steps[index].append(sum(taken) / len(taken))
+            progress()
+    for index, row in enumerate(rows):
+        row |= _speed(row, models[index], workloads[index].cache_bytes, prefills[index], steps[index])
+    return rows
+
+
+def _warm_up(work: Workload, entrant: Entrant, settings: Settings) -> dict[str, Any]:
+    """Everything but times: who decodes, what memory the work takes, how the prefill was cut, how long compilation took."""
+    device, name = work.ids.device, entrant.source.name
+    work.fill()
+    work.check_cache(name, entrant.spec, entrant.dtype)
+    with kernels.watched() as served:
+        work.check_logits(name, entrant.dtype)
+    backend, reason = next(iter(served.items()), (None, None))
+    found: dict[str, Any] = {
+        "backend": backend,
+        "backend_reason": reason,
+        "prefill_chunk": work.chunk,
+        "compile_seconds": None,
+        "peak_prefill_bytes": _peak(work, work.to_start, work.prefill),
+        # Before it is compiled: replaying a CUDA graph allocates nothing.
+        "peak_decode_bytes": _peak(work, work.to_last, work.step),
+        "peak_reason": _NO_PEAK if device.type == "cpu" else None,
+    }
+    if settings.compile:
+        work.compile(settings.backend)
+        (found["compile_seconds"],) = timed(device, work.step, work.to_last, 1)
+        work.check_logits(name, entrant.dtype)
+    timed(device, work.step, work.to_last, _WARM_UP)
+    return found
+
+
+def _peak(work: Workload, before: Callable[[], Any], run: Callable[[], Any]) -> int | None:
+    """The most bytes of tensors that `run` makes after `before`: with the model's own weights and cache, and no other's."""
+    device = work.ids.device
+    if device.type != "cuda":
+        return None
+    before()
+    torch.cuda.synchronize(device)
+    idle = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - idle
+    return weight_bytes(work.model) + work.cache_bytes + activations
+
+
+def _speed(row: dict[str, Any], model: Any, cache: int, prefills: list[float], steps: list[float]) -> dict[str, Any]:
+    """The figures that follow from times: seconds of a prefill and of a step, one a round."""
+    prefill, step = spread(prefills), spread(steps)
+    weights = _weights_read(model)
+    return {
+        "prefill_seconds": prefill,
+        "prefill_tokens_per_second": row["batch"] * row["context"] / prefill["median"],
+        "step_seconds": step,
+        "decode_tokens_per_second": row["batch"] / step["median"],
+        "cache_bytes": cache,
+        "cache_gb_per_second": cache / step["median"] / GIGABYTE,
+        "weights_and_cache_gb_per_second": None if weights is None else (weights + cache) / step["median"] / GIGABYTE,
+    }
+
+
+def _weights_read(model: Any) -> int | None:
+    """Bytes of weights that a decode step reads: all but an embedding that is not the head too; None with experts."""
+    if any(name.endswith(".experts") for name, _ in model.named_modules()):
+        return None  # how many are read is up to the router
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    looked_up = 0 if head is not None and head.weight is embedding.weight else embedding.weight.nbytes
+    return weight_bytes(model) - looked_up
+
+
+@contextlib.contextmanager
+def _memory_for(entrant: Entrant, case: Case) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise Failure(
+            f"not enough memory for {entrant.source.name} at {case} in {entrant.dtype}: {str(error).splitlines()[0][:200]}",
+            hint="use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic",
+        ) from error
+
+
+def _add_largest(entered: Sequence[Entrant], found: list[dict[str, Any]], settings: Settings, device: torch.device) -> None:
+    """The largest batch that fits at each context, with one model in memory at a time, or why there is none."""
+    for entrant, entry in zip(entered, found, strict=True):
+        sizes: dict[int, Largest]
+        contexts = sorted({row["context"] for row in entry["cases"]})
+        if device.type == "cpu" or not settings.largest_batch:
+            sizes = dict.fromkeys(contexts, (None, _NO_LARGEST if device.type == "cpu" else "not asked for"))
+        else:
+            sizes = search(entrant, contexts, device, settings.quiet)
+        for row in entry["cases"]:
+            row["largest_batch"], row["largest_batch_reason"] = sizes[row["context"]]
+
+
+def _add_ratios(found: list[dict[str, Any]]) -> None:
+    """How many times the tokens per second of the first model each of the others makes."""
+    for entry in found:
+        entry["cases"].sort(key=lambda row: (row["batch"], row["context"]))
+    for entry in found:
+        for row, first in zip(entry["cases"], found[0]["cases"], strict=True):
+            for phase in ("prefill", "decode"):
+                row[f"{phase}_ratio"] = row[f"{phase}_tokens_per_second"] / first[f"{phase}_tokens_per_second"]
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / GIGABYTE:,.0f} GB" if size >= 100 * GIGABYTE else f"{size / GIGABYTE:.3g} GB"

@@ -1,0 +1,161 @@
+"""What a record computes on a sample is what the naive reference computes, and where its heads look."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from records import factored, inputs, loss, random, record, run
+
+from attention.forward import attention_mass, attention_output, causal_softmax, heads_of, output_error
+from attention.record import Attention, FactoredAttention, Record
+from attention.rope import Rotary
+
+RECORDS: dict[str, Record] = {
+    "MHA": record(4, 1),
+    "GQA with dims that do not turn": record(2, 3, nope=3),
+    "MQA, interleaved": record(1, 4, pairing="interleaved"),
+    "no biases": record(biased=False),
+    "attention factor": record(factor=1.3),
+    "longrope": dataclasses.replace(
+        record(),
+        rotary=Rotary(
+            torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64), "half", 1.2,
+            torch.tensor([0.5, 0.1, 0.01], dtype=torch.float64), 20,
+        ),
+    ),
+    "no positions": record(pairs=0, nope=6),
+    "shared gains": record(norm="shared", nope=2),
+    "gains per head": record(norm="head"),
+    "one norm over all heads": record(norm="all"),
+    "norm after rope": record(norm="after", pairing="interleaved"),
+    "MLA": factored(),
+    "MLA without biases": factored(biased=False),
+    "MLA, half": factored(pairing="half"),
+    "MLA with a long list": dataclasses.replace(
+        factored(),
+        rotary=Rotary(
+            torch.tensor([1.0, 0.3], dtype=torch.float64), "interleaved", 1.0,
+            torch.tensor([0.5, 0.1], dtype=torch.float64), 20,
+        ),
+    ),
+    "bfloat16": dataclasses.replace(record(biased=False), **{name: getattr(record(), name).bfloat16() for name in "qkvo"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_outputs_are_the_references(case: str) -> None:
+    a = RECORDS[case]
+    for x in (inputs(20), inputs(20, tokens=7), inputs(20, tokens=1, blocks=3)):
+        found = attention_output(a, x)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), run(a, x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_in_half_precision_is_computed_in_single() -> None:
+    a, x = record(), inputs(20).bfloat16()
+    torch.testing.assert_close(attention_output(a, x), attention_output(a, x.float()), rtol=0, atol=0)
+
+
+def test_the_error_is_squared_relative_to_the_sources_output() -> None:
+    a, b, x = record(), record(seed=1), inputs(20)
+    assert output_error(a, b, x) == pytest.approx(loss(a, b, x) ** 2, rel=1e-4)
+    assert output_error(a, a, x) == 0
+
+
+def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
+    """`[H, T, T]` of one block, one dot product at a time, fp64."""
+    x, positions = x.double(), torch.arange(len(x))
+
+    def project(weight: torch.Tensor, bias: torch.Tensor | None, at: int) -> torch.Tensor:
+        states = weight[at].double() @ x.T
+        return (states if bias is None else states + bias[at].double()[:, None]).T  # [T, D]
+
+    def place(states: torch.Tensor, norm: Any) -> torch.Tensor:
+        if norm and not norm.after_rotary:
+            states = norm(states[None])[0]
+        states = a.rotary.rotate(states, positions) if a.rotary else states
+        return norm(states[None])[0] if norm and norm.after_rotary else states
+
+    logits = []
+    if isinstance(a, Attention):
+        q = place(torch.stack([project(a.q, a.q_bias, h) for h in range(len(a.q))]), a.q_norm)
+        k = place(torch.stack([project(a.k, a.k_bias, g) for g in range(len(a.k))]), a.k_norm)
+        logits = [q[h] @ k[h * len(k) // len(q)].T for h in range(len(q))]
+    else:
+        key = a.rotary.rotate(project(a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None], 0), positions)
+        for h in range(len(a.q_nope)):
+            nope = project(a.q_nope, a.q_nope_bias, h) @ (a.up_k[h].double() @ a.down.double() @ x.T)
+            logits.append(nope + a.rotary.rotate(project(a.q_rope, a.q_rope_bias, h), positions) @ key.T)
+    return a.scale * torch.stack(logits)
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_heads_have_the_references_logits_and_weights(case: str) -> None:
+    a, x = RECORDS[case], inputs(20)[0]
+    heads, expected = heads_of(a, x), naive_logits(a, x)
+    future = torch.ones(24, 24, dtype=torch.bool).triu(1)
+    for head, logits in enumerate(expected):
+        torch.testing.assert_close(heads.logits(head).double(), logits, rtol=1e-4, atol=1e-4)
+        weights = logits.masked_fill(future, -math.inf).softmax(-1)
+        torch.testing.assert_close(causal_softmax(heads.logits(head)).double(), weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_what_is_kept_makes_the_logits(case: str) -> None:
+    """Queries as they are projected and what is kept: all that a fit of queries has to know."""
+    a, x = RECORDS[case], inputs(20)[0]
+    if isinstance(a, Attention) and a.q_norm:
+        return
+    heads = heads_of(a, x)
+    q, bias = (a.q_nope, a.q_nope_bias) if isinstance(a, FactoredAttention) else (a.q, a.q_bias)
+    for head in range(len(q)):
+        plain = x @ q[head].float().T + (0 if bias is None else bias[head].float())
+        torch.testing.assert_close(heads.plain[head], plain, rtol=1e-5, atol=1e-5)
+        nope, rope = heads.kept(head)
+        if isinstance(a, FactoredAttention):
+            latent = x @ a.down.T
+            assert heads.lift is not None
+            torch.testing.assert_close(nope, latent, rtol=1e-5, atol=1e-5)
+            logits = plain @ heads.lift[head] @ nope.T + heads.rope[head] @ rope.T
+        else:
+            dims = a.rotary.dims if a.rotary else 0
+            logits = plain[:, dims:] @ nope.T + heads.rotation(plain[:, :dims]) @ rope.T
+        torch.testing.assert_close(heads.logits(head), a.scale * logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case, a in RECORDS.items() if isinstance(a, Attention)])
+@pytest.mark.parametrize("span", [4, 256])
+def test_the_mass_of_attention_is_counted_by_distance(case: str, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attention.forward._SPAN", span)
+    a, x = RECORDS[case], inputs(20, tokens=9, blocks=3)
+    assert isinstance(a, Attention)
+    mass = attention_mass(a, x)
+    assert mass.dtype == torch.float64
+    assert mass.shape == (len(a.q), 9)
+    torch.testing.assert_close(mass.sum(-1), torch.ones(len(a.q)).double(), rtol=1e-12, atol=0)
+    counted = torch.zeros(len(a.q), 9, dtype=torch.float64)
+    for block in x:
+        for head, logits in enumerate(naive_logits(a, block)):
+            for t in range(9):
+                for s, weight in enumerate(logits[t, : t + 1].softmax(-1)):
+                    counted[head, t - s] += weight
+    torch.testing.assert_close(mass, counted / 27, rtol=1e-4, atol=1e-6)
+
+
+def test_outputs_of_a_layer_that_adds_nothing_do_not_differ() -> None:
+    a = record(2, 2, 2, 0, 20, biased=False)
+    silent = dataclasses.replace(a, o=torch.zeros_like(a.o))
+    assert output_error(silent, silent, inputs(20)) == 0
+    assert output_error(silent, a, inputs(20)) > 1e6
+
+
+def test_a_head_that_looks_at_itself_alone_has_all_its_mass_at_distance_zero() -> None:
+    width = 8
+    a = record(1, 1, pairs=0, nope=width, width=width, biased=False)
+    a = dataclasses.replace(a, q=100 * torch.eye(width)[None], k=torch.eye(width)[None])
+    x = torch.nn.functional.one_hot(torch.arange(width)).float()[None] * (1 + random(1, 1, 1).abs())
+    torch.testing.assert_close(attention_mass(a, x)[0], torch.eye(width)[0].double(), rtol=0, atol=1e-6)

@@ -1,0 +1,376 @@
+"""Layers one at a time: what they see is what the whole model shows them, and nothing of them stays behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config, tiny_model
+
+from attention.errors import Failure
+from convert.calibration.stream import LayerStream
+from convert.calibration.survey import Moments, survey
+from convert.checkpoint.shelf import Shelf
+from convert.methods.statistics import Statistics
+
+CPU = torch.device("cpu")
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2, biases": ("qwen2", {}),
+    "gemma2, sliding layers and scaled embeddings": ("gemma2", {"sliding_window": 5}),
+    "gemma3, two rotary tables": ("gemma3_text", {
+        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "mistral, a window": ("mistral", {"sliding_window": 4}),
+    "smollm3, a layer without RoPE": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "olmo2, norms after the blocks": ("olmo2", {}),
+    "granite, multipliers": ("granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
+    "phi, parallel blocks": ("phi", {}),
+    "mixtral, experts": ("mixtral", {}),
+    "llama, longrope": ("llama", {"rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 2.0, 3.0, 4.0], "long_factor": [4.0, 1.0, 5.0, 9.0]}}),
+    "deepseek_v3": ("deepseek_v3", {
+        "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+        "first_k_dense_replace": 3, "n_routed_experts": 1, "num_key_value_heads": 8, "attention_bias": True}),
+}  # fmt: skip
+
+
+def blocks_of(count: int = 7, length: int = 12) -> torch.Tensor:
+    return torch.randint(4, 96, (count, length), generator=torch.Generator().manual_seed(1))
+
+
+def attentions(model: Any) -> list[str]:
+    return [name for name, _ in model.named_modules() if name.endswith(".self_attn")]
+
+
+def seen_by(model: Any, blocks: torch.Tensor) -> list[torch.Tensor]:
+    """What goes into each layer's attention in the whole model: `[n, T, E]` each."""
+    seen: list[torch.Tensor] = []
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).clone())
+
+    handles = [model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True) for path in attentions(model)]
+    with torch.inference_mode():
+        model(blocks, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def stream_of(model: Any, spool: Path, blocks: torch.Tensor, read: Callable[[str], torch.Tensor] | None = None) -> LayerStream:
+    return LayerStream(model.config, attentions(model), read or model.state_dict().__getitem__, blocks, spool, CPU)
+
+
+def model_of(case: str = "llama") -> Any:
+    model_type, changes = MODELS[case]
+    return tiny_model(tiny_config(model_type, **changes))
+
+
+@pytest.fixture(params=[48, 4096, 5], ids=["7 blocks by 4", "all at once", "blocks longer than a batch"])
+def batched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("convert.calibration.stream._TOKENS", request.param)
+    return int(request.param)
+
+
+# ---- what layers see -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_layers_see_what_they_see_in_the_whole_model(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convert.calibration.stream._TOKENS", 36)  # 7 blocks of 12 as 3, 3 and 1
+    model, blocks = model_of(case), blocks_of()
+    expected, stream = seen_by(model, blocks), stream_of(model, tmp_path / "spool", blocks)
+    stream.embed()
+    for layer, whole in enumerate(expected):
+        observed: list[torch.Tensor] = []
+        passing: list[torch.Tensor] = []
+        stream.observe(layer, lambda x, into=observed: into.append(x.clone()))
+        assert [len(x) for x in observed] == [3, 3, 1]
+        stream.advance(layer, lambda x, into=passing: into.append(x.clone()))
+        torch.testing.assert_close(torch.cat(observed), whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+        assert torch.equal(torch.cat(observed), torch.cat(passing))
+        assert stream.ready == {layer + 1}
+
+
+def test_the_size_of_a_batch_changes_nothing(batched: int, tmp_path: Path) -> None:
+    model, blocks = model_of(), blocks_of()
+    stream = stream_of(model, tmp_path / "spool", blocks)
+    stream.embed()
+    for layer, whole in enumerate(seen_by(model, blocks)):
+        observed: list[torch.Tensor] = []
+        stream.observe(layer, lambda x, into=observed: into.append(x.clone()))
+        assert {len(x) for x in observed} == {48: {4, 3}, 4096: {7}, 5: {1}}[batched]
+        stream.advance(layer)
+        torch.testing.assert_close(torch.cat(observed), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_arithmetic_is_fp32_whatever_the_weights_are_stored_in(tmp_path: Path) -> None:
+    model, blocks = model_of(), blocks_of()
+    stored = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    model.load_state_dict({name: tensor.float() for name, tensor in stored.items()})
+    expected, stream = seen_by(model, blocks), stream_of(model, tmp_path / "spool", blocks, stored.__getitem__)
+    stream.embed()
+    stream.advance(0)
+    found: list[torch.Tensor] = []
+    stream.observe(1, lambda x: found.append(x.clone()))
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(torch.cat(found), expected[1], rtol=1e-4, atol=1e-4)
+
+
+# ---- what is in memory and on disk ---------------------------------------------------------------------------------
+
+
+def test_one_layers_weights_are_in_memory_at_a_time(tmp_path: Path) -> None:
+    model, read_names = model_of(), []
+    weights = model.state_dict()
+
+    def read(name: str) -> torch.Tensor:
+        read_names.append(name)
+        return weights[name].clone()
+
+    stream = stream_of(model, tmp_path / "spool", blocks_of(), read)
+    inner = stream._model
+
+    def resident() -> set[str]:
+        return {name for name, parameter in inner.named_parameters() if parameter.device.type != "meta"}
+
+    assert resident() == set()
+    stream.embed()
+    assert read_names == ["model.embed_tokens.weight"]
+    assert resident() == set()
+    for layer in range(3):
+        own = {name for name in weights if f".layers.{layer}." in name}
+        before_attention = {name for name in own if "self_attn" not in name}
+        read_names.clear()
+        stream.observe(
+            layer, lambda x, expected=before_attention: pytest.fail("others are in memory") if resident() != expected else None
+        )
+        assert resident() == set()
+        assert set(read_names) == before_attention
+        read_names.clear()
+        stream.advance(layer, lambda x, expected=own: pytest.fail("others are in memory") if resident() != expected else None)
+        assert resident() == set()
+        assert sorted(read_names) == sorted(own)
+
+
+def test_weights_leave_memory_when_a_layer_fails(tmp_path: Path) -> None:
+    model = model_of()
+    stream = stream_of(model, tmp_path / "spool", blocks_of())
+    stream.embed()
+
+    def fail(x: torch.Tensor) -> None:
+        raise Failure("seen enough")
+
+    for step in (stream.observe, stream.advance):
+        with pytest.raises(Failure):
+            step(0, fail)
+        assert all(parameter.device.type == "meta" for parameter in stream._model.parameters())
+        assert not stream._model.get_submodule("model.layers.0.self_attn")._forward_pre_hooks
+    assert stream.ready == {0}, "its inputs stay"
+    stream.advance(0)
+    assert stream.ready == {1}
+
+
+def test_nothing_of_a_layer_is_kept(tmp_path: Path) -> None:
+    model, alive = model_of(), []
+    weights = model.state_dict()
+
+    def read(name: str) -> torch.Tensor:
+        tensor = weights[name].clone()
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    stream = stream_of(model, tmp_path / "spool", blocks_of(), read)
+    stream.embed()
+    moments = Moments(0, 3 * 2 * 7, 12)
+
+    def see(x: torch.Tensor) -> None:
+        alive.append(weakref.ref(x))
+        moments.see(x)
+
+    for layer in range(3):
+        stream.observe(layer, see)
+        stream.advance(layer, see)
+        gc.collect()
+        assert len(alive) > 8
+        assert [reference for reference in alive if reference() is not None] == []
+
+
+def test_one_layers_inputs_are_on_disk_at_a_time(tmp_path: Path) -> None:
+    stream = stream_of(model_of(), tmp_path / "spool", blocks_of())
+    assert stream.ready == set()
+    stream.embed()
+    for layer in range(3):
+        assert [path.name for path in tmp_path.iterdir()] == [f"spool-{layer}"]
+        assert (tmp_path / f"spool-{layer}").stat().st_size == 7 * 12 * 64 * 4
+        stream.advance(layer)
+    (tmp_path / "other").touch()
+    stream.discard()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_another_stream_goes_on_where_one_was_cut_off(tmp_path: Path) -> None:
+    model, blocks = model_of(), blocks_of()
+    first = stream_of(model, tmp_path / "spool", blocks)
+    first.embed()
+    first.advance(0)
+
+    def fail(x: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.advance(1, fail)
+    second, found = stream_of(model, tmp_path / "spool", blocks), []
+    assert second.ready == {1}
+    second.advance(1)
+    second.observe(2, lambda x: found.append(x.clone()))
+    torch.testing.assert_close(torch.cat(found), seen_by(model, blocks)[2], rtol=1e-4, atol=1e-4)
+
+
+# ---- the survey ----------------------------------------------------------------------------------------------------
+
+
+def run_survey(model: Any, directory: Path, blocks: torch.Tensor) -> Callable[[int], Statistics]:
+    return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"), True)
+
+
+def direct(x: torch.Tensor) -> Statistics:
+    rows = x.double().flatten(0, 1)
+    return Statistics(rows.T @ rows / len(rows), rows.mean(0), len(rows))
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2, sliding layers and scaled embeddings"])
+def test_statistics_are_the_moments_of_what_layers_see(case: str, batched: int, tmp_path: Path) -> None:
+    model, blocks = model_of(case), blocks_of()
+    known = run_survey(model, tmp_path, blocks)
+    for layer, x in enumerate(seen_by(model, blocks)):
+        found, expected = known(layer), direct(x)
+        assert found.tokens == 84
+        assert found.second.dtype == found.mean.dtype == torch.float64
+        torch.testing.assert_close(found.second, expected.second, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.mean, expected.mean, rtol=1e-4, atol=1e-4)
+        assert found.sample is not None
+        torch.testing.assert_close(found.sample.float(), x, rtol=1e-2, atol=1e-2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"source-0000{layer}.safetensors" for layer in range(3)]
+
+
+def test_the_last_layer_need_not_run(tmp_path: Path) -> None:
+    model = model_of()
+    weights = model.state_dict()
+
+    def read(name: str) -> torch.Tensor:
+        assert ".layers.2." not in name or "self_attn" not in name, "its inputs are all that is wanted"
+        return weights[name]
+
+    survey(stream_of(model, tmp_path / "inputs", blocks_of(), read), Shelf(tmp_path, "source"), True)
+    assert len(list(tmp_path.iterdir())) == 3, "no inputs are left"
+
+
+def test_moments_are_sums_whatever_the_pieces() -> None:
+    x = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0)) + 3
+    pieces = Moments(0, 6, 5)
+    for part in x.split([1, 3, 2]):
+        pieces.see(part)
+    found, expected = pieces.statistics(), direct(x)
+    torch.testing.assert_close(found.second, expected.second, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-6, atol=1e-6)
+    assert found.tokens == 30
+    ones = torch.cat((x, torch.ones(6, 5, 1)), -1)
+    torch.testing.assert_close(found.with_constant, direct(ones).second, rtol=1e-6, atol=1e-6)
+
+
+def test_the_sample_is_whole_blocks_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convert.calibration.survey.SAMPLE", 8)
+    for context, blocks in ((3, 2), (8, 1), (20, 1)):
+        moments = Moments(0, 6, context)
+        moments.see(torch.ones(6, context, 4))
+        sample = moments.statistics().sample
+        assert sample is not None
+        assert sample.shape == (blocks, context, 4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_moments_that_are_not_finite_fail_with_their_layer(value: float) -> None:
+    x = torch.ones(2, 3, 4)
+    x[1, 2, 3] = value
+    with pytest.raises(Failure, match="the input of layer 17's attention is not finite on the calibration text"):
+        Moments(17, 2, 3).see(x)
+
+
+def test_a_survey_of_damaged_weights_names_the_first_layer_that_sees_it(tmp_path: Path) -> None:
+    model = model_of()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
+    with pytest.raises(Failure):
+        run_survey(model, tmp_path, blocks_of())
+    assert not Shelf(tmp_path, "source").has(2)
+
+
+STEPS = ["embed", "put 0", "advance 0", "put 1", "advance 1", "put 2"]
+
+
+@pytest.mark.parametrize("cut", STEPS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_survey_goes_on_from_any_step_and_does_none_twice(
+    cut: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, blocks, steps, armed = model_of(), blocks_of(), [], [True]
+    whole = run_survey(model, _made(tmp_path / "whole"), blocks)
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any) -> Any:
+            step = f"{name} {args[0]}" if args else name
+            stops = step == cut and armed[0]
+            if stops and not after:
+                raise KeyboardInterrupt
+            found = function(self, *args)
+            steps.append(step)
+            if stops:
+                raise KeyboardInterrupt
+            return found
+
+        return wrapped
+
+    for owner, name in ((LayerStream, "embed"), (LayerStream, "advance"), (Shelf, "put")):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    directory = _made(tmp_path / "cut")
+    with pytest.raises(KeyboardInterrupt):
+        run_survey(model, directory, blocks)
+    armed[0] = False
+    known = run_survey(model, directory, blocks)
+    # Statistics come before the next layer's inputs, and if those were lost in between, once more.
+    again = cut if cut in ("put 0", "put 1") and after else None
+    assert [step for i, step in enumerate(steps) if not (step == again and step in steps[:i])] == STEPS
+    for layer in range(3):
+        assert torch.equal(known(layer).second, whole(layer).second)
+        assert torch.equal(known(layer).mean, whole(layer).mean)
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_a_finished_survey_reads_nothing(tmp_path: Path) -> None:
+    model, blocks = model_of(), blocks_of()
+    run_survey(model, tmp_path, blocks)
+    stream = stream_of(model, tmp_path / "inputs", blocks, lambda name: pytest.fail(name))
+    survey(stream, Shelf(tmp_path, "source"), True)
+
+
+def test_lost_inputs_are_made_again_and_statistics_stay_the_same(tmp_path: Path) -> None:
+    model, blocks = model_of(), blocks_of()
+    known = run_survey(model, tmp_path, blocks)
+    (tmp_path / "source-00001.safetensors").unlink()
+    before = (tmp_path / "source-00000.safetensors").read_bytes()
+    expected = direct(seen_by(model, blocks)[1])
+    (tmp_path / "inputs-2").write_bytes(b"of no use: layer 1 comes first")
+    run_survey(model, tmp_path, blocks)
+    assert (tmp_path / "source-00000.safetensors").read_bytes() == before
+    torch.testing.assert_close(known(1).second, expected.second, rtol=1e-4, atol=1e-4)

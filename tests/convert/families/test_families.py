@@ -1,0 +1,249 @@
+"""Every family of the registry: split and join are inverse, and the record means what the family's class computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import tiny_config, tiny_model
+
+from attention.errors import Refusal
+from attention.record import Attention
+from attention.reference import grouped_attention
+from convert.families import FAMILIES, family_of
+from convert.families.base import hides_logits
+
+# Everything a family can switch on, on: biases and QK-norms are where records go wrong.
+SWITCHES = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")
+# In these the class does more than the record says (soft-capped logits), as `beyond` declares.
+UNLIKE = {"gemma2": {"attn_logit_softcapping": None}, "vaultgemma": {"attn_logit_softcapping": None}}
+
+
+def switched(model_type: str, on: bool, **changes: Any) -> Any:
+    return tiny_config(model_type, **dict.fromkeys(SWITCHES, on), **UNLIKE.get(model_type, {}), **changes)
+
+
+def layer_tensors(model: Any, family: Any, layer: int) -> dict[str, torch.Tensor]:
+    state = model.state_dict()
+    return {name: state[name] for name in family.shapes(model.config, layer)}
+
+
+def attention_calls(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Input and output of every layer's attention module in one forward pass."""
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(
+            lambda module, args, kwargs, out: calls.append(
+                (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], out[0])
+            ),
+            with_kwargs=True,
+        )
+    with torch.inference_mode():
+        model(torch.randint(4, 96, (2, 20), generator=torch.Generator().manual_seed(0)))
+    return calls
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["plain", "switched"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_record_computes_what_the_class_computes(model_type: str, on: bool) -> None:
+    model, family = tiny_model(switched(model_type, on)), FAMILIES[model_type]
+    for layer, (x, out) in enumerate(attention_calls(model)):
+        record = family.split(layer_tensors(model, family, layer), model.config, layer)
+        arguments = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+        with torch.inference_mode():
+            ours = grouped_attention(x, **arguments)
+        assert (ours - out).norm() / out.norm() < 3e-6, f"layer {layer}"
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["plain", "switched"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_shapes_name_every_attention_tensor(model_type: str, on: bool) -> None:
+    model, family = tiny_model(switched(model_type, on)), FAMILIES[model_type]
+    there = {name: tuple(t.shape) for name, t in model.state_dict().items() if ".self_attn." in name}
+    named = {}
+    for layer in range(model.config.num_hidden_layers):
+        named |= family.shapes(model.config, layer)
+    assert named == there
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_join_is_the_inverse_of_split(model_type: str, data: st.DataObject) -> None:
+    groups = data.draw(st.integers(1, 3), "KV heads")
+    share = data.draw(st.integers(1, 3), "query heads per KV head")
+    head_dim = 2 * data.draw(st.integers(2, 5), "half of D")
+    heads = groups * share
+    width = (
+        heads * head_dim
+        if model_type in ("stablelm", "phi", "olmoe", "helium")
+        else heads * data.draw(st.integers(1, 6), "E / H")
+    )
+    config = tiny_config(
+        model_type,
+        **{switch: data.draw(st.booleans(), switch) for switch in SWITCHES},
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        hidden_size=width,
+    )
+    family = FAMILIES[model_type]
+    layer = data.draw(st.integers(0, config.num_hidden_layers - 1), "layer")
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in family.shapes(config, layer).items()}
+    back = family.join(family.split(tensors, config, layer), layer)
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype == dtype
+        assert torch.equal(back[name], tensor), name
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_split_copies_nothing_that_a_method_may_leave_alone(model_type: str) -> None:
+    model, family = tiny_model(switched(model_type, True)), FAMILIES[model_type]
+    tensors = layer_tensors(model, family, 0)
+    record: Attention = family.split(tensors, model.config, 0)
+    back = family.join(record, 0)
+    projections = [name for name in tensors if "_proj" in name or "dense" in name]
+    assert projections
+    for name in projections:
+        assert back[name].data_ptr() == tensors[name].data_ptr(), name
+
+
+def test_an_unknown_family_is_refused_with_the_list() -> None:
+    with pytest.raises(Refusal, match="'bert' is not supported") as caught:
+        family_of("bert")
+    assert caught.value.hint is not None
+    assert all(name in caught.value.hint for name in ("llama", "qwen3", "phi"))
+
+
+# ---- around the attention ------------------------------------------------------------------------------------------
+
+
+def around(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What goes into every layer, and into its attention, in one forward pass."""
+    layers: list[torch.Tensor] = []
+    attentions: list[torch.Tensor] = []
+
+    def keep(into: list[torch.Tensor]) -> Any:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            into.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+        return hook
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(keep(layers), with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(keep(attentions), with_kwargs=True)
+    with torch.inference_mode():
+        model(torch.randint(4, 96, (2, 20), generator=torch.Generator().manual_seed(0)))
+    return layers, attentions
+
+
+def normalised(x: torch.Tensor, centred: bool) -> torch.Tensor:
+    x = x.double()
+    x = x - x.mean(-1, keepdim=True) if centred else x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_norm_before_the_attention_is_the_one_that_is_named(model_type: str) -> None:
+    model, family = tiny_model(switched(model_type, True)), FAMILIES[model_type]
+    state = model.state_dict()
+    for layer, (stream, x) in enumerate(zip(*around(model), strict=True)):
+        norm, found = family.input_norm(layer), []
+        for centred in (False, True):
+            hat = normalised(stream, centred)
+            if norm is not None:
+                hat = hat * (state[f"{norm.name}.weight"].double() + norm.gain_offset)
+                if f"{norm.name}.bias" in state:
+                    hat = hat + state[f"{norm.name}.bias"].double()
+            found.append(hat)
+        if norm is None:
+            found.append(stream.double())
+        distance = min(float((hat - x.double()).norm() / x.double().norm()) for hat in found)
+        assert distance < 1e-3, f"layer {layer}"
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_output_module_is_the_one_whose_weight_is_o(model_type: str) -> None:
+    model, family = tiny_model(switched(model_type, True)), FAMILIES[model_type]
+    for layer in range(model.config.num_hidden_layers):
+        record = family.split(layer_tensors(model, family, layer), model.config, layer)
+        module = model.get_submodule(family.output(layer))
+        assert family.output(layer).startswith(family.module(layer) + ".")
+        assert torch.equal(module.weight, record.o.flatten(1))
+        assert (module.bias is None) == (record.o_bias is None)
+
+
+def layer_outputs(model: Any, shift: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
+    """Of the first layer, if `shift` is added to its input and its attention gives `constant` less the shift."""
+    seen: list[torch.Tensor] = []
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + shift}
+        return (args[0] + shift, *args[1:]), kwargs
+
+    def after(module: Any, args: tuple[Any, ...], out: Any) -> Any:
+        stub = constant - shift
+        return (stub, *out[1:]) if isinstance(out, tuple) else stub
+
+    layer = model.model.layers[0]
+    handles = [
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.self_attn.register_forward_hook(after),
+        layer.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out)),
+    ]
+    with torch.inference_mode():
+        model(torch.randint(4, 96, (2, 6), generator=torch.Generator().manual_seed(0)))
+    for handle in handles:
+        handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("changes", [{}, {"residual_multiplier": 0.5, "use_parallel_residual": True}], ids=["plain", "changed"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_is_said_to_add_its_output_depends_on_the_sum_alone(model_type: str, changes: dict[str, Any]) -> None:
+    config = switched(model_type, True, **changes)
+    model, family = tiny_model(config), FAMILIES[model_type]
+    generator = torch.Generator().manual_seed(2)
+    shift, constant = (torch.randn(2, 6, config.hidden_size, generator=generator) for _ in range(2))
+    resting, shifted = layer_outputs(model, torch.zeros_like(shift), constant), layer_outputs(model, shift, constant)
+    if family.traits(config).adds_output:
+        assert float((resting - shifted).norm() / resting.norm()) < 1e-4
+
+
+# Where a plain sum is only one of the ways in which the class can be set up.
+SOMETIMES = {"granite", "granitemoe", "hyperclovax", "stablelm"}
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in SOMETIMES])
+def test_what_depends_on_the_sum_alone_is_said_to(model_type: str) -> None:
+    """Otherwise a fit would leave unmended what the layers before have lost."""
+    config = switched(model_type, True)
+    model, family = tiny_model(config), FAMILIES[model_type]
+    generator = torch.Generator().manual_seed(2)
+    shift, constant = (torch.randn(2, 6, config.hidden_size, generator=generator) for _ in range(2))
+    resting, shifted = layer_outputs(model, torch.zeros_like(shift), constant), layer_outputs(model, shift, constant)
+    alike = float((resting - shifted).norm() / resting.norm()) < 1e-4
+    assert family.traits(config).adds_output == alike
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_experts_are_told_apart(model_type: str) -> None:
+    model, family = tiny_model(tiny_config(model_type)), FAMILIES[model_type]
+    assert family.traits(model.config).experts == any(".experts." in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "smollm3"])
+def test_a_window_hides_logits_if_it_is_on_and_shorter_than_the_text(model_type: str) -> None:
+    def hidden(context: int, **changes: Any) -> list[str]:
+        return hides_logits(FAMILIES[model_type].traits(tiny_config(model_type, sliding_window=64, **changes)), context)
+
+    assert hidden(65, use_sliding_window=True) == ["sliding_window"]
+    assert hidden(64, use_sliding_window=True) == []
+    assert hidden(65, use_sliding_window=False) == []

@@ -1,0 +1,245 @@
+"""The host of MLA: its norm switched off for every rank, any list of frequencies in its config, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_config
+
+from attention.record import FactoredAttention
+from attention.rope import Rotary, from_config
+from attention.spec import AttentionSpec
+from convert.families import FAMILIES, family_of
+from convert.hosts.deepseek_v3 import _LIKE_LLAMA, HOST, constants, rope_parameters
+
+# ---- the latent norm -----------------------------------------------------------------------------------------------
+
+
+def normalised(values: torch.Tensor, rank: int, dtype: torch.dtype, stored: torch.dtype) -> torch.Tensor:
+    """`values` through the stock norm beside the constants of `rank`, arithmetic in `dtype`, weights kept in `stored`."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+
+    found = constants(rank)
+    true = rank - len(found)
+    rows = torch.nn.functional.pad(values, (0, -len(values) % true), value=1.0).view(-1, true).to(dtype)
+    constant = (torch.tensor(found) * 2.0**20).to(stored).to(dtype).expand(len(rows), -1)
+    norm = DeepseekV3RMSNorm(rank)
+    with torch.no_grad():
+        norm.weight.copy_(torch.cat((torch.full((true,), 2.0**20), torch.zeros(len(found)))))
+        out = norm.to(dtype)(torch.cat((rows, constant), 1))
+    assert out[:, true:].abs().max() == 0, "a constant is cached as nothing"
+    return out[:, :true].flatten()[: len(values)]
+
+
+def mantissas() -> torch.Tensor:
+    """Every significand of bfloat16, with either sign and exponents as activations have them."""
+    significands = 1 + torch.arange(128) / 128
+    exponents = torch.randint(-24, 8, (128,), generator=torch.Generator().manual_seed(0))
+    return torch.cat((significands, -significands)) * torch.exp2(exponents.repeat(2))
+
+
+def test_the_norm_gives_back_every_bfloat16_bit_for_bit() -> None:
+    values = mantissas()
+    assert torch.equal(values.bfloat16().float(), values)
+    kept = {rank: normalised(values, rank, torch.bfloat16, torch.bfloat16).float() for rank in range(2, 1025)}
+    assert [rank for rank, found in kept.items() if not torch.equal(found, values)] == []
+
+
+def test_the_norm_is_a_rounding_error_in_fp32() -> None:
+    values = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
+    for rank in range(2, 1025):
+        error = float(((normalised(values, rank, torch.float32, torch.float32) - values) / values).abs().max())
+        assert error <= 2 * 2.0**-23, (rank, error)
+
+
+def test_a_bfloat16_checkpoint_run_in_fp32_is_off_by_the_rounding_of_its_constants() -> None:
+    values = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
+    for rank in range(2, 1025):
+        limit = 2.0**-15 if len(constants(rank)) == 2 else 1 / 510
+        error = float(((normalised(values, rank, torch.float32, torch.bfloat16) - values) / values).abs().max())
+        assert error <= limit, (rank, error)
+
+
+def test_constants_are_as_few_as_can_be_and_their_squares_sum_to_the_rank() -> None:
+    single = {rank for rank in range(1, 1025) if len(constants(rank)) == 1}
+    assert {16, 24, 32, 48, 64, 96, 256, 320, 448, 512, 576} <= single
+    for rank in range(1, 1025):
+        found = constants(rank)
+        assert math.isclose(sum(c * c for c in found), rank, rel_tol=1e-12)
+        assert len(found) <= 2
+        assert HOST.reserved(rank) == len(found)
+        if len(found) == 2:
+            assert float(torch.tensor(found[0]).bfloat16()) == found[0]
+            ratio = math.sqrt(rank) / float(torch.tensor(math.sqrt(rank)).bfloat16())
+            if not -1 / 512 - 1e-5 < ratio - 1 < 1 / 510 + 1e-5:  # so close to the limit one may be enough or not
+                assert not torch.equal((mantissas() * ratio).bfloat16().float(), mantissas()), f"one is enough for {rank}"
+
+
+# ---- frequencies ---------------------------------------------------------------------------------------------------
+
+
+def written(rotary: Rotary, **changes: Any) -> tuple[dict[str, Any], Rotary]:
+    """What goes into the config, and what the stock class makes of it."""
+    parameters = rope_parameters(rotary, tiny_config("llama", **changes))
+    config = tiny_config("deepseek_v3", qk_rope_head_dim=rotary.dims, head_dim=rotary.dims, rope_parameters=parameters)
+    return parameters, from_config(config, rotary.dims, "interleaved")
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+def test_a_plain_stride_is_default_rope(theta: float, stride: int) -> None:
+    config = tiny_config("llama", head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    rotary = from_config(config, 64).select(list(range(0, 32, stride)), "interleaved")
+    parameters = rope_parameters(rotary, config)
+    assert parameters == {"rope_type": "default", "rope_theta": theta}
+    back = from_config(tiny_config("deepseek_v3", qk_rope_head_dim=rotary.dims, rope_parameters=parameters), rotary.dims)
+    torch.testing.assert_close(back.frequencies, rotary.frequencies, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("pairs", [[1], [0, 0], [0, 1, 2, 4], [1, 2, 3], [31], [0, 31]])
+def test_what_is_no_stride_is_not_called_default(pairs: list[int]) -> None:
+    rotary = from_config(tiny_config("llama", head_dim=64), 64).select(pairs, "interleaved")
+    assert written(rotary)[0]["rope_type"] == "longrope"
+
+
+@settings(max_examples=40, deadline=None)
+@given(pairs=st.lists(st.integers(0, 31), min_size=1, max_size=70), theta=st.sampled_from([1e4, 5e5, 1e7]))
+def test_any_list_of_frequencies_comes_back(pairs: list[int], theta: float) -> None:
+    source = {"rope_type": "default", "rope_theta": theta}
+    rotary = from_config(tiny_config("llama", head_dim=64, rope_parameters=source), 64).select(pairs, "interleaved")
+    _, back = written(rotary, rope_parameters=source)
+    torch.testing.assert_close(back.frequencies, rotary.frequencies, rtol=1e-6, atol=0)
+    assert back.attention_factor == 1.0
+    long = back.frequencies if back.long_frequencies is None else back.long_frequencies
+    torch.testing.assert_close(long, rotary.frequencies, rtol=1e-6, atol=0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(pairs=st.lists(st.integers(0, 3), min_size=1, max_size=9))
+def test_both_lists_of_longrope_come_back_and_where_they_change(pairs: list[int]) -> None:
+    frequencies = torch.tensor([1.0, 0.1, 0.03, 0.0002], dtype=torch.float64)
+    rotary = Rotary(frequencies, "half", 1.3, frequencies / 7, 50).select(pairs, "interleaved")
+    _, back = written(rotary)
+    torch.testing.assert_close(back.frequencies, rotary.frequencies, rtol=1e-6, atol=0)
+    assert back.long_frequencies is not None
+    assert rotary.long_frequencies is not None
+    torch.testing.assert_close(back.long_frequencies, rotary.long_frequencies, rtol=1e-6, atol=0)
+    assert (back.long_beyond, back.attention_factor) == (50, 1.0)
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+
+
+def latent(channels: int, biased: bool = True) -> FactoredAttention:
+    shapes = {"q_nope": (4, 6, 20), "q_rope": (4, 8, 20), "k_rope": (8, 20), "down": (channels, 20),
+              "up_k": (4, 6, channels), "up_v": (4, 6, channels), "o": (20, 4, 6)}  # fmt: skip
+    if biased:
+        shapes |= {"k_rope_bias": (8,), "o_bias": (20,)}
+    generator = torch.Generator().manual_seed(0)
+    drawn = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    return FactoredAttention(**drawn, scale=0.3, rotary=Rotary(torch.tensor([1.0, 0.5, 0.2, 0.1]).double(), "interleaved"))
+
+
+@pytest.mark.parametrize(("rank", "channels"), [(16, 15), (16, 9), (15, 13)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_stock_module_computes_the_record(rank: int, channels: int, biased: bool) -> None:
+    """Constants, padding, scale and biases: the class's own attention against the naive reference."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+    from attention.reference import latent_attention
+
+    a, family = latent(channels, biased), family_of("llama")
+    source = tiny_config("llama", num_attention_heads=4, hidden_size=20, head_dim=6, num_key_value_heads=4)
+    target = AttentionSpec.from_config(source).latent(rank, 8)
+    config = type(tiny_config("deepseek_v3"))(**HOST.config({}, source, target, a.rotary), attn_implementation="eager")
+    module = DeepseekV3Attention(config, 0)
+    tensors = HOST.tensors(family, a, target, 0)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == HOST.shapes(family, source, target, 0)
+    own = len(constants(rank))
+    norm, up = (tensors[f"model.layers.0.self_attn.{name}.weight"] for name in ("kv_a_layernorm", "kv_b_proj"))
+    assert norm.tolist() == [2.0**20] * (rank - own) + [0.0] * own, "constants are cached as zeros"
+    assert up[:, channels:].abs().max() == 0, "and nothing reads them"
+    module.load_state_dict({name.removeprefix("model.layers.0.self_attn."): t for name, t in tensors.items()}, strict=True)
+    x = torch.randn(2, 7, 20, generator=torch.Generator().manual_seed(9))
+    mask = torch.full((7, 7), -math.inf).triu(1)[None, None]
+    with torch.no_grad():
+        found = module(x, DeepseekV3RotaryEmbedding(config)(x, torch.arange(7)[None]), mask)[0]
+    fields = {field.name: getattr(a, field.name) for field in dataclasses.fields(a)}
+    torch.testing.assert_close(found, latent_attention(x, **fields), rtol=1e-4, atol=1e-4)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+SLIDING = ["sliding_attention"] * 3
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen2": ("qwen2", {}, "its blocks are Llama's, and those of qwen2 are not (it carries llama, "),
+    "qwen3": ("qwen3", {}, "those of qwen3 are not"),
+    "gemma": ("gemma", {}, "those of gemma are not"),
+    "query biases": ("llama", {"attention_bias": True}, "queries have biases, for which the class has no place"),
+    "query biases, seed_oss": ("seed_oss", {"attention_bias": True}, "queries have biases"),
+    "query biases, helium": ("helium", {"attention_bias": True}, "queries have biases"),
+    "mlp_bias": ("llama", {"mlp_bias": True}, "the MLP has biases, for which the class has no place"),
+    "mlp_bias, seed_oss": ("seed_oss", {"mlp_bias": True, "attention_bias": False}, "the MLP has biases"),
+    "window": (
+        "mistral", {"sliding_window": 127},
+        "it attends within windows of 127 of its 128 positions, and the class to all "
+        "(for shorter contexts only: set max_position_embeddings to 127 in config.json)",
+    ),
+    "window, ministral": ("ministral", {"sliding_window": 64, "layer_types": SLIDING}, "within windows of 64"),
+    "window, cwm": ("cwm", {"sliding_window": 64, "layer_types": SLIDING}, "within windows of 64"),
+    "dynamic": (
+        "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "RoPE of type 'dynamic' is no fixed list of frequencies",
+    ),
+    "no RoPE in some layers": (
+        "smollm3", {"no_rope_layers": [0, 0, 0]}, "no layer has RoPE, and the class has a rotary key in each",
+    ),
+}  # fmt: skip
+PLAIN: dict[str, dict[str, Any]] = {
+    "seed_oss": {"attention_bias": False, "attention_out_bias": False},
+    "smollm3": {"no_rope_layers": [1, 1, 1]},
+    "mistral": {"sliding_window": 128},
+    "ministral": {"sliding_window": 128, "layer_types": SLIDING},
+    "cwm": {"sliding_window": 128, "layer_types": SLIDING},
+}
+
+
+def reason(model_type: str, dtype: str = "float32", **changes: Any) -> str | None:
+    config, family = tiny_config(model_type, **changes), family_of(model_type)
+    return HOST.refuses(family, config, family.spec(config).latent(16, 8), dtype)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_class_cannot_compute_is_refused_in_one_line(case: str) -> None:
+    model_type, changes, message = REFUSED[case]
+    found = reason(model_type, **changes)
+    assert found is not None
+    assert message in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("model_type", _LIKE_LLAMA)
+def test_blocks_like_llamas_are_carried(model_type: str) -> None:
+    assert reason(model_type, **PLAIN.get(model_type, {})) is None
+    assert reason(model_type, "bfloat16", **PLAIN.get(model_type, {})) is None
+    assert "float16 ends at 65504" in str(reason(model_type, "float16", **PLAIN.get(model_type, {})))
+
+
+@pytest.mark.parametrize("model_type", [t for t in FAMILIES if t not in _LIKE_LLAMA])
+def test_all_other_families_are_refused(model_type: str) -> None:
+    assert f"those of {model_type} are not" in str(reason(model_type))
+
+
+@pytest.mark.parametrize("window", [128, 4096, None])
+def test_a_window_that_no_position_exceeds_is_none(window: int | None) -> None:
+    assert reason("mistral", sliding_window=window) is None
+
+
+def test_an_output_bias_has_a_place() -> None:
+    assert reason("seed_oss", attention_bias=False, attention_out_bias=True) is None

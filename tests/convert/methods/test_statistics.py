@@ -1,0 +1,86 @@
+"""What is known of a layer's input: moments, what a norm's gains say without text, and how far few tokens are trusted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import inputs, measured, random
+
+from convert.methods.statistics import Statistics
+
+
+def test_without_text_the_gains_of_the_norm_are_all_there_is() -> None:
+    gain, bias = random(6), random(6, seed=1)
+    known = Statistics.assumed(6, gain, bias)
+    assert known.tokens == 0
+    assert known.sample is None
+    assert known.second.dtype == known.mean.dtype == torch.float64
+    torch.testing.assert_close(known.covariance, gain.double().square().diag())
+    torch.testing.assert_close(known.mean, bias.double())
+    torch.testing.assert_close(known.second, gain.double().square().diag() + torch.outer(bias, bias).double())
+    drawn = torch.randn(200_000, 6, generator=torch.Generator().manual_seed(0)) * gain + bias
+    torch.testing.assert_close((drawn.T @ drawn / len(drawn)).double(), known.second, rtol=0.05, atol=0.05)
+    plain = Statistics.assumed(6)
+    assert torch.equal(plain.second, torch.eye(6).double())
+    assert not plain.mean.any()
+
+
+def test_a_constant_rides_along() -> None:
+    x = inputs(5)
+    ones = torch.cat((x, torch.ones(*x.shape[:2], 1)), -1)
+    torch.testing.assert_close(measured(x).with_constant, measured(ones).second, rtol=1e-6, atol=1e-6)
+
+
+def test_without_text_nothing_is_shrunk() -> None:
+    known = Statistics.assumed(6, random(6), random(6, seed=1))
+    assert known.shrinkage == 0
+    torch.testing.assert_close(known.shrunk().second, known.second, rtol=1e-12, atol=1e-12)
+
+
+def test_shrinkage_falls_with_tokens_to_nothing() -> None:
+    shares = [measured(inputs(20, tokens=count, blocks=1)).shrinkage for count in (8, 30, 100, 400, 1600, 100_000)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.1
+    assert shares[-1] < 0.01
+
+
+def test_white_inputs_are_shrunk_by_about_width_over_tokens() -> None:
+    """Their correlations are all noise, of mean square 1 / tokens: most of them is left out."""
+    for count in (100, 1000):
+        assert measured(random(1, count, 30)).shrinkage > 0.7
+
+
+@settings(max_examples=40, deadline=None)
+@given(width=st.integers(2, 24), tokens=st.integers(2, 30), scale=st.sampled_from([1e-6, 1.0, 1e6]), seed=st.integers(0, 99))
+def test_what_is_shrunk_is_positive_definite_with_the_same_variances(width: int, tokens: int, scale: float, seed: int) -> None:
+    known = measured(inputs(width, tokens, seed, blocks=1) * scale)
+    assert 0 < known.shrinkage <= 1
+    shrunk = known.shrunk()
+    deviation = shrunk.covariance.diagonal().sqrt()
+    correlation = shrunk.covariance / torch.outer(deviation, deviation)
+    assert torch.linalg.eigvalsh(correlation).min() > 1e-6
+    torch.testing.assert_close(shrunk.covariance.diagonal(), known.covariance.diagonal(), rtol=1e-6, atol=0)
+    assert torch.equal(shrunk.mean, known.mean)
+    assert shrunk.tokens == known.tokens
+    assert shrunk.sample is known.sample
+
+
+@pytest.mark.parametrize("what", ["zeros", "constant", "one token", "dead channels"])
+def test_poor_inputs_have_finite_statistics(what: str) -> None:
+    x = {
+        "zeros": torch.zeros(1, 5, 4),
+        "constant": torch.ones(1, 5, 4),
+        "one token": random(1, 1, 4),
+        "dead channels": random(1, 9, 4) * torch.tensor([1.0, 0, 1, 0]),
+    }[what]
+    known = measured(x)
+    assert 0 <= known.shrinkage <= 1
+    assert torch.isfinite(known.shrunk().second).all()
+
+
+def test_moving_to_a_device_keeps_everything() -> None:
+    known = measured(inputs(5)).to(torch.device("cpu"))
+    assert known.tokens == 48
+    assert known.sample is not None

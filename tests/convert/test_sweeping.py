@@ -1,0 +1,416 @@
+"""`convert sweep`: all targets from one survey into one report, and what an interruption or a mistake costs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from written import ok, same_but_for_the_run
+
+from convert import sweeping as module
+from convert.calibration.survey import Moments
+from convert.checkpoint.shelf import Shelf
+from convert.checkpoint.workdir import WorkDirectory
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+
+NAMES = [
+    *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")),
+    *(f"mla-{size}-{method}" for size in ("16+8", "50%") for method in ("weighted", "svd", "pca")),
+]
+TARGETS = ["--groups", "2,1", "--mla", "16+8,50%"]
+FEW = ["--groups", "2,1", "--methods", "mean,aligned"]
+
+
+def written_text(path: Path, seed: int) -> Path:
+    drawn = torch.randint(97, 123, (1500,), generator=torch.Generator().manual_seed(seed)).tolist()
+    path.write_text("".join(map(chr, drawn)))
+    return path
+
+
+@pytest.fixture
+def on(tmp_path: Path) -> list[Any]:
+    """What is calibrated on."""
+    return ["--text", written_text(tmp_path / "text.txt", 0), "--calibration-tokens", 256, "--calibration-context", 64]
+
+
+@pytest.fixture
+def held_out(tmp_path: Path) -> list[Any]:
+    """What is measured on."""
+    return ["--evaluate", written_text(tmp_path / "held-out.txt", 1), "--max-tokens", 256, "--json", "-q"]
+
+
+def results(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != "sweep.json")
+
+
+def refused(result: Any, code: int, message: str) -> None:
+    assert result.exit_code == code, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_all_targets_come_from_one_survey_into_one_report(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, surveyed = Shelf.put, []
+
+    def note(self: Shelf, layer: int, tensors: Any, note: Any) -> None:
+        if "second" in tensors:
+            surveyed.append(layer)
+        put(self, layer, tensors, note)
+
+    monkeypatch.setattr(Shelf, "put", note)
+    out = tmp_path / "out"
+    report = json.loads(ok(convert("sweep", checkpoint(), out, *TARGETS, *on, *held_out)).stdout)
+    assert surveyed == [0, 1, 2]
+    assert results(out) == sorted([*NAMES, "report"]), "no survey is left"
+    assert sorted(path.name for path in (out / "report").iterdir()) == ["report.html", "report.json", "report.md"]
+    assert json.loads((out / "report" / "report.json").read_text()) == report
+    source, *others = report["models"]
+    assert (source["name"], source["kl_to_source"], source["top1_agreement"]) == ("source", 0, 1)
+    assert [entry["name"] for entry in others] == NAMES
+    (calibration,) = {e["calibration_hash"] for e in others if e["method"] in ("aligned", "weighted", "pca")}
+    assert calibration.startswith("sha256:")
+    assert {e["calibration_hash"] for e in [source, *others] if e["method"] in (None, "mean", "first", "svd")} == {None}
+    assert {entry["kind"] for entry in others if "%" not in entry["name"]} == {"GQA-2", "MQA", "MLA-16+8"}
+    assert [e["kv_bytes_per_token"] for e in others if "50%" in e["name"]] == [384] * 3, "however each splits it"
+    assert all(entry["kv_bytes_per_token"] == entry["kv_bytes_measured"] for entry in report["models"])
+
+
+def test_each_result_is_what_its_own_command_makes(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("sweep", source, out, *TARGETS, *on, "--refine", 2, *held_out))
+    commands: dict[str, list[Any]] = {
+        "gqa-2-aligned": ["gqa", "--groups", 2, *on, "--refine", 2],
+        "gqa-1-mean": ["gqa", "--groups", 1, "--method", "mean"],
+        "mla-16+8-weighted": ["mla", "--kv-lora-rank", 16, "--qk-rope-head-dim", 8, *on, "--refine", 2],
+        "mla-50%-pca": ["mla", "--kv-budget", "50%", "--method", "pca", *on],
+    }
+    for name, (command, *options) in commands.items():
+        ok(convert(command, source, tmp_path / name, *options))
+        same_but_for_the_run(out / name, tmp_path / name)
+
+
+def test_two_sweeps_write_the_same_bytes(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint()
+    a, b = (ok(convert("sweep", source, tmp_path / name, *FEW, *on, *held_out)).stdout for name in "ab")
+    assert a.replace(str(tmp_path / "a"), "") == b.replace(str(tmp_path / "b"), "")
+    for name in ("gqa-2-aligned", "gqa-1-mean"):
+        same_but_for_the_run(tmp_path / "a" / name, tmp_path / "b" / name)
+
+
+def test_without_targets_heads_are_halved_and_caches_shared_out(
+    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    ok(convert("sweep", checkpoint(), tmp_path / "out", *held_out))
+    assert results(tmp_path / "out") == sorted(
+        [
+            "report",
+            *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")),
+            *(f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "svd")),
+        ]
+    ), "pca needs text, and random is only made where it is asked for"
+
+
+def test_a_source_that_cannot_become_mla_is_swept_without(
+    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    ok(convert("sweep", checkpoint("qwen2"), tmp_path / "out", "--methods", "mean", *held_out))
+    assert results(tmp_path / "out") == ["gqa-1-mean", "gqa-2-mean", "report"]
+    ok(convert("sweep", tmp_path / "source", tmp_path / "all", *held_out))
+    assert not list((tmp_path / "all").glob("mla*"))
+    refused(convert("sweep", tmp_path / "source", tmp_path / "no", "--mla", "16+8", *held_out), 2, "no host carries MLA of")
+
+
+# ---- interruption --------------------------------------------------------------------------------------------------
+
+
+def times_of(directory: Path) -> dict[str, int]:
+    return {path.name: (path / "model.safetensors").stat().st_mtime_ns for path in directory.glob("*-*[!l]") if path.is_dir()}
+
+
+@pytest.mark.parametrize("place", ["between conversions", "within one", "while it evaluates"])
+@pytest.mark.parametrize("how", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=["^C", "full"])
+def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
+    place: str, how: BaseException, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    import convert.execute.run as execute
+
+    owner, name, count = {
+        "between conversions": (module, "execute", 3),
+        "within one": (execute, "write_shard", 3),
+        "while it evaluates": (module, "evaluate", 1),
+    }[place]
+    function, left = getattr(owner, name), [count]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise how
+        return function(*args, **kwargs)
+
+    source, out, command = checkpoint(), tmp_path / "out", [*FEW, *on, *held_out]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        stopped = convert("sweep", source, out, *command)
+    assert stopped.exit_code == (1 if isinstance(how, OSError) else 130)
+    assert ("No space left on device" if isinstance(how, OSError) else "interrupted") in stopped.stderr
+    assert "--resume" in stopped.stderr
+    finished = times_of(out)
+    assert len(finished) == (4 if place == "while it evaluates" else 2)
+    assert not (out / "report").exists()
+    refused(convert("sweep", source, out, *command), 2, "exists already")
+    found = ok(convert("sweep", source, out, *command, "--resume")).stdout
+    after = times_of(out)
+    assert len(after) == 4
+    assert all(after[name] == when for name, when in finished.items()), "made again"
+    whole = ok(convert("sweep", source, tmp_path / "whole", *command)).stdout
+    assert found.replace(str(out), "") == whole.replace(str(tmp_path / "whole"), "")
+    for name in after:
+        same_but_for_the_run(out / name, tmp_path / "whole" / name)
+    assert results(out) == results(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("owner", "name"), [(module._Ledger, "note"), (WorkDirectory, "discard")], ids=["noted", "cleaned"])
+def test_a_result_that_is_whole_is_not_made_again(
+    owner: type, name: str, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def interrupted(self: Any, *given: Any) -> None:
+        if list((tmp_path / "out").glob("*.partial")):
+            raise KeyboardInterrupt
+
+    source, out, command = checkpoint(), tmp_path / "out", [*FEW, *on, *held_out]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        assert convert("sweep", source, out, *command).exit_code == 130
+    finished = times_of(out)
+    assert len(finished) == 1
+    ok(convert("sweep", source, out, *command, "--resume"))
+    after = times_of(out)
+    assert all(after[name] == when for name, when in finished.items())
+    assert len(after) == len(json.loads((out / "sweep.json").read_text())) == 4
+    assert not list(out.glob("*.partial"))
+
+
+KILLED = """
+import os, signal, sys
+import convert.execute.run as execute
+from convert.cli import main
+write, count = execute.write_shard, 0
+def dying(*arguments):
+    global count
+    count += 1
+    if count == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*arguments)
+execute.write_shard = dying
+main(sys.argv[1:], prog_name="convert")
+"""
+
+
+def test_a_killed_sweep_uses_its_survey_again(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    command = ["sweep", source, out, "--groups", "2,1", "--methods", "aligned", *on, *held_out]
+    done = subprocess.run([sys.executable, "-c", KILLED, *map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert results(out) == ["gqa-1-aligned.partial", "gqa-2-aligned", "survey"]
+    monkeypatch.setattr(Moments, "statistics", lambda self: pytest.fail("surveyed again"))
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute.run._versions", lambda: {"torch": "another"})
+        with pytest.raises(pytest.fail.Exception, match="surveyed again"):
+            convert(*command, "--resume", "--overwrite")
+    shutil.rmtree(out / "gqa-1-aligned.partial")
+    ok(convert(*command, "--resume"))
+    assert results(out) == ["gqa-1-aligned", "gqa-2-aligned", "report"]
+
+
+def test_a_dry_run_says_what_would_be_made_and_makes_nothing(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
+) -> None:
+    command = ["sweep", checkpoint(), tmp_path / "out", *TARGETS, *on, *[o for o in held_out if o != "--json"], "--dry-run"]
+    said = ok(convert(*command)).stdout
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("| ")][2:]
+    assert [row[0] for row in rows] == NAMES
+    # The source caches 3 layers × 64 values × 4 bytes.
+    assert {(row[1], row[3], row[4]) for row in rows if "gqa-2" in row[0]} == {("GQA-2", "384", "50.0%")}
+    plans = json.loads(ok(convert(*command, "--json")).stdout)
+    assert [Path(plan["output"]).name for plan in plans] == NAMES
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_sweep_is_resumed_without_work_and_grows(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    first = ok(convert("sweep", source, out, *FEW, *on, *held_out)).stdout
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "execute", lambda *_: pytest.fail("made again"))
+        assert ok(convert("sweep", source, out, *FEW, *on, *held_out, "--resume")).stdout == first
+    times = times_of(out)
+    more = ["--groups", "2,1", "--mla", "16+8", "--methods", "mean,aligned,svd"]
+    report = json.loads(ok(convert("sweep", source, out, *more, *on, *held_out, "--resume")).stdout)
+    assert len(report["models"]) == 1 + 5
+    after = times_of(out)
+    assert all(after[name] == when for name, when in times.items())
+
+
+def test_results_of_other_settings_are_made_again(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("sweep", source, out, *FEW, *on, *held_out))
+    before = times_of(out)
+    ok(convert("sweep", source, out, *FEW, *on[:2], "--calibration-tokens", 128, "--calibration-context", 64, *held_out,
+               "--resume"))  # fmt: skip
+    changed = {name for name, when in times_of(out).items() if when != before[name]}
+    assert changed == {"gqa-2-aligned", "gqa-1-aligned"}
+
+
+def test_results_of_another_text_under_the_same_name_are_made_again(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("sweep", source, out, *FEW, *on, *held_out))
+    before = times_of(out)
+    written_text(tmp_path / "text.txt", 5)
+    ok(convert("sweep", source, out, *FEW, *on, *held_out, "--resume"))
+    changed = {name for name, when in times_of(out).items() if when != before[name]}
+    assert changed == {"gqa-2-aligned", "gqa-1-aligned"}
+
+
+def test_results_of_another_source_under_the_same_name_are_made_again(
+    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("sweep", source, out, *FEW, *held_out))
+    before = times_of(out)
+    checkpoint(rms_norm_eps=0.1)
+    ok(convert("sweep", source, out, *FEW, *held_out, "--resume"))
+    after = times_of(out)
+    assert all(after[name] != before[name] for name in after)
+
+
+# ---- mistakes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("targets", [[], FEW], ids=["default", "named"])
+def test_results_that_are_there_are_left_alone(
+    targets: list[Any], checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("sweep", source, out, *targets, *held_out))
+    before = times_of(out)
+    refused(convert("sweep", source, out, *targets, *held_out), 2, "exists already")
+    assert times_of(out) == before
+    ok(convert("sweep", source, out, *targets, *held_out, "--overwrite"))
+    after = times_of(out)
+    assert after.keys() == before.keys()
+    assert all(after[name] != before[name] for name in after)
+
+
+MISTAKES: dict[str, tuple[list[Any], str]] = {
+    "groups that are no number": (["--groups", "x"], "'x' is not a valid integer"),
+    "groups that do not divide": (["--groups", "2,3"], "cannot make 3 groups from 4 KV heads"),
+    "no groups": (["--groups", ""], "not a valid integer"),
+    "half a latent": (["--mla", "5+"], "'5+' is no budget"),
+    "a latent too large": (["--mla", "99+32"], "rank 99 exceeds full size"),
+    "an unknown method": (["--methods", "mean,magic"], "'magic' is not one of"),
+    "a method for other targets": (["--groups", 2, "--methods", "mean,svd"], "svd of --methods can make none of the targets"),
+    "a method that needs text": (["--mla", "16+8", "--methods", "pca"], "method pca needs text to calibrate on"),
+    "steps without text": (["--groups", 2, "--methods", "aligned", "--refine", 2], "--refine is about calibration text"),
+    "default targets, steps without text": (["--refine", 2], "--refine is about calibration text, and there is none"),
+    "default targets, no such device": (["--device", "quantum"], "no device 'quantum'"),
+    "default targets, blocks that are too long": (
+        ["--text", "TEXT", "--calibration-context", 4096], "a calibration context of 4096 tokens exceeds the 128 positions",
+    ),
+    "default targets, fewer tokens than a block": (
+        ["--text", "TEXT", "--calibration-tokens", 16, "--calibration-context", 32], "16 calibration tokens are less than one",
+    ),
+    "text for no method": (["--methods", "mean,svd", "--text", "TEXT"], "no method of this sweep has any use for --text"),
+    "steps for no method": (
+        ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--propagate"],
+        "no method of this sweep has any use for --propagate and --refine",
+    ),
+    "text and dataset": (["--text", "TEXT", "--dataset", "wikitext"], "give either --text FILE or --dataset NAME"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_refused_before_any_work(
+    case: str, checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    arguments, message = MISTAKES[case]
+    source = checkpoint()
+    (source / "model.safetensors").unlink()
+    given = [held_out[1] if argument == "TEXT" else argument for argument in arguments]
+    refused(convert("sweep", source, tmp_path / "out", *given, *held_out), 2, message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_of_less_than_a_block_is_seen_before_any_work(
+    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "three.txt").write_text("cat")
+    given = ["--groups", 2, "--text", tmp_path / "three.txt", *held_out]
+    refused(convert("sweep", checkpoint(), tmp_path / "out", *given), 1, "three.txt has 3 tokens, fewer than one block of 128")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_takes_no_text_is_swept_without(
+    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
+) -> None:
+    ok(convert("sweep", checkpoint("qwen3_moe"), tmp_path / "out", *on, *held_out))
+    assert results(tmp_path / "out") == sorted(["report", *(f"gqa-{n}-{m}" for n in (2, 1) for m in ("mean", "first"))])
+
+
+def test_the_report_of_an_earlier_sweep_is_left_alone(
+    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("sweep", source, out, "--groups", 2, "--methods", "mean", *held_out))
+    before, other = (out / "report" / "report.json").read_bytes(), ["--groups", 1, "--methods", "mean", *held_out]
+    refused(convert("sweep", source, out, *other), 2, "report exists: an earlier sweep's report")
+    assert (out / "report" / "report.json").read_bytes() == before
+    assert not (out / "gqa-1-mean").exists()
+    for flag in ("--resume", "--overwrite"):
+        report = json.loads(ok(convert("sweep", source, out, *other, flag)).stdout)
+        assert [entry["name"] for entry in report["models"]] == ["source", "gqa-1-mean"]
+
+
+def test_a_sweep_needs_held_out_text(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    refused(convert("sweep", source, tmp_path / "out"), 2, "Missing option '--evaluate'")
+    refused(convert("sweep", source, tmp_path / "out", "--evaluate", tmp_path / "none"), 2, "does not exist")
+    (tmp_path / "empty.txt").write_text(" \n")
+    refused(convert("sweep", source, tmp_path / "out", *FEW, "--evaluate", tmp_path / "empty.txt"), 1, "is empty")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_that_is_a_file_or_the_model_is_refused(
+    checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint()
+    (tmp_path / "file").write_text("")
+    for targets in ([], FEW):
+        refused(convert("sweep", source, tmp_path / "file", *targets, *held_out), 2, "is a file")
+        refused(convert("sweep", source, source, *targets, *held_out), 2, "lie inside each other")
