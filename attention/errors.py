@@ -28,6 +28,10 @@ class Interrupted(KvfoldError):
 
 
 class GateMissed(KvfoldError):
-    """The work was done and measured worse than the caller allowed (exit code 3)."""
+    """The work was done and measured worse than the caller allowed (exit code 3); `report` is what was measured."""
 
     exit_code = 3
+
+    def __init__(self, message: str, report: object) -> None:
+        super().__init__(message)
+        self.report = report
