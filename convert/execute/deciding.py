@@ -67,10 +67,10 @@ def decide(job: Job, statistics: StatisticsOf) -> Decision:
 
 def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Decision:
     rotary = _rotary(job.plan)
-    choice = _kept_choice(job.work.calibration / "decision.json")
+    choice = _kept_choice(job.work.survey / "decision.json")
     if choice is None:
         choice = _choose(job, target.splits or (target,), rotary, statistics)
-        _keep(job.work.calibration / "decision.json", choice)
+        _keep(job.work.survey / "decision.json", choice)
     chosen = (target.splits or (target,))[choice.split]
     allocation = choice.allocation(chosen.allocation(rotary))
 
@@ -157,7 +157,7 @@ def _measured(job: Job, method: LatentMethod, splits: Sequence[LatentTarget], st
     layers = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(plan.source.config, layer)]
     with stage(job.progress, "measure", len(layers), "layer") as done:
         for layer in layers:
-            path = job.work.calibration / f"measured-{layer}.pt"
+            path = job.work.survey / f"measured-{layer}.pt"
             with path.open("wb") as file:  # torch's own writer would hide a full disk in an error of its own
                 torch.save(measure(job.read_layer(layer)[1], statistics(layer), fewest), file)
             # Mapped: of many layers together memory holds what is being read. Only this run reads the file.

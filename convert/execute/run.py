@@ -27,6 +27,7 @@ from convert.execute.card import model_card
 from convert.execute.deciding import Decision, StatisticsOf, decide
 from convert.execute.job import Job
 from convert.execute.layer import Layer
+from convert.execute.loadable import require_loadable
 from convert.execute.manifest import Manifest, Unit, deal, manifest_of
 from convert.execute.publish import Clock, copy_companions, write_config, write_record
 from convert.execute.record import record_of, versions
@@ -88,7 +89,7 @@ def execute(
     for remark in text.remarks(plan.source.config.hidden_size) if text else ():
         _log.warning(remark)
     reader = Reader(plan.source.files)
-    manifest_of(plan, reader)
+    _check_source(plan, reader)
     work = WorkDirectory(plan.output.path, inputs_of(plan, reader, text), plan.output.resume, plan.output.overwrite)
     try:
         if work.published:
@@ -112,6 +113,22 @@ def execute(
         raise Failure(
             f"conversion to {plan.output.path} stopped: {error}", hint="mend that, then repeat the command with --resume"
         ) from None
+
+
+def _check_source(plan: Plan, reader: Reader) -> None:
+    """Compare names and shapes with the classes of source and result: nothing that transformers cannot load is begun."""
+    trusted = plan.source.trust_remote_code
+    manifest = manifest_of(plan, reader)  # its messages on attention say more
+    require_loadable(plan.source.config, reader.infos, plan.source.reference, trusted)
+    if not plan.target.copies:
+        sized = plan.target.host.sized(plan.source.raw, plan.source.config, plan.target.spec)
+        require_loadable(sized, manifest.outputs, f"the {plan.target.spec.kind} of {plan.source.reference}", trusted)
+
+
+def _check_result(plan: Plan, work: WorkDirectory) -> None:
+    """Hold the files that were written against the class that will load them."""
+    written = Source.parse(str(work.path), plan.source.trust_remote_code)
+    require_loadable(written.config, Reader(work.path).infos, "the result", plan.source.trust_remote_code)
 
 
 def _left_behind(plan: Plan, work: WorkDirectory, published: Callable[[], None] | None) -> Executed:
@@ -138,9 +155,10 @@ def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
         decision = decide(job, statistics)
         manifest = manifest_of(decision.plan, job.reader)
         _require_space(job, manifest)
-        layers = _write_weights(job, manifest, _make_layer(job, manifest, decision, statistics))
+        layers = _write_weights(job, manifest, _layers(job, manifest, decision, statistics))
         config = decision.plan.target.config(job.plan.source, decision.rotary)
         write_config(job.work.path, config, job.plan.output.dtype)
+        _check_result(decision.plan, job.work)
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
         return decision.plan, record_of(decision, job.reader, manifest, layers, job.text)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
@@ -194,7 +212,7 @@ def _statistics_directory(
 ) -> Path:
     """Where statistics of this source on this text lie."""
     if shared is None or text is None:
-        return work.calibration
+        return work.survey
     found_in = [str(plan.source.files), plan.source.raw, reader.fingerprint(), text.tokens.hash, text.plan.context]
     seen = [*found_in, str(_device(plan)), versions()]  # which round differently
     directory = shared / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
@@ -207,19 +225,19 @@ def _statistics(job: Job) -> StatisticsOf:
     if job.text is None:
         return job.assumed
     plan, spool = job.plan, job.statistics_in / "source-inputs"
-    stream = job.stream(job.text, plan.source.config, plan.family.module, job.reader.__getitem__, spool, job.reader.infos)
+    read, infos = job.reader.__getitem__, job.reader.infos
+    stream = job.stream(job.text, plan.source.config, plan.family.module, read, infos, spool)
     return survey(stream, Shelf(job.statistics_in, "source"), job.progress)
 
 
-def _make_layer(job: Job, manifest: Manifest, decision: Decision, statistics: StatisticsOf) -> MakeLayer:
+def _layers(job: Job, manifest: Manifest, decision: Decision, statistics: StatisticsOf) -> MakeLayer:
     """Layer → what is written of it."""
     change = decision.change
-    if change is None:
-        raise AssertionError("no unit of a copy is an attention")
-    if job.text is not None and job.text.plan.in_sequence:
+    if job.text is not None and job.text.plan.in_sequence and change is not None:
         return in_sequence(job, job.text, manifest, decision, change, statistics)
 
     def make(index: int) -> Layer:
+        assert change is not None, "where nothing changes, no unit is an attention"
         tensors, before = job.read_layer(index)
         return Layer.of(decision.plan, index, tensors, *change(before, index, statistics(index)))
 
@@ -236,7 +254,7 @@ def _require_space(job: Job, manifest: Manifest) -> None:
     shards = _shards(job.plan, manifest)
     needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
     if job.text and needed:
-        there = {file: file.stat().st_size for place in {job.statistics_in, job.work.calibration} for file in place.iterdir()}
+        there = {file: file.stat().st_size for place in {job.statistics_in, job.work.survey} for file in place.iterdir()}
         needed += max(0, _calibration_bytes(job, job.text, manifest) - sum(there.values()))
     job.work.require_space(needed)
 
