@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from attention.record import Attention
 from convert.calibration.stream import LayerStream
-from convert.checkpoint.reader import Reader
+from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.workdir import WorkDirectory
 from convert.checkpoint.writer import require_finite
 from convert.methods.statistics import Statistics
@@ -72,17 +72,16 @@ class Job:
             require_finite(name, tensor)
         return tensors, self.plan.family.split(tensors, config, layer)
 
-    def stream(
-        self, config: Any, module: Callable[[int], str], read: Callable[[str], torch.Tensor], spool: Path
-    ) -> LayerStream:
+    def stream(self, config: Any, module: Callable[[int], str], infos: Mapping[str, TensorInfo], spool: Path) -> LayerStream:
         """Some model's layers over the calibration text.
 
         Args:
             config: Of the model.
             module: Layer → the path of its attention.
-            read: Tensor name → tensor.
+            infos: Of its tensors.
             spool: The beginning of the files with its inputs.
         """
         assert self.blocks is not None
         modules = [module(layer) for layer in range(self.plan.before.num_layers)]
-        return LayerStream(config, modules, read, self.blocks, spool, self.device, self.plan.source.trust_remote_code)
+        read, trusted = self.reader.__getitem__, self.plan.source.trust_remote_code
+        return LayerStream(config, modules, read, infos, self.blocks, spool, self.device, trusted)

@@ -20,6 +20,7 @@ from convert.calibration.refine import refined
 from convert.calibration.refit import OutputFit
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
+from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.shelf import Shelf
 from convert.execute.job import Job
 from convert.execute.layer import Layer
@@ -48,8 +49,7 @@ def in_sequence(
     missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
     if missing is None:
         return partial(_get, shelf)
-    made: dict[str, torch.Tensor] = {}
-    teacher, student = _streams(job, rotary, made)
+    teacher, student = _streams(job, rotary)
     guided = calibration.refit or calibration.refine
     begin = _begin(missing, teacher, student) if guided else _begin(missing, student)
     for layer in tqdm(range(begin, layers), desc="fit", unit="layer", file=sys.stderr, disable=job.quiet or None):
@@ -63,10 +63,8 @@ def in_sequence(
             after, more = _fitted(job, after, layer, teacher, student) if guided else (after, {})
             converted = Layer.of(job, layer, tensors, before, after, **more)
             shelf.put(layer, converted.tensors, converted.note)
-        made.clear()
-        made.update(shelf.get(layer)[0])
         if layer + 1 < layers:
-            student.advance(layer)
+            student.advance(layer, weights=shelf.get(layer)[0])
     for stream in (teacher, student):
         stream.discard()
     return partial(_get, shelf)
@@ -104,18 +102,18 @@ def _fitted(job: Job, after: Record, layer: int, teacher: LayerStream, student: 
     return refined(after, write, student, teacher, layer, calibration.refine, plan.seed) if calibration.refine else (after, {})
 
 
-def _streams(job: Job, rotary: Rotary | None, made: dict[str, torch.Tensor]) -> tuple[LayerStream, LayerStream]:
-    """The source and the result, which finds the tensors of its next layer in `made`."""
+def _streams(job: Job, rotary: Rotary | None) -> tuple[LayerStream, LayerStream]:
+    """The source and the result, whose attentions are given when layers are run."""
     from transformers import AutoConfig
 
-    plan = job.plan
-
-    def read(name: str) -> torch.Tensor:
-        return made[name] if name in made else job.reader[name]
-
+    plan, layers, infos = job.plan, range(job.plan.before.num_layers), job.reader.infos
+    replaced = {name for layer in layers for name in plan.family.shapes(plan.source.config, layer)}
+    shapes = [plan.host.shapes(plan.family, plan.source.config, plan.target, layer) for layer in layers]
+    made = {name: TensorInfo(shape, torch.float32) for layer in shapes for name, shape in layer.items()}
+    kept = {name: info for name, info in infos.items() if name not in replaced}
     config = AutoConfig.for_model(**plan.host.config(plan.source.raw, plan.source.config, plan.target, rotary))
-    source = job.stream(plan.source.config, plan.family.module, job.reader.__getitem__, job.work.survey / "teacher")
-    return source, job.stream(config, partial(plan.host.module, plan.family), read, job.work.survey / "student")
+    source = job.stream(plan.source.config, plan.family.module, infos, job.work.survey / "teacher")
+    return source, job.stream(config, partial(plan.host.module, plan.family), kept | made, job.work.survey / "student")
 
 
 def _begin(missing: int, *streams: LayerStream) -> int:

@@ -112,7 +112,7 @@ def _statistics(job: Job) -> Callable[[int], Statistics]:
     if job.tokens is None:
         return job.assumed
     plan, spool = job.plan, job.surveys / "source-inputs"
-    stream = job.stream(plan.source.config, plan.family.module, job.reader.__getitem__, spool)
+    stream = job.stream(plan.source.config, plan.family.module, job.reader.infos, spool)
     return survey(stream, Shelf(job.surveys, "source"), job.quiet)
 
 
