@@ -1,4 +1,4 @@
-"""What a family has to know: where Q, K, V and O live in a checkpoint. Nothing else in this project does.
+"""What a family has to know: what every tensor of a checkpoint is. Nothing else in this project does.
 
 It knows no method and no target.
 """
@@ -14,6 +14,7 @@ import torch
 from attention.record import Attention
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
+from convert.families.names import NameTable
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class Traits:
         qk_norm: What normalises queries and keys, for people; None if nothing does.
         layers_with_rotary: How many layers turn with position.
         adds_output: Whether a layer goes on with the plain sum of its input and its attention's output.
-        experts: Whether MLPs are experts, which files hold one by one and the class fused.
         beyond: Config fields that are set and make the class do more than the record says.
     """
 
@@ -48,7 +48,6 @@ class Traits:
     qk_norm: str | None
     layers_with_rotary: int
     adds_output: bool
-    experts: bool
     beyond: Mapping[str, Any]
 
 
@@ -67,6 +66,10 @@ class Family(Protocol):
     @property
     def layout(self) -> str:
         """How the projections lie in the file, for people: "separate projections"."""
+
+    @property
+    def names(self) -> NameTable:
+        """Every tensor that a checkpoint may hold beside its attentions'."""
 
     def spec(self, config: Any) -> AttentionSpec:
         """The numbers of `config`'s attention."""

@@ -18,6 +18,7 @@ from attention.record import Attention
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
 from convert.families.base import InputNorm, Traits
+from convert.families.names import NameTable, Row
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,46 @@ def _sliding_or_no_window(config: Any, layer: int) -> bool:
     return config.sliding_window is None or config.layer_types[layer] == "sliding_attention"
 
 
+def _in_layers(path: str, *roles: str) -> Row:
+    """A row of what every decoder layer has."""
+    return Row(f"model.layers.{{layer}}.{path}", tuple(f"layers.{{layer}}.{role}" for role in roles))
+
+
+_PARTS = ("gate", "up", "down")
+_LLAMA = NameTable(
+    [
+        Row("model.embed_tokens", ("embedding",)),
+        _in_layers("input_layernorm", "attention_norm"),
+        _in_layers("post_attention_layernorm", "mlp_norm"),
+        *(_in_layers(f"mlp.{part}_proj", f"mlp.{part}") for part in _PARTS),
+        Row("model.norm", ("final_norm",)),
+        Row("lm_head", ("head",)),
+    ]
+)
+_NORMS_BEHIND = _LLAMA.replacing(
+    _in_layers("post_attention_layernorm", "attention_output_norm"),
+    _in_layers("post_feedforward_layernorm", "mlp_output_norm"),
+    without=("layers.{layer}.attention_norm",),
+)
+_NORMS_AROUND = _NORMS_BEHIND.replacing(
+    _in_layers("input_layernorm", "attention_norm"),
+    _in_layers("pre_feedforward_layernorm", "mlp_norm"),
+)
+_WITHOUT_GAINS = _LLAMA.replacing(without=("layers.{layer}.attention_norm", "layers.{layer}.mlp_norm", "final_norm"))
+_FUSED_MLP = _LLAMA.replacing(_in_layers("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
+_EXPERTS = _LLAMA.replacing(
+    _in_layers("mlp.gate", "mlp.router"),
+    *(_in_layers(f"mlp.experts.{{expert}}.{part}_proj", f"mlp.experts.{{expert}}.{part}") for part in _PARTS),
+)
+_NUMBERED_EXPERTS = _LLAMA.replacing(
+    _in_layers("block_sparse_moe.gate", "mlp.router"),
+    *(
+        _in_layers(f"block_sparse_moe.experts.{{expert}}.{name}", f"mlp.experts.{{expert}}.{part}")
+        for name, part in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+    ),
+)
+
+
 @dataclass(frozen=True)
 class SeparateProjections:
     """One row: a model type and where it departs from Llama.
@@ -103,10 +144,9 @@ class SeparateProjections:
         scale: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
         partial_rotary: Whether only the share `partial_rotary_factor` of D turns.
         rotates: Which layers have RoPE.
-        norm_before: The module before the attention, if it has gains.
-        gain_offset: 1 where it stores gain − 1.
+        names: What all other tensors of a checkpoint are.
+        gain_offset: 1 where the norm before the attention stores gain − 1.
         adds_output: Whether a layer goes on with the plain sum of its input and its attention's output.
-        experts: Whether its MLPs are experts.
         beyond: Config fields that, when set, make the class do more than the record says.
         beyond_switch: The config field that turns those on; on if None.
     """
@@ -121,10 +161,9 @@ class SeparateProjections:
     scale_power: float = 1.0
     partial_rotary: bool = False
     rotates: Callable[[Any, int], bool] = _everywhere
-    norm_before: str | None = "input_layernorm"
+    names: NameTable = _LLAMA
     gain_offset: float = 0.0
     adds_output: bool = True
-    experts: bool = False
     beyond: tuple[str, ...] = ()
     beyond_switch: str | None = None
 
@@ -202,7 +241,8 @@ class SeparateProjections:
         return f"model.layers.{layer}.self_attn"
 
     def input_norm(self, layer: int) -> InputNorm | None:
-        return InputNorm(f"model.layers.{layer}.{self.norm_before}", self.gain_offset) if self.norm_before else None
+        place = self.names.holding(f"layers.{layer}.attention_norm.weight")
+        return InputNorm(place.name.removesuffix(".weight"), self.gain_offset) if place else None
 
     def output(self, layer: int) -> str:
         return f"{self.module(layer)}.{self.o_name}"
@@ -216,7 +256,6 @@ class SeparateProjections:
             qk_norm=f"{norm.kind}, {norm.storage} gains" if norm else None,
             layers_with_rotary=sum(self.rotates(config, layer) for layer in range(self.spec(config).num_layers)),
             adds_output=self.adds_output,
-            experts=self.experts,
             beyond={field: value for field in beyond if (value := getattr(config, field, None)) not in (None, False)},
         )
 
@@ -256,7 +295,7 @@ class SeparateProjections:
 
 _WINDOW = ("sliding_window",)
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_POST_NORM: dict[str, Any] = {"norm_before": None, "adds_output": False}
+_POST_NORM: dict[str, Any] = {"names": _NORMS_BEHIND, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scale": "query_pre_attn_scalar", "scale_power": -0.5}
 
 ROWS = [
@@ -265,42 +304,95 @@ ROWS = [
     SeparateProjections("cwm", beyond=_WINDOW),
     SeparateProjections("mistral", beyond=_WINDOW),
     SeparateProjections("ministral", beyond=_WINDOW),
-    SeparateProjections("mixtral", experts=True, beyond=_WINDOW),
+    SeparateProjections("mixtral", names=_NUMBERED_EXPERTS, beyond=_WINDOW),
     SeparateProjections("qwen2", qkv_bias=True, beyond=_WINDOW),  # None or 0 in these, if `use_sliding_window` is off
-    SeparateProjections("qwen2_moe", experts=True, qkv_bias="qkv_bias", beyond=_WINDOW),
+    SeparateProjections(
+        "qwen2_moe",
+        names=_EXPERTS.replacing(
+            _in_layers("mlp.shared_expert_gate", "mlp.shared_router"),
+            *(_in_layers(f"mlp.shared_expert.{part}_proj", f"mlp.shared.{part}") for part in _PARTS),
+        ),
+        qkv_bias="qkv_bias",
+        beyond=_WINDOW,
+    ),
     SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
-    SeparateProjections("qwen3_moe", experts=True, **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
+    SeparateProjections("qwen3_moe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
     SeparateProjections("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
     SeparateProjections(
         "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=_WINDOW, beyond_switch="use_sliding_window"
     ),
     SeparateProjections("granite", adds_output=False, **_ATTENTION_BIAS, scale="attention_multiplier"),
-    SeparateProjections("granitemoe", adds_output=False, experts=True, **_ATTENTION_BIAS, scale="attention_multiplier"),
-    SeparateProjections("hyperclovax", adds_output=False, **_ATTENTION_BIAS, scale="attention_multiplier"),
+    SeparateProjections(
+        "granitemoe",
+        names=_LLAMA.replacing(
+            _in_layers("block_sparse_moe.router.layer", "mlp.router"),
+            _in_layers("block_sparse_moe.input_linear", "mlp.experts.gate", "mlp.experts.up"),
+            _in_layers("block_sparse_moe.output_linear", "mlp.experts.down"),
+        ),
+        adds_output=False,
+        **_ATTENTION_BIAS,
+        scale="attention_multiplier",
+    ),
+    SeparateProjections(
+        "hyperclovax",
+        names=_LLAMA.replacing(_in_layers("post_norm1", "attention_output_norm"), _in_layers("post_norm2", "mlp_output_norm")),
+        adds_output=False,
+        **_ATTENTION_BIAS,
+        scale="attention_multiplier",
+    ),
     SeparateProjections("gemma", gain_offset=1.0, **_ATTENTION_BIAS),
-    SeparateProjections("gemma2", adds_output=False, gain_offset=1.0, **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
-    SeparateProjections("vaultgemma", gain_offset=1.0, **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
+    SeparateProjections(
+        "gemma2",
+        names=_NORMS_AROUND,
+        adds_output=False,
+        gain_offset=1.0,
+        **_GEMMA2,
+        beyond=("attn_logit_softcapping", *_WINDOW),
+    ),
+    SeparateProjections(
+        "vaultgemma",
+        names=_LLAMA.replacing(_in_layers("pre_feedforward_layernorm", "mlp_norm")),
+        gain_offset=1.0,
+        **_GEMMA2,
+        beyond=("attn_logit_softcapping", *_WINDOW),
+    ),
     SeparateProjections(
         "gemma3_text",
+        names=_NORMS_AROUND,
         adds_output=False,
         gain_offset=1.0,
         **_GEMMA2,
         norm=NormRow(gain_offset=1.0),
         beyond=("attn_logit_softcapping", *_WINDOW),
     ),
-    SeparateProjections("olmo", norm_before=None, **_ATTENTION_BIAS, beyond=("clip_qkv",)),
+    SeparateProjections("olmo", names=_WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=("clip_qkv",)),
     SeparateProjections("olmo2", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
     SeparateProjections("olmo3", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=_WINDOW),
-    SeparateProjections("olmoe", experts=True, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
+    SeparateProjections("olmoe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
     SeparateProjections("exaone4", **_POST_NORM, norm=NormRow(), rotates=_sliding_or_no_window, beyond=_WINDOW),
-    SeparateProjections("apertus", norm_before="attention_layernorm", **_ATTENTION_BIAS, norm=NormRow()),
+    SeparateProjections(
+        "apertus",
+        names=_LLAMA.replacing(
+            _in_layers("attention_layernorm", "attention_norm"),
+            _in_layers("feedforward_layernorm", "mlp_norm"),
+            _in_layers("mlp.act_fn", "mlp.activation"),
+        ),
+        **_ATTENTION_BIAS,
+        norm=NormRow(),
+    ),
     SeparateProjections(
         "hunyuan_v1_dense",
         **_ATTENTION_BIAS,
         norm=NormRow("query_layernorm", "key_layernorm", after_rotary=True),
     ),
     SeparateProjections("jais2", **_ATTENTION_BIAS),
-    SeparateProjections("starcoder2", qkv_bias="use_bias", o_bias="use_bias", beyond=_WINDOW),
+    SeparateProjections(
+        "starcoder2",
+        names=_LLAMA.replacing(_in_layers("mlp.c_fc", "mlp.up"), _in_layers("mlp.c_proj", "mlp.down")),
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        beyond=_WINDOW,
+    ),
     SeparateProjections("nemotron", gain_offset=1.0, **_ATTENTION_BIAS, partial_rotary=True),
     SeparateProjections(
         "stablelm",
@@ -311,6 +403,11 @@ ROWS = [
     ),
     SeparateProjections(
         "phi",
+        names=_LLAMA.replacing(
+            _in_layers("mlp.fc1", "mlp.up"),
+            _in_layers("mlp.fc2", "mlp.down"),
+            Row("model.final_layernorm", ("final_norm",)),
+        ),
         adds_output=False,
         qkv_bias=True,
         partial_rotary=True,
@@ -318,7 +415,7 @@ ROWS = [
         o_name="dense",
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
     ),
-    SeparateProjections("phimoe", experts=True, **_ATTENTION_BIAS, beyond=_WINDOW),
+    SeparateProjections("phimoe", names=_NUMBERED_EXPERTS, **_ATTENTION_BIAS, beyond=_WINDOW),
     SeparateProjections(
         "cohere",
         adds_output=False,
@@ -329,8 +426,18 @@ ROWS = [
     SeparateProjections(
         "cohere2", adds_output=False, **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=_WINDOW
     ),
-    SeparateProjections("glm", qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
-    SeparateProjections("glm4", adds_output=False, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
+    SeparateProjections("glm", names=_FUSED_MLP, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
+    SeparateProjections(
+        "glm4",
+        names=_FUSED_MLP.replacing(
+            _in_layers("post_self_attn_layernorm", "attention_output_norm"),
+            _in_layers("post_mlp_layernorm", "mlp_output_norm"),
+        ),
+        adds_output=False,
+        qkv_bias="attention_bias",
+        pairing="interleaved",
+        partial_rotary=True,
+    ),
     SeparateProjections("helium", qkv_bias="attention_bias", pairing="interleaved"),
     SeparateProjections("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),
 ]

@@ -94,12 +94,6 @@ def calibration_for(
     if method.text is TextUse.IGNORED and (wanted.propagate or not (wanted.refit or wanted.refine)):
         idle = "--propagate" if wanted.refit or wanted.refine else wanted.flags
         raise Refusal(f"method {method.name} looks at weights only and has no use for {idle}", hint="leave it out")
-    if family.traits(source.config).experts:
-        raise Refusal(
-            f"no statistics can be taken of {source.reference}: {family.model_type} keeps its experts in another form than it "
-            "runs them, and layers are run one at a time",
-            hint="leave out the text: weights alone are then looked at",
-        )
     return replace(planned, refit=method.text is TextUse.USED) if planned.refit is None else planned
 
 
