@@ -105,7 +105,8 @@ def survey_only(model: Path, work: Path) -> None:
     layers = source.config.num_hidden_layers
     blocks = torch.randint(source.config.vocab_size, (BLOCKS, CONTEXT), generator=torch.Generator().manual_seed(0))
     paths = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
-    stream = LayerStream(source.config, paths, Reader(model).__getitem__, blocks, work / "inputs", torch.device("cpu"))
+    reader, inputs = Reader(model), work / "inputs"
+    stream = LayerStream(source.config, paths, reader.__getitem__, reader.infos, blocks, inputs, torch.device("cpu"))
     survey(stream, Shelf(work, "source"), quiet=True)
 
 

@@ -2,7 +2,7 @@
 
 The model is built without weights, and takes them from the checkpoint as transformers' own loading would. A probing pass
 through its own forward, with recorders in the place of the layers, tells what it hands to each of them (masks, rotary tables,
-…), so that any class will do, a source's or an output class.
+…), so that any class will do, a source's or an output's.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ class LayerStream:
     @contextlib.contextmanager
     def opened(self, layer: int) -> Iterator[OpenLayer]:
         """The layer as a function of its attention's weights, for as long as the block lasts."""
-        others = self._within(layer, attention=False)
-        with self._loaded(others):
-            attention = [name for name in self._within(layer) if name not in others]
+        path = self._attentions[layer]
+        attention = [name for name, _ in self._model.get_submodule(path).named_parameters(path)]
+        with self._loaded(self._within(layer, attention=False)):
             yield OpenLayer(partial(self._forward, layer), self._model, self._path(layer), attention, self._tensors)
 
     @property
