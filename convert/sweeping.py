@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from attention.errors import Failure, Interrupted, Refusal
 from convert import methods
+from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import check_output, partial_path
 from convert.execute.run import execute, inputs_of
@@ -114,6 +115,12 @@ def sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, s
     """
     directory, source = plans[0].output.path.parent, plans[0].source
     prepare([source], evaluate_on, settings)  # whatever is wrong with a text is wrong before the work
+    with exclusive(directory):
+        return _sweep(plans, calibrate_on, evaluate_on, settings)
+
+
+def _sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, settings: Settings) -> dict[str, Any]:
+    directory, source = plans[0].output.path.parent, plans[0].source
     ledger = _Ledger(directory, plans, calibrate_on)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from attention.errors import Failure, Interrupted, KvfoldError
+from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.calibration.memory import release
 from convert.calibration.survey import SAMPLE
+from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import WorkDirectory
+from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded_recipe
 from convert.checkpoint.writer import shard_names, write_index, write_shard
 from convert.execute.card import model_card
 from convert.execute.job import Job
@@ -75,6 +76,20 @@ def execute(
     Raises:
         KvfoldError: With nothing new at OUTPUT; the work directory stays only if `--resume` can use it.
     """
+    where = plan.output
+    with exclusive(where.path):
+        check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # of what others have left by now
+        return _execute(plan, evaluate_on, calibrate_on, quiet, surveys, published)
+
+
+def _execute(
+    plan: Plan,
+    evaluate_on: Text | None,
+    calibrate_on: Text | None,
+    quiet: bool,
+    surveys: Path | None,
+    published: Callable[[], None] | None,
+) -> Plan:
     started, clock = datetime.now(UTC), time.monotonic()
     settings = Settings(device=plan.device, quiet=quiet)
     if evaluate_on:
@@ -82,32 +97,47 @@ def execute(
     tokens = calibration_tokens(plan.source, plan.calibration, calibrate_on)
     for remark in () if quiet else remarks(tokens, plan.source.config.hidden_size):
         print(f"warning: {remark}", file=sys.stderr)
+    if plan.output.resume and not plan.output.overwrite:
+        recipes = [one.recipe() for one in (*plan.splits, plan)]
+        if recipe := finished(plan.output.path, recipes, tokens.hash if tokens else None):
+            if not quiet:
+                print(f"note: {plan.output.path} is finished already, nothing to do", file=sys.stderr)
+            if published:
+                published()
+            return _decided(plan, recipe)
     directory = plan.source.files
     reader = Reader(directory)
     units = units_of(plan, reader)
-    work = WorkDirectory(plan.output.path, inputs_of(plan, reader, tokens), plan.output.resume, plan.output.overwrite)
+    inputs = inputs_of(plan, reader, tokens)
     try:
-        if work.published:
-            return _finished(plan, work, published)
-        job = Job(plan, reader, work, tokens, _device(plan), quiet, _survey_directory(plan, reader, work, tokens, surveys))
-        _require_space(job, units)
-        job, units, transform, layers = _convert(job, units)
-        plan = job.plan
-        _write_config(plan, transform, work.path)
-        _copy_companions(plan, directory, work.path)
-        record = _record(job, units, layers, transform)
-        if evaluate_on:
-            record["evaluation"] = _evaluate(job, evaluate_on, settings)
-        (work.path / "README.md").write_text(model_card(plan, record, directory), encoding="utf-8")
-        record["run"] = {
-            "output": str(plan.output.path),
-            "started": started.isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - clock, 3),
-            "host": platform.node(),
-        }
-        (work.path / "conversion.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        work.publish()
-        return _finished(plan, work, published)
+        with WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite) as work:
+            if not work.published:
+                job = Job(
+                    plan, reader, work, tokens, _device(plan), quiet, _survey_directory(plan, reader, work, tokens, surveys)
+                )
+                _require_space(job, units)
+                job, units, transform, layers = _convert(job, units)
+                plan = job.plan
+                _write_config(plan, transform, work.path)
+                _copy_companions(plan, directory, work.path)
+                record = _record(job, units, layers, transform)
+                if evaluate_on:
+                    record["evaluation"] = _evaluate(job, evaluate_on, settings)
+                (work.path / "README.md").write_text(model_card(plan, record, directory), encoding="utf-8")
+                record["run"] = {
+                    "output": str(plan.output.path),
+                    "started": started.isoformat(timespec="seconds"),
+                    "seconds": round(time.monotonic() - clock, 3),
+                    "host": platform.node(),
+                }
+                text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+                (work.path / "conversion.json").write_text(text, encoding="utf-8")
+                work.publish()
+            if published:
+                published()
+            plan = _decided(plan, recorded_recipe(plan.output.path))
+            work.discard()
+            return plan
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the conversion") from None
     except OSError as error:
@@ -116,12 +146,8 @@ def execute(
         ) from None
 
 
-def _finished(plan: Plan, work: WorkDirectory, published: Callable[[], None] | None) -> Plan:
-    """Clean up behind a checkpoint that is at OUTPUT; the plan as it was carried out."""
-    if published:
-        published()
-    recipe = json.loads((plan.output.path / "conversion.json").read_text(encoding="utf-8"))["recipe"]
-    work.discard()
+def _decided(plan: Plan, recipe: Mapping[str, Any] | None) -> Plan:
+    """The plan as it was carried out."""
     return next((split for split in plan.splits if split.recipe() == recipe), plan)
 
 
@@ -143,9 +169,7 @@ def _device(plan: Plan) -> torch.device:
 
 
 def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, list[dict[str, Any]]]:
-    """Survey, allocate, and write every shard. What fails for reasons in the source ends the conversion: nothing is kept.
-
-    A device without memory is no such reason.
+    """Survey, allocate, and write every shard. A device without memory leaves what there is for `--resume`.
 
     Returns:
         The job with all of its plan decided, what is written, what was done to each layer, and what that changed.
@@ -156,17 +180,16 @@ def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, l
         transform = transform_of(job)
         return job, units, transform, _write_weights(job, units, transform)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
-        job.work.discard()
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
             hint="the model's weights or activations are extreme; please report it",
         ) from None
     except KvfoldError:
-        job.work.discard()
         raise
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
+        job.work.keep()
         raise Failure(
             f"no memory left on {job.device}: {' '.join(str(error).split())[:120]}",
             hint="free some and repeat the command with --resume; or begin again with --overwrite and --device cpu or, with "
@@ -244,8 +267,7 @@ def _write_weights(job: Job, units: list[Unit], transform: Transform) -> list[di
             tensors: dict[str, torch.Tensor] = {}
             dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
             note = list(_fill(job, shard, transform, tensors, bar))
-            write_shard(work.path / name, tensors, dtypes, bar.update)
-            work.note(name, note)
+            work.note(name, note, write_shard(work.path / name, tensors, dtypes, bar.update))
     if len(shards) > 1:
         contents = {name: [tensor for unit in shard for tensor in unit.outputs] for name, shard in shards.items()}
         write_index(work.path, contents, total)
@@ -328,10 +350,11 @@ def _why_dropped(plan: Plan, name: str, reader: Reader) -> str:
 
 def _evaluate(job: Job, text: Text, settings: Settings) -> dict[str, Any]:
     plan = job.plan
+    job.work.keep()  # the weights are whole, whatever is wrong with the evaluation
     result = Source.parse(str(job.work.path), plan.source.trust_remote_code)
     try:
         report = evaluate([plan.source, result], text, settings, job.tokens)
-    except Failure as error:
+    except (Refusal, Failure) as error:
         raise Failure(
             f"the conversion is done, its evaluation failed: {error}",
             hint="the same command with --resume and without --evaluate publishes it",

@@ -5,7 +5,6 @@ survey → allocate → one function per layer; or, if layers are to be fitted b
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -73,10 +72,9 @@ def decided(job: Job) -> Job:
 
 def _decision(job: Job, statistics: Callable[[int], Statistics]) -> dict[str, Any]:
     """Which split, and which frequencies turn; kept in the work directory, so that a resumed run decides the same."""
-    path = job.work.survey / "decision.json"
-    if path.is_file():
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+    known: dict[str, Any] | None = job.work.recall("decision")
+    if known is not None:
+        return known
     plans, method = job.plan.splits or (job.plan,), job.plan.method
     assert isinstance(method, LatentMethod)
     rotary, found_by_layer = _surveyed(job, method, statistics)
@@ -102,8 +100,7 @@ def _decision(job: Job, statistics: Callable[[int], Statistics]) -> dict[str, An
         "pursued": size.pursued,
         "tried": [pair | {"output_error": error} for pair, error in zip(pairs, errors, strict=True)] if tried else [],
     }
-    path.with_suffix(".tmp").write_text(json.dumps(decision, allow_nan=False), encoding="utf-8")
-    path.with_suffix(".tmp").replace(path)
+    job.work.remember("decision", decision)
     return decision
 
 
