@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attention.record import Attention
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
