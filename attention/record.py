@@ -6,11 +6,13 @@ Letters as in `attention`: E model width, H query heads, G KV heads, D head dim,
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from attention.qk_norm import QKNorm
 from attention.rope import Rotary
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

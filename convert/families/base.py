@@ -8,14 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from attention.record import Record
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.names import NameTable
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

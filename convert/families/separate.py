@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from attention import rope
 from attention.qk_norm import QKNorm
@@ -19,6 +17,9 @@ from attention.rope import Pairing
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable, Row
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class NormRow:
         return {"flat": (heads * head_dim,), "matrix": (heads, head_dim)}.get(self.storage, (head_dim,))
 
     def read(self, tensors: Mapping[str, torch.Tensor], name: str, heads: int, head_dim: int, eps: float) -> QKNorm:
+        import torch
+
         def stack(kind: str) -> torch.Tensor:
             parts = [tensors[f"{part}.{kind}"] for part in self.names(name, heads)]
             whole = parts[0] if len(parts) == 1 else torch.stack(parts)

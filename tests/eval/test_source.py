@@ -121,7 +121,7 @@ def test_a_config_that_is_a_directory_is_refused(tmp_path: Path) -> None:
         _ = Source.parse(str(tmp_path)).raw
 
 
-@pytest.mark.parametrize("changes", [{"model_type": "no_such_model"}, {"num_attention_heads": "eight"}, {"hidden_act": 3}])
+@pytest.mark.parametrize("changes", [{"model_type": "no_such_model"}, {"hidden_size": 60}, {"hidden_act": 3}])
 def test_a_config_that_transformers_does_not_accept_is_refused(
     configured: Callable[..., Source], changes: dict[str, Any]
 ) -> None:
@@ -220,6 +220,17 @@ def test_the_position_limit_is_what_the_config_says(configured: Callable[..., So
 def test_a_config_without_a_position_limit_has_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bloom", "n_head": 4, "hidden_size": 64}', encoding="utf-8")
     assert Source.parse(str(tmp_path)).max_positions is None
+
+
+def test_a_position_limit_of_minus_one_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "xlnet"}', encoding="utf-8")
+    assert Source.parse(str(tmp_path)).max_positions is None
+
+
+def test_keys_with_newer_names_raise_no_warning(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "rope_scaling": rope}), encoding="utf-8")
+    assert Source.parse(str(tmp_path)).config.rope_parameters == rope
 
 
 def test_a_hub_that_cannot_be_reached_fails_with_a_hint() -> None:
