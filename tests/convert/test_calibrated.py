@@ -14,7 +14,7 @@ from written import ok, same_but_for_the_run, weights
 
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
-from convert.execute import transform
+from convert.execute import deciding
 from convert.execute.layer import Layer
 from convert.families import FAMILIES
 
@@ -203,7 +203,7 @@ def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
 ) -> None:
     source = silence(checkpoint(), 1)
     for name, layers in (("silent", 3), ("speaking", 2)):
-        monkeypatch.setattr(transform, "_TRIED_LAYERS", layers)  # layers 0, 1 and 2; layers 0 and 2
+        monkeypatch.setattr(deciding, "_TRIED_LAYERS", layers)  # layers 0, 1 and 2; layers 0 and 2
         ok(convert("mla", source, tmp_path / name, "--kv-budget", "25%", *on))
     silent, speaking = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("silent", "speaking"))
     tried, expected = (r["rotary_frequencies_tried"] for r in (silent, speaking))
@@ -264,7 +264,7 @@ def test_a_plan_says_why_queries_are_not_refitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     fitted = []
-    monkeypatch.setattr(transform, "refitted_queries", lambda before, after, x: fitted.append(x) or after)
+    monkeypatch.setattr(deciding, "refitted_queries", lambda before, after, x: fitted.append(x) or after)
     source = checkpoint("gemma2", num_hidden_layers=2, **settings)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
     said = [note for note in json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"] if "refitted" in note]
