@@ -91,6 +91,8 @@ class FactoredAttention:
 
         Every head has the one rotary key. Methods for MHA see latent attention so.
         """
+        import torch
+
         heads, rope = self.q_nope.shape[0], self.q_rope.shape[1]
         down = self.down.float()
         nope_bias = torch.zeros_like(self.q_nope[..., 0])
