@@ -10,11 +10,11 @@ from typing import Any
 
 from attention.errors import Refusal
 
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one value of `dtype` ("float32", "float16" or "bfloat16")."""
+    """Bytes of one value of `dtype` ("float32", "float16", "bfloat16" or "float64")."""
     try:
         return _BYTES[dtype]
     except KeyError:

@@ -45,6 +45,13 @@ def units_of(plan: Plan, reader: Reader) -> list[Unit]:
     units: list[Unit] = []
     placed: set[int] = set()
     for name, info in reader.infos.items():
+        # Buffers may be integers. What a class calls a weight is none.
+        if not info.is_float and (name in layer_of or name.endswith(".weight")):
+            kind = str(info.dtype).removeprefix("torch.")
+            raise Failure(
+                f"{name} holds {kind}, which is no weight without its scales",
+                hint="convert the original checkpoint, in float32, bfloat16 or float16, then quantise",
+            )
         layer_index = layer_of.get(name)
         if layer_index is not None:
             if layer_index not in placed:
@@ -65,6 +72,14 @@ def _check_layer(plan: Plan, reader: Reader, layer: int, expected: dict[str, tup
             raise Failure(
                 f"config.json and the weights disagree: {name} is {list(found)}, by the config it is {list(shape)}",
                 hint="compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights",
+            )
+    norm, width = plan.family.input_norm(layer), plan.source.config.hidden_size
+    for name in (f"{norm.name}.weight", f"{norm.name}.bias") if norm else ():
+        found = reader.infos[name].shape if name in reader.infos else (width,)
+        if found != (width,):
+            raise Failure(
+                f"config.json and the weights disagree: {name} is {list(found)}, by the config it is [{width}]",
+                hint="compare hidden_size with the weights",
             )
     module = plan.family.module(layer) + "."
     # Old checkpoints keep RoPE's frequencies, which classes compute nowadays; they are copied like any other tensor.

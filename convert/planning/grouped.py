@@ -9,7 +9,7 @@ from convert.checkpoint.workdir import check_output
 from convert.families import Family
 from convert.methods.grouped import GroupedMethod
 from convert.methods.text import TextUse
-from convert.planning.base import Output, Plan, host_of, readable, text_notes
+from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.calibration import Calibration, calibration_for
 from eval.device import require_device
 from eval.source import Source
@@ -35,7 +35,7 @@ def plan_grouped(
     family = readable(source)
     before = family.spec(source.config)
     target = before.grouped(groups)
-    host = host_of(command, family, source, target, output.dtype or source.dtype)
+    host = host_of(command, family, source, target, stored_dtype(source, output))
     if grouping == "similar" and method.partition is None:
         able = [name for name in methods.GROUPED if methods.load_grouped(name).partition]
         raise Refusal(
