@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from safetensors.torch import load_file
 
 from attention.errors import Failure
 from convert.checkpoint.reader import TensorInfo
-from convert.checkpoint.writer import shard_names, write_index, write_shard
+from convert.checkpoint.writer import checksum, shard_names, sync_tree, write_index, write_shard, write_whole
 
 TENSORS = {
     "a.weight": torch.randn(4, 6),
@@ -23,10 +27,10 @@ TENSORS = {
 }
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+def write(path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> str:
     """`write_shard`, with floats in `dtype`."""
     infos = {name: TensorInfo(tuple(t.shape), t.dtype).stored_as(dtype) for name, t in tensors.items()}
-    write_shard(path, tensors, {name: info.dtype for name, info in infos.items()})
+    return write_shard(path, tensors, {name: info.dtype for name, info in infos.items()})
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
@@ -109,3 +113,88 @@ def test_an_index_lists_every_tensor(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index == {"metadata": {"total_size": 12}, "weight_map": {"a": names[1], "b": names[0], "c": names[1]}}
     assert shard_names(1) == ["model.safetensors"]
+
+
+# ---- checksums, and what is on the disk when ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is synced and renamed, in order, by name."""
+    seen: list[tuple[str, str]] = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        seen.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        sync(descriptor)
+
+    def replaced(self: Path, target: Path) -> Path:
+        seen.append(("name", target.name))
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [2**20, 3])
+def test_the_checksum_is_that_of_the_file(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convert.checkpoint.writer._CHUNK", chunk)
+    found = write(tmp_path / "m.safetensors", TENSORS, torch.bfloat16)
+    assert found == checksum(tmp_path / "m.safetensors")
+    assert found == hashlib.sha256((tmp_path / "m.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_shard_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    write(tmp_path / "m.safetensors", TENSORS)
+    assert events == [("sync", "m.safetensors.tmp"), ("name", "m.safetensors"), ("sync", tmp_path.name)]
+
+
+def test_a_small_file_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    write_whole(tmp_path / "plan.json", b"{}")
+    assert events == [("sync", "plan.json.tmp"), ("name", "plan.json"), ("sync", tmp_path.name)]
+    assert (tmp_path / "plan.json").read_bytes() == b"{}"
+
+
+def test_a_tree_is_synced_with_its_directories(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("x", "a/y", "a/b/z"):
+        (tmp_path / name).write_text(name)
+    sync_tree(tmp_path)
+    assert sorted(events) == sorted(("sync", name) for name in (tmp_path.name, "a", "b", "x", "y", "z"))
+
+
+def test_a_disk_that_fails_to_sync_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for attempt in (lambda: write(tmp_path / "m.safetensors", TENSORS), lambda: write_whole(tmp_path / "m", b"")):
+        with pytest.raises(OSError, match="Input/output error"):
+            attempt()
+    assert {path.suffix for path in tmp_path.iterdir()} == {".tmp"}
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_file_systems_that_do_not_sync_directories_will_do(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def only_files(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().is_dir():
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    write(tmp_path / "m.safetensors", TENSORS)
+    assert load_file(tmp_path / "m.safetensors").keys() == TENSORS.keys()
+
+
+def test_a_failure_while_hashing_is_under_way_ends_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convert.checkpoint.writer._CHUNK", 8)
+    many: dict[str, Any] = {f"t{i}": torch.ones(64) for i in range(20)}
+    many["t9"][3] = float("nan")
+    with pytest.raises(Failure, match="tensor t9 holds NaN"):
+        write(tmp_path / "m.safetensors", many)
+    assert not (tmp_path / "m.safetensors").exists()
