@@ -13,11 +13,11 @@ from attention.errors import Refusal
 _NUMBERS = {
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim",
 }  # fmt: skip
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one value of `dtype` ("float32", "float16" or "bfloat16")."""
+    """Bytes of one value of `dtype` ("float32", "float16", "bfloat16" or "float64")."""
     try:
         return _BYTES[dtype]
     except KeyError:

@@ -11,7 +11,7 @@ from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
 from convert.checkpoint.workdir import check_output
 from convert.methods.text import TextUse
-from convert.planning.base import Output, Plan, host_of, readable, text_notes
+from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.budget import check_fold, default_fold, served_rank, split_budget
 from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.targets import LatentTarget
@@ -71,7 +71,7 @@ def plan_latent(
     require_device(device)
     family = readable(source)
     before = family.spec(source.config)
-    dtype = output.dtype or source.dtype
+    dtype = stored_dtype(source, output)
     # Whether any latent fits the source comes first: it is what most users have to know.
     host = host_of("mla", family, source, before.latent(1, 2), dtype)
     rank, rope_dim = _latent_size(source, family, before, size, host, dtype)
