@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from eval.progress import Progress, silent
-from eval.tables import printable
+from eval.escapes import printable
 
 
 def console(verbose: bool, quiet: bool) -> Progress:
