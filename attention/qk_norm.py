@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,6 @@ class QKNorm:
         axes = (-1,) if self.scope == "head" else (-3, -1)
         if self.kind == "layer":
             states = states - states.mean(axes, keepdim=True)
-        states = states * torch.rsqrt(states.square().mean(axes, keepdim=True) + self.eps)
+        states = states * (states.square().mean(axes, keepdim=True) + self.eps).rsqrt()
         states = states * (self.gain.to(states.dtype) + self.gain_offset)[:, None]  # [heads or 1, 1, D]
         return states if self.bias is None else states + self.bias.to(states.dtype)[:, None]

@@ -6,11 +6,13 @@ Letters as in `attention`: E model width, H query heads, G KV heads, D head dim,
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from attention.qk_norm import QKNorm
 from attention.rope import Rotary
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class FactoredAttention:
 
         Every head has the one rotary key. Methods for MHA see latent attention so.
         """
+        import torch
+
         heads, rope = self.q_nope.shape[0], self.q_rope.shape[1]
         down = self.down.float()
         nope_bias = torch.zeros_like(self.q_nope[..., 0])

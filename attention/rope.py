@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typing import TYPE_CHECKING, Any, Literal
 
 from attention.errors import Refusal
+
+if TYPE_CHECKING:  # a list of families waits for neither torch nor transformers
+    import torch
 
 Pairing = Literal["half", "interleaved"]
 
@@ -34,6 +34,8 @@ class Rotation:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Rotate `states [..., T, D]`; the dims beyond P come back as they are."""
+        import torch
+
         pairs = self.cos.shape[-1]
         rope, nope = states[..., : 2 * pairs], states[..., 2 * pairs :]
         axis = -2 if self.pairing == "half" else -1
@@ -79,6 +81,8 @@ class Rotary:
 
     def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation of tokens at `positions [T]`, to be used more than once."""
+        import torch
+
         angles = positions[:, None].double() * self.frequencies_for(positions).to(positions.device)
         cos, sin = ((f(angles) * self.attention_factor).to(dtype) for f in (torch.cos, torch.sin))
         return Rotation(cos, sin, self.pairing)
@@ -98,12 +102,16 @@ class Rotary:
         Returns:
             `[heads, P/2, …]` complex, and the `[heads, D − P, …]` rows that do not turn.
         """
+        import torch
+
         rope, nope = rows[:, : self.dims], rows[:, self.dims :]
         axis = 1 if self.pairing == "half" else 2
         return torch.complex(*rope.unflatten(1, _shape(len(self.frequencies), self.pairing)).unbind(axis)), nope
 
     def from_complex(self, numbers: torch.Tensor, nope: torch.Tensor | None = None) -> torch.Tensor:
         """The inverse of `to_complex`."""
+        import torch
+
         axis = 1 if self.pairing == "half" else 2
         rope = torch.stack((numbers.real, numbers.imag), axis).flatten(1, 2)
         return rope if nope is None else torch.cat((rope, nope), 1)
@@ -133,6 +141,9 @@ def from_config(
         pairing: Which dims turn together; configs do not say.
         layer_type: Which entry to take where the config gives each layer type ("full_attention", …) its own.
         partial: Whether the class heeds `partial_rotary_factor` without scaling; most do not.
+
+    Raises:
+        Refusal: The parameters give no frequencies for heads of D, or ones that are not finite.
     """
     parameters = config.rope_parameters
     if layer_type in parameters:
@@ -141,15 +152,37 @@ def from_config(
         layer_type = None
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0)) if partial else head_dim
-        exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
-        return Rotary(parameters["rope_theta"] ** -exponents, pairing)
+        rotary = _unscaled(parameters, head_dim, pairing, partial)
+    else:
+        rotary = _scaled(config, parameters, kind, head_dim, pairing, layer_type)
+    if rotary.dims > head_dim:
+        raise Refusal(f"RoPE turns pairs of dims: heads of {head_dim} cannot have {rotary.dims} rotary dims")
+    lists = [rotary.frequencies, *([] if rotary.long_frequencies is None else [rotary.long_frequencies])]
+    if not all(frequencies.isfinite().all() for frequencies in lists):
+        raise Refusal(f"rope_parameters of type {kind!r} give frequencies that are not finite")
+    return rotary
+
+
+def _unscaled(parameters: dict[str, Any], head_dim: int, pairing: Pairing, partial: bool) -> Rotary:
+    import torch
+
+    dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0)) if partial else head_dim
+    exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
+    return Rotary(parameters["rope_theta"] ** -exponents, pairing)
+
+
+def _scaled(
+    config: Any, parameters: dict[str, Any], kind: str, head_dim: int, pairing: Pairing, layer_type: str | None
+) -> Rotary:
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     if kind not in ROPE_INIT_FUNCTIONS:
         raise Refusal(f"RoPE of type {kind!r} is unknown (transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)})")
     scaled = functools.partial(ROPE_INIT_FUNCTIONS[kind], config, torch.device("cpu"), layer_type=layer_type)
     try:
         frequencies, factor = scaled()
-    except (RuntimeError, KeyError, TypeError) as error:
+    except (RuntimeError, KeyError, TypeError, ArithmeticError) as error:
         raise Refusal(f"rope_parameters of type {kind!r} do not fit heads of {head_dim}: {error}") from None
     if kind != "longrope":
         return Rotary(frequencies.double(), pairing, float(factor))

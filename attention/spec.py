@@ -10,6 +10,9 @@ from typing import Any
 
 from attention.errors import Refusal
 
+_NUMBERS = {
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim",
+}  # fmt: skip
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -55,9 +58,11 @@ class AttentionSpec:
         """Read a transformers config (its text part, if it has several).
 
         Raises:
-            Refusal: The config has no attention heads.
+            Refusal: The config has no attention heads, or layers that differ in them.
         """
         config = config.get_text_config(decoder=True)
+        if varying := sorted(_NUMBERS & (getattr(config, "per_layer_attributes", None) or set())):
+            raise Refusal(f"model type {config.model_type!r} has layers that differ in {', '.join(varying)}")
         heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
         if not isinstance(heads, int) or not isinstance(width, int):
             raise Refusal(f"model type {config.model_type!r} has no single number of attention heads in its config")

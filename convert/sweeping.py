@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from attention.errors import Failure, Interrupted, Refusal
 from convert import methods
+from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import check_output, partial_path
 from convert.execute.run import execute, inputs_of
@@ -122,23 +123,37 @@ def sweep(
     """
     directory, source = plans[0].output.path.parent, plans[0].source
     prepare([source], evaluate_on, settings)  # whatever is wrong with a text is wrong before the work
-    ledger = _Ledger(directory, plans, calibrate_on)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for plan in plans:
-            if not ledger.has(plan):
-                text = calibrate_on if plan.calibration else None
-                plan = execute(plan, text, None, progress, directory / "survey", partial(ledger.note, plan)).plan
-            made(plan)
-        results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
-        found = report_of([source, *results], evaluate_on, settings, progress=progress)
-        report.write(found, directory / REPORT)
+        with exclusive(directory):
+            return _swept(directory, plans, calibrate_on, evaluate_on, settings, progress, made)
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the sweep") from None
     except OSError as error:
         raise Failure(
             f"the sweep into {directory} stopped: {error}", hint="mend that, then repeat the command with --resume"
         ) from None
+
+
+def _swept(
+    directory: Path,
+    plans: Sequence[Plan],
+    calibrate_on: Text | None,
+    evaluate_on: Text,
+    settings: EvaluationSettings,
+    progress: Progress,
+    made: Callable[[Plan], object],
+) -> dict[str, Any]:
+    source, ledger = plans[0].source, _Ledger(directory, plans, calibrate_on)
+    directory.mkdir(parents=True, exist_ok=True)
+    for plan in plans:
+        if ledger.has(plan):
+            made(plan)
+            continue
+        text = calibrate_on if plan.calibration else None
+        made(execute(plan, text, None, progress, directory / "survey", partial(ledger.note, plan)).plan)
+    results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
+    found = report_of([source, *results], evaluate_on, settings, progress=progress)
+    report.write(found, directory / REPORT)
     shutil.rmtree(directory / "survey", ignore_errors=True)
     return found
 

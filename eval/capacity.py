@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 
 GPUS: dict[str, float] = {
@@ -43,12 +44,21 @@ class Fit:
 
 
 def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
-    """Parameters of the causal LM that `config` describes, tied ones once; allocates nothing."""
-    from accelerate import init_empty_weights
+    """Parameters of the causal LM that `config` describes, tied ones once; allocates nothing.
+
+    Raises:
+        Refusal: transformers cannot build a model from `config`.
+    """
+    import torch
     from transformers import AutoModelForCausalLM
 
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        # accelerate's `init_empty_weights` allocates each tensor before it moves it: a large one may not fit.
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each class fails in its own way on settings that it does not know
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise Refusal(f"transformers cannot build a model from this config of type {config.model_type!r}: {reason}") from error
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Refusal
+from eval import config_rules
 
 # What a conversion or an evaluation needs of a Hub repository: no other formats, no folders of other models.
 _WANTED = [
@@ -20,6 +22,7 @@ _WANTED = [
 _UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # folders but additional_chat_templates; variants
 _PICKLES = ["pytorch_model*.bin"]
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_LARGEST_CONFIG = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -67,16 +70,24 @@ class Source:
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        """config.json as it stands."""
+        """config.json as it stands.
+
+        Raises:
+            Refusal: There is none, it is no config, or one of its values breaks a rule of `eval.config_rules`.
+        """
         path = self._config_path
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            size = path.stat().st_size
+            raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_number) if size <= _LARGEST_CONFIG else None
         except FileNotFoundError:
             raise Refusal(f"{self.reference} has no config.json", hint="is it a Hugging Face checkpoint?") from None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise Refusal(f"cannot read {path}: {error}", hint="it must be a JSON object") from None
+        if size > _LARGEST_CONFIG:
+            raise Refusal(f"{path} has {size:,} bytes; a config has at most {_LARGEST_CONFIG:,}", hint="is it another file?")
         if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
             raise Refusal(f"{path} names no model_type", hint="is it the config of a Hugging Face checkpoint?")
+        config_rules.check_raw(raw, self._where)
         return raw
 
     @property
@@ -93,16 +104,28 @@ class Source:
 
     @cached_property
     def config(self) -> Any:
-        """The transformers config, with its defaults filled in."""
+        """The transformers config, with its defaults filled in.
+
+        Raises:
+            Refusal: It wants to run code, transformers does not accept it, or a value breaks a rule of `eval.config_rules`.
+        """
+        config = self._built_config()
+        config_rules.check_config(config, self._where)
+        return config
+
+    def _built_config(self) -> Any:
         from transformers import AutoConfig
 
         self.refuse_remote_code()
+        values = {key: value for key, value in self.raw.items() if key != "model_type"}
         try:
-            # By type and values, not by path: a Hub config needs no second look at the network.
-            if self.raw.get("auto_map"):
-                return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
-            values = {key: value for key, value in self.raw.items() if key != "model_type"}
-            return AutoConfig.for_model(self.model_type, **values)
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of keys that have newer names
+                if self.raw.get("auto_map"):
+                    return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
+                # By type and values, not by path: a Hub config needs no second look at the network.
+                return self._config_class()(**values)
+        except Refusal:
+            raise
         except KeyError as error:
             raise Refusal(f"config.json of {self.reference} lacks {error}", hint="complete it") from None
         except Exception as error:  # transformers validates configs with several exception types of its own
@@ -110,6 +133,19 @@ class Source:
             raise Refusal(
                 f"transformers does not accept the config of {self.reference}: {reason}", hint="mend that in its config.json"
             ) from error
+
+    def _config_class(self) -> type:
+        from transformers import CONFIG_MAPPING
+
+        try:
+            found: type = CONFIG_MAPPING[self.model_type]
+        except KeyError:
+            raise Refusal(
+                f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
+                hint="is it the config of a Hugging Face checkpoint?",
+            ) from None
+        config_rules.check_keys(self.raw, found, self._where)
+        return found
 
     @cached_property
     def dtype(self) -> str:
@@ -126,7 +162,7 @@ class Source:
             try:
                 header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
                 found = {entry.get("dtype") for name, entry in header.items() if name != "__metadata__"}
-            except (struct.error, ValueError, AttributeError, MemoryError, OverflowError):
+            except (struct.error, ValueError, AttributeError, TypeError, RecursionError, MemoryError, OverflowError):
                 return None  # a damaged file is for those to name who read its weights
         return next((name for short, name in _FLOATS.items() if short in found), None)
 
@@ -134,7 +170,7 @@ class Source:
     def max_positions(self) -> int | None:
         """The most positions that the model has been made for, or None if its config does not say."""
         value = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return value if isinstance(value, int) else None
+        return value if isinstance(value, int) and value > 0 else None  # XLNet says -1
 
     @cached_property
     def files(self) -> Path:
@@ -151,6 +187,10 @@ class Source:
     def commit(self) -> str | None:
         """The Hub commit that `raw` was read at, or None for a directory."""
         return self._config_path.parent.name if self.repository else None
+
+    @property
+    def _where(self) -> str:
+        return f"config.json of {self.reference}"
 
     @cached_property
     def _config_path(self) -> Path:
@@ -185,3 +225,9 @@ class Source:
             f"cannot get {self.reference!r} from the Hub: {reason}",
             hint="no directory of that name exists either; check the spelling, the network and `hf auth login`",
         )
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """What JSON has no number for, as transformers writes it: {"__float__": "Infinity"}."""
+    tag = value.get("__float__") if len(value) == 1 else None
+    return float(tag) if tag in ("Infinity", "-Infinity", "NaN") else value

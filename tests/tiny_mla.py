@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_config, tiny_model
 
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 16, 8, 12, 10
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": ROPE, "kv_lora_rank": RANK, "q_lora_rank": None,
     "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "attention_bias": True,
     "first_k_dense_replace": 3, "n_routed_experts": 1, "num_mtp_layers": 0, "tie_word_embeddings": False,
@@ -28,7 +28,7 @@ def mla_model(
     **changes: Any,
 ) -> Any:
     """A random model whose first latent channels are the constants of `neutral` (Σ c² = R); none of them: a real norm."""
-    model = tiny_model(tiny_config(model_type, **(_SIZES | changes)), seed)
+    model = tiny_model(tiny_config(model_type, **(SIZES | changes)), seed)
     model.set_attn_implementation(attention)
     for layer in model.model.layers if neutral else ():
         down, norm = layer.self_attn.kv_a_proj_with_mqa, layer.self_attn.kv_a_layernorm

@@ -1,15 +1,13 @@
 """What is decided for all layers together, before the first is changed: their sizes, and which frequencies they keep.
 
-Decisions are values. The file in the work directory serves a resumed run alone.
+Decisions are values that are passed on. What the work directory keeps of them serves a resumed run alone.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from attention.forward import output_error
 from attention.record import Attention, Record
 from attention.rope import Rotary
 from convert.calibration.refit import refitted_queries
+from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
 from convert.families.base import hides_logits
 from convert.methods.latent import Allocation, LatentMethod
@@ -67,10 +66,10 @@ def decide(job: Job, statistics: StatisticsOf) -> Decision:
 
 def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Decision:
     rotary = _rotary(job.plan)
-    choice = _kept_choice(job.work.calibration / "decision.json")
+    choice = _Choice.recalled(job.work)
     if choice is None:
         choice = _choose(job, target.splits or (target,), rotary, statistics)
-        _keep(job.work.calibration / "decision.json", choice)
+        job.work.remember("decision", asdict(choice))
     chosen = (target.splits or (target,))[choice.split]
     allocation = choice.allocation(chosen.allocation(rotary))
 
@@ -98,6 +97,17 @@ class _Choice:
     pairs: tuple[int, ...]
     pursued: bool
     tried: list[dict[str, Any]]
+
+    @classmethod
+    def recalled(cls, work: WorkDirectory) -> _Choice | None:
+        """What an interrupted run decided, or None."""
+        found = work.recall("decision")
+        if found is None:
+            return None
+        try:
+            return cls(int(found["split"]), tuple(found["pairs"]), bool(found["pursued"]), list(found["tried"]))
+        except (KeyError, TypeError, ValueError):  # not what this version keeps: decide again
+            return None
 
     def allocation(self, without_pairs: Allocation) -> Allocation:
         return without_pairs.keeping(self.pairs, self.pursued)
@@ -127,21 +137,6 @@ def _choose(job: Job, splits: Sequence[LatentTarget], rotary: Rotary, statistics
     return _Choice(split, offer.pairs, offer.pursued, rows if tried else [])
 
 
-def _kept_choice(path: Path) -> _Choice | None:
-    """What an interrupted run decided, or None."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return _Choice(int(found["split"]), tuple(map(int, found["pairs"])), bool(found["pursued"]), list(found["tried"]))
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or lost with the power: decide again
-        return None
-
-
-def _keep(path: Path, choice: _Choice) -> None:
-    decision = {"split": choice.split, "pairs": choice.pairs, "pursued": choice.pursued, "tried": choice.tried}
-    path.with_suffix(".tmp").write_text(json.dumps(decision, allow_nan=False), encoding="utf-8")
-    path.with_suffix(".tmp").replace(path)
-
-
 def _rotary(plan: Plan) -> Rotary:
     """The rotary embedding of the layers that have one."""
     return next(rotary for layer in range(plan.before.num_layers) if (rotary := plan.family.rotary(plan.source.config, layer)))
@@ -157,7 +152,7 @@ def _measured(job: Job, method: LatentMethod, splits: Sequence[LatentTarget], st
     layers = [layer for layer in range(plan.before.num_layers) if plan.family.rotary(plan.source.config, layer)]
     with stage(job.progress, "measure", len(layers), "layer") as done:
         for layer in layers:
-            path = job.work.calibration / f"measured-{layer}.pt"
+            path = job.work.survey / f"measured-{layer}.pt"
             with path.open("wb") as file:  # torch's own writer would hide a full disk in an error of its own
                 torch.save(measure(job.read_layer(layer)[1], statistics(layer), fewest), file)
             # Mapped: of many layers together memory holds what is being read. Only this run reads the file.

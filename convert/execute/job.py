@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from attention.record import Attention, FactoredAttention
 from convert.calibration.stream import LayerStream
-from convert.checkpoint.reader import Reader
+from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.workdir import WorkDirectory
 from convert.checkpoint.writer import require_finite
 from convert.methods.statistics import Statistics
@@ -69,7 +69,13 @@ class Job:
         return tensors, record.expanded() if isinstance(record, FactoredAttention) else record
 
     def stream(
-        self, text: CalibrationText, config: Any, module: Callable[[int], str], read: Callable[[str], torch.Tensor], spool: Path
+        self,
+        text: CalibrationText,
+        config: Any,
+        module: Callable[[int], str],
+        read: Callable[[str], torch.Tensor],
+        infos: Mapping[str, TensorInfo],
+        spool: Path,
     ) -> LayerStream:
         """Some model's layers over the calibration text.
 
@@ -78,8 +84,9 @@ class Job:
             config: Of the model.
             module: Layer → the path of its attention.
             read: Tensor name → tensor.
+            infos: Of all tensors.
             spool: The beginning of the files with its inputs.
         """
         modules = [module(layer) for layer in range(self.plan.before.num_layers)]
         trusted = self.plan.source.trust_remote_code
-        return LayerStream(config, modules, read, text.blocks, spool, self.device, trusted)
+        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, trusted)

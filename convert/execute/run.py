@@ -16,17 +16,19 @@ from typing import Any
 
 import torch
 
-from attention.errors import Failure, Interrupted, KvfoldError
+from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.calibration.memory import release
 from convert.calibration.survey import SAMPLE, survey
+from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.shelf import Shelf
-from convert.checkpoint.workdir import WorkDirectory
+from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded
 from convert.checkpoint.writer import shard_names, write_index, write_shard
 from convert.execute.card import model_card
 from convert.execute.deciding import Decision, StatisticsOf, decide
 from convert.execute.job import Job
 from convert.execute.layer import Layer
+from convert.execute.loadable import require_loadable
 from convert.execute.manifest import Manifest, Unit, deal, manifest_of
 from convert.execute.publish import Clock, copy_companions, write_config, write_record
 from convert.execute.record import record_of, versions
@@ -66,7 +68,7 @@ def execute(
     evaluate_on: Text | None = None,
     progress: Progress = silent,
     statistics_in: Path | None = None,
-    published: Callable[[], None] | None = None,
+    published: Callable[[], None] = lambda: None,
 ) -> Executed:
     """Write the plan's checkpoint.
 
@@ -81,31 +83,50 @@ def execute(
     Raises:
         KvfoldError: With nothing new at OUTPUT; the work directory stays only if `--resume` can use it.
     """
+    where = plan.output
+    with exclusive(where.path):
+        check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # of what others have left by now
+        return _execute(plan, calibrate_on, evaluate_on, progress, statistics_in, published)
+
+
+def _execute(
+    plan: Plan,
+    calibrate_on: Text | None,
+    evaluate_on: Text | None,
+    progress: Progress,
+    statistics_in: Path | None,
+    published: Callable[[], None],
+) -> Executed:
     clock, settings = Clock(), EvaluationSettings(device=plan.device)
     if evaluate_on:
         prepare([plan.source], evaluate_on, settings)  # whatever is wrong with the text is wrong before the work
     text = CalibrationText.of(plan.source, plan.calibration, calibrate_on) if plan.calibration and calibrate_on else None
+    if done := _finished_already(plan, text):
+        published()
+        return done
     for remark in text.remarks(plan.source.config.hidden_size) if text else ():
         _log.warning(remark)
     reader = Reader(plan.source.files)
-    manifest_of(plan, reader)
-    work = WorkDirectory(plan.output.path, inputs_of(plan, reader, text), plan.output.resume, plan.output.overwrite)
+    _check_source(plan, reader)
+    inputs = inputs_of(plan, reader, text)
     try:
-        if work.published:
-            return _left_behind(plan, work, published)
-        kept = _statistics_directory(plan, reader, work, text, statistics_in)
-        job = Job(plan, reader, work, text, _device(plan), progress, kept)
-        plan, record = _convert(job)
-        if evaluate_on:
-            record |= {"evaluation": _evaluate(plan, work, text, evaluate_on, settings, progress)}
-        card = model_card(plan, record, plan.source.files)
-        record |= {"run": clock.run(plan.output.path)}
-        write_record(work.path, record, card)
-        work.publish()
-        if published:
+        with WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite) as work:
+            if work.published:  # a run ended between OUTPUT's appearance and its own end
+                done = _carried_out(plan, recorded(plan.output.path))
+            else:
+                kept = _statistics_directory(plan, reader, work, text, statistics_in)
+                job = Job(plan, reader, work, text, _device(plan), progress, kept)
+                decided, record = _convert(job)
+                if evaluate_on:
+                    record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
+                card = model_card(decided, record, plan.source.files)
+                record |= {"run": clock.run(plan.output.path)}
+                write_record(work.path, record, card)
+                work.publish()
+                done = Executed(decided, record)
             published()
-        work.discard()
-        return Executed(plan, record)
+            work.discard()
+            return done
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the conversion") from None
     except OSError as error:
@@ -114,21 +135,45 @@ def execute(
         ) from None
 
 
-def _left_behind(plan: Plan, work: WorkDirectory, published: Callable[[], None] | None) -> Executed:
-    """Clean up behind a run that ended between OUTPUT's appearance and its own end."""
-    record = json.loads((plan.output.path / "conversion.json").read_text(encoding="utf-8"))
-    if published:
-        published()
-    work.discard()
-    splits = plan.target.splits if isinstance(plan.target, LatentTarget) else ()
-    carried_out = (plan.choosing(split) for split in splits)
-    return Executed(next((one for one in carried_out if one.recipe() == record["recipe"]), plan), record)
+def _finished_already(plan: Plan, text: CalibrationText | None) -> Executed | None:
+    """What `--resume` finds done."""
+    if not plan.output.resume or plan.output.overwrite:
+        return None
+    recipes = [one.recipe() for one in (*_splits(plan), plan)]
+    if not finished(plan.output.path, recipes, text.tokens.hash if text else None):
+        return None
+    _log.warning("%s is finished already, there is nothing to do", plan.output.path)
+    return _carried_out(plan, recorded(plan.output.path))
+
+
+def _carried_out(plan: Plan, record: dict[str, Any]) -> Executed:
+    """The plan as a record says that it was carried out."""
+    return Executed(next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan), record)
+
+
+def _splits(plan: Plan) -> list[Plan]:
+    """Plans among which the text decides."""
+    return [plan.choosing(split) for split in plan.target.splits] if isinstance(plan.target, LatentTarget) else []
+
+
+def _check_source(plan: Plan, reader: Reader) -> None:
+    """Compare names and shapes with the classes of source and result: nothing that transformers cannot load is begun."""
+    trusted = plan.source.trust_remote_code
+    manifest = manifest_of(plan, reader)  # its messages on attention say more
+    require_loadable(plan.source.config, reader.infos, plan.source.reference, trusted)
+    if not plan.target.copies:
+        sized = plan.target.host.sized(plan.source.raw, plan.source.config, plan.target.spec)
+        require_loadable(sized, manifest.outputs, f"the {plan.target.spec.kind} of {plan.source.reference}", trusted)
+
+
+def _check_result(plan: Plan, work: WorkDirectory) -> None:
+    """Hold the files that were written against the class that will load them."""
+    written = Source.parse(str(work.path), plan.source.trust_remote_code)
+    require_loadable(written.config, Reader(work.path).infos, "the result", plan.source.trust_remote_code)
 
 
 def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
-    """Decide, and write everything but the record. What fails for reasons in the source ends the conversion: nothing is kept.
-
-    A device without memory is no such reason.
+    """Decide, and write everything but the record. A device without memory leaves what there is for `--resume`.
 
     Returns:
         The plan with what was decided, and its record.
@@ -138,23 +183,23 @@ def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
         decision = decide(job, statistics)
         manifest = manifest_of(decision.plan, job.reader)
         _require_space(job, manifest)
-        layers = _write_weights(job, manifest, _make_layer(job, manifest, decision, statistics))
+        layers = _write_weights(job, manifest, _layers(job, manifest, decision, statistics))
         config = decision.plan.target.config(job.plan.source, decision.rotary)
         write_config(job.work.path, config, job.plan.output.dtype)
+        _check_result(decision.plan, job.work)
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
         return decision.plan, record_of(decision, job.reader, manifest, layers, job.text)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
-        job.work.discard()
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
             hint="the model's weights or activations are extreme; please report it",
         ) from None
     except KvfoldError:
-        job.work.discard()
         raise
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
+        job.work.keep()
         raise Failure(
             f"no memory left on {job.device}: {' '.join(str(error).split())[:120]}",
             hint="free some and repeat the command with --resume; or begin again with --overwrite and --device cpu or, with "
@@ -164,10 +209,9 @@ def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
 
 def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[str, Any]:
     """Everything that the bytes depend on, for `--resume` to compare."""
-    splits = plan.target.splits if isinstance(plan.target, LatentTarget) else ()
     return {
         **_settings(plan),
-        "splits": [_settings(plan.choosing(split)) for split in splits],
+        "splits": [_settings(split) for split in _splits(plan)],
         "device": str(_device(plan)),
         "config": plan.source.raw,
         "files": reader.fingerprint(),
@@ -194,7 +238,7 @@ def _statistics_directory(
 ) -> Path:
     """Where statistics of this source on this text lie."""
     if shared is None or text is None:
-        return work.calibration
+        return work.survey
     found_in = [str(plan.source.files), plan.source.raw, reader.fingerprint(), text.tokens.hash, text.plan.context]
     seen = [*found_in, str(_device(plan)), versions()]  # which round differently
     directory = shared / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
@@ -207,19 +251,19 @@ def _statistics(job: Job) -> StatisticsOf:
     if job.text is None:
         return job.assumed
     plan, spool = job.plan, job.statistics_in / "source-inputs"
-    stream = job.stream(job.text, plan.source.config, plan.family.module, job.reader.__getitem__, spool, job.reader.infos)
+    read, infos = job.reader.__getitem__, job.reader.infos
+    stream = job.stream(job.text, plan.source.config, plan.family.module, read, infos, spool)
     return survey(stream, Shelf(job.statistics_in, "source"), job.progress)
 
 
-def _make_layer(job: Job, manifest: Manifest, decision: Decision, statistics: StatisticsOf) -> MakeLayer:
+def _layers(job: Job, manifest: Manifest, decision: Decision, statistics: StatisticsOf) -> MakeLayer:
     """Layer → what is written of it."""
     change = decision.change
-    if change is None:
-        raise AssertionError("no unit of a copy is an attention")
-    if job.text is not None and job.text.plan.in_sequence:
+    if job.text is not None and job.text.plan.in_sequence and change is not None:
         return in_sequence(job, job.text, manifest, decision, change, statistics)
 
     def make(index: int) -> Layer:
+        assert change is not None, "where nothing changes, no unit is an attention"
         tensors, before = job.read_layer(index)
         return Layer.of(decision.plan, index, tensors, *change(before, index, statistics(index)))
 
@@ -236,7 +280,7 @@ def _require_space(job: Job, manifest: Manifest) -> None:
     shards = _shards(job.plan, manifest)
     needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
     if job.text and needed:
-        there = {file: file.stat().st_size for place in {job.statistics_in, job.work.calibration} for file in place.iterdir()}
+        there = {file: file.stat().st_size for place in {job.statistics_in, job.work.survey} for file in place.iterdir()}
         needed += max(0, _calibration_bytes(job, job.text, manifest) - sum(there.values()))
     job.work.require_space(needed)
 
@@ -272,8 +316,7 @@ def _write_weights(job: Job, manifest: Manifest, make_layer: MakeLayer) -> list[
             else:
                 tensors, note = _fill(job, shard, make_layer)
                 dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
-                write_shard(work.path / name, tensors, dtypes, done)
-                work.note(name, note)
+                work.note(name, note, write_shard(work.path / name, tensors, dtypes, done))
             notes += note
     if len(shards) > 1:
         contents = {name: [tensor for unit in shard for tensor in unit.outputs] for name, shard in shards.items()}
@@ -302,10 +345,11 @@ def _fill(job: Job, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str,
 def _evaluate(
     plan: Plan, work: WorkDirectory, text: CalibrationText | None, on: Text, settings: EvaluationSettings, progress: Progress
 ) -> dict[str, Any]:
+    work.keep()  # the weights are whole, whatever is wrong with the evaluation
     result = Source.parse(str(work.path), plan.source.trust_remote_code)
     try:
         report = report_of([plan.source, result], on, settings, text.tokens if text else None, progress)
-    except Failure as error:
+    except (Refusal, Failure) as error:
         raise Failure(
             f"the conversion is done, its evaluation failed: {error}",
             hint="the same command with --resume and without --evaluate publishes it",

@@ -46,7 +46,7 @@ def in_sequence(
     Returns:
         Layer → what was made of it.
     """
-    shelf = Shelf(job.work.calibration, "layer")
+    shelf = Shelf(job.work.survey, "layer")
     layers = job.plan.before.num_layers
     missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
     if missing is None:
@@ -94,13 +94,13 @@ class _Pair:
     def of(cls, job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> _Pair:
         from transformers import AutoConfig
 
-        plan, work = decision.plan, job.work.calibration
+        plan, work = decision.plan, job.work.survey
         layout = plan.target.host.layout(plan.family)
         config = AutoConfig.for_model(**plan.target.config(plan.source, decision.rotary))
-        source = job.stream(
-            text, plan.source.config, plan.family.module, job.reader.__getitem__, work / "teacher", job.reader.infos
-        )
-        result = job.stream(text, config, layout.module, partial(manifest.read, job.reader), work / "student", manifest.outputs)
+        read, infos = job.reader.__getitem__, job.reader.infos
+        source = job.stream(text, plan.source.config, plan.family.module, read, infos, work / "teacher")
+        made = partial(manifest.read, job.reader)
+        result = job.stream(text, config, layout.module, made, manifest.outputs, work / "student")
         return cls(plan, text, layout, source, result)
 
     @property
@@ -138,7 +138,7 @@ class _Pair:
 
     def observed(self, layer: int) -> Statistics:
         """Statistics of what goes into the result's layer."""
-        moments = Moments(layer, *self.student.blocks)
+        moments = Moments(layer, self.student)
         self.student.observe(layer, moments.see)
         return moments.statistics()
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure
 from attention.spec import AttentionSpec
-from convert.families.base import FamilyBase, Traits
-from convert.families.names import LLAMA, NameTable
+from convert.families.base import Family, Traits
+from convert.families.separate import LLAMA
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 EXPONENT = 20  # k
 
 
-class LatentProjections(FamilyBase):
+class LatentProjections(Family):
     """`self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}`, with a norm that constants neutralise."""
 
     model_type = "deepseek_v3"
     layout = "latent projections"
-    names = NameTable(LLAMA)
+    names = LLAMA
 
     def unreadable(self, config: Any) -> str | None:
         if config.q_lora_rank is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 _TOKENS = 131072
 _TOKENS_PER_CHANNEL = 8
-_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class CalibrationOptions:
         refine: How many steps of gradient descent each layer's attention takes towards what its source computes.
     """
 
-    given: Mapping[str, str] = field(default=_NONE)
+    given: Mapping[str, str] = field(default_factory=dict)
     tokens: int | None = None
     context: int | None = None
     propagate: bool = False

@@ -298,6 +298,11 @@ def test_longrope_switches_lists_where_transformers_does(length: int) -> None:
     [
         ({"rope_type": "spiral"}, "RoPE of type 'spiral' is unknown"),
         ({**SCALINGS["longrope"], "rope_type": "longrope", "short_factor": [1.0, 2.0]}, "do not fit heads of 64"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 2 / 64},
+            "do not fit heads of 64: .*division by zero",
+        ),
+        ({"rope_type": "linear", "factor": 1e-60}, "give frequencies that are not finite"),
     ],
 )
 def test_rope_parameters_that_mean_nothing_are_refused(parameters: dict[str, Any], message: str) -> None:
@@ -305,3 +310,10 @@ def test_rope_parameters_that_mean_nothing_are_refused(parameters: dict[str, Any
     config.rope_parameters = {"rope_theta": 10000.0, **parameters}
     with pytest.raises(Refusal, match=message):
         from_config(config, 64)
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 7])
+def test_an_odd_head_cannot_be_turned_as_a_whole(head_dim: int) -> None:
+    config = tiny_config("llama", head_dim=8)
+    with pytest.raises(Refusal, match=f"RoPE turns pairs of dims: heads of {head_dim} cannot have {head_dim + 1} rotary dims"):
+        from_config(config, head_dim)

@@ -158,3 +158,12 @@ def test_a_config_with_other_kv_heads_in_every_layer_is_refused() -> None:
     config.get_text_config = lambda decoder: config
     with pytest.raises(Refusal, match=r"'openelm' has a different number of KV heads in every layer: \[4, 2\]"):
         AttentionSpec.from_config(config)
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 4}, {"num_key_value_heads": 2}, {"num_key_value_heads": 2, "head_dim": 4}])
+def test_a_config_with_other_heads_in_one_layer_is_refused(changes: dict[str, int]) -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=4, per_layer_config={0: changes})
+    with pytest.raises(Refusal, match=f"model type 'llama' has layers that differ in {', '.join(sorted(changes))}$"):
+        AttentionSpec.from_config(config)

@@ -234,7 +234,7 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
         ),
         ("run: {recipe: x}", "a recipe cannot run 'run'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
-        ("gqa: {model: x, output: y, groups: [4, 2]}", "groups of a recipe takes one value, not [4, 2]"),
+        ("gqa: {model: x, output: y, groups: [4, 2]}", "step 1 (gqa) of the recipe: groups takes one value, not a list"),
         ("[]", "is no recipe"),
     ],
 )
@@ -277,7 +277,8 @@ def test_groups_that_do_not_fit(groups: int, message: str, checkpoint: Make, con
         ({"auto_map": {"AutoConfig": "evil.Config"}}, "wants to run code of its own"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantised (gptq)"),
         ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
-        ({"hidden_size": "wide"}, "transformers does not accept the config"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be an integer from 1 to 1,048,576"),
+        ({"hidden_size": 60}, "transformers does not accept the config"),
     ],
 )
 def test_configs_that_cannot_be_converted(

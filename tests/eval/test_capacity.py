@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config, tiny_model
 
+from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from eval.capacity import GIGABYTE, GPUS, Fit, count_parameters, fit, with_kv_heads
 
@@ -93,6 +94,18 @@ def test_a_7b_model_is_counted_without_being_made() -> None:
 
     llama_2_7b = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
     assert count_parameters(llama_2_7b) == 6_738_415_616
+
+
+def test_a_model_larger_than_any_memory_is_counted() -> None:
+    wide = tiny_config("llama", hidden_size=2**20, intermediate_size=2**20, num_hidden_layers=1)
+    assert count_parameters(wide) == 2**40 * 3 + 2**20 * (8 * 8 * 2 + 8 * 4 * 2 + 2 * 96 + 3)
+
+
+def test_a_model_that_transformers_cannot_build_is_refused_in_one_line() -> None:
+    config = tiny_config("llama")
+    config.rope_parameters["rope_type"] = "spiral"
+    with pytest.raises(Refusal, match=r"cannot build a model from this config of type 'llama': KeyError: 'spiral'$"):
+        count_parameters(config)
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])

@@ -121,7 +121,7 @@ def test_a_config_that_is_a_directory_is_refused(tmp_path: Path) -> None:
         _ = Source.parse(str(tmp_path)).raw
 
 
-@pytest.mark.parametrize("changes", [{"model_type": "no_such_model"}, {"num_attention_heads": "eight"}, {"hidden_act": 3}])
+@pytest.mark.parametrize("changes", [{"model_type": "no_such_model"}, {"hidden_size": 60}, {"hidden_act": 3}])
 def test_a_config_that_transformers_does_not_accept_is_refused(
     configured: Callable[..., Source], changes: dict[str, Any]
 ) -> None:
@@ -222,6 +222,17 @@ def test_a_config_without_a_position_limit_has_none(tmp_path: Path) -> None:
     assert Source.parse(str(tmp_path)).max_positions is None
 
 
+def test_a_position_limit_of_minus_one_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "xlnet"}', encoding="utf-8")
+    assert Source.parse(str(tmp_path)).max_positions is None
+
+
+def test_keys_with_newer_names_raise_no_warning(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "rope_scaling": rope}), encoding="utf-8")
+    assert Source.parse(str(tmp_path)).config.rope_parameters == rope
+
+
 def test_a_hub_that_cannot_be_reached_fails_with_a_hint() -> None:
     source = Source.parse("nobody-at-all/no-such-model")
     for read in (lambda: source.raw, lambda: source.config, lambda: source.files):
@@ -302,7 +313,18 @@ def test_a_config_without_dtype_takes_it_from_the_weights(dtype: str, configured
     assert source.dtype == dtype
 
 
-def test_a_damaged_weight_file_tells_no_dtype(configured: Any) -> None:
+@pytest.mark.parametrize(
+    "header",
+    [b"\xff" * 8, b"{}", b"[]", b'{"a": 5}', b'{"a": {"dtype": ["F16"]}}', b'{"a":' * 5000, b""],
+    ids=lambda h: str(h[:30]),
+)
+def test_a_damaged_weight_file_tells_no_dtype(header: bytes, configured: Any) -> None:
+    source = configured(model_type="llama", dtype=None)
+    (Path(source.reference) / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert source.dtype == "float32"
+
+
+def test_a_weight_file_with_an_endless_header_tells_no_dtype(configured: Any) -> None:
     source = configured(model_type="llama", dtype=None)
     (Path(source.reference) / "model.safetensors").write_bytes(b"\xff" * 64)
     assert source.dtype == "float32"

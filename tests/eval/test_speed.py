@@ -26,13 +26,13 @@ from eval import speed as bench
 from eval.device import free_memory
 from eval.largest import largest_batch, most
 from eval.source import Source
-from eval.speed import Case, Settings, check, run
+from eval.speed import BenchSettings, Case, check, run
 from eval.workload import Workload
 
 Checkpoint = Callable[..., Path]
 
 CPU = torch.device("cpu")
-SHORT = Settings(contexts=(16,), steps=2, rounds=3, device="cpu", quiet=True)
+SHORT = BenchSettings(contexts=(16,), steps=2, rounds=3, device="cpu", quiet=True)
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ def test_the_largest_batch_is_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> N
     assert (11, 16) in ran
 
 
-def sizes_found(pair: list[Source], settings: Settings) -> list[tuple[int | None, str | None]]:
+def sizes_found(pair: list[Source], settings: BenchSettings) -> list[tuple[int | None, str | None]]:
     """Largest batches and reasons that a GPU's rows get."""
     entered, _ = check(pair[:1], SHORT)
     rows: list[dict[str, Any]] = [{"batch": batch, "context": context} for batch in (1, 2) for context in (8, 16, 32)]
@@ -660,6 +660,15 @@ def test_what_a_gpu_adds_is_shown_and_what_was_not_measured_explained(report: di
     assert "compilation included: source 12.0 s" in text
 
 
+def test_hostile_names_are_shown_as_they_are(report: dict[str, Any]) -> None:
+    report["models"][0].update(name="a|b\n<img>*c* `d` \x1b[31m\u202e_e_", dtype="bfloat16")
+    report["setup"]["name"] = "Chip*\u202e"
+    text = bench_report.to_markdown(report)
+    assert text.count(r"a\|b \<img\>\*c\* \`d\`  \[31m \_e\_") == 5, "four rows and a line"
+    assert r"Chip\*  (" in text
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
 def test_what_is_written_comes_back(report: dict[str, Any], tmp_path: Path) -> None:
     paths = bench_report.write(report, tmp_path / "new" / "speed")
     assert [path.name for path in paths.values()] == ["bench.json", "bench.md", "bench.svg"]
@@ -676,7 +685,8 @@ def test_the_plot_has_a_line_for_each_model_and_batch(report: dict[str, Any]) ->
     assert "tokens of context (log scale)" in texts
     assert svg == bench_report.to_svg(report)
     for entry in report["models"]:
-        entry["cases"] = entry["cases"][:1]
+        entry["cases"], entry["name"] = entry["cases"][:1], f"_{entry['name']}"
+    assert "> _latent, MLA-16+8, absorbed<" in bench_report.to_svg(report), "matplotlib hides labels that begin with _"
     assert ", batch 1; " in bench_report.to_svg(report)
 
 

@@ -1,0 +1,326 @@
+"""What the values of a config.json may be: one table of rules, checked before anything is computed from them.
+
+`check_raw` looks at the JSON, before transformers builds a config from it; what it lets through cannot make that hang.
+`check_config` looks at the built config, with the defaults of its class, and at values that have to fit each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from attention.errors import Refusal
+
+_MAX_DEPTH = 32  # objects and lists within each other; real configs have about six
+_MAX_LAYERS = 2048
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 60
+_REPR.maxlist, _REPR.maxdict, _REPR.maxlevel = 4, 3, 2
+
+
+class Rule(NamedTuple):
+    """What a value must be.
+
+    Attributes:
+        holds: Tells whether it is.
+        says: What must hold, after "it must be".
+        per_layer: Whether the value may also be a list of such values, one for each layer.
+    """
+
+    holds: Callable[[Any], bool]
+    says: str
+    per_layer: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the rule holds. Null is left to the class, which knows what may be left open."""
+        if self.per_layer and isinstance(value, list):
+            return all(map(self.accepts, value))
+        return value is None or self.holds(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _integer(low: int, high: int, per_layer: bool = False) -> Rule:
+    says = f"an integer from {low:,} to {high:,}"
+    return Rule(lambda v: _is_number(v) and isinstance(v, int) and low <= v <= high, says, per_layer)
+
+
+def _number(low: float, high: float) -> Rule:
+    """From `low` to `high`, both included; NaN is in no range."""
+    return Rule(lambda v: _is_number(v) and low <= v <= high, f"a number from {low:g} to {high:g}")
+
+
+def _above_zero(high: float) -> Rule:
+    return Rule(lambda v: _is_number(v) and 0 < v <= high, f"a number above 0 and up to {high:g}")
+
+
+def _list_of(holds: Callable[[Any], bool], what: str) -> Rule:
+    return Rule(lambda v: isinstance(v, list) and all(map(holds, v)), f"a list of {what}")
+
+
+def _all(rule: Rule, *keys: str) -> dict[str, Rule]:
+    return dict.fromkeys(keys, rule)
+
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_POSITIVE = _above_zero(1e30)
+_ANY_NUMBER = _number(-1e30, 1e30)
+_ORIGINAL_POSITIONS = _number(2, 2.0**40)
+_PARTIAL_ROTARY = _above_zero(1)
+
+# Of the JSON alone: a built config holds objects of classes here.
+RAW_RULES: dict[str, Rule] = {
+    **_all(
+        Rule(
+            lambda v: isinstance(v, str) and (v.removeprefix("torch.") in _FLOATS or v.startswith("float8_")),
+            f"the name of a float dtype ({', '.join(_FLOATS)})",
+        ),
+        "dtype",
+        "torch_dtype",
+    ),
+    **_all(Rule(lambda v: isinstance(v, dict), "an object"), "auto_map", "text_config", "vision_config", "audio_config"),
+}
+
+RULES: dict[str, Rule] = {
+    "num_hidden_layers": _integer(1, _MAX_LAYERS),
+    **_all(_integer(1, 2**16, per_layer=True), "num_attention_heads", "num_key_value_heads"),
+    **_all(_integer(1, 2**20, per_layer=True), "hidden_size", "intermediate_size"),
+    "head_dim": _integer(1, 2**16, per_layer=True),
+    "vocab_size": _integer(1, 2**28),
+    "max_position_embeddings": _integer(1, 2**40),
+    "original_max_position_embeddings": _ORIGINAL_POSITIONS,
+    "sliding_window": _integer(0, 2**40, per_layer=True),  # `_check_window` says where 0 may stand
+    "pad_token_id": _integer(-(2**28), 2**28),  # a negative one counts from the end of the vocabulary
+    "tie_word_embeddings": Rule(lambda v: isinstance(v, bool), "true or false"),
+    "layer_types": _list_of(lambda entry: isinstance(entry, str), "strings, one for each layer"),
+    **_all(Rule(lambda v: isinstance(v, dict), "an object"), "rope_parameters", "rope_scaling"),
+    "partial_rotary_factor": _PARTIAL_ROTARY,
+    # Latent attention; 0 says that there is none.
+    **_all(_integer(0, 2**20), "kv_lora_rank", "q_lora_rank"),
+    **_all(_integer(0, 2**16), "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    # Experts.
+    **_all(_integer(0, 2**20, per_layer=True), "moe_intermediate_size", "shared_expert_intermediate_size"),
+    **_all(_integer(0, 2**16, per_layer=True), "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+    **_all(_integer(0, 2**16), "n_shared_experts", "first_k_dense_replace", "max_window_layers"),
+    **_all(_integer(1, 2**16), "decoder_sparse_step", "no_rope_layer_interval"),
+    # Norms, scales and dropout.
+    **_all(_number(0, 1), "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    **_all(_number(0, 1), "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"),
+    "initializer_range": _number(0, 1e6),
+    **_all(_POSITIVE, "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"),
+    **_all(_ANY_NUMBER, "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
+}
+
+ROPE_RULES: dict[str, Rule] = {
+    **_all(Rule(lambda v: isinstance(v, str), "a string"), "rope_type", "type"),
+    "rope_theta": _number(1, 1e30),
+    "partial_rotary_factor": _PARTIAL_ROTARY,
+    **_all(_POSITIVE, "factor", "attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    **_all(_number(0, 1e30), "mscale", "mscale_all_dim"),
+    "original_max_position_embeddings": _ORIGINAL_POSITIONS,
+    **_all(_list_of(_POSITIVE.holds, "numbers above 0"), "short_factor", "long_factor"),
+}
+
+# What each type of scaling cannot do without. The class fills in `original_max_position_embeddings`.
+_REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+# Classes make a list of so many entries, whatever part of the config these stand in.
+_MOST: dict[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks"), _MAX_LAYERS),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"), _MAX_LAYERS),
+    "num_labels": 10**6,
+}
+
+
+def check_raw(raw: Mapping[str, Any], where: str) -> None:
+    """Hold a config.json, as it was read, to the rules.
+
+    Args:
+        raw: Its values.
+        where: What it is called in messages: "config.json of MODEL".
+
+    Raises:
+        Refusal: A value breaks a rule, or values are nested too deeply; one line with key, value and rule.
+    """
+    for path, values in _objects(raw, where):
+        for key, most in _MOST.items():
+            if _is_number(values.get(key)) and not values[key] <= most:
+                _refuse(where, path + key, values[key], f"at most {most:,}")
+    text = raw.get("text_config")
+    for path, values in [("", raw), ("text_config.", text)] if isinstance(text, dict) else [("", raw)]:
+        _check(values, RAW_RULES | RULES, where, path)
+        if _is_number(theta := values.get("rope_theta")) or isinstance(theta, bool | str):
+            _check(values, {"rope_theta": ROPE_RULES["rope_theta"]}, where, path)
+        for name in ("rope_parameters", "rope_scaling"):
+            for inner, parameters in _rope_sets(values.get(name), path + name):
+                _check(parameters, ROPE_RULES, where, f"{inner}.")
+
+
+def check_keys(raw: Mapping[str, Any], config_class: type, where: str) -> None:
+    """Refuse keys that would replace a method of the config's class: every key becomes an attribute of the config.
+
+    Raises:
+        Refusal: There is one.
+    """
+    for key in raw:
+        found = getattr(config_class, key, None)
+        read_only = isinstance(found, property) and found.fset is None
+        if key.startswith("__") or key == "attribute_map" or callable(found) or read_only:
+            raise Refusal(
+                f"{where} has a key {key!r}, which is no setting: transformers' {config_class.__name__} uses that name itself",
+                hint="take it out",
+            )
+
+
+def check_config(config: Any, where: str) -> None:
+    """Hold a built config to the rules; of a model with several parts, its text part.
+
+    Args:
+        config: From transformers.
+        where: What its file is called in messages.
+
+    Raises:
+        Refusal: A value breaks a rule, or does not fit another.
+    """
+    text = _text_config(config, where)
+    values = _settings(text)
+    _check(values, RULES, where, "")
+    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
+        if key in values and values[key] is None:
+            _refuse(where, key, None, RULES[key].says)
+    _check_heads(values, where)
+    _check_window(values, where)
+    _check_padding(values, where)
+    _check_lengths(values, where)
+    _check_activation(text, where)
+    for path, parameters in _rope_sets(values.get("rope_parameters"), "rope_parameters"):
+        _check_rope(parameters, where, path)
+        if parameters.get("rope_type") == "longrope":
+            _check_factor_lists(parameters, text, where, path)
+
+
+def _text_config(config: Any, where: str) -> Any:
+    try:
+        text = config.get_text_config(decoder=True)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Refusal(f"{where} has no single text config: {' '.join(str(error).split())[:200]}") from None
+    if not hasattr(text, "get_text_config"):
+        raise Refusal(f"{where} has a text config that model type {config.model_type!r} does not read", hint="take it out")
+    return text
+
+
+def _settings(text: Any) -> dict[str, Any]:
+    """The declared settings of a config, older names under the common ones too; without those that differ by layer."""
+    names = [field.name for field in dataclasses.fields(text)] if dataclasses.is_dataclass(text) else []
+    values = {}
+    for name in (*names, *getattr(text, "attribute_map", {})):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            values[name] = getattr(text, name)
+    return values
+
+
+def _check(values: Mapping[str, Any], rules: Mapping[str, Rule], where: str, path: str) -> None:
+    for key, rule in rules.items():
+        if not rule.accepts(values.get(key)):
+            _refuse(where, path + key, values[key], rule.says)
+
+
+def _rope_sets(parameters: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """RoPE's parameters and the path to them: one set, or one for each type of layer."""
+    if isinstance(parameters, dict):
+        yield path, parameters
+        yield from ((f"{path}.{key}", inner) for key, inner in parameters.items() if isinstance(inner, dict))
+
+
+def _check_heads(values: Mapping[str, Any], where: str) -> None:
+    heads, width = values.get("num_attention_heads"), values.get("hidden_size")
+    if isinstance(heads, int) and isinstance(width, int) and heads > width and not values.get("head_dim"):
+        _refuse(where, "num_attention_heads", heads, f"at most hidden_size, which is {width}, unless there is a head_dim")
+
+
+def _check_window(values: Mapping[str, Any], where: str) -> None:
+    if values.get("sliding_window") == 0 and values.get("use_sliding_window") is not False:
+        _refuse(where, "sliding_window", 0, "an integer above 0, or null")
+
+
+def _check_padding(values: Mapping[str, Any], where: str) -> None:
+    pad, vocabulary = values.get("pad_token_id"), values.get("vocab_size")
+    # Classes since Llama hand the id to their embedding, which refuses it; older ones ignore it.
+    if "num_key_value_heads" in values and isinstance(pad, int) and vocabulary and not -vocabulary <= pad < vocabulary:
+        _refuse(where, "pad_token_id", pad, f"below vocab_size, which is {vocabulary:,}")
+
+
+def _check_lengths(values: Mapping[str, Any], where: str) -> None:
+    layers = values.get("num_hidden_layers")
+    for key in ("layer_types", "no_rope_layers"):
+        entries = values.get(key)
+        if isinstance(entries, list) and isinstance(layers, int) and len(entries) != layers:
+            rule = f"a list of num_hidden_layers = {layers} entries, and has {len(entries)}"
+            _refuse(where, key, entries, rule)
+
+
+def _check_activation(text: Any, where: str) -> None:
+    for field in dataclasses.fields(text) if dataclasses.is_dataclass(text) else ():
+        name = getattr(text, field.name, None) if field.name in ("hidden_act", "hidden_activation") else None
+        if isinstance(name, str) and name != field.default:
+            from transformers.activations import ACT2FN
+
+            if name not in ACT2FN:
+                _refuse(where, field.name, name, f"one of transformers' activations ({', '.join(sorted(ACT2FN))})")
+
+
+def _check_rope(parameters: Mapping[str, Any], where: str, path: str) -> None:
+    """Parameters that a type of scaling needs, and that have to fit each other."""
+    kind = str(parameters.get("rope_type"))
+    if "rope_type" in parameters and parameters.get("rope_theta", 1) is None:
+        _refuse(where, f"{path}.rope_theta", None, ROPE_RULES["rope_theta"].says)
+    for key in _REQUIRED.get(kind, ()):
+        if parameters.get(key) is None:
+            _refuse(where, f"{path}.{key}", None, f"{ROPE_RULES[key].says} where rope_type is {kind}")
+    if kind == "yarn" and parameters.get("rope_theta") == 1:
+        _refuse(where, f"{path}.rope_theta", 1, "above 1 where rope_type is yarn")
+    if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
+        rule = f"above low_freq_factor, which is {parameters['low_freq_factor']:g}"
+        _refuse(where, f"{path}.high_freq_factor", parameters["high_freq_factor"], rule)
+
+
+def _check_factor_lists(parameters: Mapping[str, Any], text: Any, where: str, path: str) -> None:
+    """LongRoPE has one factor for each pair of rotary dims."""
+    heads, width = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(width, int):
+        return
+    dims = int((getattr(text, "head_dim", None) or width // heads) * (parameters.get("partial_rotary_factor") or 1.0))
+    for key in ("short_factor", "long_factor"):
+        if len(parameters[key]) != (dims + 1) // 2:
+            rule = f"a list of {(dims + 1) // 2} factors for {dims} rotary dims, and has {len(parameters[key])}"
+            _refuse(where, f"{path}.{key}", parameters[key], rule)
+
+
+def _objects(raw: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every object of a config with the path to its keys. Not recursive, since JSON may nest deeper than Python calls."""
+    waiting: list[tuple[int, str, Any]] = [(1, "", raw)]
+    for depth, path, value in waiting:
+        if depth > _MAX_DEPTH:
+            raise Refusal(f"{where} nests values more than {_MAX_DEPTH} deep", hint="is it the config of a model?")
+        if isinstance(value, dict):
+            yield path, value
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        waiting += [(depth + 1, f"{path}{key}.", v) for key, v in inner if isinstance(v, dict | list)]
+
+
+def _refuse(where: str, key: str, value: Any, rule: str) -> None:
+    shown = json.dumps(value) if value is None or isinstance(value, bool) else _REPR.repr(value)
+    raise Refusal(f"{where}: {key} is {shown}; it must be {rule}", hint="correct it in config.json")
