@@ -14,6 +14,7 @@ _NUMBERS = {
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim",
 }  # fmt: skip
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+RANK_STEP = 16  # of latent ranks that the CUDA kernel serves: as many values as the shortest matrix product takes
 
 
 def dtype_bytes(dtype: str) -> int:

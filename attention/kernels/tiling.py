@@ -30,8 +30,6 @@ class Machine:
     major: int
 
 
-RANK_STEP = 16  # the rank must be a multiple of it: the shortest matrix product takes so many values
-
 # The interpreter pretends to be this GPU, but with few processors, since it runs programs one after the other.
 H200 = Machine(132, 227 * 1024, 9)
 INTERPRETED = Machine(3, H200.shared, H200.major)

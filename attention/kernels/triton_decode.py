@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 import torch
 
-from attention.kernels.tiling import RANK_STEP, Shape, Tiling, choose, machine
+from attention.kernels.tiling import Shape, Tiling, choose, machine
+from attention.spec import RANK_STEP
 
 # The first call that Triton serves imports it. It reads its environment then, in the same way.
 _TRITON = find_spec("triton") is not None
