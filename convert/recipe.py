@@ -5,7 +5,9 @@ A recipe is `{command: {option: value, …}}`, or a list of such steps. Keys are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +16,70 @@ import yaml
 
 from attention.errors import Refusal
 
+_LONGEST = 4096  # entries of one mapping: what `<<` of aliases of aliases would multiply
+_LONGEST_INTEGER = 64  # bits
+_FORM = "gqa: {model: …, output: …, groups: 8}"
+_QUOTE = "put quotes around a word that YAML takes for something else"
 
-def read(path: Path) -> list[tuple[str, dict[str, Any]]]:
+Step = tuple[str, dict[str, Any]]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without repeated keys, and with a limit on what aliases may grow to."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.YAMLError(f"key {key.value!r} is given twice, in line {key.start_mark.line + 1}")
+            seen.add(key.value)
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > _LONGEST:
+            raise yaml.YAMLError(f"its aliases make a mapping of more than {_LONGEST} keys")
+
+
+def read(path: Path) -> list[Step]:
     """The steps of a recipe file.
 
     Raises:
         Refusal: It is no recipe.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        data = yaml.load(text, _Loader)
+    except OSError:
+        raise
+    except Exception as error:  # its constructors raise whatever Python does: KeyError for `!!bool perhaps`
         raise Refusal(f"{path} is no YAML: {' '.join(str(error).split())[:200]}") from None
     if isinstance(data, dict) and "recipe" in data and "kvfold" in data:
         data = data["recipe"]  # a conversion.json
     steps = data if isinstance(data, list) and data else [data]
-    for step in steps:
-        if not (isinstance(step, dict) and len(step) == 1 and isinstance(next(iter(step.values())), dict | None)):
+    return [_step(path, number, step) for number, step in enumerate(steps, 1)]
+
+
+def _step(path: Path, number: int, step: Any) -> Step:
+    if not (isinstance(step, dict) and len(step) == 1 and isinstance(next(iter(step.values())), dict | None)):
+        raise Refusal(f"{path} is no recipe: step {number} is not one command with its options", hint=_FORM)
+    ((name, given),) = step.items()
+    for key in (name, *(given or {})):
+        if not isinstance(key, str):
             raise Refusal(
-                f"{path} is no recipe: each step is one command with its options", hint="gqa: {model: …, output: …, groups: 8}"
+                f"{path} is no recipe: step {number} has a key of type {type(key).__name__}", hint="put it into quotes"
             )
-    commands = [(str(name), given or {}) for step in steps for name, given in step.items()]
-    return [(name, {str(key).replace("-", "_"): value for key, value in given.items()}) for name, given in commands]
+    options: dict[str, Any] = {}
+    for key, value in (given or {}).items():
+        if (plain := key.replace("-", "_")) in options:
+            raise Refusal(f"step {number} of {path} gives {key!r} twice")
+        options[plain] = value
+    return name, options
 
 
-def command_lines(steps: list[tuple[str, dict[str, Any]]], settings: Sequence[str], group: click.Group) -> Iterator[list[str]]:
-    """Arguments of each step, after overriding.
+def command_lines(steps: Sequence[Step], settings: Sequence[str], group: click.Group) -> list[list[str]]:
+    """Arguments of each step, after overriding; every step is parsed before the first may run.
 
     Args:
         steps: From `read`.
@@ -46,20 +87,22 @@ def command_lines(steps: list[tuple[str, dict[str, Any]]], settings: Sequence[st
         group: Whose commands they are.
 
     Raises:
-        Refusal: A command or an option does not exist.
+        Refusal: A command or an option does not exist, an argument is missing, or a value is none that the option takes.
     """
     overrides = dict(_split(setting) for setting in settings)
-    parameters = {name: _parameters(name, group) for name, _ in steps}
+    parameters = [_parameters(name, group) for name, _ in steps]
     for key in overrides:
-        if not any(key in known for known in parameters.values()):
+        if not any(key in known for known in parameters):
             raise Refusal(f"--set {key}: no step of this recipe has that option")
-    for name, given in steps:
-        known = parameters[name]
+    lines = []
+    for number, ((name, given), known) in enumerate(zip(steps, parameters, strict=True), 1):
         if unknown := sorted(set(given) - set(known)):
             raise Refusal(f"convert {name} has no option {unknown[0]!r} (it has {', '.join(sorted(known))})")
         chosen = given | {key: value for key, value in overrides.items() if key in known}
-        chosen = {key: value for key, value in chosen.items() if value is not None}
-        yield [name, *(argument for key, value in chosen.items() for argument in _arguments(known[key], value))]
+        line = _line({key: value for key, value in chosen.items() if value is not None}, known, f"step {number} ({name})")
+        _parse(group.commands[name], line, f"step {number} ({name})")
+        lines.append([name, *line])
+    return lines
 
 
 def _split(setting: str) -> tuple[str, str]:
@@ -82,15 +125,58 @@ def _parameters(name: str, group: click.Group) -> dict[str, click.Parameter]:
     return names
 
 
-def _arguments(parameter: click.Parameter, value: Any) -> list[str]:
+def _line(chosen: dict[str, Any], known: dict[str, click.Parameter], step: str) -> list[str]:
+    """The command line of one step: options as `--name=value`, then arguments in the order in which the command takes them."""
+    options, arguments = [], []
+    for key, parameter in known.items():
+        if key not in chosen:
+            if isinstance(parameter, click.Argument) and parameter.required:
+                raise Refusal(f"{step} of the recipe: {key} is missing")
+            continue
+        if isinstance(parameter, click.Argument):
+            arguments += _values(parameter, key, chosen[key], step)
+        elif isinstance(parameter, click.Option) and parameter.is_flag:
+            options += _flag(parameter, key, chosen[key], step)
+        else:
+            options += [f"{max(parameter.opts, key=len)}={value}" for value in _values(parameter, key, chosen[key], step)]
+    return [*options, *(["--", *arguments] if arguments else [])]
+
+
+def _values(parameter: click.Parameter, key: str, value: Any, step: str) -> list[str]:
     many = parameter.nargs == -1 or getattr(parameter, "multiple", False)
-    if isinstance(value, dict) or (isinstance(value, list) and not many):
-        raise Refusal(f"{parameter.name} of a recipe takes one value, not {value!r}")
-    values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
-    if isinstance(parameter, click.Argument):
-        return values
-    flag = max(parameter.opts, key=len)
-    if isinstance(parameter, click.Option) and parameter.is_flag:
-        negative = parameter.secondary_opts[:1]  # --no-…, where there is one
-        return [flag] if click.BOOL.convert(value, parameter, None) else negative
-    return [part for v in values for part in (flag, v)]
+    values = value if isinstance(value, list) and many else [value]
+    for single in values:
+        if said := _not_a_value(single):
+            raise Refusal(f"{step} of the recipe: {key} takes {'values' if many else 'one value'}, not {said}", hint=_QUOTE)
+    return [str(single) for single in values]
+
+
+def _not_a_value(value: Any) -> str | None:
+    """What stands where a string or a number should; it is not shown, since aliases may have made it endless."""
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str | int | float):
+        return None
+    names: dict[type, str] = {list: "a list", dict: "a mapping", type(None): "null", datetime.date: "a date"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _flag(parameter: click.Option, key: str, value: Any, step: str) -> list[str]:
+    try:
+        on = click.BOOL.convert(value, parameter, None) if isinstance(value, bool | str) else None
+    except click.BadParameter:
+        on = None
+    if on is None:
+        raise Refusal(f"{step} of the recipe: {key} takes true or false", hint=f"{key}: true")
+    return [max(parameter.opts, key=len)] if on else parameter.secondary_opts[:1]  # --no-…, where there is one
+
+
+def _parse(command: click.Command, line: list[str], step: str) -> None:
+    """Let click take a command line apart, without running it."""
+    try:
+        with command.make_context(command.name, copy.copy(line)):
+            pass
+    except click.UsageError as error:
+        raise Refusal(f"{step} of the recipe: {' '.join(error.format_message().split())}") from None

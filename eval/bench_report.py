@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attention.errors import Refusal
 from eval import curve
+from eval.escapes import markdown, printable
 from eval.report import write_pages
-from eval.tables import printable, table
+from eval.tables import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,7 +107,7 @@ def _lines(report: Report) -> list[str]:
     ]
     if compiled:
         lines.append(f"First steps, compilation included: {', '.join(compiled)}.")
-    return [printable(line) for line in lines]
+    return [markdown(line) for line in lines]
 
 
 def _machine(report: Report) -> str:
@@ -156,7 +157,7 @@ def _plot(axes: Axes, report: Report) -> None:
         rows = [row for row in model["cases"] if row["batch"] == batch]
         median, low, high = ([1e3 * row["step_seconds"][key] for row in rows] for key in ("median", "min", "max"))
         errors = [[m - x for m, x in zip(median, low, strict=True)], [x - m for m, x in zip(median, high, strict=True)]]
-        label = printable(labels[index] + (f", batch {batch}" if len(batches) > 1 else ""))
+        label = curve.series_label(labels[index] + (f", batch {batch}" if len(batches) > 1 else ""))
         marker, line = curve.MARKERS[nth % len(curve.MARKERS)], ("-", "--", ":", "-.")[nth % 4]
         axes.errorbar([row["context"] for row in rows], median, errors, None, line, color=f"C{index % 10}", marker=marker,
                       capsize=3, label=label)  # fmt: skip

@@ -8,7 +8,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from eval.tables import printable
+from eval.escapes import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,11 +70,17 @@ def _plot(axes: Axes, models: list[Model]) -> list[tuple[float, float]]:
     for index, method in enumerate(methods):
         curve = sorted(p for p, model in zip(points[1:], models[1:], strict=True) if model["method"] == method)
         colour, marker, label = COLOURS[f"series-{index % 8}"], MARKERS[index % len(MARKERS)], method or "not converted"
-        axes.plot(*zip(*curve, strict=True), color=colour, marker=marker, markersize=6, label=printable(label))
+        axes.plot(*zip(*curve, strict=True), color=colour, marker=marker, markersize=6, label=series_label(label))
     log_x, log_y = scale(axes, 0, [x for x, _ in points]), scale(axes, 1, [y for _, y in points])
     axes.set_xlabel(f"KV bytes per token ({name}{', log scale' if log_x else ''})")
     axes.set_title(f"perplexity{' (log scale)' if log_y else ''}", loc="left")
     return points
+
+
+def series_label(text: str) -> str:
+    """What a legend calls a series. matplotlib leaves out those whose label begins with an underscore."""
+    shown = printable(text)
+    return f" {shown}" if shown.startswith("_") else shown
 
 
 def scale(axes: Axes, which: int, values: list[float]) -> bool:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from attention.errors import Failure
 from eval import curve
+from eval.escapes import markdown, printable
 from eval.overlap import WARN_ABOVE
-from eval.tables import printable, table
+from eval.tables import table
 
 Model = dict[str, Any]
 Report = dict[str, Any]
@@ -51,7 +52,7 @@ def _divergence(value: float) -> str:
 COLUMNS = (
     Column("model", False, lambda m: m["name"]),
     Column("attention", False, lambda m: m["kind"]),
-    Column("method", False, lambda m: m["method"] or "-"),
+    Column("method", False, lambda m: str(m["method"] or "-")),
     Column("KV bytes/token", True, lambda m: f"{m['kv_bytes_per_token']:,}"),
     Column("of source", True, lambda m: f"{m['cache_ratio']:.2%}".replace("%", " %")),
     Column("perplexity", True, lambda m: _perplexity(m["perplexity"])),
@@ -86,14 +87,14 @@ def to_json(report: Report) -> str:
 def to_markdown(report: Report) -> str:
     """One GitHub table and one line naming the protocol; padded, so that it also reads well on a terminal."""
     numbers = [i for i, column in enumerate(COLUMNS) if column.numeric]
-    lines = [_protocol_line(report), *_warnings(report)]
+    lines = [_protocol_line(report), *map(markdown, _warnings(report))]
     return f"{table([c.header for c in COLUMNS], _rows(report), numbers)}\n\n" + "\n\n".join(lines) + "\n"
 
 
 def _warnings(report: Report) -> list[str]:
     """One sentence for each model that has seen this text before."""
     return [
-        f"Warning: {printable(model['name'])} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
+        f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
         "which flatters its figures."
         for model in report["models"]
         if (overlap := model.get("calibration_overlap") or 0.0) > WARN_ABOVE
@@ -108,7 +109,7 @@ def _tokens(report: Report) -> str:
 def _protocol_line(report: Report) -> str:
     protocol = report["protocol"]
     algorithm, _, digest = protocol["text_hash"].rpartition(":")
-    return printable(
+    return markdown(
         f"Protocol {protocol['name']}: context {protocol['context']}, stride {protocol['stride']}, "
         f"BOS {protocol['bos']}, {protocol['dtype']}; text {protocol['text']}, {_tokens(report)} tokens scored, "
         f"{algorithm + ':' if algorithm else ''}{digest[:12]}."
@@ -170,7 +171,7 @@ def to_html(report: Report) -> str:
     page = environment.from_string(text).render(
         source=printable(report["models"][0]["name"]),
         version=report["kvfold"],
-        summary=" ".join([_summary(report), *_warnings(report)]),
+        summary=" ".join([_summary(report), *map(printable, _warnings(report))]),
         curves=[(name, *size, curve.draw(report["models"], name, *size)) for name, size in sizes.items()],
         columns=COLUMNS,
         rows=_rows(report),

@@ -21,7 +21,7 @@ _WANTED = [
 ]  # fmt: skip
 _UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # folders but additional_chat_templates; variants
 _PICKLES = ["pytorch_model*.bin"]
-_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _LARGEST_CONFIG = 2**26  # bytes
 
 
@@ -114,23 +114,18 @@ class Source:
         return config
 
     def _built_config(self) -> Any:
-        from transformers import CONFIG_MAPPING, AutoConfig
+        from transformers import AutoConfig
 
         self.refuse_remote_code()
-        if not self.raw.get("auto_map"):
-            if self.model_type not in CONFIG_MAPPING:
-                raise Refusal(
-                    f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
-                    hint="is it the config of a Hugging Face checkpoint?",
-                )
-            config_rules.check_keys(self.raw, CONFIG_MAPPING[self.model_type], self._where)
         values = {key: value for key, value in self.raw.items() if key != "model_type"}
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of keys that have newer names
                 if self.raw.get("auto_map"):
                     return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
                 # By type and values, not by path: a Hub config needs no second look at the network.
-                return AutoConfig.for_model(self.model_type, **values)
+                return self._config_class()(**values)
+        except Refusal:
+            raise
         except KeyError as error:
             raise Refusal(f"config.json of {self.reference} lacks {error}", hint="complete it") from None
         except Exception as error:  # transformers validates configs with several exception types of its own
@@ -138,6 +133,19 @@ class Source:
             raise Refusal(
                 f"transformers does not accept the config of {self.reference}: {reason}", hint="mend that in its config.json"
             ) from error
+
+    def _config_class(self) -> type:
+        from transformers import CONFIG_MAPPING
+
+        try:
+            found: type = CONFIG_MAPPING[self.model_type]
+        except KeyError:
+            raise Refusal(
+                f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
+                hint="is it the config of a Hugging Face checkpoint?",
+            ) from None
+        config_rules.check_keys(self.raw, found, self._where)
+        return found
 
     @cached_property
     def dtype(self) -> str:
@@ -154,7 +162,7 @@ class Source:
             try:
                 header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
                 found = {entry.get("dtype") for name, entry in header.items() if name != "__metadata__"}
-            except (struct.error, ValueError, AttributeError, MemoryError, OverflowError):
+            except (struct.error, ValueError, AttributeError, TypeError, RecursionError, MemoryError, OverflowError):
                 return None  # a damaged file is for those to name who read its weights
         return next((name for short, name in _FLOATS.items() if short in found), None)
 

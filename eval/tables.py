@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Sequence
+
+from eval.escapes import markdown
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
@@ -12,11 +13,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
 
     Args:
         header: One name per column.
-        rows: Cells, as many as columns.
+        rows: Cells, as many as columns; any text, shown as it is.
         right: Indices of the columns that are aligned right (numbers).
     """
-    # Backslashes keep a name from breaking the table or turning into markup.
-    grid = [list(header), *([re.sub(r"([\\`*\[\]<>|~])", r"\\\1", cell) for cell in row] for row in rows)]
+    grid = [[markdown(cell) for cell in row] for row in (header, *rows)]
     widths = [max(3, *(_width(row[i]) for row in grid)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -28,11 +28,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
 
     rule = ["-" * (w - 1) + (":" if i in right else "-") for i, w in enumerate(widths)]
     return "\n".join([line(grid[0]), f"| {' | '.join(rule)} |", *map(line, grid[1:])])
-
-
-def printable(text: str) -> str:
-    """Names and paths come from users: line breaks, terminal escapes and bidi controls must not reach the output."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _width(text: str) -> int:

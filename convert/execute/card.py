@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import yaml
+from urllib.parse import quote
 
 from convert.planning.base import Plan
+from eval.escapes import markdown, shell_line
 from eval.overlap import WARN_ABOVE
 
 
@@ -24,6 +23,7 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["markdown"] = lambda value: markdown(str(value))
     template = environment.from_string(files("convert.execute").joinpath("card.md.j2").read_text(encoding="utf-8"))
     evaluation = record.get("evaluation")
     source, converted = evaluation["models"] if evaluation else (None, None)
@@ -32,7 +32,7 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         kind=plan.target.spec.kind,
         before_kind=plan.before.kind,
         base=plan.source.repository or plan.source.name,
-        link=f"https://huggingface.co/{plan.source.repository}" if plan.source.repository else None,
+        link=f"https://huggingface.co/{quote(plan.source.repository)}" if plan.source.repository else None,
         summary=_summary(plan, record),
         command=_command(plan),
         bytes=record["kv_bytes_per_token"],
@@ -49,9 +49,9 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
 
 def _summary(plan: Plan, record: dict[str, Any]) -> str:
     if not record["method"]:
-        return str(record["notes"][0])
-    source = f" ({plan.target.method.source})" if plan.target.method.source else ""
-    return f"method `{plan.target.method.name}`, {plan.target.method.summary}{source}"
+        return markdown(str(record["notes"][0]))
+    method = plan.target.method
+    return f"method `{method.name}`, {method.summary}{f' ({method.source})' if method.source else ''}"
 
 
 def _command(plan: Plan) -> str:
@@ -64,7 +64,8 @@ def _command(plan: Plan) -> str:
         flag = name.replace("_", "-")
         if name != "model":
             flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return shlex.join(["convert", command, options["model"], "OUTPUT", *flags])
+    model = options["model"]
+    return shell_line(["convert", command, f"./{model}" if model.startswith("-") else model, "OUTPUT", *flags])
 
 
 def _front_matter(plan: Plan, directory: Path) -> str:
@@ -80,14 +81,16 @@ def _front_matter(plan: Plan, directory: Path) -> str:
     return f"---\n{data.to_yaml()}\n---\n"
 
 
-def _inherited_licence(directory: Path) -> str | None:
+def _inherited_licence(directory: Path) -> Any:
+    """The name, or the list of names, that the source's own card gives; None if it gives anything else."""
     from huggingface_hub import ModelCard
 
     card = directory / "README.md"
     if not card.is_file():
         return None
     try:
-        data = ModelCard.load(card, ignore_metadata_errors=True).data
-    except (ValueError, yaml.YAMLError):  # front matter that is not what the Hub expects names no licence to us
+        licence = ModelCard.load(card, ignore_metadata_errors=True).data.get("license")
+    except Exception:  # anyone may have written it, and YAML's constructors raise whatever Python does
         return None
-    return data.get("license")
+    names = licence if isinstance(licence, list) else [licence]
+    return licence if all(isinstance(name, str) and name.isprintable() for name in names) else None

@@ -69,6 +69,9 @@ def _carrier(source: Source, family: Family, spec: AttentionSpec, kind: str, dty
     """The output class of a kind of target, with a remark if it wants another dtype; or None and why."""
     try:
         target = spec.latent(1, 2) if kind == "mla" else spec.grouped(1)
+    except Refusal as error:
+        return None, str(error)
+    try:
         return host_of(kind, family, source, target, dtype), None
     except Refusal as error:
         with suppress(Refusal):
@@ -174,11 +177,7 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
         + f"\n\nkB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most "
         f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"
-        + (
-            ", or for which the model is made.\n* The model is not made for more tokens; there is memory for them."
-            if limit
-            else "."
-        )
+        + (", at most the positions that the model is made for." if limit else ".")
     )
 
 
@@ -194,7 +193,7 @@ def _limit_text(facts: Mapping[str, Any]) -> str:
 def _fit_cell(fits: bool, longest: int, limit: int | None) -> str:
     if longest == 0:
         return "no"
-    reach = f"{limit}*" if limit and longest > limit else str(longest)
+    reach = f"its limit, {limit}" if limit and longest > limit else str(longest)
     return f"{'yes' if fits else 'no'}, to {reach}"
 
 

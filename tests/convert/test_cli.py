@@ -234,7 +234,7 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
         ),
         ("run: {recipe: x}", "a recipe cannot run 'run'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
-        ("gqa: {model: x, output: y, groups: [4, 2]}", "groups of a recipe takes one value, not [4, 2]"),
+        ("gqa: {model: x, output: y, groups: [4, 2]}", "step 1 (gqa) of the recipe: groups takes one value, not a list"),
         ("[]", "is no recipe"),
     ],
 )

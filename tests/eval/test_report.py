@@ -377,3 +377,25 @@ def test_import_is_cheap() -> None:
     code = "import sys, eval.report; sys.exit(str(sorted({'matplotlib', 'jinja2', 'torch', 'numpy'} & set(sys.modules))))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
     assert run.stderr.strip() == "[]"
+
+
+NAME = "a|b\n<img>*c* [d](e) `f` \x1b[31m\u202e_g_"
+ESCAPED = r"a\|b \<img\>\*c\* \[d\](e) \`f\`  \[31m \_g\_"
+
+
+def test_markdown_shows_hostile_names_as_they_are() -> None:
+    report = a_report(2)
+    report["models"][1].update(name=NAME, method=NAME, calibration_overlap=0.25)
+    report["protocol"]["text"] = NAME
+    shown = reports.to_markdown(report)
+    assert shown.count(ESCAPED) == 4, "name, method, text and warning"
+    assert f"text {ESCAPED}, " in shown
+    assert f"Warning: {ESCAPED} was calibrated" in shown
+    assert all(line.isprintable() for line in shown.split("\n"))
+
+
+def test_a_method_with_an_underscore_in_front_is_in_the_legend() -> None:
+    report = a_report(2)
+    report["models"][1]["method"] = "_svd"
+    for svg in drawings(reports.to_html(report)):
+        assert " _svd" in [text.text for text in svg.iter(f"{SVG}text")]

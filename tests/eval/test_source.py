@@ -313,7 +313,18 @@ def test_a_config_without_dtype_takes_it_from_the_weights(dtype: str, configured
     assert source.dtype == dtype
 
 
-def test_a_damaged_weight_file_tells_no_dtype(configured: Any) -> None:
+@pytest.mark.parametrize(
+    "header",
+    [b"\xff" * 8, b"{}", b"[]", b'{"a": 5}', b'{"a": {"dtype": ["F16"]}}', b'{"a":' * 5000, b""],
+    ids=lambda h: str(h[:30]),
+)
+def test_a_damaged_weight_file_tells_no_dtype(header: bytes, configured: Any) -> None:
+    source = configured(model_type="llama", dtype=None)
+    (Path(source.reference) / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert source.dtype == "float32"
+
+
+def test_a_weight_file_with_an_endless_header_tells_no_dtype(configured: Any) -> None:
     source = configured(model_type="llama", dtype=None)
     (Path(source.reference) / "model.safetensors").write_bytes(b"\xff" * 64)
     assert source.dtype == "float32"

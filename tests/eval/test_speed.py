@@ -660,6 +660,15 @@ def test_what_a_gpu_adds_is_shown_and_what_was_not_measured_explained(report: di
     assert "compilation included: source 12.0 s" in text
 
 
+def test_hostile_names_are_shown_as_they_are(report: dict[str, Any]) -> None:
+    report["models"][0].update(name="a|b\n<img>*c* `d` \x1b[31m\u202e_e_", dtype="bfloat16")
+    report["setup"]["name"] = "Chip*\u202e"
+    text = bench_report.to_markdown(report)
+    assert text.count(r"a\|b \<img\>\*c\* \`d\`  \[31m \_e\_") == 5, "four rows and a line"
+    assert r"Chip\*  (" in text
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
 def test_what_is_written_comes_back(report: dict[str, Any], tmp_path: Path) -> None:
     paths = bench_report.write(report, tmp_path / "new" / "speed")
     assert [path.name for path in paths.values()] == ["bench.json", "bench.md", "bench.svg"]
@@ -676,7 +685,8 @@ def test_the_plot_has_a_line_for_each_model_and_batch(report: dict[str, Any]) ->
     assert "tokens of context (log scale)" in texts
     assert svg == bench_report.to_svg(report)
     for entry in report["models"]:
-        entry["cases"] = entry["cases"][:1]
+        entry["cases"], entry["name"] = entry["cases"][:1], f"_{entry['name']}"
+    assert "> _latent, MLA-16+8, absorbed<" in bench_report.to_svg(report), "matplotlib hides labels that begin with _"
     assert ", batch 1; " in bench_report.to_svg(report)
 
 

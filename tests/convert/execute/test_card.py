@@ -1,0 +1,96 @@
+"""The model card of a conversion whose names hold anything that a file name may hold."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+HOSTILE = "a\n```\n# b`|<img src=x>*c* [d](e) \x1b[31m\u202e_f_"
+
+
+def card_of(source: Path, convert: Convert, out: Path, *options: object) -> str:
+    result = convert("gqa", source, out, "--groups", 2, *options)
+    assert result.exit_code == 0, result.output
+    return (out / "README.md").read_text(encoding="utf-8")
+
+
+def parts(card: str) -> tuple[dict[str, Any], str, list[str]]:
+    """Front matter, text and code blocks."""
+    found = re.fullmatch(r"---\n(.*?)\n---\n(.*)", card, re.DOTALL)
+    assert found
+    blocks = re.split(r"^```\w*$", found[2], flags=re.MULTILINE)
+    assert len(blocks) == 5, "two blocks of code, both closed"
+    return yaml.safe_load(found[1]), "".join(blocks[::2]), blocks[1::2]
+
+
+def test_hostile_names_stay_names(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint(name=HOSTILE.replace("/", ""))
+    text = tmp_path / f"{HOSTILE}.txt"
+    text.write_text("Once there was a cat. It sat on the mat.\n" * 40)
+    card = card_of(source, convert, tmp_path / "out", "--text", text, "--evaluate", text, "-q")
+    front, prose, (command, _) = parts(card)
+    assert front["library_name"] == "transformers"
+    assert not any(c != "\n" and not c.isprintable() for c in card)
+    name = r"a \`\`\` # b\`\|\<img src=x\>\*c\* \[d\](e)  \[31m \_f\_".replace("# b", r"\# b")
+    assert f"\n# GQA-2 of {name}\n" in prose
+    assert f"Converted from {name} (GQA-4)" in prose
+    assert f"Perplexity under protocol `paper`: {name}.txt, context" in prose
+    assert f"tokens of {name}.txt, hash" in prose
+    assert re.findall(r"^#+ .*", prose, re.MULTILINE) == [f"# GQA-2 of {name}", "## Loading"]
+    assert len(command.strip().split("\n")) == 1
+    shell = subprocess.run(["bash", "-c", f"printf '%s\\0' {command.strip()}"], capture_output=True, text=True, check=True)
+    assert shell.stdout.split("\0")[:3] == ["convert", "gqa", str(source)]
+    assert str(text) in shell.stdout.split("\0")
+
+
+def test_plain_names_are_written_plainly(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint(name="my-model_7b.v1")
+    _, prose, (command, _) = parts(card_of(source, convert, tmp_path / "out"))
+    assert "\n# GQA-2 of my-model_7b.v1\n" in prose
+    assert shlex.split(command)[:4] == ["convert", "gqa", str(source), "OUTPUT"]
+
+
+def test_a_model_that_looks_like_an_option_is_a_path_in_the_command(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(name="-m")
+    monkeypatch.chdir(tmp_path)
+    result = convert("gqa", "--groups", 2, "--", "-m", "out")
+    assert result.exit_code == 0, result.output
+    _, _, (command, _) = parts((tmp_path / "out" / "README.md").read_text())
+    assert shlex.split(command)[2:4] == ["./-m", "OUTPUT"]
+
+
+@pytest.mark.parametrize(
+    ("front", "licence"),
+    [
+        ("license: mit", "mit"),
+        ("license: [mit, apache-2.0]", ["mit", "apache-2.0"]),
+        ('license: "mit\\n---\\n# evil"', None),
+        ('license: "\\x1b[31m"', None),
+        ("license: 2024-01-01", None),
+        ("license: 5", None),
+        ("license: {a: b}", None),
+        ("license: !!bool perhaps", None),
+        ("license: " + "[" * 2000, None),
+        ("- mit", None),
+        ("license: {", None),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_only_a_licence_that_is_a_name_is_inherited(
+    front: str, licence: str | list[str] | None, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    (source / "README.md").write_text(f"---\n{front}\n---\n# Source\n")
+    found, _, _ = parts(card_of(source, convert, tmp_path / "out"))
+    assert found.get("license") == licence

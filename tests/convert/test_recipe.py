@@ -1,0 +1,210 @@
+"""Recipes: what is no recipe is refused in one line, all of it before the first step runs, and a value stays a value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from attention.errors import Refusal
+from convert.cli import main
+from convert.recipe import command_lines, read
+
+Lines = Callable[..., list[list[str]]]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Lines:
+    """The command lines of a recipe."""
+
+    def run(text: str | bytes, *settings: str) -> list[list[str]]:
+        path = tmp_path / "recipe.yaml"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return command_lines(read(path), settings, main)
+
+    return run
+
+
+def refusal(lines: Lines, text: str | bytes, *settings: str) -> str:
+    with pytest.raises(Refusal) as caught:
+        lines(text, *settings)
+    message = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert len(message.splitlines()) == 1
+    assert len(message) < 700
+    return message
+
+
+# ---- what is a recipe ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("gqa: {model: m, output: o, groups: 2}", ["gqa", "--groups=2", "--", "m", "o"]),
+        ("gqa: {groups: 2, output: o, model: m}", ["gqa", "--groups=2", "--", "m", "o"]),
+        ("gqa: {model: m, output: o, groups: 2, dry-run: true}", ["gqa", "--groups=2", "--dry-run", "--", "m", "o"]),
+        ("gqa: {model: m, output: o, groups: 2, dry_run: false}", ["gqa", "--groups=2", "--", "m", "o"]),
+        ("gqa: {model: m, output: o, groups: 2, refit: false}", ["gqa", "--groups=2", "--no-refit", "--", "m", "o"]),
+        ("gqa: {model: m, output: o, groups: 2, refit: 'no'}", ["gqa", "--groups=2", "--no-refit", "--", "m", "o"]),
+        ("gqa: {model: m, output: o, groups: 2, dtype: null}", ["gqa", "--groups=2", "--", "m", "o"]),
+        (
+            "bench: {models: [a, b], batch: [1, 2], context: 8}",
+            ["bench", "--batch=1", "--batch=2", "--context=8", "--", "a", "b"],
+        ),
+        ("bench: {models: a}", ["bench", "--", "a"]),
+        ("plan: {model: m, gpu: [A=1, B=2]}", ["plan", "--gpu=A=1", "--gpu=B=2", "--", "m"]),
+        ("families:", ["families"]),
+        ("- families: {}", ["families"]),
+        ("defaults: &d {groups: 2}", None),
+    ],
+)
+def test_a_step_is_a_command_line(recipe: str, expected: list[str] | None, lines: Lines) -> None:
+    if expected is None:
+        assert "a recipe cannot run 'defaults'" in refusal(lines, recipe)
+    else:
+        assert lines(recipe) == [expected]
+
+
+@pytest.mark.parametrize("value", ["--overwrite", "-x", "-m", "--", "-", "a=b", "", "a b", "--groups=3"])
+def test_a_value_that_looks_like_an_option_stays_a_value(value: str, lines: Lines) -> None:
+    recipe = json.dumps({"gqa": {"model": value, "output": value, "groups": 2, "device": value}})
+    for line in lines(recipe):
+        with main.commands["gqa"].make_context("gqa", line[1:]) as context:
+            given = context.params
+        assert (given["model"], str(given["output"]), given["device"]) == (value, str(Path(value)), value)
+        assert given["overwrite"] is False
+
+
+def test_a_setting_that_looks_like_an_option_stays_a_value(lines: Lines) -> None:
+    assert lines("gqa: {model: m, groups: 2}", "output=--overwrite") == [["gqa", "--groups=2", "--", "m", "--overwrite"]]
+
+
+def test_settings_reach_every_step_that_has_the_option(lines: Lines) -> None:
+    steps = "[{gqa: {model: m, output: a, groups: 4}}, {gqa: {model: m, output: b, groups: 2}}, {inspect: {model: m}}]"
+    assert [line[1] for line in lines(steps, "groups=1")] == ["--groups=1", "--groups=1", "--"]
+    assert "--set heads: no step of this recipe has that option" in refusal(lines, steps, "heads=1")
+    assert "--set heads: give KEY=VALUE" in refusal(lines, steps, "heads")
+
+
+def test_shared_options_may_be_merged(lines: Lines) -> None:
+    recipe = "- gqa: &all {model: m, output: a, groups: 4}\n- gqa: {<<: *all, output: b}"
+    assert lines(recipe) == [["gqa", "--groups=4", "--", "m", "a"], ["gqa", "--groups=4", "--", "m", "b"]]
+
+
+# ---- what is none --------------------------------------------------------------------------------------------------
+
+BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])
+MERGES = "\n".join(
+    ["- a0: &a0 {" + ", ".join(f"k{n}: 1" for n in range(9)) + "}"]
+    + [f"- a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 12)]
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("", "is no recipe: step 1 is not one command with its options"),
+        ("5", "is no recipe: step 1"),
+        ("[]", "is no recipe: step 1"),
+        ("{}", "is no recipe: step 1"),
+        ("- families:\n- null", "is no recipe: step 2"),
+        ("- families:\n- []", "is no recipe: step 2"),
+        ("- families:\n- gqa: [1]", "is no recipe: step 2"),
+        ("- families:\n- gqa: 2024-01-01", "is no recipe: step 2"),
+        ("gqa: {model: m}\nmqa: {model: m}", "is no recipe: step 1"),
+        ("1: {model: m}", "is no recipe: step 1 has a key of type int"),
+        ("null: {model: m}", "is no recipe: step 1 has a key of type NoneType"),
+        ("gqa: {1: m}", "is no recipe: step 1 has a key of type int"),
+        ("gqa: {on: m}", "is no recipe: step 1 has a key of type bool"),
+        ("gqa: {2024-01-01: m}", "is no recipe: step 1 has a key of type date"),
+        ("gqa: {0x" + "f" * 900 + ": m}", "is no recipe: step 1 has a key of type int"),
+        ("gqa: {[a]: m}", "is no YAML: "),
+        ("gqa: {model: m, model: n}", "is no YAML: key 'model' is given twice, in line 1"),
+        ("- families:\n- gqa: {model: m,\n    model: n}", "is no YAML: key 'model' is given twice, in line 3"),
+        ("gqa: {dry-run: true, dry_run: false}", "step 1 of "),
+        ("a: {b: c", "is no YAML: "),
+        ("---\na: b\n---\nc: d", "is no YAML: "),
+        ("gqa: !!python/object:os.system {}", "is no YAML: "),
+        ("gqa: {model: !!bool perhaps}", "is no YAML: 'perhaps'"),
+        ("gqa: {model: !!int ''}", "is no YAML: "),
+        ("gqa: {model: 2024-13-45}", "is no YAML: month must be in 1..12"),
+        ("gqa: {groups: " + "9" * 5000 + "}", "is no YAML: Exceeds the limit"),
+        ("[" * 3000 + "]" * 3000, "is no YAML: maximum recursion depth exceeded"),
+        ("&a [*a]", "is no recipe: step 1"),
+        ("gqa: &a {<<: *a}", "model is missing"),
+        (BOMB, "is no recipe: step 1"),
+        (f"gqa:\n  model: m\n  output: o\n  groups: [{{{BOMB.replace(chr(10), ', ')}}}]", "groups takes one value, not a list"),
+        (MERGES, "is no YAML: its aliases make a mapping of more than 4096 keys"),
+        (b"gqa: {model: \xff}", "is no YAML: 'utf-8' codec"),
+        ("gqa: {model: \x07}", "is no YAML: unacceptable character"),
+        ('{"kvfold": "1", "recipe": 5}', "is no recipe: step 1"),
+        ('{"kvfold": "1", "recipe": null}', "is no recipe: step 1"),
+        ('{"kvfold": "1", "recipe": {"gqa": 5}}', "is no recipe: step 1"),
+        ('{"kvfold": 1, "recipe": {"gqa": {"model": ["m"], "output": "o", "groups": 2}}}', "model takes one value, not a list"),
+        (
+            '{"kvfold": 1, "recipe": {"gqa": {"model": "m", "output": "o", "groups": {"a": 1}}}}',
+            "groups takes one value, not a map",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_no_recipe_is_refused_in_one_line(recipe: str | bytes, said: str, lines: Lines) -> None:
+    assert said in refusal(lines, recipe)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("gqa: {output: o, groups: 2}", "step 2 (gqa) of the recipe: model is missing"),
+        ("gqa: {model: m, groups: 2}", "step 2 (gqa) of the recipe: output is missing"),
+        ("gqa: {model: m, output: o}", "step 2 (gqa) of the recipe: Missing option '--groups'."),
+        ("eval: {models: []}", "step 2 (eval) of the recipe: Missing argument 'MODEL...'."),
+        ("gqa: {model: m, output: o, groups: two}", "Invalid value for '--groups': 'two' is not a valid integer."),
+        ("gqa: {model: m, output: o, groups: 2.5}", "Invalid value for '--groups': '2.5' is not a valid integer."),
+        ("gqa: {model: m, output: o, groups: 2, method: magic}", "Invalid value for '--method': 'magic' is not one of"),
+        (
+            "gqa: {model: m, output: o, groups: 2, text: /no/such}",
+            "Invalid value for '--text': File '/no/such' does not exist.",
+        ),
+        ("gqa: {model: m, output: o, groups: 2, max-shard-size: 5}", "'5' is no size"),
+        ("bench: {models: m, batch: [1, 0]}", "Invalid value for '--batch': 0 is not in the range x>=1."),
+        ("gqa: {model: m, output: o, groups: true}", "groups takes one value, not true or false"),
+        ("gqa: {model: yes, output: o, groups: 2}", "model takes one value, not true or false"),
+        ("gqa: {model: 2024-01-01, output: o, groups: 2}", "model takes one value, not a date"),
+        ("gqa: {model: 2024-01-01 10:00:00, output: o, groups: 2}", "model takes one value, not a datetime"),
+        ("gqa: {model: !!binary aGk=, output: o, groups: 2}", "model takes one value, not a bytes"),
+        ("gqa: {model: m, output: o, groups: 0x" + "f" * 9000 + "}", "groups takes one value, not an integer of 36000 bits"),
+        ("bench: {models: [m, [n]]}", "models takes values, not a list"),
+        ("bench: {models: [m, null]}", "models takes values, not null"),
+        ("gqa: {model: m, output: o, groups: 2, dry-run: maybe}", "dry_run takes true or false"),
+        ("gqa: {model: m, output: o, groups: 2, dry-run: [true]}", "dry_run takes true or false"),
+        ("gqa: {model: m, output: o, groups: 2, dry-run: 7}", "dry_run takes true or false"),
+        ("gqa: {model: m, output: o, groups: 2, help: true}", "convert gqa has no option 'help'"),
+        ("shrink: {model: m}", "a recipe cannot run 'shrink'"),
+        ("run: {recipe: x}", "a recipe cannot run 'run'"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_later_step_is_refused_before_the_first_runs(step: str, said: str, tmp_path: Path, convert: Any) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"- families: {{}}\n- {step}\n")
+    result = convert("run", tmp_path / "recipe.yaml")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) <= 2
+    assert result.stdout == "", "a step was run"
+
+
+def test_parsing_a_step_runs_nothing(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
+    def ran(**given: Any) -> None:
+        raise AssertionError("it was run")
+
+    for command in main.commands.values():
+        monkeypatch.setattr(command, "callback", ran)
+    assert len(lines("[{families: {}}, {inspect: {model: m}}, {demo: {}}]")) == 3
+    assert click.get_current_context(silent=True) is None
