@@ -20,11 +20,11 @@ class SourceClass:
 
     name = "its own class"
     loads_in = "transformers"
-    opened_by = "transformers, and whatever else reads `num_key_value_heads`, loads it without kvfold."
+    opened_by = "transformers, and any other software that reads `num_key_value_heads`, loads it without kvfold."
     remarks = (
-        "Compiled, over a static cache or with padding, transformers 5.23 repeats keys and values for every query head at\n"
-        'every token. kvfold\'s `attention` package does not: `model = attention.load("path/to/this/directory")`, or\n'
-        "`attention.pack(model)` for a model that is loaded, if it attends through sdpa.",
+        "When it is compiled, with a static cache or with padding, transformers 5.23 repeats keys and values for every query\n"
+        'head at every token. kvfold\'s `attention` package does not: `model = attention.load("path/to/this/directory")`, or\n'
+        "`attention.pack(model)` for a loaded model with sdpa attention.",
     )
     replaces = "belonged to a KV head that was merged into another"
     families: frozenset[str] | None = None
