@@ -25,7 +25,7 @@ class Attention:
         v: `[G, D, E]`.
         o: `[E, H, D]`.
         scale: What logits are multiplied by before the softmax.
-        rotary: How heads turn with position, or None in a layer without positions.
+        rotary: How queries and keys rotate with position, or None in a layer without positions.
         q_bias: `[H, D]` or None.
         k_bias: `[G, D]` or None.
         v_bias: `[G, D]` or None.
@@ -57,16 +57,16 @@ class FactoredAttention:
     """One layer's multi-head latent attention, as `attention.reference.latent_attention` computes it.
 
     Attributes:
-        q_nope: `[H, D, E]`, queries of keys that do not turn.
-        q_rope: `[H, P, E]`, queries of the key that turns.
+        q_nope: `[H, N, E]`, queries of the nope keys.
+        q_rope: `[H, P, E]`, queries of the rope key.
         k_rope: `[P, E]`, that key, one for all heads.
         down: `[R, E]`, what is kept of a token; R counts no channels that a host adds.
-        up_k: `[H, D, R]`.
+        up_k: `[H, N, R]`.
         up_v: `[H, D, R]`.
         o: `[E, H, D]`.
         scale: What logits are multiplied by before the softmax.
-        rotary: How the P dims turn.
-        q_nope_bias: `[H, D]` or None.
+        rotary: How the P dims rotate with position.
+        q_nope_bias: `[H, N]` or None.
         q_rope_bias: `[H, P]` or None.
         k_rope_bias: `[P]` or None.
         o_bias: `[E]` or None.
@@ -85,6 +85,35 @@ class FactoredAttention:
     q_rope_bias: torch.Tensor | None = None
     k_rope_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
+
+    def expanded(self) -> Attention:
+        """The same function as multi-head attention: keys `[H, P + N, E]`, rope dims first, and values `[H, Dv, E]`, fp32.
+
+        Every head has the one rotary key. Methods for MHA see latent attention so.
+        """
+        import torch
+
+        heads, rope = self.q_nope.shape[0], self.q_rope.shape[1]
+        down = self.down.float()
+        nope_bias = torch.zeros_like(self.q_nope[..., 0])
+
+        def joined(rotary: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+            if rotary is None and other is None:
+                return None
+            first = self.q_rope.new_zeros(heads, rope) if rotary is None else rotary.expand(heads, rope)
+            return torch.cat((first.float(), (nope_bias if other is None else other).float()), 1)
+
+        return Attention(
+            q=torch.cat((self.q_rope, self.q_nope), 1).float(),
+            k=torch.cat((self.k_rope.float().expand(heads, -1, -1), self.up_k.float() @ down), 1),
+            v=self.up_v.float() @ down,
+            o=self.o.float(),
+            scale=self.scale,
+            rotary=self.rotary,
+            q_bias=joined(self.q_rope_bias, self.q_nope_bias),
+            k_bias=joined(self.k_rope_bias, None),
+            o_bias=self.o_bias,
+        )
 
 
 Record = Attention | FactoredAttention

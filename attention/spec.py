@@ -35,6 +35,7 @@ class AttentionSpec:
         head_dim: D.
         kv_lora_rank: R, the values of the latent that is kept instead of keys and values (MLA); None without one.
         qk_rope_head_dim: P, the values of the rotary key that is kept beside the latent.
+        qk_nope_head_dim: N, the dims of a head's keys that are made of the latent. Values have `head_dim`.
     """
 
     num_layers: int
@@ -43,6 +44,7 @@ class AttentionSpec:
     head_dim: int
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int = 0
+    qk_nope_head_dim: int = 0
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -65,7 +67,8 @@ class AttentionSpec:
         if not isinstance(heads, int) or not isinstance(width, int):
             raise Refusal(f"model type {config.model_type!r} has no single number of attention heads in its config")
         if rank := getattr(config, "kv_lora_rank", None):
-            return cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, config.qk_rope_head_dim)
+            sizes = config.qk_rope_head_dim, config.qk_nope_head_dim
+            return cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, *sizes)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or width // heads
         if not isinstance(kv_heads, int):
@@ -96,8 +99,13 @@ class AttentionSpec:
         """The same attention with its KV heads merged into `groups`.
 
         Raises:
-            Refusal: `groups` does not divide the KV heads, or exceeds them.
+            Refusal: `groups` does not divide the KV heads, or exceeds them; or there is a latent, and no KV heads.
         """
+        if self.kv_lora_rank is not None:
+            raise Refusal(
+                f"{self.kind} has a latent and no KV heads to merge",
+                hint="use `convert mla` for a smaller latent, or convert the original MHA checkpoint",
+            )
         heads = self.num_kv_heads
         choices = [g for g in range(1, heads + 1) if heads % g == 0]
         if groups not in choices:
@@ -106,18 +114,47 @@ class AttentionSpec:
             raise Refusal(f"cannot make {groups} groups from {heads} KV heads: {rule} (choose {listed})")
         return replace(self, num_kv_heads=groups)
 
+    @property
+    def key_dim(self) -> int:
+        """Dims of one head's keys: D; with a latent N + P."""
+        return self.head_dim if self.kv_lora_rank is None else self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_keys(self) -> int:
+        """How many different keys a token has at one rotary frequency: one per KV head, or the one beside a latent."""
+        return self.num_kv_heads if self.kv_lora_rank is None else 1
+
+    @property
+    def most_rotary_dims(self) -> int:
+        """The most rotary dims that a latent made from this attention can keep."""
+        return self.num_kv_heads * self.head_dim if self.kv_lora_rank is None else self.qk_rope_head_dim
+
     def latent(self, kv_lora_rank: int, qk_rope_head_dim: int) -> AttentionSpec:
         """The same attention with a latent of R values and a rotary key of P in place of keys and values.
 
+        Rotary dims that are given up become dims of the nope keys, so that a head's queries keep all of theirs.
+
         Raises:
-            Refusal: P is not a number of rotary pairs that G keys of D have; or R is below 1.
+            Refusal: P is not a number of rotary pairs that the keys have; or R is below 1.
         """
-        most = self.num_kv_heads * self.head_dim
+        most = self.most_rotary_dims
         if qk_rope_head_dim < 2 or qk_rope_head_dim % 2 or qk_rope_head_dim > most:
             raise Refusal(
-                f"cannot keep {qk_rope_head_dim} rotary dims of {self.num_kv_heads} KV heads × {self.head_dim}: "
-                f"it must be even and between 2 and {most}"
+                f"cannot keep {qk_rope_head_dim} rotary dims of {self._rotary_part}: it must be even and between 2 and {most}"
             )
         if kv_lora_rank < 1:
             raise Refusal(f"a latent of rank {kv_lora_rank} holds nothing: it must be at least 1")
-        return replace(self, num_kv_heads=self.num_heads, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+        nope = self.qk_nope_head_dim if qk_rope_head_dim == self.qk_rope_head_dim else self.key_dim
+        return replace(
+            self,
+            num_kv_heads=self.num_heads,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            qk_nope_head_dim=nope,
+        )
+
+    @property
+    def _rotary_part(self) -> str:
+        if self.kv_lora_rank is None:
+            return f"{self.num_kv_heads} KV heads × {self.head_dim}"
+        return f"the {self.qk_rope_head_dim} that the source has"

@@ -40,7 +40,7 @@ def layer_cost(
     from convert.methods import LATENT, load_grouped, load_latent
     from convert.methods.frequencies import pairs_by_stride
     from convert.methods.grouped import Draw
-    from convert.methods.latent import Size
+    from convert.methods.latent import Allocation
     from convert.methods.statistics import Statistics
 
     heads, generator = width // HEAD_DIM, torch.Generator().manual_seed(0)
@@ -63,7 +63,7 @@ def layer_cost(
         )
     for name in LATENT:
         how = load_latent(name)
-        size = Size(rank, pairs_by_stride(rope, HEAD_DIM), max(1, HEAD_DIM // rope) if how.folds else 1, rotary)
+        size = Allocation(rank, pairs_by_stride(rope, HEAD_DIM), max(1, HEAD_DIM // rope) if how.folds else 1, rotary)
         if how.survey:
             yield f"{name}, survey", _cost(partial(how.survey, layer, known, rope // 2), device, rounds)
         for pursued in (False, True) if name == "weighted" else (False,):
@@ -105,7 +105,8 @@ def survey_only(model: Path, work: Path) -> None:
     layers = source.config.num_hidden_layers
     blocks = torch.randint(source.config.vocab_size, (BLOCKS, CONTEXT), generator=torch.Generator().manual_seed(0))
     paths = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
-    stream = LayerStream(source.config, paths, Reader(model).__getitem__, blocks, work / "inputs", torch.device("cpu"))
+    reader, inputs = Reader(model), work / "inputs"
+    stream = LayerStream(source.config, paths, reader.__getitem__, reader.infos, blocks, inputs, torch.device("cpu"))
     survey(stream, Shelf(work, "source"), quiet=True)
 
 

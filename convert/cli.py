@@ -1,4 +1,4 @@
-"""The command line: parses, calls one function of the library, prints. Data goes to stdout, all else to stderr."""
+"""The command line: arguments → one call of the API → print. Data goes to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ import errno
 import json
 import shlex
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from attention.errors import Interrupted, KvfoldError
+from attention.errors import GateMissed, Interrupted, KvfoldError
 from convert import options
 from convert.methods import GROUPED, LATENT
+from eval.tables import printable
 from eval.text import DATASETS
-
-if TYPE_CHECKING:
-    from convert.planning.base import Output, Plan
-    from convert.planning.calibration import Calibration
-    from eval.source import Source
-    from eval.text import Text
 
 
 class Commands(click.Group):
@@ -33,14 +27,14 @@ class Commands(click.Group):
         except KvfoldError as error:
             if ctx.meta.get("kvfold.verbose"):
                 traceback.print_exc()
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {printable(str(error))}", err=True)
             if error.hint:
-                click.echo(f"hint: {error.hint}", err=True)
+                click.echo(f"hint: {printable(error.hint)}", err=True)
             ctx.exit(error.exit_code)
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # the reader of a pipe has gone; click ends quietly
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {printable(str(error))}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("error: interrupted", err=True)
@@ -68,71 +62,20 @@ def _show(facts: Any, text: str, as_json: bool) -> None:
     click.echo(json.dumps(facts, indent=2) if as_json else text)
 
 
-def _written(paths: dict[str, Path], quiet: bool) -> None:
-    if not quiet:
-        click.echo(f"written: {', '.join(str(path) for path in paths.values())}", err=True)
+def _console(given: dict[str, Any]) -> Any:
+    """Take the options of stderr out of `given`; who is told of progress."""
+    from convert.console import console
 
-
-def _quieten(verbose: bool) -> None:
-    """Keep transformers' own warnings and bars off the terminal unless they are asked for."""
+    verbose, quiet = given.pop("verbose"), given.pop("quiet")
     click.get_current_context().meta["kvfold.verbose"] = verbose  # shared with the group, which handles errors
-    if not verbose:
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+    return console(verbose, quiet)
 
 
-def _convert(plan_of: Callable[[Source, Output], Plan], **given: Any) -> None:
-    from convert.execute.run import execute
-    from convert.planning.base import Output
-    from convert.planning.describe import plan_text
-    from eval.source import Source
-    from eval.text import read_file
-
-    _quieten(given["verbose"])
-    source = Source.parse(given["model"], given["trust_remote_code"])
-    where = Output(*(given[name] for name in ("output", "dtype", "max_shard_size", "overwrite", "resume")))
-    plan = plan_of(source, where)
-    if not given["dry_run"]:
-        held_out = read_file(given["evaluate"]) if given["evaluate"] else None
-        plan = execute(plan, held_out, _calibration_text(given), given["quiet"])
-    _show(plan.as_dict(), plan_text(plan, done=not given["dry_run"]), given["as_json"])
-
-
-def _calibration(given: dict[str, Any]) -> Calibration:
-    from convert.planning.calibration import Calibration
-
-    if given["text"] and given["dataset"]:
-        raise click.UsageError("give either --text FILE or --dataset NAME")
-    text = {name: str(given[name]) for name in ("text", "dataset") if given[name]}
-    return Calibration(
-        text,
-        given["calibration_tokens"],
-        given["calibration_context"],
-        given["propagate"],
-        given["refit"],
-        given["refine"] or 0,
-    )
-
-
-def _calibration_text(given: dict[str, Any]) -> Text | None:
-    from eval.text import load_dataset, read_file
-
-    if given["text"]:
-        return read_file(given["text"])
-    return load_dataset(given["dataset"], "train") if given["dataset"] else None
-
-
-def _grouped(command: str, groups: int, method: str, grouping: str = "contiguous", **given: Any) -> None:
-    def plan_of(source: Source, output: Output) -> Plan:
-        from convert import methods
-        from convert.planning.grouped import plan_grouped
-
-        how, text = methods.load_grouped(method), _calibration(given)
-        return plan_grouped(command, source, groups, how, given["seed"], given["device"], output, text, grouping)
-
-    _convert(plan_of, **given)
+def _converted(convert: Any, given: dict[str, Any]) -> None:
+    """Call one of the API's conversions with a command's options, and print what it did."""
+    as_json, progress = given.pop("as_json"), _console(given)
+    done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
+    _show(done.as_dict(), str(done), as_json)
 
 
 @main.command()
@@ -147,28 +90,32 @@ def _grouped(command: str, groups: int, method: str, grouping: str = "contiguous
 )
 @options.calibration
 @options.conversion
-def gqa(groups: int, method: str, **given: Any) -> None:
+def gqa(**given: Any) -> None:
     """Convert MODEL to grouped-query attention.
 
     Its KV heads are merged into N, and the result is written to OUTPUT, which loads in stock transformers.
 
     Example: convert gqa --groups 8 meta-llama/Llama-2-7b-hf llama-2-7b-gqa8
     """
-    _grouped("gqa", groups, method, **given)
+    from convert import api
+
+    _converted(api.gqa, given)
 
 
 @main.command()
 @_method
 @options.calibration
 @options.conversion
-def mqa(method: str, **given: Any) -> None:
+def mqa(**given: Any) -> None:
     """Convert MODEL to multi-query attention.
 
     The same as gqa --groups 1.
 
     Example: convert mqa ./my-model my-model-mqa
     """
-    _grouped("mqa", 1, method, **given)
+    from convert import api
+
+    _converted(api.mqa, given)
 
 
 @main.command()
@@ -184,25 +131,18 @@ def mqa(method: str, **given: Any) -> None:
 @click.option("--pad-rank", is_flag=True, help="Allow a rank beyond full size, filled up with channels of zeros.")
 @options.calibration
 @options.conversion
-def mla(method: str, **given: Any) -> None:
+def mla(**given: Any) -> None:
     """Convert MODEL to multi-head latent attention.
 
     Keys and values are factored through a latent of R channels, and a rotary key of P dims is kept beside it. The result
-    is written to OUTPUT as DeepSeek-V3 without experts, which stock transformers loads and caches at that size.
+    is written to OUTPUT as DeepSeek-V3 without experts, which stock transformers loads and caches at that size. MODEL may
+    be such a result itself, which then gets a smaller latent.
 
     Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 --dtype bfloat16 meta-llama/Llama-2-7b-hf llama-2-7b-mla
     """
-    from convert import methods
-    from convert.planning.latent import LatentSize, plan_latent
+    from convert import api
 
-    share, size_bytes = given["kv_budget"] or (None, None)
-    size = LatentSize(given["kv_lora_rank"], given["qk_rope_head_dim"], share, size_bytes, given["freqfold"], given["pad_rank"])
-    calibration = _calibration(given)
-
-    def plan_of(source: Source, output: Output) -> Plan:
-        return plan_latent(source, size, methods.load_latent(method), calibration, given["device"], output, given["seed"])
-
-    _convert(plan_of, **given)
+    _converted(api.mla, given)
 
 
 @main.command(name="eval")
@@ -219,30 +159,27 @@ def mla(method: str, **given: Any) -> None:
 @options.arithmetic
 @options.device
 @options.common
-def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **given: Any) -> None:
+def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Perplexity and KV bytes per token of MODELs.
 
     The first MODEL is the source: the others are compared with it (loss in nats, KL, top-1 agreement).
 
     Example: convert eval ./my-model my-model-gqa8 --text held-out.txt --output report
     """
-    from eval import report
-    from eval.evaluation import Settings, require_ratio, run
-    from eval.source import Source
+    from eval import evaluate, report
 
-    _quieten(given["verbose"])
-    if (text is None) == (dataset is None):
-        raise click.UsageError("give either --text FILE or --dataset NAME")
-    limit = given["max_perplexity_ratio"]
-    if limit is not None and (len(models) < 2 or not limit > 0):
-        raise click.UsageError("--max-perplexity-ratio needs two models or more, and a ratio above 0")
-    sources = [Source.parse(model, given["trust_remote_code"]) for model in models]
-    names = ("protocol", "context", "max_tokens", "dtype", "device", "quiet")
-    found = run(sources, text or str(dataset), Settings(**{name: given[name] for name in names}))
-    _show(found, report.to_markdown(found), given["as_json"])
-    if given["output"]:
-        _written(report.write(found, given["output"]), given["quiet"])
-    require_ratio(found, limit)
+    progress, output = _console(given), given["output"]
+
+    def show(found: Any) -> None:
+        _show(found, report.to_markdown(found), as_json)
+        _written(output, "report.html")
+
+    try:
+        found = evaluate(models, progress=progress, **given)
+    except GateMissed as missed:
+        show(missed.report)
+        raise
+    show(found)
 
 
 @main.command()
@@ -263,7 +200,7 @@ def evaluate(models: tuple[str, ...], text: Path | None, dataset: str | None, **
 @options.arithmetic
 @options.device
 @options.common
-def bench(models: tuple[str, ...], batch: tuple[int, ...], context: tuple[int, ...], **given: Any) -> None:
+def bench(models: tuple[str, ...], as_json: bool, batch: tuple[int, ...], **given: Any) -> None:
     """Speed and memory of MODELs side by side.
 
     Prefill and decode tokens per second, time per step, bandwidth over the cache, peak memory and the largest batch that fits,
@@ -271,26 +208,19 @@ def bench(models: tuple[str, ...], batch: tuple[int, ...], context: tuple[int, .
 
     Example: convert bench ./my-model my-model-mla --context 512,2048,8192 --output speed
     """
-    from eval import bench_report
-    from eval.source import Source
-    from eval.speed import Settings, run
+    from eval import bench, bench_report
 
-    _quieten(given["verbose"])
-    sources = [Source.parse(model, given["trust_remote_code"]) for model in models]
-    if given["output"]:
-        bench_report.require_room(given["output"], given["overwrite"])
-    names = ("steps", "rounds", "dtype", "device", "compile", "stock", "largest_batch", "quiet")
-    found = run(sources, Settings(batch or (1,), context, **{name: given[name] for name in names}))
-    _show(found, bench_report.to_markdown(found), given["as_json"])
-    if given["output"]:
-        _written(bench_report.write(found, given["output"]), given["quiet"])
+    progress, output = _console(given), given["output"]
+    found = bench(models, batch=batch or (1,), progress=progress, **given)
+    _show(found, bench_report.to_markdown(found), as_json)
+    _written(output, "bench.md")
 
 
 @main.command(name="sweep")
 @click.argument("model")
 @click.argument("output", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--groups", type=options.Listed(int), metavar="N,…", help="KV heads of GQA targets, as in 8,4,2,1.")
-@click.option("--mla", "latents", type=options.Listed(options.Latent()), metavar="R+P,…", help="MLA targets: 512+64, or 12.5%.")
+@click.option("--mla", type=options.Listed(options.Latent()), metavar="R+P,…", help="MLA targets: 512+64, or 12.5%.")
 @click.option(
     "--methods", type=options.Listed(click.Choice((*GROUPED, *LATENT))), metavar="NAME,…", help="[default: all but random]"
 )
@@ -305,7 +235,7 @@ def bench(models: tuple[str, ...], batch: tuple[int, ...], context: tuple[int, .
 @options.calibration
 @options.writing
 @options.common
-def sweep_command(evaluate: Path, latents: tuple[Any, ...] | None, **given: Any) -> None:
+def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None:
     """Convert MODEL to many targets by many methods, and compare them.
 
     One survey of the text serves all of them, and one report in DIR/report draws perplexity against KV bytes per token.
@@ -314,28 +244,18 @@ def sweep_command(evaluate: Path, latents: tuple[Any, ...] | None, **given: Any)
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """
-    from convert.planning.base import Output
-    from convert.planning.describe import plans_text
-    from convert.planning.latent import LatentSize
-    from convert.sweeping import Wanted, plans_for, sweep
-    from eval import report
-    from eval.evaluation import Settings
-    from eval.source import Source
-    from eval.text import read_file
+    from convert import api
 
-    _quieten(given["verbose"])
-    source = Source.parse(given["model"], given["trust_remote_code"])
-    where = Output(*(given[name] for name in ("output", "dtype", "max_shard_size", "overwrite", "resume")))
-    sizes = None if latents is None else tuple(LatentSize(*size) for size in latents)
-    chosen = (given["groups"], sizes, given["methods"], _calibration(given), where, given["device"], given["seed"])
-    plans = plans_for(source, Wanted(*chosen), given["quiet"])
-    if given["dry_run"]:
-        _show([plan.as_dict() for plan in plans], plans_text(plans), given["as_json"])
-        return
-    held_out = read_file(evaluate)
-    settings = Settings(given["protocol"], given["context"], given["max_tokens"], "auto", given["device"], given["quiet"])
-    found = sweep(plans, _calibration_text(given), held_out, settings)
-    _show(found, report.to_markdown(found), given["as_json"])
+    quiet, progress = given["quiet"], _console(given)
+
+    def made(plan: Any) -> None:
+        if not quiet:
+            click.echo(f"made: {printable(str(plan.output.path))} ({plan.target.spec.kind})", err=True)
+
+    done = api.sweep(model, output, progress=progress, made=made, **given)
+    _show(done.as_dict(), str(done), as_json)
+    if done.report is not None:
+        _written(done.report_directory, "report.html")
 
 
 @main.command()
@@ -348,40 +268,35 @@ def sweep_command(evaluate: Path, latents: tuple[Any, ...] | None, **given: Any)
 )
 @click.option("--gpu-share", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="Usable memory.")
 @options.common
-def plan(model: str, context: int | None, dtype: str | None, gpus: tuple[tuple[str, float], ...], **given: Any) -> None:
+def plan(model: str, as_json: bool, gpus: tuple[tuple[str, float], ...], **given: Any) -> None:
     """KV memory of each target, and where it fits.
 
     Reads only the config of MODEL.
 
     Example: convert plan meta-llama/Llama-2-7b-hf --batch 16 --context 4096 --gpu A6000=48
     """
-    from convert.planning.describe import capacity, capacity_text
-    from eval.capacity import GPUS
-    from eval.source import Source
+    from convert import api
 
-    _quieten(given["verbose"])
-    source = Source.parse(model, given["trust_remote_code"])
-    size = context or source.max_positions or 2048
-    facts = capacity(source, dtype or source.dtype, given["batch"], size, dict(gpus) or GPUS, given["gpu_share"])
-    _show(facts, capacity_text(facts), given["as_json"])
+    _console(given)
+    facts = api.plan(model, gpus=dict(gpus), **given)
+    _show(facts, str(facts), as_json)
 
 
 @main.command()
 @options.model
 @options.common
-def inspect(model: str, trust_remote_code: bool, as_json: bool, verbose: bool, **given: Any) -> None:
+def inspect(model: str, as_json: bool, **given: Any) -> None:
     """What MODEL is and what it can become.
 
-    Heads, rotary embedding, biases, family, hosts and cache, from its config alone.
+    Heads, rotary embedding, biases, family, output classes and cache, from its config alone.
 
     Example: convert inspect Qwen/Qwen2.5-7B@main
     """
-    from convert.planning.describe import inspection, inspection_text
-    from eval.source import Source
+    from convert import api
 
-    _quieten(verbose)
-    facts = inspection(Source.parse(model, trust_remote_code))
-    _show(facts, inspection_text(facts), as_json)
+    _console(given)
+    facts = api.inspect(model, **given)
+    _show(facts, str(facts), as_json)
 
 
 @main.command()
@@ -427,7 +342,7 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
     help="Where everything goes.",
 )
 @options.plain
-def demo(output: Path, as_json: bool, verbose: bool, quiet: bool) -> None:
+def demo(output: Path, as_json: bool, **given: Any) -> None:
     """Convert and evaluate the bundled model.
 
     A small MHA checkpoint goes through every conversion, evaluation and report; offline, in about two minutes.
@@ -437,10 +352,15 @@ def demo(output: Path, as_json: bool, verbose: bool, quiet: bool) -> None:
     from convert.demo.showcase import showcase
     from eval import report
 
-    _quieten(verbose)
-    found, page = showcase(output, quiet)
+    found, page = showcase(output, _console(given))
     _show(found, report.to_markdown(found), as_json)
     click.echo(f"report: {page}", err=True)
+
+
+def _written(directory: Path | None, page: str) -> None:
+    """Say where a report is."""
+    if directory is not None:
+        click.echo(f"report: {printable(str(directory / page))}", err=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -12,54 +11,47 @@ from typing import Any
 
 import click
 
+from attention.errors import Refusal
+from convert.sizes import parse_budget, parse_bytes, parse_latent
 from eval.protocol import PROTOCOLS
 from eval.text import DATASETS
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DTYPES = ("float32", "bfloat16", "float16")
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic only from click 8.4 on
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only from click 8.4 on
     """Bytes with a unit: 5GB, 500MB, 1.5GiB."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B)\s*", str(value), re.IGNORECASE)
-        size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-        if size < 1:
-            self.fail(f"{value!r} is no size: give a number and a unit, as in 5GB or 500MB", param, ctx)
-        return size
+        return value if isinstance(value, int) else _parsed(self, parse_bytes, value, param, ctx)
 
 
 class Budget(click.ParamType):  # type: ignore[type-arg]
-    """A share of the source's cache, 12.5%, or bytes per token, 4096 or 4KB; as (share, None) or (None, bytes)."""
+    """A share of the source's cache, 12.5%, or bytes per token, 4096 or 4KB; as it was typed."""
 
     name = "budget"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, None] | tuple[None, int]:
-        if isinstance(value, tuple):
-            return value
-        text = str(value).strip()
-        percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
-        if percent and 0 < float(percent[1]) <= 100:
-            return float(percent[1]) / 100, None
-        if text.isdigit():
-            return None, int(text)
-        if re.fullmatch(r"\d+(\.\d+)?\s*[KMG]?i?B", text, re.IGNORECASE):
-            return None, Size().convert(text, param, ctx)
-        self.fail(
-            f"{value!r} is no budget: give a share of the source's cache above 0 and up to 100 %, as in 12.5%, or bytes per "
-            "token, as in 4096 or 4KB",
-            param,
-            ctx,
-        )
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        _parsed(self, parse_budget, value, param, ctx)
+        return str(value)
+
+
+def _parsed(
+    kind: click.ParamType,  # type: ignore[type-arg]
+    parse: Callable[[str], Any],
+    value: Any,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> Any:
+    """What `parse` makes of a value; its refusal is click's."""
+    try:
+        return parse(str(value))
+    except Refusal as refusal:
+        kind.fail(str(refusal), param, ctx)
 
 
 class Gpu(click.ParamType):  # type: ignore[type-arg]
@@ -79,16 +71,13 @@ class Gpu(click.ParamType):  # type: ignore[type-arg]
 
 
 class Latent(click.ParamType):  # type: ignore[type-arg]
-    """A size of MLA, R+P or a budget, as (R, P, share, bytes)."""
+    """A size of MLA, R+P or a budget; as it was typed."""
 
     name = "latent"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int | None, int | None, float | None, int | None]:
-        if match := re.fullmatch(r"\s*(\d+)\s*\+\s*(\d+)\s*", str(value)):
-            return int(match[1]), int(match[2]), None, None
-        return None, None, *Budget().convert(value, param, ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        _parsed(self, parse_latent, value, param, ctx)
+        return str(value)
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]
@@ -180,7 +169,7 @@ writing = _all(
         help="For methods that draw numbers, and the order in which --refine takes blocks of text.",
     ),
     click.option(
-        "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Begin a new weight file beyond this."
+        "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Begin a new weight file beyond this."
     ),
     click.option("--overwrite", is_flag=True, help="Replace what is there once the new one is whole."),
     click.option(

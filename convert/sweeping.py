@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from attention.errors import Failure, Interrupted, Refusal
 from convert import methods
+from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import check_output, partial_path
 from convert.execute.run import execute, inputs_of
@@ -20,18 +21,19 @@ from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, readable
-from convert.planning.calibration import Calibration, calibration_tokens, checked
+from convert.planning.calibration import CalibrationOptions, CalibrationText, require_consistent
 from convert.planning.grouped import plan_grouped
-from convert.planning.latent import LatentSize, plan_latent
+from convert.planning.latent import LatentRequest, plan_latent
 from eval import report
 from eval.device import require_device
-from eval.evaluation import Settings, evaluate, prepare
+from eval.evaluation import EvaluationSettings, prepare, report_of
+from eval.progress import Progress, silent
 from eval.source import Source
 from eval.text import Text
 
+_log = logging.getLogger("kvfold")
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is named
-_LEDGER, _REPORT = "sweep.json", "report"  # in DIR
-_CONTROL = "random"  # ruins every model: only where it is asked for
+_LEDGER, REPORT = "sweep.json", "report"  # in DIR
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,15 @@ class Wanted:
     """
 
     groups: tuple[int, ...] | None
-    latents: tuple[LatentSize, ...] | None
+    latents: tuple[LatentRequest, ...] | None
     methods: tuple[str, ...] | None
-    calibration: Calibration
+    calibration: CalibrationOptions
     output: Output
     device: str = "auto"
     seed: int = 0
 
 
-def plans_for(source: Source, wanted: Wanted, quiet: bool = False) -> list[Plan]:
+def plans_for(source: Source, wanted: Wanted) -> list[Plan]:
     """One plan for each target and method, in the order of the report.
 
     Raises:
@@ -66,7 +68,7 @@ def plans_for(source: Source, wanted: Wanted, quiet: bool = False) -> list[Plan]
             is left out.
     """
     require_device(wanted.device)
-    checked(source, wanted.calibration)
+    require_consistent(source, wanted.calibration)
     candidates = _all(source, wanted)
     _require_use(wanted.calibration, [candidate.method for candidate in candidates])
     if idle := sorted(set(wanted.methods or ()) - {candidate.method.name for candidate in candidates}):
@@ -84,12 +86,10 @@ def plans_for(source: Source, wanted: Wanted, quiet: bool = False) -> list[Plan]
         except Refusal as refusal:
             if named:
                 raise
-            if quiet:
-                continue
-            print(f"note: {name} is left out: {refusal}", file=sys.stderr)
+            _log.warning("%s is left out: %s", name, refusal)
     if not plans:
         raise Refusal(f"there is nothing to convert {source.reference} to", hint="see `convert inspect`")
-    there = wanted.output.path / _REPORT
+    there = wanted.output.path / REPORT
     if there.exists() and not (wanted.output.overwrite or wanted.output.resume):
         raise Refusal(
             f"{there} exists: an earlier sweep's report", hint="choose another DIR, or have it written anew with --overwrite"
@@ -97,7 +97,14 @@ def plans_for(source: Source, wanted: Wanted, quiet: bool = False) -> list[Plan]
     return plans
 
 
-def sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, settings: Settings) -> dict[str, Any]:
+def sweep(
+    plans: Sequence[Plan],
+    calibrate_on: Text | None,
+    evaluate_on: Text,
+    settings: EvaluationSettings,
+    progress: Progress = silent,
+    made: Callable[[Plan], object] = lambda plan: None,
+) -> dict[str, Any]:
     """Convert by every plan, evaluate the results beside their source, and write the report.
 
     Args:
@@ -105,6 +112,8 @@ def sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, s
         calibrate_on: The text that their calibration speaks of.
         evaluate_on: Held-out text.
         settings: Of the evaluation.
+        progress: Told how far each stage is.
+        made: Called with each plan when its result is there, decided as it was carried out.
 
     Returns:
         The report, as it is written to DIR/report.
@@ -114,22 +123,37 @@ def sweep(plans: Sequence[Plan], calibrate_on: Text | None, evaluate_on: Text, s
     """
     directory, source = plans[0].output.path.parent, plans[0].source
     prepare([source], evaluate_on, settings)  # whatever is wrong with a text is wrong before the work
-    ledger = _Ledger(directory, plans, calibrate_on)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for plan in plans:
-            if not ledger.has(plan):
-                text = calibrate_on if plan.calibration else None
-                execute(plan, None, text, settings.quiet, directory / "survey", partial(ledger.note, plan))
-        results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
-        found = evaluate([source, *results], evaluate_on, settings)
-        report.write(found, directory / _REPORT)
+        with exclusive(directory):
+            return _swept(directory, plans, calibrate_on, evaluate_on, settings, progress, made)
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the sweep") from None
     except OSError as error:
         raise Failure(
             f"the sweep into {directory} stopped: {error}", hint="mend that, then repeat the command with --resume"
         ) from None
+
+
+def _swept(
+    directory: Path,
+    plans: Sequence[Plan],
+    calibrate_on: Text | None,
+    evaluate_on: Text,
+    settings: EvaluationSettings,
+    progress: Progress,
+    made: Callable[[Plan], object],
+) -> dict[str, Any]:
+    source, ledger = plans[0].source, _Ledger(directory, plans, calibrate_on)
+    directory.mkdir(parents=True, exist_ok=True)
+    for plan in plans:
+        if ledger.has(plan):
+            made(plan)
+            continue
+        text = calibrate_on if plan.calibration else None
+        made(execute(plan, text, None, progress, directory / "survey", partial(ledger.note, plan)).plan)
+    results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
+    found = report_of([source, *results], evaluate_on, settings, progress=progress)
+    report.write(found, directory / REPORT)
     shutil.rmtree(directory / "survey", ignore_errors=True)
     return found
 
@@ -151,7 +175,7 @@ class _Candidate(NamedTuple):
 def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
     heads, everything = _kv_heads(source), wanted.groups is None and wanted.latents is None
     groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0] if everything else wanted.groups
-    latents = [LatentSize(kv_share=share) for share in _SHARES] if everything else wanted.latents
+    latents = [LatentRequest(kv_share=share) for share in _SHARES] if everything else wanted.latents
     return [
         *(
             _Candidate(f"gqa-{n}-{m.name}", m, _grouped(source, wanted, n, m))
@@ -167,10 +191,10 @@ def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
     ]
 
 
-def _require_use(wanted: Calibration, made_by: Iterable[GroupedMethod | LatentMethod]) -> None:
+def _require_use(wanted: CalibrationOptions, made_by: Iterable[GroupedMethod | LatentMethod]) -> None:
     """Refuse text that no method of the sweep looks at, and steps that none takes."""
     uses = {method.text for method in made_by}
-    steps = Calibration(propagate=wanted.propagate, refit=wanted.refit, refine=wanted.refine).flags
+    steps = wanted.steps.flags
     for idle, enough in ((wanted.flags, TextUse.USED in uses or TextUse.NEEDED in uses), (steps, TextUse.USED in uses)):
         if idle and uses and not enough:
             raise Refusal(
@@ -191,21 +215,21 @@ def _grouped(source: Source, wanted: Wanted, groups: int, method: GroupedMethod)
     return lambda output: plan_grouped("gqa", source, groups, method, wanted.seed, wanted.device, output, text)
 
 
-def _latent(source: Source, wanted: Wanted, size: LatentSize, method: LatentMethod) -> Callable[[Output], Plan]:
+def _latent(source: Source, wanted: Wanted, size: LatentRequest, method: LatentMethod) -> Callable[[Output], Plan]:
     text = _calibration(method, wanted)
     return lambda output: plan_latent(source, size, method, text, wanted.device, output, wanted.seed)
 
 
-def _calibration(method: GroupedMethod | LatentMethod, wanted: Wanted) -> Calibration:
+def _calibration(method: GroupedMethod | LatentMethod, wanted: Wanted) -> CalibrationOptions:
     text = wanted.calibration
     if method.text is TextUse.IGNORED:
-        return Calibration()
-    return text if method.text is TextUse.USED else Calibration(text.given, text.tokens, text.context)
+        return CalibrationOptions()
+    return text if method.text is TextUse.USED else text.text_alone
 
 
 def _chosen(known: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.methods is None:
-        return [name for name in known if name != _CONTROL]
+        return [name for name in known if name not in methods.CONTROLS]
     return [name for name in known if name in wanted.methods]
 
 
@@ -213,7 +237,7 @@ def _kv_heads(source: Source) -> int:
     return readable(source).spec(source.config).num_kv_heads
 
 
-def _size_name(size: LatentSize) -> str:
+def _size_name(size: LatentRequest) -> str:
     if size.kv_lora_rank is not None:
         return f"{size.kv_lora_rank}+{size.qk_rope_head_dim}"
     return f"{size.kv_share:.4%}".rstrip("0%").rstrip(".") + "%" if size.kv_share else f"{size.kv_bytes}B"
@@ -249,8 +273,9 @@ class _Ledger:
     def __init__(self, directory: Path, plans: Sequence[Plan], calibrate_on: Text | None) -> None:
         self._path, self._entries = directory / _LEDGER, _noted(directory)
         source, calibration = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
-        reader, tokens = Reader(source.files), calibration_tokens(source, calibration, calibrate_on)  # the same for all
-        inputs = {plan.output.path.name: inputs_of(plan, reader, tokens if plan.calibration else None) for plan in plans}
+        reader = Reader(source.files)
+        text = CalibrationText.of(source, calibration, calibrate_on) if calibration and calibrate_on else None  # of all
+        inputs = {plan.output.path.name: inputs_of(plan, reader, text if plan.calibration else None) for plan in plans}
         self._inputs = json.loads(json.dumps(inputs))  # as a file gives it back
 
     def has(self, plan: Plan) -> bool:

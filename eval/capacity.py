@@ -5,7 +5,6 @@ A gigabyte is 10⁹ bytes throughout, as on the box of a GPU. No weight is read:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,13 +61,6 @@ def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
         raise Refusal(f"transformers cannot build a model from this config of type {config.model_type!r}: {reason}") from error
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def with_kv_heads(config: Any, spec: AttentionSpec) -> Any:
-    """A copy of `config` with `spec`'s KV heads."""
-    changed = copy.deepcopy(config)
-    changed.num_key_value_heads, changed.head_dim = spec.num_kv_heads, spec.head_dim
-    return changed
 
 
 def fit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +15,12 @@ from attention.errors import Refusal
 from attention.grouped import is_packed
 from attention.latent import LatentAttention
 from attention.spec import AttentionSpec, dtype_bytes
-from eval import evaluation as evaluate
 from eval.capacity import count_parameters
+from eval.evaluation import EvaluationSettings, load
 from eval.source import Source
 from eval.workload import weight_bytes
+
+_log = logging.getLogger("kvfold")
 
 
 class Entrant(NamedTuple):
@@ -48,11 +50,11 @@ def entrants(source: Source, dtype: str, device: torch.device, stock: bool) -> l
 
 
 @contextlib.contextmanager
-def loaded(entered: Sequence[Entrant], device: torch.device, quiet: bool) -> Iterator[list[Any]]:
+def loaded(entered: Sequence[Entrant], device: torch.device) -> Iterator[list[Any]]:
     """The models of `entered` on `device`, each in its runtime. When the block ends they and their memory are given back."""
     try:
         with contextlib.ExitStack() as stack:
-            models = [stack.enter_context(_loaded(entrant, device, quiet)) for entrant in entered]
+            models = [stack.enter_context(_loaded(entrant, device)) for entrant in entered]
             try:
                 yield models
             finally:
@@ -64,16 +66,15 @@ def loaded(entered: Sequence[Entrant], device: torch.device, quiet: bool) -> Ite
 
 
 @contextlib.contextmanager
-def _loaded(entrant: Entrant, device: torch.device, quiet: bool) -> Iterator[Any]:
+def _loaded(entrant: Entrant, device: torch.device) -> Iterator[Any]:
     """The model alone, in our runtime or, where that does not know its class, as it is: the report names what it ran in."""
-    how = evaluate.Settings(dtype=entrant.dtype, device=str(device), quiet=quiet)
-    with evaluate.load(entrant.source, how) as model:
+    how = EvaluationSettings(dtype=entrant.dtype, device=str(device))
+    with load(entrant.source, how) as model:
         if entrant.ours:
             try:
                 (pack if entrant.spec.kv_lora_rank is None else absorb)(model)
             except Refusal as refusal:
-                if not quiet:
-                    print(f"note: {entrant.source.name} runs as transformers has it: {refusal}", file=sys.stderr)
+                _log.warning("%s runs as transformers has it: %s", entrant.source.name, refusal)
         yield model
 
 

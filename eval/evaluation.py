@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
+import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from attention.errors import Failure, GateMissed, Refusal
 from attention.spec import AttentionSpec
@@ -20,16 +17,18 @@ from eval.cost import cache_figures
 from eval.device import require_device
 from eval.overlap import shared_share
 from eval.perplexity import compare, protocol_record
+from eval.progress import Progress, silent, stage
 from eval.protocol import Protocol
 from eval.source import Source
-from eval.text import Text, Tokens, load_dataset, read_file, tokenize
+from eval.text import Text, Tokens, tokenize
 
+_log = logging.getLogger("kvfold")
 _DEFAULT_CONTEXT = 2048
 _SMALL = 250 * 10**6  # bytes of weights beside the source that matter to no machine that holds one model
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvaluationSettings:
     """How to evaluate.
 
     Attributes:
@@ -38,7 +37,6 @@ class Settings:
         max_tokens: Evaluate on so many tokens from the text's start; None for all.
         dtype: Arithmetic of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", …; "auto" spreads over what there is with accelerate's device map.
-        quiet: No progress bars.
     """
 
     protocol: str = "paper"
@@ -46,13 +44,6 @@ class Settings:
     max_tokens: int | None = None
     dtype: str = "auto"
     device: str = "auto"
-    quiet: bool = False
-
-
-def run(sources: Sequence[Source], text: Path | str, settings: Settings) -> dict[str, Any]:
-    """`evaluate` on a file or a named dataset, which is read only once the configs have been accepted."""
-    check(sources, settings)
-    return evaluate(sources, read_file(text) if isinstance(text, Path) else load_dataset(text), settings)
 
 
 def require_ratio(report: dict[str, Any], limit: float | None) -> None:
@@ -66,11 +57,17 @@ def require_ratio(report: dict[str, Any], limit: float | None) -> None:
         ratio = entry["perplexity"] / source["perplexity"]
         if ratio > limit:
             raise GateMissed(
-                f"perplexity of {entry['name']} is {ratio:.4g} × that of {source['name']}, the limit is {limit:g} ×"
+                f"perplexity of {entry['name']} is {ratio:.4g} × that of {source['name']}, the limit is {limit:g} ×", report
             )
 
 
-def evaluate(sources: Sequence[Source], text: Text, settings: Settings, calibrated_on: Tokens | None = None) -> dict[str, Any]:
+def report_of(
+    sources: Sequence[Source],
+    text: Text,
+    settings: EvaluationSettings,
+    calibrated_on: Tokens | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
     """Evaluate the first model as the source and the others against it.
 
     In memory at a time are the source and one other, or several others if they are small; the source runs once beside
@@ -82,6 +79,7 @@ def evaluate(sources: Sequence[Source], text: Text, settings: Settings, calibrat
         settings: How.
         calibrated_on: What the others are known to have been calibrated on. Otherwise their own conversion.json tells
             whether it was the start of this text.
+        progress: Told how many tokens have been scored.
 
     Returns:
         The report: `{"kvfold", "protocol", "models"}` as DESIGN.md gives it.
@@ -107,8 +105,9 @@ def evaluate(sources: Sequence[Source], text: Text, settings: Settings, calibrat
                 fixed += [{**_identity(o), **_cost(o, m, byte_count)} for o, m in zip(group, models, strict=True)]
                 for other, entry in zip(group, fixed[len(fixed) - len(group) :], strict=True):
                     entry["calibration_overlap"] = _overlap(other, tokens, whole, calibrated_on)
-                with _bar(total, ", ".join(other.name for other in group or [first]), settings.quiet) as bar:
-                    scores = compare(source, models, blocks, bar.update)
+                name = ", ".join(other.name for other in group or [first])
+                with stage(progress, f"evaluate {name}", total, "token") as done:
+                    scores = compare(source, models, blocks, done)
                 del models  # or they would still be there while the next ones are loaded
             new = scores if not entries else scores[1:]
             entries += [fixed[len(entries) + i] | score.as_figures(tokens, scores[0]) for i, score in enumerate(new)]
@@ -129,7 +128,7 @@ def _groups(others: Sequence[Source]) -> list[list[Source]]:
     return groups
 
 
-def prepare(sources: Sequence[Source], text: Text, settings: Settings) -> tuple[Protocol, Tokens]:
+def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[Protocol, Tokens]:
     """Everything that can go wrong before a model is loaded: configs, tokenizer, text. The whole text's tokens."""
     protocol = check(sources, settings)
     tokens = tokens_of(sources[0], text)
@@ -137,7 +136,7 @@ def prepare(sources: Sequence[Source], text: Text, settings: Settings) -> tuple[
     return protocol, tokens
 
 
-def check(sources: Sequence[Source], settings: Settings) -> Protocol:
+def check(sources: Sequence[Source], settings: EvaluationSettings) -> Protocol:
     """Everything that can be refused from configs: the protocol at the context that all models allow."""
     require_device(settings.device)
     for source in sources:
@@ -185,7 +184,7 @@ def require_causal(source: Source) -> None:
 
 
 @contextlib.contextmanager
-def load(source: Source, settings: Settings) -> Iterator[Any]:
+def load(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
     """The model of `source` in eval mode, freed when the block ends.
 
     With "cpu" it is loaded whole. Otherwise accelerate's device map spreads it over GPUs, main memory and, beyond those,
@@ -220,12 +219,9 @@ def load(source: Source, settings: Settings) -> Iterator[Any]:
                 f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …",
                 hint="config.json and the weights are not of the same model",
             )
-        if info["unexpected_keys"] and not settings.quiet:
+        if info["unexpected_keys"]:
             unused = sorted(map(str, info["unexpected_keys"]))
-            print(
-                f"note: {type(model).__name__} has no use for {len(unused)} tensors of {source.name}: {unused[0]}, …",
-                file=sys.stderr,
-            )
+            _log.warning("%s has no use for %d tensors of %s: %s, …", type(model).__name__, len(unused), source.name, unused[0])
         yield model.eval()
 
 
@@ -292,8 +288,3 @@ def _overlap(source: Source, tokens: Tokens, whole: Tokens, calibrated_on: Token
 def _cost(source: Source, model: Any, source_bytes: int | None = None) -> dict[str, Any]:
     spec = AttentionSpec.from_config(source.config)
     return cache_figures(model, spec, source.dtype, source_bytes or spec.bytes_per_token(source.dtype))
-
-
-def _bar(total: int, name: str, quiet: bool) -> Any:
-    # None: tqdm draws only where stderr is a terminal.
-    return tqdm(total=total, desc=f"evaluate {name}", unit="tok", file=sys.stderr, disable=True if quiet else None)

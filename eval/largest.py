@@ -15,12 +15,12 @@ MOST_SEQUENCES = 4096  # where the search ends
 Largest = tuple[int | None, str | None]  # a batch, and why there is none or no more
 
 
-def search(entrant: Entrant, contexts: Sequence[int], device: torch.device, quiet: bool) -> dict[int, Largest]:
+def search(entrant: Entrant, contexts: Sequence[int], device: torch.device) -> dict[int, Largest]:
     """The largest batch at each context. Everything else has been measured by now: no error may lose it."""
     sizes: dict[int, Largest] = {}
     failed = None
     try:
-        with loaded([entrant], device, quiet) as models:
+        with loaded([entrant], device) as models:
             for context in contexts:
                 sizes[context] = _largest(entrant, models[0], context, device)
     except Exception as error:  # a GPU that an earlier search has upset can neither load nor free memory

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from attention import kernels
 from attention.errors import Failure, Refusal
-from eval import evaluation as evaluate
 from eval.capacity import GIGABYTE
 from eval.clock import hardware, spread, timed
 from eval.device import compute_device, free_memory, out_of_memory, require_device
 from eval.entrant import Entrant, describe, entrants, loaded
+from eval.evaluation import require_causal, require_contexts
 from eval.largest import Largest, search
+from eval.progress import Progress, silent, stage
 from eval.source import Source
 from eval.workload import Workload, weight_bytes
 
@@ -33,7 +32,7 @@ _NO_LARGEST = "not searched for on a CPU, where memory that is not there is lent
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What to measure.
 
     Attributes:
@@ -46,7 +45,6 @@ class Settings:
         compile: Run decode steps through torch.compile.
         stock: Measure models with latent or grouped attention once more, as transformers runs them.
         largest_batch: On a GPU, find the largest batch that fits, by filling its memory.
-        quiet: No progress bar.
         backend: Of torch.compile.
     """
 
@@ -59,7 +57,6 @@ class Settings:
     compile: bool = False
     stock: bool = False
     largest_batch: bool = True
-    quiet: bool = False
     backend: str = "inductor"
 
 
@@ -73,7 +70,7 @@ class Case(NamedTuple):
         return f"batch {self.batch} × context {self.context}"
 
 
-def run(sources: Sequence[Source], settings: Settings) -> dict[str, Any]:
+def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress = silent) -> dict[str, Any]:
     """Measure models side by side.
 
     If all fit into half of the free memory together they take turns in every round; otherwise, and if they are compiled,
@@ -82,6 +79,7 @@ def run(sources: Sequence[Source], settings: Settings) -> dict[str, Any]:
     Args:
         sources: The first is what the others are compared with.
         settings: How.
+        progress: Told how many rounds are done.
 
     Returns:
         `{"kvfold", "setup", "models"}`, as docs/bench.md gives it. Seconds, bytes, tokens and 10⁹ bytes per second.
@@ -98,13 +96,12 @@ def run(sources: Sequence[Source], settings: Settings) -> dict[str, Any]:
     groups = [entered] if together else [[entrant] for entrant in entered]
     total = len(entered) * len(cases) * settings.rounds
     found: list[dict[str, Any]] = []
-    # None: tqdm draws only where stderr is a terminal.
-    with tqdm(total=total, desc="rounds", file=sys.stderr, disable=True if settings.quiet else None) as bar:
+    with stage(progress, "bench", total, "round") as done:
         for group in groups:
-            with loaded(group, device, settings.quiet) as models:
+            with loaded(group, device) as models:
                 figures = [describe(*pair) for pair in zip(group, models, strict=True)]
                 for case in cases:
-                    rows = _measure(group, models, case, settings, bar.update)
+                    rows = _measure(group, models, case, settings, done)
                     for entry, row in zip(figures, rows, strict=True):
                         entry["cases"].append(row)
             found += figures
@@ -115,7 +112,7 @@ def run(sources: Sequence[Source], settings: Settings) -> dict[str, Any]:
     return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
 
 
-def check(sources: Sequence[Source], settings: Settings) -> tuple[list[Entrant], list[Case]]:
+def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Entrant], list[Case]]:
     """Everything that can be refused from settings and configs: what will be measured, and at which sizes."""
     require_device(settings.device)
     for name, least in (("batches", 1), ("contexts", 2), ("steps", 1), ("rounds", 1)):
@@ -123,8 +120,8 @@ def check(sources: Sequence[Source], settings: Settings) -> tuple[list[Entrant],
         if any(each < least for each in (value if isinstance(value, tuple) else (value,))):
             raise Refusal(f"{name} of {value} cannot be measured: it must be at least {least}")
     for source in sources:
-        evaluate.require_causal(source)
-    contexts = evaluate.require_contexts(sources, settings.contexts)
+        require_causal(source)
+    contexts = require_contexts(sources, settings.contexts)
     device = compute_device(settings.device)
     entered = [entrant for source in sources for entrant in entrants(source, settings.dtype, device, settings.stock)]
     if settings.stock and not any(entrant.ours for entrant in entered):
@@ -166,7 +163,7 @@ def _fit_together(entered: Sequence[Entrant], cases: Sequence[Case], device: tor
 
 @torch.no_grad()  # as in `generate`
 def _measure(
-    entered: Sequence[Entrant], models: Sequence[Any], case: Case, settings: Settings, progress: Callable[[], Any]
+    entered: Sequence[Entrant], models: Sequence[Any], case: Case, settings: BenchSettings, done: Callable[[int], None]
 ) -> list[dict[str, Any]]:
     """One row for each of `entered`, which take turns; who is first changes from round to round."""
     workloads, rows = [], []
@@ -184,13 +181,13 @@ def _measure(
                 timed(device, work.step, work.to_last, 1)  # the first after something else is slower
                 taken = timed(device, work.step, work.to_last, settings.steps)
             steps[index].append(sum(taken) / len(taken))
-            progress()
+            done(1)
     for index, row in enumerate(rows):
         row |= _speed(row, models[index], workloads[index].cache_bytes, prefills[index], steps[index])
     return rows
 
 
-def _warm_up(work: Workload, entrant: Entrant, settings: Settings) -> dict[str, Any]:
+def _warm_up(work: Workload, entrant: Entrant, settings: BenchSettings) -> dict[str, Any]:
     """Everything but times: who decodes, what memory the work takes, how the prefill was cut, how long compilation took."""
     device, name = work.ids.device, entrant.source.name
     work.fill()
@@ -268,7 +265,9 @@ def _memory_for(entrant: Entrant, case: Case) -> Iterator[None]:
         ) from error
 
 
-def _add_largest(entered: Sequence[Entrant], found: list[dict[str, Any]], settings: Settings, device: torch.device) -> None:
+def _add_largest(
+    entered: Sequence[Entrant], found: list[dict[str, Any]], settings: BenchSettings, device: torch.device
+) -> None:
     """The largest batch that fits at each context, with one model in memory at a time, or why there is none."""
     for entrant, entry in zip(entered, found, strict=True):
         sizes: dict[int, Largest]
@@ -276,7 +275,7 @@ def _add_largest(entered: Sequence[Entrant], found: list[dict[str, Any]], settin
         if device.type == "cpu" or not settings.largest_batch:
             sizes = dict.fromkeys(contexts, (None, _NO_LARGEST if device.type == "cpu" else "not asked for"))
         else:
-            sizes = search(entrant, contexts, device, settings.quiet)
+            sizes = search(entrant, contexts, device)
         for row in entry["cases"]:
             row["largest_batch"], row["largest_batch_reason"] = sizes[row["context"]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -71,6 +72,18 @@ def read_file(path: Path) -> Text:
         ) from None
     except OSError as error:
         raise Failure(f"cannot read {path}: {error.strerror}") from None
+
+
+def text_of(given: str | Path | Sequence[str]) -> Text:
+    """A text as a program gives it: the path of a UTF-8 file, or a list of strings.
+
+    Raises:
+        Failure: It cannot be read, or is empty.
+    """
+    if isinstance(given, str | Path):
+        return read_file(Path(given))
+    strings = list(given)
+    return Text(f"{len(strings)} strings", "\n\n".join(strings))
 
 
 def load_dataset(name: str, split: Literal["test", "train"] = "test") -> Text:

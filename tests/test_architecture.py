@@ -1,50 +1,162 @@
-"""The house rules of CONTRIBUTING.md that can be checked by reading the code."""
+"""The house rules of DESIGN and CONTRIBUTING that can be checked by reading the code."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from convert.families import FAMILIES
+from convert.methods import GROUPED, LATENT
+
 ROOT = Path(__file__).parents[1]
-ALLOWED = {"attention": {"attention"}, "eval": {"attention", "eval"}, "convert": {"attention", "eval", "convert"}}
-FILES = sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*.py"))
+PACKAGES = {"attention": set[str](), "eval": {"attention"}, "convert": {"attention", "eval"}}
+# What each room of convert/ may know of the others.
+ROOMS = {
+    "families": set[str](),
+    "methods": set[str](),
+    "checkpoint": set[str](),
+    "sizes": set[str](),
+    "hosts": {"families"},
+    "planning": {"families", "methods", "hosts", "checkpoint"},
+    "calibration": {"methods", "checkpoint"},
+    "execute": {"families", "methods", "hosts", "checkpoint", "planning", "calibration"},
+    "sweeping": {"methods", "checkpoint", "planning", "execute"},
+    "demo": {"planning", "sweeping"},
+    "api": {"methods", "sizes", "planning", "execute", "sweeping"},
+    "options": {"sizes"},
+    "console": set[str](),
+    "recipe": set[str](),
+    "cli": {"api", "options", "console", "recipe", "methods", "planning", "demo"},
+    "__init__": {"api"},
+}
+# Modules that are named like a model type's or a method's home may say its name.
+NAMES_MODEL_TYPES = {"families", "hosts"}
+NAMES_METHODS = {"methods", "demo"}
+FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
-def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def place(path: Path) -> tuple[str, str]:
+    """Package and room of a module."""
+    package, *rest = path.parts
+    return package, (rest[0] if len(rest) > 1 else path.stem)
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that is imported, wherever in the module."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield str(node.module)
+            yield from ((node.lineno, f"{'.' * node.level}{node.module or ''}.{alias.name}") for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_one_way(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    ours = {name.split(".")[0] for name in imported(path)} & ALLOWED.keys()
-    assert ours <= ALLOWED[package]
+def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and value of every string constant that is no docstring."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_families_and_hosts_know_model_types(path: Path) -> None:
-    if {"families", "hosts"} & set(path.parts):
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Compare):
-            names = [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
-            assert "model_type" not in names, f"{path}:{node.lineno}"
+def leaks(path: Path, text: str) -> list[str]:
+    """What a module does against the rules."""
+    (package, room), tree = place(path), ast.parse(text)
+    found = []
+    for line, name in imported(tree):
+        parts = name.split(".")
+        if name.startswith("."):
+            found.append(f"{path}:{line}: relative import of {name}")
+        if parts[0] in PACKAGES and parts[0] != package and parts[0] not in PACKAGES[package]:
+            found.append(f"{path}:{line}: {package} imports {name}")
+        if package == "convert" and parts[0] == "convert" and len(parts) > 1 and parts[1] != room:
+            if parts[1] not in ROOMS:
+                found.append(f"{path}:{line}: {name} is in no room")
+            elif parts[1] not in ROOMS[room]:
+                found.append(f"{path}:{line}: {room} imports {name}")
+    for line, value in strings(tree):
+        if value in FAMILIES and room not in NAMES_MODEL_TYPES:
+            found.append(f"{path}:{line}: names the model type {value!r}")
+        if value in (*GROUPED, *LATENT) and room not in NAMES_METHODS:
+            found.append(f"{path}:{line}: names the method {value!r}")
+    if not ast.get_docstring(tree):
+        found.append(f"{path}: says not what it is for")
+    if path.stem in ("utils", "helpers", "misc", "common"):
+        found.append(f"{path}: has a name that says nothing")
+    return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_says_what_it_is_for(path: Path) -> None:
-    text = path.read_text()
-    assert ast.get_docstring(ast.parse(text)) or not text.strip()
-    assert path.name not in ("utils.py", "helpers.py", "misc.py")
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_no_module_breaks_a_rule(path: Path) -> None:
+    assert leaks(path, (ROOT / path).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "says"),
+    [
+        ("attention/a.py", "import eval.report", "attention imports eval.report"),
+        ("attention/a.py", "def f():\n    from convert import cli", "attention imports convert.cli"),
+        ("eval/a.py", "from convert.families import family_of", "eval imports convert.families.family_of"),
+        ("convert/methods/a.py", "from convert.families import FAMILIES", "methods imports convert.families.FAMILIES"),
+        ("convert/families/a.py", "from convert import hosts", "families imports convert.hosts"),
+        ("convert/execute/a.py", "import convert.sweeping", "execute imports convert.sweeping"),
+        ("convert/api.py", "from convert.cli import main", "api imports convert.cli.main"),
+        ("convert/planning/a.py", "from convert.nowhere import x", "is in no room"),
+        ("convert/planning/a.py", "from . import base", "relative import"),
+        ("convert/planning/a.py", "if config.model_type == 'llama': pass", "names the model type 'llama'"),
+        ("convert/execute/a.py", "kinds = ('mistral', 'x')", "names the model type 'mistral'"),
+        ("convert/sweeping.py", "control = 'random'", "names the method 'random'"),
+        ("convert/utils.py", "x = 1", "a name that says nothing"),
+        ("convert/planning/a.py", None, "says not what it is for"),
+    ],
+)
+def test_the_rules_can_be_broken(path: str, line: str | None, says: str) -> None:
+    text = "x = 1\n" if line is None else f'"""A module."""\n{line}\n'
+    found = leaks(Path(path), text)
+    assert len(found) == 1, found
+    assert says in found[0]
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    """Rooms are a partial order: whoever may be known knows not back."""
+    known = {room: set(others) for room, others in ROOMS.items()}
+    while done := {room for room, others in known.items() if not others}:
+        known = {room: others - done for room, others in known.items() if room not in done}
+    assert not known
+
+
+def test_no_module_bears_the_name_of_an_exported_function() -> None:
+    """Importing such a module would bind its name over the function."""
+    import attention
+    import convert
+    import eval as eval_package
+
+    for package in (attention, convert, eval_package):
+        directory = Path(str(package.__file__)).parent
+        modules = {path.stem for path in directory.iterdir() if path.suffix == ".py" or path.is_dir()}
+        assert not modules & set(package.__all__), package.__name__
+        assert all(callable(getattr(package, name)) for name in package.__all__)
+
+
+def test_every_module_has_its_tests_where_they_are_looked_for() -> None:
+    """tests/ mirrors the packages: tests/convert/checkpoint/test_reader.py is of convert/checkpoint/reader.py."""
+    modules = {str(path.with_suffix("")) for path in FILES}
+    packages = {str(path.parent) for path in FILES}
+    for test in (ROOT / "tests").rglob("test_*.py"):
+        where = test.relative_to(ROOT / "tests")
+        if where.parts[0] not in PACKAGES:
+            continue
+        of = str(where.parent / where.stem.removeprefix("test_"))
+        assert of in modules or of in packages, f"{where} is of no module"
 
 
 def test_packages_are_typed() -> None:
-    assert all((ROOT / package / "py.typed").is_file() for package in ALLOWED)
+    assert all((ROOT / package / "py.typed").is_file() for package in PACKAGES)
+
+
+def test_nobody_shadows_the_builtin_eval() -> None:
+    for path in FILES:
+        assert not re.search(r"^\s*(import eval\b|from \S+ import .*\beval\b)", (ROOT / path).read_text(), re.MULTILINE), path

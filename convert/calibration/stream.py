@@ -1,26 +1,26 @@
 """Decoder layers one at a time over a text: the inputs of a layer lie on disk, and only its weights are in memory.
 
-The model is built without weights. A probing pass through its own forward, with recorders in the place of the layers, tells
-what it hands to each of them (masks, rotary tables, …), so that any class will do, a source's or a host's.
+The model is built without weights, and takes them from the checkpoint as transformers' own loading would. A probing pass
+through its own forward, with recorders in the place of the layers, tells what it hands to each of them (masks, rotary tables,
+…), so that any class will do, a source's or an output's.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 
-from attention.errors import Failure
 from convert.calibration.memory import release
+from convert.checkpoint.loading import ClassTensors, Read, empty_model
+from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.writer import require_finite
 
-_OTHER_MODEL = "config.json and the weights are not of the same model"
 _TOKENS = 4096  # in one forward pass, unless one block is longer
 
 Observe = Callable[[torch.Tensor], None]
@@ -34,6 +34,7 @@ class LayerStream:
         config: Of the model.
         attentions: The module path of each layer's attention; its parent is the decoder layer.
         read: Tensor name → tensor, as in the model's checkpoint.
+        infos: Of every tensor of that checkpoint.
         blocks: `[n, T]` token ids.
         spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32. It appears when it is whole, and the
             one before it goes then, so that an interrupted run can go on there.
@@ -45,24 +46,24 @@ class LayerStream:
         self,
         config: Any,
         attentions: Sequence[str],
-        read: Callable[[str], torch.Tensor],
+        read: Read,
+        infos: Mapping[str, TensorInfo],
         blocks: torch.Tensor,
         spool: Path,
         device: torch.device,
         trust_remote_code: bool = False,
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
-        with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        model = model.eval().requires_grad_(False)
-        self._model, self._read, self._blocks, self._spool, self._device = model, read, blocks, spool, device
+        model = empty_model(config, trust_remote_code)
+        self._model, self._read, self._blocks, self._spool, self.device = model, read, blocks, spool, device
+        self._tensors = ClassTensors(model, infos)
         self._attentions = list(attentions)
-        self._width = int(config.get_text_config(decoder=True).hidden_size)
+        self.width = int(config.get_text_config(decoder=True).hidden_size)
         self._batch = max(1, _TOKENS // blocks.shape[1])
         self._arguments: dict[int, list[_Call]] = {}
+        embeddings = model.get_input_embeddings()
+        self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embeddings)
         for module in model.modules():  # rotary tables and the like, which no checkpoint holds
-            if module is model.get_input_embeddings():  # it stays where its weights are mapped
+            if module is embeddings:  # it stays where its weights are mapped
                 continue
             module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None})
 
@@ -78,7 +79,7 @@ class LayerStream:
     @property
     def ready(self) -> set[int]:
         """Layers whose inputs lie there: none before `embed`, and then the next one; one before it if that was kept."""
-        whole = self._blocks.numel() * self._width * 4
+        whole = self._blocks.numel() * self.width * 4
         files = {layer: self._inputs(layer) for layer in range(len(self._attentions) + 1)}
         return {layer for layer, file in files.items() if file.is_file() and file.stat().st_size == whole}
 
@@ -86,13 +87,15 @@ class LayerStream:
     def embed(self) -> None:
         """Make the inputs of the first layer."""
         embeddings = self._model.get_input_embeddings()
-        path = next(name for name, module in self._model.named_modules() if module is embeddings)
         # As it is mapped: only the rows of tokens that occur are ever read.
-        embeddings.weight = torch.nn.Parameter(self._tensor(path, "weight", embeddings), requires_grad=False)
-        with self._writing(0) as write:
-            for ids in self._blocks.split(self._batch):
-                write(self._calls(embeddings(ids).float().to(self._device), first_only=True)[0].hidden)
-        embeddings.weight = torch.nn.Parameter(embeddings.weight.to("meta"), requires_grad=False)
+        mapped = self._tensors.tensor(self._embedding, self._finite())
+        embeddings.weight = torch.nn.Parameter(mapped, requires_grad=False)
+        try:
+            with self._loaded(self._around()), self._writing(0) as write:
+                for ids in self._blocks.split(self._batch):
+                    write(self._calls(embeddings(ids).float().to(self.device), first_only=True)[0].hidden)
+        finally:
+            embeddings.weight = torch.nn.Parameter(mapped.to("meta"), requires_grad=False)
 
     @torch.no_grad()
     def observe(self, layer: int, see: Observe) -> None:
@@ -102,10 +105,10 @@ class LayerStream:
             see(x)
             raise _EnoughError
 
-        with self._loaded(layer, attention=False) as module, self._watched(layer, see_and_stop):
+        with self._loaded(self._within(layer, attention=False)), self._watched(layer, see_and_stop):
             for batch in range(self.num_batches):
                 with contextlib.suppress(_EnoughError):
-                    self._forward(module, layer, self.batch(layer, batch))
+                    self._forward(layer, self.batch(layer, batch))
 
     @torch.no_grad()
     def advance(
@@ -115,6 +118,7 @@ class LayerStream:
         then: Callable[[], None] | None = None,
         attended: Attended | None = None,
         keep: bool = False,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Run the layer, and put its outputs in the place of all inputs so far.
 
@@ -124,13 +128,15 @@ class LayerStream:
             then: Called when all has been seen, while the inputs are still there.
             attended: Called with each batch's number, the layer's input and its attention's output, `[b, T, E]` both.
             keep: Whether the layer's own inputs stay beside its outputs until the next layer is run.
+            weights: Tensors of the layer by their names in the checkpoint, instead of what `read` gives.
         """
         out: list[torch.Tensor] = []
         note = None if attended is None else out.append
-        with self._loaded(layer) as module, self._watched(layer, see, note), self._writing(layer + 1) as write:
+        loaded = self._loaded(self._within(layer), weights)
+        with loaded, self._watched(layer, see, note), self._writing(layer + 1) as write:
             for batch in range(self.num_batches):
                 inputs = self.batch(layer, batch)
-                write(self._forward(module, layer, inputs))
+                write(self._forward(layer, inputs))
                 if attended:
                     attended(batch, inputs, out.pop())
             if then:
@@ -141,8 +147,10 @@ class LayerStream:
     @contextlib.contextmanager
     def opened(self, layer: int) -> Iterator[OpenLayer]:
         """The layer as a function of its attention's weights, for as long as the block lasts."""
-        with self._loaded(layer, attention=False) as module:
-            yield OpenLayer(partial(self._forward, module, layer), module, self._attentions[layer].rpartition(".")[0])
+        path = self._attentions[layer]
+        attention = [name for name, _ in self._model.get_submodule(path).named_parameters(path)]
+        with self._loaded(self._within(layer, attention=False)):
+            yield OpenLayer(partial(self._forward, layer), self._model, self._path(layer), attention, self._tensors)
 
     @property
     def num_batches(self) -> int:
@@ -155,9 +163,9 @@ class LayerStream:
     def select(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
         """The layer's inputs of some blocks, `[b, T, E]`."""
         length = self._blocks.shape[1]
-        size = self._blocks.numel() * self._width
-        mapped = torch.from_file(str(self._inputs(layer)), size=size, dtype=torch.float32).view(-1, length, self._width)
-        return mapped[list(blocks)].to(self._device)  # indexing copies: nothing of the file stays mapped
+        size = self._blocks.numel() * self.width
+        mapped = torch.from_file(str(self._inputs(layer)), size=size, dtype=torch.float32).view(-1, length, self.width)
+        return mapped[list(blocks)].to(self.device)  # indexing copies: nothing of the file stays mapped
 
     def discard(self) -> None:
         """Remove what is spooled."""
@@ -182,38 +190,56 @@ class LayerStream:
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
+    def _path(self, layer: int) -> str:
+        """Of the decoder layer."""
+        return self._attentions[layer].rpartition(".")[0]
+
+    @property
+    def _layers(self) -> str:
+        """The path of the list of layers."""
+        return self._path(0).rpartition(".")[0]
+
+    def _within(self, layer: int, attention: bool = True) -> list[str]:
+        """The parameters of a layer, with or without its attention's."""
+        found = _below(self._path(layer), self._tensors.names)
+        left_out = set() if attention else set(_below(self._attentions[layer], found))
+        return [name for name in found if name not in left_out]
+
+    def _around(self) -> list[str]:
+        """What the decoder has beside its layers and the embedding: learned positions, norms, …"""
+        found = _below(self._layers.rpartition(".")[0], self._tensors.names)
+        left_out = {self._embedding, *_below(self._layers, found)}
+        return [name for name in found if name not in left_out]
+
     @contextlib.contextmanager
-    def _loaded(self, layer: int, attention: bool = True) -> Iterator[torch.nn.Module]:
-        """The layer with its weights, for as long as the block lasts."""
-        path = self._attentions[layer].rpartition(".")[0]
-        module = self._model.get_submodule(path)
-        names = [name for name, _ in module.named_parameters()]
-        skipped = () if attention else (self._attentions[layer].removeprefix(f"{path}.") + ".",)
-        for name in names:
-            if not name.startswith(skipped or "\0"):
-                value = self._tensor(path, name, module).to(self._device, torch.float32)
-                set_module_tensor_to_device(module, name, self._device, value=value)
+    def _loaded(self, names: Iterable[str], weights: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
+        """The model with these parameters and buffers, for as long as the block lasts."""
+        read, buffers = self._finite(weights), dict(self._model.named_buffers())
+        # A buffer that the checkpoint lacks is as the class computes it.
+        given = [name for name in names if name not in buffers or name not in self._tensors.missing]
         try:
-            yield module
+            for name in given:
+                dtype = buffers[name].dtype if name in buffers else torch.float32
+                value = self._tensors.tensor(name, read).to(self.device, dtype)
+                set_module_tensor_to_device(self._model, name, self.device, value=value)
+            yield
         finally:
-            for name in names:
-                set_module_tensor_to_device(module, name, "meta")
+            for name in given:
+                if name in buffers:
+                    set_module_tensor_to_device(self._model, name, self.device, value=buffers[name])
+                else:
+                    set_module_tensor_to_device(self._model, name, "meta")
             release()
 
-    def _tensor(self, path: str, name: str, module: torch.nn.Module) -> torch.Tensor:
-        """What the checkpoint holds for a parameter of the module at `path`."""
-        full, shape = f"{path}.{name}", module.get_parameter(name).shape
-        try:
-            value = self._read(full)
-        except KeyError:
-            raise Failure(f"the checkpoint lacks tensor {full}", hint=_OTHER_MODEL) from None
-        require_finite(full, value)
-        if value.shape != shape:
-            raise Failure(
-                f"config.json and the weights disagree: {full} is {list(value.shape)}, by the config it is {list(shape)}",
-                hint=_OTHER_MODEL,
-            )
-        return value
+    def _finite(self, weights: Mapping[str, torch.Tensor] | None = None) -> Read:
+        """Reads a tensor, and fails if it is not finite."""
+
+        def read(name: str) -> torch.Tensor:
+            tensor = weights[name] if weights and name in weights else self._read(name)
+            require_finite(name, tensor)
+            return tensor
+
+        return read
 
     @contextlib.contextmanager
     def _watched(self, layer: int, see: Observe | None, out: Observe | None = None) -> Iterator[None]:
@@ -235,13 +261,12 @@ class LayerStream:
             for handle in handles:
                 handle.remove()
 
-    def _forward(
-        self, module: torch.nn.Module, layer: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        batch = len(hidden)
+    def _forward(self, layer: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        batch, module = len(hidden), self._model.get_submodule(self._path(layer))
         if batch not in self._arguments:  # they depend on nothing but the shape
-            with torch.no_grad():
-                self._arguments[batch] = self._calls(torch.zeros_like(hidden))
+            width = self._model.get_parameter(self._embedding).shape[1]
+            with torch.no_grad(), self._loaded(self._around()):
+                self._arguments[batch] = self._calls(hidden.new_zeros(*hidden.shape[:2], width))
         call = self._arguments[batch][layer]
         if weights is None:
             out = module(hidden, *call.args, **call.kwargs)
@@ -251,9 +276,8 @@ class LayerStream:
 
     def _calls(self, embeddings: torch.Tensor, first_only: bool = False) -> list[_Call]:
         """What the model calls each of its layers with, if its embeddings are these."""
-        layers, _, _ = self._attentions[0].rpartition(".")[0].rpartition(".")
-        decoder, _, name = layers.rpartition(".")
-        owner, whole = self._model.get_submodule(decoder), self._model.get_submodule(layers)
+        decoder, _, name = self._layers.rpartition(".")
+        owner, whole = self._model.get_submodule(decoder), self._model.get_submodule(self._layers)
         calls: list[_Call] = []
         last = 0 if first_only else len(self._attentions) - 1
         setattr(owner, name, torch.nn.ModuleList(_Recorder(module, calls, i == last) for i, module in enumerate(whole)))
@@ -271,16 +295,29 @@ class OpenLayer:
 
     Args:
         forward: `(input [b, T, E], weights by their names within the layer) -> output`.
-        module: The layer.
-        path: Its path in the model.
+        model: What the layer is part of.
+        path: The layer's in the model.
+        attention: The parameters of its attention.
+        tensors: What they are made of.
     """
 
-    def __init__(self, forward: Callable[..., torch.Tensor], module: torch.nn.Module, path: str) -> None:
-        self._forward, self._module, self._path = forward, module, path
+    def __init__(
+        self,
+        forward: Callable[..., torch.Tensor],
+        model: torch.nn.Module,
+        path: str,
+        attention: Sequence[str],
+        tensors: ClassTensors,
+    ) -> None:
+        # What converts tensors on loading would let no gradient through.
+        assert not any(tensors.is_converted(name) for name in attention), "an attention whose tensors are fused on loading"
+        self._forward, self._model, self._path = forward, model, path
+        self._attention, self._tensors = attention, tensors
 
     def __call__(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The layer's output `[b, T, E]`, differentiable by `weights`, which bear the names they have in checkpoints."""
-        return self._forward(hidden, {name.removeprefix(f"{self._path}."): weight for name, weight in weights.items()})
+        given = {name: self._tensors.tensor(name, weights.__getitem__) for name in self._attention}
+        return self._forward(hidden, {name.removeprefix(f"{self._path}."): weight for name, weight in given.items()})
 
     def into(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
         """What goes into one of the layer's modules, named by its path in the model; the layer runs no further than that."""
@@ -290,13 +327,18 @@ class OpenLayer:
             seen.append(args[0])
             raise _EnoughError
 
-        handle = self._module.get_submodule(module.removeprefix(f"{self._path}.")).register_forward_pre_hook(look)
+        handle = self._model.get_submodule(module).register_forward_pre_hook(look)
         try:
             with contextlib.suppress(_EnoughError):
                 self(hidden, weights)
         finally:
             handle.remove()
         return seen[0]
+
+
+def _below(path: str, names: Iterable[str]) -> list[str]:
+    """The names of what lies in the module at `path`."""
+    return [name for name in names if not path or name.startswith(f"{path}.")]
 
 
 class _EnoughError(Exception):
@@ -322,4 +364,14 @@ class _Recorder(torch.nn.Module):
         self._calls.append(_Call(hidden_states, args, kwargs))
         if self._last:
             raise _EnoughError
-        return hidden_states
+        return hidden_states.as_subclass(_Passed)
+
+
+class _Passed(torch.Tensor):
+    """Hidden states behind a recorder: some classes go on with what a layer returns, others with the first of a tuple."""
+
+    # What is computed from them is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self if index == 0 else super().__getitem__(index)

@@ -5,17 +5,16 @@ Of one layer's activations, their first two moments and a bounded sample are all
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from tqdm import tqdm
 
 from attention.errors import Failure
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
 from convert.methods.statistics import Statistics
+from eval.progress import Progress, silent, stage
 
 SAMPLE = 4096  # tokens, but at least one block
 
@@ -24,18 +23,18 @@ class Moments:
     """Running first and second moment of a layer's input, fp64, and some blocks of it, spread evenly.
 
     Args:
-        layer: For messages.
-        blocks: How many there will be.
-        context: Tokens of each.
+        layer: Which layer's.
+        stream: Whose.
     """
 
-    def __init__(self, layer: int, blocks: int, context: int) -> None:
+    def __init__(self, layer: int, stream: LayerStream) -> None:
+        blocks, context = stream.blocks
         self._layer, self._tokens, self._seen = layer, 0, 0
         count = min(blocks, max(1, SAMPLE // context))
         self._sampled = {(2 * i + 1) * blocks // (2 * count) for i in range(count)}
         self._sample: list[torch.Tensor] = []
-        self._second: torch.Tensor | None = None
-        self._sum: torch.Tensor | None = None
+        self._sum = torch.zeros(stream.width, dtype=torch.float64, device=stream.device)
+        self._second = torch.outer(self._sum, self._sum)
 
     def see(self, x: torch.Tensor) -> None:
         """Add `x [b, T, E]`.
@@ -52,11 +51,8 @@ class Moments:
                 f"the input of layer {self._layer}'s attention is not finite on the calibration text",
                 hint="the source's weights are damaged, or overflow even in float32; does `convert eval` of it work?",
             )
-        if self._second is None or self._sum is None:
-            self._second, self._sum = second.double(), total
-        else:
-            self._second += second
-            self._sum += total
+        self._second += second
+        self._sum += total
         self._tokens += len(x)
 
     def statistics(self) -> Statistics:
@@ -65,8 +61,6 @@ class Moments:
         Raises:
             Failure: Nothing but zeros.
         """
-        assert self._second is not None
-        assert self._sum is not None
         if not self._second.any():
             raise Failure(
                 f"the input of layer {self._layer}'s attention is zero on the whole calibration text",
@@ -76,13 +70,13 @@ class Moments:
         return Statistics(self._second / self._tokens, self._sum / self._tokens, self._tokens, sample)
 
 
-def survey(stream: LayerStream, shelf: Shelf, quiet: bool) -> Callable[[int], Statistics]:
+def survey(stream: LayerStream, shelf: Shelf, progress: Progress = silent) -> Callable[[int], Statistics]:
     """Fill the shelf, going on where an earlier run stopped.
 
     Args:
         stream: Of the model whose inputs are wanted.
         shelf: Where statistics lie.
-        quiet: No progress bar.
+        progress: Told how many layers are done.
 
     Returns:
         Layer → what was found of it.
@@ -96,13 +90,15 @@ def survey(stream: LayerStream, shelf: Shelf, quiet: bool) -> Callable[[int], St
         stream.discard()
         stream.embed()
         ready = 0
-    for layer in tqdm(range(ready, layers), desc="survey", unit="layer", file=sys.stderr, disable=quiet or None):
-        moments = Moments(layer, *stream.blocks)
-        if layer + 1 < layers:
-            stream.advance(layer, moments.see, partial(_put, shelf, layer, moments))
-        elif not shelf.has(layer):
-            stream.observe(layer, moments.see)
-            _put(shelf, layer, moments)
+    with stage(progress, "survey", layers - ready, "layer") as done_layers:
+        for layer in range(ready, layers):
+            moments = Moments(layer, stream)
+            if layer + 1 < layers:
+                stream.advance(layer, moments.see, partial(_put, shelf, layer, moments))
+            elif not shelf.has(layer):
+                stream.observe(layer, moments.see)
+                _put(shelf, layer, moments)
+            done_layers(1)
     stream.discard()
     return partial(_get, shelf)
 

@@ -1,12 +1,12 @@
-"""Reading and writing checkpoint files: source shards mapped, never loaded; output shards streamed, then read back.
+"""Reading checkpoint files: shards are mapped, never loaded. It knows tensors by name, and nothing of attention.
 
-It knows tensors by name, and nothing of attention. safetensors' own `save_file` copies a whole shard into memory
-first; the format is a JSON header and the bytes, and writing them here keeps what is merely copied out of memory.
+A checkpoint may come from anywhere: whatever is wrong with its files ends in a `Failure` that names the file.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +24,8 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DIMS = 64  # that torch can take
+_FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
 SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
 
@@ -37,11 +39,19 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floats of 16, 32 or 64 bits: numbers that mean what they say.
+
+        Integers and floats of 8 bits where a model has weights are quantised, and mean nothing without their scales.
+        """
+        return self.dtype in _CASTABLE
 
     def stored_as(self, dtype: torch.dtype | None) -> TensorInfo:
         """The same under `--dtype`: floats are cast, everything else stays."""
-        return TensorInfo(self.shape, dtype) if dtype and self.dtype in _CASTABLE else self
+        return TensorInfo(self.shape, dtype) if dtype and self.is_float else self
 
 
 class Reader:
@@ -65,7 +75,7 @@ class Reader:
         self.files, index = _weight_files(directory)
         for file in self.files:
             for name, info in self._headers(file):
-                self.infos[name], self._place[name] = info, file
+                self._add(file, name, info)
         if index is not None:
             self._check_index(index)
 
@@ -87,8 +97,20 @@ class Reader:
         for name in shard.offset_keys():
             part = shard.get_slice(name)
             if part.get_dtype() not in DTYPES:
-                raise Failure(f"{file}: tensor {name} has dtype {part.get_dtype()}, which kvfold cannot copy")
+                raise Failure(
+                    f"{file}: tensor {name} has dtype {part.get_dtype()}, which kvfold cannot copy", hint=_FLOATS_ONLY
+                )
             yield name, TensorInfo(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+
+    def _add(self, file: str, name: str, info: TensorInfo) -> None:
+        if not name.isprintable():
+            raise Failure(f"{file}: the tensor name {name!r} holds control characters", hint=_AGAIN)
+        if len(info.shape) > _DIMS or math.prod(max(1, size) for size in info.shape) >= 2**63:
+            shape = ", ".join(map(str, info.shape[:8])) + (", …" if info.shape[8:] else "")
+            raise Failure(f"{file}: tensor {name} has a shape that no tensor can have: [{shape}]", hint=_AGAIN)
+        if name in self.infos:
+            raise Failure(f"{self._place[name]} and {file} both hold tensor {name}", hint=_AGAIN)
+        self.infos[name], self._place[name] = info, file
 
     def _shard(self, file: str) -> Any:
         if self._open is None or self._open[0] != file:
@@ -117,20 +139,33 @@ class _Pickle:
             raise Failure(
                 f"{path.name} is no weights-only pickle: {reason}", hint="convert it to safetensors where it came from"
             ) from None
-        if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        if not isinstance(loaded, dict) or not all(
+            isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()
+        ):
             raise Failure(
                 f"{path.name} holds more than named tensors", hint="save the model's state_dict alone, as safetensors"
             )
-        self.tensors: dict[str, torch.Tensor] = loaded
+        for name, tensor in loaded.items():
+            _require_plain(path.name, name, tensor)
+        self.tensors = {name: tensor.detach().resolve_neg() for name, tensor in loaded.items()}
         self.aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
-        for name, tensor in loaded.items():
+        for name, tensor in self.tensors.items():
             first = seen.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
-            if first != name:
+            if first != name and tensor.numel():  # empty tensors have no place
                 self.aliases[name] = first
 
     def get_tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
+
+
+def _require_plain(file: str, name: str, tensor: torch.Tensor) -> None:
+    """Refuse tensors that have no bytes of their own, or none that safetensors can hold."""
+    layout = tensor.layout if tensor.layout is not torch.strided else None
+    if tensor.is_quantized or layout or tensor.device.type != "cpu" or tensor.dtype not in DTYPES.values():
+        what = layout or (tensor.device.type if tensor.device.type != "cpu" else tensor.dtype)
+        kind = str(what).removeprefix("torch.")
+        raise Failure(f"{file}: tensor {name} is of kind {kind}, which kvfold cannot copy", hint=_FLOATS_ONLY)
 
 
 def open_safetensors(path: Path) -> Any:
@@ -139,7 +174,8 @@ def open_safetensors(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise Failure(
-            f"{path.name} is truncated or damaged: {error}", hint="compare its size with where it came from, and get it again"
+            f"{path.name} is truncated or damaged: {' '.join(str(error).split())[:200]}",
+            hint="compare its size with where it came from, and get it again",
         ) from None
 
 
@@ -150,12 +186,7 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
         if (directory / single).is_file():
             return [single], None
         if index_path.is_file():
-            try:
-                index = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError):
-                raise Failure(f"{index_path.name} is no weight index: it needs a weight_map", hint=_AGAIN) from None
-            if not all(isinstance(file, str) for file in index.values()):
-                raise Failure(f"{index_path.name} is no weight index: it must name a file for each tensor", hint=_AGAIN)
+            index = _read_index(index_path)
             files = sorted(set(index.values()))
             if missing := [file for file in files if not (directory / file).is_file()]:
                 named = ", ".join(missing[:3]) + (", …" if missing[3:] else "")
@@ -165,3 +196,27 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
         f"{directory} holds neither {SAFETENSORS} nor {_PICKLES}, nor an index of either",
         hint="kvfold reads checkpoints as transformers' save_pretrained writes them",
     )
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor → file.
+
+    Raises:
+        Failure: It is none, or names a file that does not lie beside it.
+    """
+    try:
+        index = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Failure(f"{path.name} is no weight index: it needs a weight_map", hint=_AGAIN) from None
+    except OSError as error:
+        raise Failure(f"cannot read {path}: {error.strerror}", hint="see to its permissions, and to the disk") from None
+    if not index or not all(isinstance(text, str) for item in index.items() for text in item):
+        raise Failure(f"{path.name} is no weight index: it must name a file for each tensor", hint=_AGAIN)
+    for name, file in index.items():
+        # Backslashes and drives, too: what is a path must not depend on the machine. Links in the directory are its owner's.
+        if file in ("", ".", "..") or not file.isprintable() or set(file) & set("/\\:"):
+            raise Failure(
+                f"{path.name} puts tensor {name} into {file!r}, which is no file name",
+                hint="weight files lie beside their index; get the checkpoint again from where it came from",
+            )
+    return index

@@ -1,23 +1,28 @@
 """Where a conversion happens until it is whole: `OUTPUT.partial`, whose checkpoint is renamed to OUTPUT at the end.
 
 An interrupted run leaves it for `--resume`; a refused one removes it. Only what carries this file's own marks is ever
-deleted.
+deleted. Files in it may be damaged in any way: what is not known by its checksum to be whole is made again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention.errors import Failure, Refusal
+from attention.errors import Failure, Interrupted, KvfoldError, Refusal
+from convert.checkpoint.reader import Reader
+from convert.checkpoint.writer import checksum, sync_directory, sync_tree, write_whole
 
 # In the work directory: the plan, a note for each finished shard, the checkpoint as it grows, and what a survey found. When the
 # checkpoint goes to OUTPUT the plan gets another name, and what was at OUTPUT waits here.
 _PLAN, _NOTES, _CHECKPOINT, _SURVEY = "plan.json", "notes", "checkpoint", "survey"
 _PUBLISHED, _REPLACED = "published.json", "replaced"
+_RECORD = "conversion.json"  # in OUTPUT: what it was made from
 
 
 def partial_path(output: Path) -> Path:
@@ -33,7 +38,8 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
         output: As the user gave it.
         source: The source's directory, if it is one.
         overwrite: Whether an existing checkpoint may be replaced.
-        resume: Whether an unfinished conversion may be continued, be it finished but for its work directory.
+        resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes, too: which one it is must
+            be asked of `finished` then.
     """
     if output.is_symlink() and not output.exists():
         raise Refusal(f"OUTPUT {output} is a link to nothing", hint="remove the link, or choose another OUTPUT")
@@ -47,7 +53,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
         if whole == ours or whole in ours.parents or ours in whole.parents:
             raise Refusal(f"OUTPUT {output} and MODEL {source} lie inside each other", hint="choose an OUTPUT beside MODEL")
     if output.is_dir() and any(output.iterdir()):
-        if not (overwrite or (resume and _is_published(partial))):
+        if not (overwrite or (resume and (_is_published(partial) or _may_be_finished(output, partial)))):
             raise Refusal(f"OUTPUT {output} exists already", hint="choose another, or replace it with --overwrite")
         if not _is_checkpoint(output):
             raise Refusal(f"OUTPUT {output} is no checkpoint, so --overwrite leaves it alone", hint="choose another OUTPUT")
@@ -70,17 +76,65 @@ def _is_ours(partial: Path) -> bool:
 
 def _is_published(partial: Path) -> bool:
     """Whether the checkpoint of a work directory is at OUTPUT, whole."""
-    return (partial / _PUBLISHED).is_file() and not (partial / _CHECKPOINT).exists()
+    return _read_object(partial / _PUBLISHED) is not None and not (partial / _CHECKPOINT).exists()
+
+
+def _may_be_finished(output: Path, partial: Path) -> bool:
+    """Whether a conversion is at OUTPUT, and nothing is left of another."""
+    return isinstance(recorded(output).get("recipe"), dict) and not (partial.exists() or partial.is_symlink())
+
+
+def finished(output: Path, recipes: Sequence[Mapping[str, Any]], calibration_hash: str | None) -> Mapping[str, Any] | None:
+    """What a run with `--resume`, and without `--overwrite`, finds done already.
+
+    Args:
+        output: OUTPUT.
+        recipes: What the run may make: its plan's recipe, and those among which the text decides.
+        calibration_hash: Of the tokens that it calibrates on, if it does. Where their text lay does not matter.
+
+    Returns:
+        The one of the recipes by which the conversion at OUTPUT was made. None if the run has something to do.
+
+    Raises:
+        Refusal: OUTPUT holds another conversion, or one that lacks files.
+    """
+    if not _may_be_finished(output, partial_path(output)):
+        return None
+    known = recorded(output)
+    there = _without_text(known["recipe"]), known.get("calibration_hash")
+    same = next((recipe for recipe in recipes if (_without_text(recipe), calibration_hash) == there), None)
+    if same is None:
+        raise Refusal(
+            f"OUTPUT {output} exists already, and was made by another recipe",
+            hint="choose another OUTPUT, or replace it with --overwrite",
+        )
+    try:
+        whole = _is_checkpoint(output) and bool(Reader(output).infos)
+    except (Failure, OSError):
+        whole = False
+    if not whole:
+        raise Refusal(f"OUTPUT {output} exists already, and is not whole", hint="make it again with --overwrite")
+    return same
+
+
+def _without_text(recipe: Mapping[str, Any]) -> Any:
+    """A recipe, `{command: options}`, as JSON gives it back, but for the path of its text."""
+    plain = json.loads(json.dumps(recipe))
+    return {
+        command: {name: value for name, value in options.items() if name != "text"} if isinstance(options, dict) else options
+        for command, options in plain.items()
+    }
+
+
+def recorded(output: Path) -> dict[str, Any]:
+    """conversion.json of an OUTPUT, empty if there is none that can be read."""
+    return _read_object(output / _RECORD) or {}
 
 
 def _is_checkpoint(directory: Path) -> bool:
     """Whether a directory holds a model: a config of some model type, and weights."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
     weights = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
-    return isinstance(config, dict) and "model_type" in config and bool(weights)
+    return "model_type" in (_read_object(directory / "config.json") or {}) and bool(weights)
 
 
 def _is_unicode(path: Path) -> bool:
@@ -93,7 +147,7 @@ def _is_unicode(path: Path) -> bool:
 
 
 class WorkDirectory:
-    """The directory of one conversion, opened for a plan.
+    """The directory of one conversion, opened for a plan. Whoever opens it holds the lock of OUTPUT.
 
     Args:
         output: Where the checkpoint will end up.
@@ -110,7 +164,10 @@ class WorkDirectory:
     def __init__(self, output: Path, plan: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
         self._output = output
         self._root = partial_path(output)
+        self._done: dict[str, str] = {}  # shards that this run has written or checked, and what was noted of them, as JSON
+        self._kept = False
         self.path, self._notes, self.survey = (self._root / part for part in (_CHECKPOINT, _NOTES, _SURVEY))
+        plan = json.loads(json.dumps(plan))  # as a file gives it back
         known = self._known_plan() if resume else None
         if known != plan and overwrite:
             known = None
@@ -124,38 +181,76 @@ class WorkDirectory:
         self.published = known is not None and _is_published(self._root) and output.exists()
         if self.published:
             return
-        if (self._root / _PUBLISHED).exists():  # it stopped before the checkpoint went to OUTPUT
-            (self._root / _PUBLISHED).replace(self._root / _PLAN)
         if (self._root / _REPLACED).exists() and not output.exists():  # what was whole stays until something else is
             (self._root / _REPLACED).rename(output.resolve())
         if known is None:
             self.discard()
+        elif (self._root / _PUBLISHED).exists():  # it stopped before the checkpoint went to OUTPUT
+            (self._root / _PUBLISHED).replace(self._root / _PLAN)
         self._root.mkdir(parents=True, exist_ok=known is not None)
-        _write_whole(self._root / _PLAN, plan)
-        self.path.mkdir(exist_ok=True)
-        self._notes.mkdir(exist_ok=True)
-        self.survey.mkdir(exist_ok=True)
+        write_whole(self._root / _PLAN, _json(plan))
+        for part in (self.path, self._notes, self.survey):
+            if part.is_symlink() or part.is_file():
+                part.unlink()
+            part.mkdir(exist_ok=True)
+        sync_directory(self._root)
+        sync_directory(self._root.parent)
 
-    def _known_plan(self) -> Any:
-        for name in (_PLAN, _PUBLISHED):
-            try:
-                return json.loads((self._root / name).read_text(encoding="utf-8"))
-            except (FileNotFoundError, ValueError):  # killed before it was written, or lost with the power: begin again
-                continue
-        return None
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, output: Path, plan: Mapping[str, Any], resume: bool, overwrite: bool) -> Iterator[WorkDirectory]:
+        """One that is removed if the block ends in a refusal or a failure: of bad data nothing is kept.
+
+        It stays for `--resume` after everything else (an interrupt, an OSError, a bug), and after `keep`. After `publish` it
+        is the caller's to discard.
+        """
+        work = cls(output, plan, resume, overwrite)
+        try:
+            yield work
+        except KvfoldError as error:
+            if not (work._kept or work.published or isinstance(error, Interrupted)):
+                work.discard()
+            raise
+
+    def keep(self) -> None:
+        """Leave the directory for `--resume`, whatever the run ends in from here on: it is not the data's fault."""
+        self._kept = True
+
+    def _known_plan(self) -> dict[str, Any] | None:
+        """None if it was killed before it was written, or lost with the power: begin again."""
+        return next((plan for name in (_PLAN, _PUBLISHED) if (plan := _read_object(self._root / name)) is not None), None)
 
     def done(self, shard: str) -> Any | None:
-        """What was noted of a finished shard, or None. A shard is noted only once it has been verified."""
-        try:
-            note = json.loads((self._notes / f"{shard}.json").read_text(encoding="utf-8"))
-            whole = (self.path / shard).stat().st_size == note["bytes"]
-        except (FileNotFoundError, ValueError):
-            return None
-        return note["value"] if whole else None
+        """What was noted of a finished shard, or None. A shard is noted only once it has been verified.
 
-    def note(self, shard: str, value: Any) -> None:
-        """Keep `value` for a finished shard, so that a resumed run can still report it."""
-        _write_whole(self._notes / f"{shard}.json", {"bytes": (self.path / shard).stat().st_size, "value": value})
+        The first time that a run asks, the file is read and must have the checksum that was noted.
+        """
+        if shard not in self._done:
+            noted, file = _unsealed(self._notes / f"{shard}.json"), self.path / shard
+            if noted is None or not file.is_file() or noted["sha256"] != checksum(file):
+                return None
+            self._done[shard] = json.dumps(noted["value"])
+        return json.loads(self._done[shard])
+
+    def note(self, shard: str, value: Any, sha256: str | None = None) -> None:
+        """Keep `value` for a finished shard, so that a resumed run can still report it.
+
+        Args:
+            shard: The file's name.
+            value: Anything that JSON holds, but for None.
+            sha256: Of the file, as `write_shard` returned it; None to read the file once more.
+        """
+        _seal(self._notes / f"{shard}.json", {"sha256": sha256 or checksum(self.path / shard), "value": value})
+        self._done[shard] = json.dumps(value)
+
+    def recall(self, name: str) -> Any | None:
+        """What an earlier run kept under a name, or None."""
+        noted = _unsealed(self.survey / f"{name}.json")
+        return None if noted is None else noted["value"]
+
+    def remember(self, name: str, value: Any) -> None:
+        """Keep a value that JSON holds for a resumed run."""
+        _seal(self.survey / f"{name}.json", {"value": value})
 
     def require_space(self, needed: int) -> None:
         """Fail before the first byte if the disk cannot take `needed` bytes; finished shards stay for `--resume`."""
@@ -164,7 +259,9 @@ class WorkDirectory:
             return
         where = self._root.parent
         resumable = any(self._notes.iterdir()) or any(self.survey.iterdir())
-        if not resumable:
+        if resumable:
+            self.keep()
+        else:
             self.discard()
         raise Failure(
             f"no space: {where} has {free / 1e9:.3f} GB free, the conversion needs {needed / 1e9:.3f} GB",
@@ -180,17 +277,47 @@ class WorkDirectory:
     def publish(self) -> None:
         """Put the checkpoint at OUTPUT. One that is to be replaced steps aside first. What is left here is to be discarded."""
         output = self._output.resolve()
+        sync_tree(self.path)
+        self.keep()
         (self._root / _PLAN).replace(self._root / _PUBLISHED)
+        sync_directory(self._root)
         if output.exists():
+            shutil.rmtree(self._root / _REPLACED, ignore_errors=True)  # of a run that was stopped right here
             output.rename(self._root / _REPLACED)
         self.path.rename(output)
+        sync_directory(self._root)
+        sync_directory(output.parent)
 
 
 def _short(value: Any) -> str:
     return "others" if isinstance(value, dict) else str(value)
 
 
-def _write_whole(path: Path, value: Any) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    temporary.replace(path)
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1).encode()
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file, or None if there is none: no file, a damaged one, or other JSON."""
+    try:
+        # Reading a pipe would wait for ever.
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _seal(path: Path, noted: dict[str, Any]) -> None:
+    """Write a JSON object with a checksum of itself."""
+    write_whole(path, _json({"sha256": _hash(noted), "noted": noted}))
+
+
+def _unsealed(path: Path) -> dict[str, Any] | None:
+    """What `_seal` wrote, or None if the file is not there or not as it was written."""
+    found = _read_object(path) or {}
+    noted = found.get("noted")
+    return noted if isinstance(noted, dict) and found.get("sha256") == _hash(noted) else None
+
+
+def _hash(noted: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(noted, sort_keys=True).encode()).hexdigest()

@@ -1,17 +1,24 @@
-"""Writing checkpoint files: shards streamed, then read back. It knows tensors by name, and nothing of attention.
+"""Writing checkpoint files: shards streamed, hashed, read back, synced. It knows tensors by name, and nothing of attention.
 
 safetensors' own `save_file` copies a whole shard into memory first; the format is a JSON header and the bytes, and writing
 them here keeps what is merely copied out of memory.
+
+A file gets its name when its bytes are on the disk, so that one which is there after a power failure is whole.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import math
+import os
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -20,6 +27,8 @@ from convert.checkpoint.reader import DTYPES, SAFETENSORS, open_safetensors
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 2**20  # values that are checked, cast and written at a time: few enough to stay in the cache
+_HASH = "sha256"
+_AHEAD = 8  # chunks that may wait to be hashed
 _FAILING = "the disk or the memory is failing"
 
 
@@ -28,7 +37,7 @@ def write_shard(
     tensors: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
     progress: Callable[[int], object] = lambda written: None,
-) -> None:
+) -> str:
     """Write one safetensors file, read it back, compare every byte with what was meant, then give it its name.
 
     Args:
@@ -37,6 +46,9 @@ def write_shard(
         dtypes: What each is stored in.
         progress: Called with the number of further bytes written.
 
+    Returns:
+        Its checksum, as `checksum` gives it.
+
     Raises:
         Failure: A value is not finite (as read, or after the cast), or the file does not read back as written.
         OSError: The disk is full or broken.
@@ -44,17 +56,94 @@ def write_shard(
     # Wide dtypes first, as safetensors itself orders them, so that every tensor is aligned for mapping.
     ordered = dict(sorted(tensors.items(), key=lambda item: -dtypes[item[0]].itemsize))
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    # Hashing and syncing have a thread of their own, which works while the next chunk is checked, and the whole compared.
+    with temporary.open("wb") as file, ThreadPoolExecutor(1) as beside:
+        hashed = _Hashed(file, beside)
         header = _header(ordered, dtypes)
-        file.write(struct.pack("<Q", len(header)) + header)
+        hashed.write(struct.pack("<Q", len(header)) + header)
         for name, tensor in ordered.items():
             for chunk in _chunks(tensor, dtypes[name]):
                 if not _finite(chunk):
                     raise _not_finite(name, tensor, dtypes[name])
-                file.write(_bytes(chunk))
+                hashed.write(_bytes(chunk))
                 progress(chunk.nbytes)
-    _verify(temporary, ordered, dtypes)
+        file.flush()
+        synced = beside.submit(os.fsync, file.fileno())
+        _verify(temporary, ordered, dtypes)
+        synced.result()
+    _replace(temporary, path)
+    return hashed.checksum()
+
+
+class _Hashed:
+    """A file whose bytes are hashed as they are written.
+
+    Args:
+        file: Open for writing.
+        beside: One thread, which hashes.
+    """
+
+    def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
+        self._file, self._beside = file, beside
+        self._hash, self._pending = hashlib.new(_HASH), deque[Future[None]]()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._pending.append(self._beside.submit(self._hash.update, data))
+        if len(self._pending) > _AHEAD:
+            self._pending.popleft().result()
+        self._file.write(data)
+
+    def checksum(self) -> str:
+        while self._pending:
+            self._pending.popleft().result()
+        return self._hash.hexdigest()
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _HASH).hexdigest()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all, also after a power failure."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    _replace(temporary, path)
+
+
+def sync_tree(directory: Path) -> None:
+    """Wait until everything in a directory is on the disk."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        elif path.is_dir():
+            sync_directory(path)
+    sync_directory(directory)
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the names in a directory are on the disk, on file systems that can say so."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except PermissionError:  # Windows opens no directories
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _replace(temporary: Path, path: Path) -> None:
     temporary.replace(path)
+    sync_directory(path.parent)
 
 
 def _header(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> bytes:
@@ -125,7 +214,7 @@ def write_index(directory: Path, shards: Mapping[str, Iterable[str]], total_byte
     """`model.safetensors.index.json` for shards given as file → tensor names."""
     weight_map = {name: file for file, names in shards.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_whole(directory / f"{SAFETENSORS}.index.json", (json.dumps(index, indent=2) + "\n").encode())
 
 
 def shard_names(count: int) -> list[str]:

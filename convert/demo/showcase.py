@@ -8,28 +8,29 @@ from typing import Any
 
 from convert.demo.corpus import VALIDATION, held_out_text
 from convert.planning.base import Output
-from convert.planning.calibration import Calibration
-from convert.planning.latent import LatentSize
+from convert.planning.calibration import CalibrationOptions
+from convert.planning.latent import LatentRequest
 from convert.sweeping import Wanted, plans_for, sweep
-from eval.evaluation import Settings
+from eval.evaluation import EvaluationSettings
+from eval.progress import Progress, silent
 from eval.source import Source
 from eval.text import Text, read_file
 
 MODEL = Path(__file__).parent / "python-5m-mha"
 _GROUPS = (4, 2, 1)
-_SIZES = (LatentSize(96, 32), LatentSize(48, 16))  # a quarter and an eighth of the cache
+_SIZES = (LatentRequest(96, 32), LatentRequest(48, 16))  # a quarter and an eighth of the cache
 _METHODS = ("aligned", "mean", "weighted", "pca")
 _MODULES = ("difflib", "statistics")  # of those held out
 _TOKENS = 16384  # of these: as many as two minutes allow
 _CALIBRATION_TOKENS = 16384
 
 
-def showcase(output: Path, quiet: bool = False) -> tuple[dict[str, Any], Path]:
+def showcase(output: Path, progress: Progress = silent) -> tuple[dict[str, Any], Path]:
     """Convert, evaluate on library modules that were held out of training, and write the report.
 
     Args:
         output: Receives one directory per conversion, and `report/`; those of an earlier demo are replaced.
-        quiet: No progress bars.
+        progress: Told how far each stage is.
 
     Returns:
         The report, and the path of its HTML page.
@@ -38,8 +39,9 @@ def showcase(output: Path, quiet: bool = False) -> tuple[dict[str, Any], Path]:
     calibration = output / "calibration.txt"
     output.mkdir(parents=True, exist_ok=True)
     calibration.write_text(held_out_text(VALIDATION), encoding="utf-8")  # modules that watched the training
-    text = Calibration({"text": str(calibration)}, _CALIBRATION_TOKENS)
+    text = CalibrationOptions({"text": str(calibration)}, _CALIBRATION_TOKENS)
     plans = plans_for(source, Wanted(_GROUPS, _SIZES, _METHODS, text, Output(output, overwrite=True), "cpu"))
     held_out = Text(f"Python {platform.python_version()}: {', '.join(_MODULES)}", held_out_text(_MODULES))
-    found = sweep(plans, read_file(calibration), held_out, Settings(max_tokens=_TOKENS, device="cpu", quiet=quiet))
+    settings = EvaluationSettings(max_tokens=_TOKENS, device="cpu")
+    found = sweep(plans, read_file(calibration), held_out, settings, progress)
     return found, output / "report" / "report.html"

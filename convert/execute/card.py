@@ -29,7 +29,7 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
     source, converted = evaluation["models"] if evaluation else (None, None)
     return template.render(
         front_matter=_front_matter(plan, directory),
-        kind=plan.target.kind,
+        kind=plan.target.spec.kind,
         before_kind=plan.before.kind,
         base=plan.source.repository or plan.source.name,
         link=f"https://huggingface.co/{quote(plan.source.repository)}" if plan.source.repository else None,
@@ -43,15 +43,15 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         protocol=evaluation["protocol"] if evaluation else None,
         source=source,
         converted=converted,
-        model_type=plan.host.model_type(plan.family),
+        model_type=plan.target.host.layout(plan.family).model_type,
     )
 
 
 def _summary(plan: Plan, record: dict[str, Any]) -> str:
     if not record["method"]:
         return markdown(str(record["notes"][0]))
-    source = f" ({plan.method.source})" if plan.method.source else ""
-    return f"method `{plan.method.name}`, {plan.method.summary}{source}"
+    source = f" ({plan.target.method.source})" if plan.target.method.source else ""
+    return f"method `{plan.target.method.name}`, {plan.target.method.summary}{source}"
 
 
 def _command(plan: Plan) -> str:
@@ -75,7 +75,7 @@ def _front_matter(plan: Plan, directory: Path) -> str:
         base_model=plan.source.repository,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["kvfold", plan.command, *([plan.applied_method] if plan.applied_method else [])],
+        tags=["kvfold", plan.target.command, *([plan.applied_method] if plan.applied_method else [])],
         license=_inherited_licence(directory),
     )
     return f"---\n{data.to_yaml()}\n---\n"

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention.record import Attention
+from attention.record import Attention, FactoredAttention
 from convert.calibration.stream import LayerStream
-from convert.checkpoint.reader import Reader
+from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.workdir import WorkDirectory
 from convert.checkpoint.writer import require_finite
 from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
-from eval.text import Tokens
+from convert.planning.calibration import CalibrationText
+from eval.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -27,25 +28,19 @@ class Job:
         plan: What is to be done.
         reader: Of the source.
         work: The work directory.
-        tokens: What to calibrate on, whole blocks, if the plan calibrates.
+        text: What to calibrate on, if the plan calibrates.
         device: Where layers run and are changed.
-        quiet: No progress bars.
-        surveys: Where statistics of the source lie.
+        progress: Who is told how far it is.
+        statistics_in: Where statistics of the source lie.
     """
 
     plan: Plan
     reader: Reader
     work: WorkDirectory
-    tokens: Tokens | None
+    text: CalibrationText | None
     device: torch.device
-    quiet: bool
-    surveys: Path
-
-    @property
-    def blocks(self) -> torch.Tensor | None:
-        """`[n, T]` token ids to calibrate on."""
-        calibration = self.plan.calibration
-        return self.tokens.ids.view(-1, calibration.context or 1) if self.tokens and calibration else None
+    progress: Progress
+    statistics_in: Path
 
     def assumed(self, layer: int) -> Statistics:
         """What is known of a layer's input without text: the gains of its norm."""
@@ -61,7 +56,7 @@ class Job:
         return Statistics.assumed(plan.source.config.hidden_size, gain, tensors.get(f"{norm.name}.bias"))
 
     def read_layer(self, layer: int) -> tuple[dict[str, torch.Tensor], Attention]:
-        """The tensors of a layer's attention under their names, and their record.
+        """The tensors of a layer's attention under their names, and their record, as methods see it.
 
         Raises:
             Failure: One of them is not finite.
@@ -70,19 +65,28 @@ class Job:
         tensors = {name: self.reader[name].to(self.device) for name in self.plan.family.shapes(config, layer)}
         for name, tensor in tensors.items():
             require_finite(name, tensor)
-        return tensors, self.plan.family.split(tensors, config, layer)
+        record = self.plan.family.split(tensors, config, layer)
+        return tensors, record.expanded() if isinstance(record, FactoredAttention) else record
 
     def stream(
-        self, config: Any, module: Callable[[int], str], read: Callable[[str], torch.Tensor], spool: Path
+        self,
+        text: CalibrationText,
+        config: Any,
+        module: Callable[[int], str],
+        read: Callable[[str], torch.Tensor],
+        infos: Mapping[str, TensorInfo],
+        spool: Path,
     ) -> LayerStream:
         """Some model's layers over the calibration text.
 
         Args:
+            text: Its blocks.
             config: Of the model.
             module: Layer → the path of its attention.
             read: Tensor name → tensor.
+            infos: Of all tensors.
             spool: The beginning of the files with its inputs.
         """
-        assert self.blocks is not None
         modules = [module(layer) for layer in range(self.plan.before.num_layers)]
-        return LayerStream(config, modules, read, self.blocks, spool, self.device, self.plan.source.trust_remote_code)
+        trusted = self.plan.source.trust_remote_code
+        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, trusted)

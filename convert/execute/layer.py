@@ -9,12 +9,12 @@ import torch
 
 from attention.record import Attention, Record
 from convert.execute.fidelity import layer_errors
-from convert.execute.job import Job
+from convert.planning.base import Plan
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer under the names that the host's class expects.
+    """A layer under the names that the output class expects.
 
     Attributes:
         tensors: Of its attention.
@@ -27,7 +27,7 @@ class Layer:
     @classmethod
     def of(
         cls,
-        job: Job,
+        plan: Plan,
         index: int,
         source: dict[str, torch.Tensor],
         before: Attention,
@@ -35,11 +35,15 @@ class Layer:
         **more: Any,
     ) -> Layer:
         """Of a layer's source tensors, their record, and the record of the result; `more` is noted as well."""
-        plan = job.plan
-        tensors = plan.host.tensors(plan.family, after, plan.target, index)
+        tensors = plan.target.host.layout(plan.family).join(after, plan.target.spec, index)
         converted = [name for name, tensor in tensors.items() if not _is_copy(tensor, source.get(name))]
         note = {"layer": index, **layer_errors(before, after), **more, "converted": converted}
         return cls({name: tensor.cpu() for name, tensor in tensors.items()}, note)
+
+    @classmethod
+    def copied(cls, index: int, source: dict[str, torch.Tensor]) -> Layer:
+        """A layer that is left as it is."""
+        return cls({name: tensor.cpu() for name, tensor in source.items()}, {"layer": index, "converted": []})
 
 
 def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:

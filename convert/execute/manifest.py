@@ -5,61 +5,212 @@ It reads no weights; names, shapes and dtypes are all it sees.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attention.errors import Failure
 from convert.checkpoint.reader import Reader, TensorInfo
+from convert.families.names import Place
 from convert.planning.base import Plan
+
+if TYPE_CHECKING:
+    from convert.families import Family
+
+_OTHER_MODEL = "config.json and the weights are not of the same model"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that are written together: one that is copied, or (with `layer`) one layer's attention.
+    """Tensors that are made together: one layer's attention, or whatever else goes from some places to some others.
+
+    Copying is the special case in which no name, no place and no shape changes.
 
     Attributes:
+        sources: The places of the source's tensors; without roles for an attention's, which its family knows.
         outputs: Name → what will be stored.
+        places: Those of the outputs; empty for an attention's.
         layer: The decoder layer whose attention it is, or None.
     """
 
+    sources: tuple[Place, ...]
     outputs: dict[str, TensorInfo]
+    places: tuple[Place, ...] = ()
     layer: int | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.outputs.values())
 
+    @property
+    def copies(self) -> bool:
+        """Whether outputs are the sources, under their own names or others."""
+        return self.layer is None and [(p.roles, p.transposed) for p in self.sources] == [
+            (p.roles, p.transposed) for p in self.places
+        ]
 
-def units_of(plan: Plan, reader: Reader) -> list[Unit]:
-    """What will be written, in the source's order, checked against the headers of its files."""
-    config = plan.source.config
-    stored = getattr(torch, plan.output.dtype) if plan.output.dtype else None
-    layer_of: dict[str, int] = {}
-    for layer in range(plan.before.num_layers):
-        expected = plan.family.shapes(config, layer)
-        _check_layer(plan, reader, layer, expected)
-        layer_of |= dict.fromkeys(expected, layer)
-    _check_depth(plan, reader)
+    def make(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs of a unit that is no attention, from what `read` gives for its sources."""
+        if self.copies:
+            return {place.name: read(source.name) for source, place in zip(self.sources, self.places, strict=True)}
+        parts: dict[str, torch.Tensor] = {}
+        for source in self.sources:
+            parts |= source.split(read(source.name))
+        return {place.name: place.join(parts) for place in self.places}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that a conversion writes.
+
+    Attributes:
+        units: In the source's order.
+        dropped: Tensors of the source that no unit reads, and why.
+    """
+
+    units: tuple[Unit, ...]
+    dropped: dict[str, str]
+
+    @cached_property
+    def outputs(self) -> dict[str, TensorInfo]:
+        """Every tensor that is written."""
+        return {name: info for unit in self.units for name, info in unit.outputs.items()}
+
+    @cached_property
+    def _unit_of(self) -> dict[str, Unit]:
+        return {name: unit for unit in self.units for name in unit.outputs if unit.layer is None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(unit.nbytes for unit in self.units)
+
+    def read(self, reader: Reader, name: str) -> torch.Tensor:
+        """A tensor of the result that is no attention's, made from the source.
+
+        Raises:
+            KeyError: There is none of that name.
+        """
+        return self._unit_of[name].make(reader.__getitem__)[name]
+
+
+def manifest_of(plan: Plan, reader: Reader) -> Manifest:
+    """What will be written.
+
+    Raises:
+        Failure: The source's headers are not those of its config.
+    """
+    config, stored = plan.source.config, getattr(torch, plan.output.dtype) if plan.output.dtype else None
+    layout = plan.target.host.layout(plan.family)
+    sized = plan.target.host.sized(plan.source.raw, config, plan.target.spec)
+    check_attention(plan, reader)
+    layers = range(0 if plan.target.copies else plan.before.num_layers)
+    layer_of = {name: layer for layer in layers for name in plan.family.shapes(config, layer)}
     tied = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
     units: list[Unit] = []
-    placed: set[int] = set()
-    for name, info in reader.infos.items():
-        layer_index = layer_of.get(name)
-        if layer_index is not None:
-            if layer_index not in placed:
-                placed.add(layer_index)
-                units.append(Unit(_layer_outputs(plan, reader, layer_index, stored), layer_index))
-        elif not (tied and name in reader.aliases) and not plan.host.drops(name):  # a tied head is written once
-            units.append(Unit({name: info.stored_as(stored)}))
-    return units
+    placed: set[int | tuple[str, ...]] = set()
+    dropped: dict[str, str] = {}
+    for name in reader.infos:
+        layer = layer_of.get(name)
+        if layer is not None:
+            if layer not in placed:
+                placed.add(layer)
+                units.append(_attention_unit(plan.family, layout, config, sized, layer, reader, stored))
+        elif tied and name in reader.aliases:
+            dropped[name] = f"is {reader.aliases[name]}, to which the model ties it"  # a tied head is written once
+        elif plan.target.copies or (plan.family is layout and plan.family.names.place(name) is None):
+            units.append(_copy(name, reader.infos[name].stored_as(stored)))
+        elif reason := _has_no_place(plan.family, layout, name):
+            dropped[name] = reason
+        else:
+            unit = _other_unit(plan.family, layout, name, reader, stored)
+            key = tuple(sorted(unit.outputs))
+            if key not in placed:
+                placed.add(key)
+                units.append(unit)
+    written = {name for unit in units for name in unit.outputs}
+    dropped |= {name: plan.target.host.replaces for name in layer_of if name not in written}
+    return Manifest(tuple(units), dict(sorted(dropped.items())))
 
 
-def _check_layer(plan: Plan, reader: Reader, layer: int, expected: dict[str, tuple[int, ...]]) -> None:
+def check_attention(plan: Plan, reader: Reader) -> None:
+    """Compare the attention of every layer with what the config says of it.
+
+    Raises:
+        Failure: A tensor is missing, has another shape, or is not known.
+    """
+    for layer in range(plan.before.num_layers):
+        _check_layer(plan, reader, layer, plan.family.shapes(plan.source.config, layer))
+    _check_depth(plan, reader)
+
+
+def _attention_unit(
+    family: Family, layout: Family, config: Any, sized: Any, layer: int, reader: Reader, stored: torch.dtype | None
+) -> Unit:
+    """A converted layer. Each tensor keeps the dtype of the source's of that name, or of its first projection."""
+    names = tuple(family.shapes(config, layer))
+    shapes = layout.shapes(sized, layer)
+    dtypes = {name: reader.infos.get(name, reader.infos[names[0]]).dtype for name in shapes}
+    outputs = {name: TensorInfo(shape, dtypes[name]).stored_as(stored) for name, shape in shapes.items()}
+    return Unit(tuple(Place(name, ()) for name in names), outputs, layer=layer)
+
+
+def _copy(name: str, info: TensorInfo) -> Unit:
+    place = Place(name, (name,))
+    return Unit((place,), {name: info}, (place,))
+
+
+def _has_no_place(family: Family, layout: Family, name: str) -> str | None:
+    """Why the output class has no use for a tensor that is no attention's."""
+    place = family.names.place(name)
+    if place is None:
+        return "the model computes it itself" if name.endswith("inv_freq") else "the output class has no place for it"
+    if all(layout.names.holding(role) is None for role in place.roles):
+        return "the output class has no place for it"
+    return None
+
+
+def _other_unit(family: Family, layout: Family, name: str, reader: Reader, stored: torch.dtype | None) -> Unit:
+    """The unit of all that is joined with what a tensor holds, on either side."""
+    sources, places = _connected(family, layout, name)
+    if missing := [place.name for place in sources if place.name not in reader.infos]:
+        raise Failure(f"the checkpoint lacks tensor {missing[0]}, which goes with {name}", hint=_OTHER_MODEL)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for source in sources:
+        shapes |= source.shapes(reader.infos[source.name].shape)
+    dtype = reader.infos[sources[0].name].dtype
+    outputs = {place.name: TensorInfo(place.shape(shapes), dtype).stored_as(stored) for place in places}
+    return Unit(tuple(sources), outputs, tuple(places))
+
+
+def _connected(family: Family, layout: Family, name: str) -> tuple[list[Place], list[Place]]:
+    """Places of the source and of the result that share roles, directly or through each other."""
+    first = family.names.place(name)
+    assert first is not None
+    sources, places = [first], list[Place]()
+    while True:
+        roles = {role for place in (*sources, *places) for role in place.roles}
+        there = {place.name for place in sources}, {place.name for place in places}
+        for role in sorted(roles):
+            source, place = family.names.holding(role), layout.names.holding(role)
+            if source is not None and source.name not in there[0]:
+                sources.append(source)
+                there[0].add(source.name)
+            if place is not None and place.name not in there[1]:
+                places.append(place)
+                there[1].add(place.name)
+        if {role for place in (*sources, *places) for role in place.roles} == roles and places:
+            return sources, places
+
+
+def _check_layer(plan: Plan, reader: Reader, layer: int, expected: Mapping[str, tuple[int, ...]]) -> None:
     where = f"layer {layer} of {plan.source.reference}"
     for name, shape in expected.items():
         if name not in reader.infos:
-            raise Failure(f"{where} lacks tensor {name}", hint="config.json and the weights are not of the same model")
+            raise Failure(f"{where} lacks tensor {name}", hint=_OTHER_MODEL)
         found = reader.infos[name].shape
         if found != shape:
             raise Failure(
@@ -79,7 +230,7 @@ def _check_layer(plan: Plan, reader: Reader, layer: int, expected: dict[str, tup
 def _check_depth(plan: Plan, reader: Reader) -> None:
     """Attention beyond the last layer of the config would be copied unconverted: refuse it."""
     layers = plan.before.num_layers
-    beyond = [name.replace(".0.", f".{layers}.", 1) for name in plan.family.shapes(plan.source.config, 0)]
+    beyond = [re.sub(r"\.0\.", f".{layers}.", name, count=1) for name in plan.family.shapes(plan.source.config, 0)]
     if found := [name for name in beyond if name in reader.infos]:
         raise Failure(
             f"config.json gives {layers} layers, and the weights hold {found[0]}",
@@ -87,15 +238,7 @@ def _check_depth(plan: Plan, reader: Reader) -> None:
         )
 
 
-def _layer_outputs(plan: Plan, reader: Reader, layer: int, stored: torch.dtype | None) -> dict[str, TensorInfo]:
-    """A converted layer's tensors. Each keeps the dtype of the source's of that name, or of its first projection."""
-    first = next(iter(plan.family.shapes(plan.source.config, layer)))
-    shapes = plan.host.shapes(plan.family, plan.source.config, plan.target, layer)
-    dtypes = {name: reader.infos.get(name, reader.infos[first]).dtype for name in shapes}
-    return {name: TensorInfo(shape, dtypes[name]).stored_as(stored) for name, shape in shapes.items()}
-
-
-def deal(units: list[Unit], limit: int) -> list[list[Unit]]:
+def deal(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
     """Fill shards in order; a unit larger than the limit gets a shard of its own."""
     shards: list[list[Unit]] = [[]]
     size = 0

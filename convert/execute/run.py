@@ -1,113 +1,132 @@
 """Carry out a plan: shard by shard, layer by layer, read, transform, write, verify, publish.
 
-It knows the order of work and nothing of heads, names or formulas: those are the family's, the method's and the host's.
+It knows the order of work and nothing of heads, names or formulas: those are the family's, the method's and the output class's.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
+import logging
 import math
-import platform
-import shutil
-import sys
-import time
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from attention.errors import Failure, Interrupted, KvfoldError
+from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.calibration.memory import release
-from convert.calibration.survey import SAMPLE
+from convert.calibration.survey import SAMPLE, survey
+from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import WorkDirectory
+from convert.checkpoint.shelf import Shelf
+from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded
 from convert.checkpoint.writer import shard_names, write_index, write_shard
 from convert.execute.card import model_card
+from convert.execute.deciding import Decision, StatisticsOf, decide
 from convert.execute.job import Job
-from convert.execute.manifest import Unit, deal, units_of
-from convert.execute.transform import Transform, decided, transform_of
+from convert.execute.layer import Layer
+from convert.execute.loadable import require_loadable
+from convert.execute.manifest import Manifest, Unit, deal, manifest_of
+from convert.execute.publish import Clock, copy_companions, write_config, write_record
+from convert.execute.record import record_of, versions
+from convert.execute.sequence import in_sequence
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
-from convert.planning.calibration import calibration_tokens, remarks
+from convert.planning.calibration import CalibrationText
+from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.device import compute_device, out_of_memory
-from eval.evaluation import Settings, evaluate, prepare
+from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.overlap import WARN_ABOVE
+from eval.progress import Progress, silent, stage
 from eval.source import Source
-from eval.text import Text, Tokens
+from eval.text import Text
 
-# Copied byte for byte beside the weights. config.json, the card and the weights are written anew.
-_COMPANIONS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
-    "tekken.json",
-    "generation_config.json", "chat_template*", "additional_chat_templates", "preprocessor_config.json",
-    "LICENSE*", "NOTICE*", "USE_POLICY*",
-)  # fmt: skip
+_log = logging.getLogger("kvfold")
+MakeLayer = Callable[[int], Layer]
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A conversion that has been carried out.
+
+    Attributes:
+        plan: With what the text had to decide.
+        record: What conversion.json says.
+    """
+
+    plan: Plan
+    record: dict[str, Any]
 
 
 def execute(
     plan: Plan,
-    evaluate_on: Text | None = None,
     calibrate_on: Text | None = None,
-    quiet: bool = False,
-    surveys: Path | None = None,
-    published: Callable[[], None] | None = None,
-) -> Plan:
+    evaluate_on: Text | None = None,
+    progress: Progress = silent,
+    statistics_in: Path | None = None,
+    published: Callable[[], None] = lambda: None,
+) -> Executed:
     """Write the plan's checkpoint.
 
     Args:
-        plan: From `convert.planning.base` or `convert.planning.latent`.
-        evaluate_on: Held-out text whose perplexity goes into the model card.
+        plan: From `convert.planning`.
         calibrate_on: The text that `plan.calibration` speaks of.
-        quiet: No progress bars.
-        surveys: Where surveys of the source are kept for other conversions; None to keep none.
+        evaluate_on: Held-out text whose perplexity goes into the model card.
+        progress: Told how far each stage is.
+        statistics_in: Where statistics of the source are kept for other conversions; None to keep none.
         published: Called when OUTPUT is whole, before what `--resume` knows it by is removed.
-
-    Returns:
-        The plan, with what the text had to decide.
 
     Raises:
         KvfoldError: With nothing new at OUTPUT; the work directory stays only if `--resume` can use it.
     """
-    started, clock = datetime.now(UTC), time.monotonic()
-    settings = Settings(device=plan.device, quiet=quiet)
+    where = plan.output
+    with exclusive(where.path):
+        check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # of what others have left by now
+        return _execute(plan, calibrate_on, evaluate_on, progress, statistics_in, published)
+
+
+def _execute(
+    plan: Plan,
+    calibrate_on: Text | None,
+    evaluate_on: Text | None,
+    progress: Progress,
+    statistics_in: Path | None,
+    published: Callable[[], None],
+) -> Executed:
+    clock, settings = Clock(), EvaluationSettings(device=plan.device)
     if evaluate_on:
         prepare([plan.source], evaluate_on, settings)  # whatever is wrong with the text is wrong before the work
-    tokens = calibration_tokens(plan.source, plan.calibration, calibrate_on)
-    for remark in () if quiet else remarks(tokens, plan.source.config.hidden_size):
-        print(f"warning: {remark}", file=sys.stderr)
-    directory = plan.source.files
-    reader = Reader(directory)
-    units = units_of(plan, reader)
-    work = WorkDirectory(plan.output.path, inputs_of(plan, reader, tokens), plan.output.resume, plan.output.overwrite)
+    text = CalibrationText.of(plan.source, plan.calibration, calibrate_on) if plan.calibration and calibrate_on else None
+    if done := _finished_already(plan, text):
+        published()
+        return done
+    for remark in text.remarks(plan.source.config.hidden_size) if text else ():
+        _log.warning(remark)
+    reader = Reader(plan.source.files)
+    _check_source(plan, reader)
+    inputs = inputs_of(plan, reader, text)
     try:
-        if work.published:
-            return _finished(plan, work, published)
-        job = Job(plan, reader, work, tokens, _device(plan), quiet, _survey_directory(plan, reader, work, tokens, surveys))
-        _require_space(job, units)
-        job, units, transform, layers = _convert(job, units)
-        plan = job.plan
-        _write_config(plan, transform, work.path)
-        _copy_companions(plan, directory, work.path)
-        record = _record(job, units, layers, transform)
-        if evaluate_on:
-            record["evaluation"] = _evaluate(job, evaluate_on, settings)
-        (work.path / "README.md").write_text(model_card(plan, record, directory), encoding="utf-8")
-        record["run"] = {
-            "output": str(plan.output.path),
-            "started": started.isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - clock, 3),
-            "host": platform.node(),
-        }
-        (work.path / "conversion.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        work.publish()
-        return _finished(plan, work, published)
+        with WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite) as work:
+            if work.published:  # a run ended between OUTPUT's appearance and its own end
+                done = _carried_out(plan, recorded(plan.output.path))
+            else:
+                kept = _statistics_directory(plan, reader, work, text, statistics_in)
+                job = Job(plan, reader, work, text, _device(plan), progress, kept)
+                decided, record = _convert(job)
+                if evaluate_on:
+                    record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
+                card = model_card(decided, record, plan.source.files)
+                record |= {"run": clock.run(plan.output.path)}
+                write_record(work.path, record, card)
+                work.publish()
+                done = Executed(decided, record)
+            published()
+            work.discard()
+            return done
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the conversion") from None
     except OSError as error:
@@ -116,57 +135,71 @@ def execute(
         ) from None
 
 
-def _finished(plan: Plan, work: WorkDirectory, published: Callable[[], None] | None) -> Plan:
-    """Clean up behind a checkpoint that is at OUTPUT; the plan as it was carried out."""
-    if published:
-        published()
-    recipe = json.loads((plan.output.path / "conversion.json").read_text(encoding="utf-8"))["recipe"]
-    work.discard()
-    return next((split for split in plan.splits if split.recipe() == recipe), plan)
+def _finished_already(plan: Plan, text: CalibrationText | None) -> Executed | None:
+    """What `--resume` finds done."""
+    if not plan.output.resume or plan.output.overwrite:
+        return None
+    recipes = [one.recipe() for one in (*_splits(plan), plan)]
+    if not finished(plan.output.path, recipes, text.tokens.hash if text else None):
+        return None
+    _log.warning("%s is finished already, there is nothing to do", plan.output.path)
+    return _carried_out(plan, recorded(plan.output.path))
 
 
-def _survey_directory(plan: Plan, reader: Reader, work: WorkDirectory, tokens: Tokens | None, surveys: Path | None) -> Path:
-    """Where statistics of this source on this text lie."""
-    if surveys is None or tokens is None or plan.calibration is None:
-        return work.survey
-    found_in = [str(plan.source.files), plan.source.raw, reader.fingerprint(), tokens.hash, plan.calibration.context]
-    seen = [*found_in, str(_device(plan)), _versions()]  # which round differently
-    directory = surveys / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+def _carried_out(plan: Plan, record: dict[str, Any]) -> Executed:
+    """The plan as a record says that it was carried out."""
+    return Executed(next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan), record)
 
 
-def _device(plan: Plan) -> torch.device:
-    if plan.device == "auto" and plan.command != "mla" and plan.method.text is TextUse.IGNORED and not plan.calibration:
-        return torch.device("cpu")  # pooling heads is too little work to move weights for
-    return compute_device(plan.device)
+def _splits(plan: Plan) -> list[Plan]:
+    """Plans among which the text decides."""
+    return [plan.choosing(split) for split in plan.target.splits] if isinstance(plan.target, LatentTarget) else []
 
 
-def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, list[dict[str, Any]]]:
-    """Survey, allocate, and write every shard. What fails for reasons in the source ends the conversion: nothing is kept.
+def _check_source(plan: Plan, reader: Reader) -> None:
+    """Compare names and shapes with the classes of source and result: nothing that transformers cannot load is begun."""
+    trusted = plan.source.trust_remote_code
+    manifest = manifest_of(plan, reader)  # its messages on attention say more
+    require_loadable(plan.source.config, reader.infos, plan.source.reference, trusted)
+    if not plan.target.copies:
+        sized = plan.target.host.sized(plan.source.raw, plan.source.config, plan.target.spec)
+        require_loadable(sized, manifest.outputs, f"the {plan.target.spec.kind} of {plan.source.reference}", trusted)
 
-    A device without memory is no such reason.
+
+def _check_result(plan: Plan, work: WorkDirectory) -> None:
+    """Hold the files that were written against the class that will load them."""
+    written = Source.parse(str(work.path), plan.source.trust_remote_code)
+    require_loadable(written.config, Reader(work.path).infos, "the result", plan.source.trust_remote_code)
+
+
+def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
+    """Decide, and write everything but the record. A device without memory leaves what there is for `--resume`.
 
     Returns:
-        The job with all of its plan decided, what is written, what was done to each layer, and what that changed.
+        The plan with what was decided, and its record.
     """
     try:
-        job = decided(job)
-        units = units_of(job.plan, job.reader)
-        transform = transform_of(job)
-        return job, units, transform, _write_weights(job, units, transform)
+        statistics = _statistics(job)
+        decision = decide(job, statistics)
+        manifest = manifest_of(decision.plan, job.reader)
+        _require_space(job, manifest)
+        layers = _write_weights(job, manifest, _layers(job, manifest, decision, statistics))
+        config = decision.plan.target.config(job.plan.source, decision.rotary)
+        write_config(job.work.path, config, job.plan.output.dtype)
+        _check_result(decision.plan, job.work)
+        copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
+        return decision.plan, record_of(decision, job.reader, manifest, layers, job.text)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
-        job.work.discard()
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
             hint="the model's weights or activations are extreme; please report it",
         ) from None
     except KvfoldError:
-        job.work.discard()
         raise
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
+        job.work.keep()
         raise Failure(
             f"no memory left on {job.device}: {' '.join(str(error).split())[:120]}",
             hint="free some and repeat the command with --resume; or begin again with --overwrite and --device cpu or, with "
@@ -174,16 +207,16 @@ def _convert(job: Job, units: list[Unit]) -> tuple[Job, list[Unit], Transform, l
         ) from None
 
 
-def inputs_of(plan: Plan, reader: Reader, tokens: Tokens | None) -> dict[str, Any]:
+def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[str, Any]:
     """Everything that the bytes depend on, for `--resume` to compare."""
     return {
         **_settings(plan),
-        "splits": [_settings(split) for split in plan.splits],
+        "splits": [_settings(split) for split in _splits(plan)],
         "device": str(_device(plan)),
         "config": plan.source.raw,
         "files": reader.fingerprint(),
-        "calibration_hash": tokens.hash if tokens else None,
-        "versions": _versions(),
+        "calibration_hash": text.tokens.hash if text else None,
+        "versions": versions(),
     }
 
 
@@ -193,145 +226,130 @@ def _settings(plan: Plan) -> dict[str, Any]:
     return {"command": command, **{name: value for name, value in options.items() if name != "text"}}
 
 
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("kvfold", "torch", "transformers", "safetensors")}
+def _device(plan: Plan) -> torch.device:
+    pooling = isinstance(plan.target, GroupedTarget) and plan.target.method.text is TextUse.IGNORED
+    if plan.device == "auto" and pooling and not plan.calibration:
+        return torch.device("cpu")  # pooling heads is too little work to move weights for
+    return torch.device(compute_device(plan.device))
 
 
-def _shards(plan: Plan, units: list[Unit]) -> dict[str, list[Unit]]:
-    shards = deal(units, plan.output.max_shard_size)
+def _statistics_directory(
+    plan: Plan, reader: Reader, work: WorkDirectory, text: CalibrationText | None, shared: Path | None
+) -> Path:
+    """Where statistics of this source on this text lie."""
+    if shared is None or text is None:
+        return work.survey
+    found_in = [str(plan.source.files), plan.source.raw, reader.fingerprint(), text.tokens.hash, text.plan.context]
+    seen = [*found_in, str(_device(plan)), versions()]  # which round differently
+    directory = shared / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _statistics(job: Job) -> StatisticsOf:
+    """What is known of each layer's input: surveyed, if there is text."""
+    if job.text is None:
+        return job.assumed
+    plan, spool = job.plan, job.statistics_in / "source-inputs"
+    read, infos = job.reader.__getitem__, job.reader.infos
+    stream = job.stream(job.text, plan.source.config, plan.family.module, read, infos, spool)
+    return survey(stream, Shelf(job.statistics_in, "source"), job.progress)
+
+
+def _layers(job: Job, manifest: Manifest, decision: Decision, statistics: StatisticsOf) -> MakeLayer:
+    """Layer → what is written of it."""
+    change = decision.change
+    if job.text is not None and job.text.plan.in_sequence and change is not None:
+        return in_sequence(job, job.text, manifest, decision, change, statistics)
+
+    def make(index: int) -> Layer:
+        assert change is not None, "where nothing changes, no unit is an attention"
+        tensors, before = job.read_layer(index)
+        return Layer.of(decision.plan, index, tensors, *change(before, index, statistics(index)))
+
+    return make
+
+
+def _shards(plan: Plan, manifest: Manifest) -> dict[str, list[Unit]]:
+    shards = deal(manifest.units, plan.output.max_shard_size)
     return dict(zip(shard_names(len(shards)), shards, strict=True))
 
 
-def _require_space(job: Job, units: list[Unit]) -> None:
+def _require_space(job: Job, manifest: Manifest) -> None:
     """Refuse before the first byte what the disk cannot hold: shards, statistics, and the inputs of two layers at a time."""
-    shards = _shards(job.plan, units)
+    shards = _shards(job.plan, manifest)
     needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
-    if job.tokens and needed:
-        there = {file: file.stat().st_size for place in {job.surveys, job.work.survey} for file in place.iterdir()}
-        needed += max(0, _survey_bytes(job, units) - sum(there.values()))
+    if job.text and needed:
+        there = {file: file.stat().st_size for place in {job.statistics_in, job.work.survey} for file in place.iterdir()}
+        needed += max(0, _calibration_bytes(job, job.text, manifest) - sum(there.values()))
     job.work.require_space(needed)
 
 
-def _survey_bytes(job: Job, units: list[Unit]) -> int:
+def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> int:
     """What statistics, samples, the inputs of two layers at a time and layers converted in sequence take on the disk."""
-    plan, calibration = job.plan, job.plan.calibration
-    assert job.tokens is not None
-    assert calibration is not None
-    width, inputs = plan.source.config.hidden_size, 2 * 4 * len(job.tokens.ids) * plan.source.config.hidden_size
-    sample = 2 * width * max(calibration.context or 0, SAMPLE)
-    survey = plan.before.num_layers * (8 * width * (width + 1) + sample) + inputs
-    if isinstance(plan.method, LatentMethod) and plan.method.survey_bytes:
-        survey += plan.before.num_layers * plan.method.survey_bytes(plan.before)
-    if not calibration.in_sequence:
-        return survey
-    return survey + inputs + sum(4 * math.prod(i.shape) for u in units if u.layer is not None for i in u.outputs.values())
+    plan = job.plan
+    width, inputs = plan.source.config.hidden_size, 2 * 4 * len(text.tokens.ids) * plan.source.config.hidden_size
+    sample = 2 * width * max(text.plan.context, SAMPLE)
+    needed = plan.before.num_layers * (8 * width * (width + 1) + sample) + inputs
+    method = plan.target.method
+    if isinstance(method, LatentMethod) and method.measured_bytes:
+        needed += plan.before.num_layers * method.measured_bytes(plan.before)
+    if not text.plan.in_sequence:
+        return needed
+    converted = (unit for unit in manifest.units if unit.layer is not None)
+    return needed + inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
 
 
-def _write_weights(job: Job, units: list[Unit], transform: Transform) -> list[dict[str, Any]]:
+def _write_weights(job: Job, manifest: Manifest, make_layer: MakeLayer) -> list[dict[str, Any]]:
     """Write every shard that is not there yet.
 
     Returns:
         Per layer, what the conversion changed.
     """
-    work, shards = job.work, _shards(job.plan, units)
-    total = sum(unit.nbytes for unit in units)
-    # disable=None: tqdm draws only where stderr is a terminal.
-    with tqdm(total=total, desc="convert", unit="B", unit_scale=True, file=sys.stderr, disable=job.quiet or None) as bar:
+    work, shards = job.work, _shards(job.plan, manifest)
+    notes: list[dict[str, Any]] = []
+    with stage(job.progress, "convert", manifest.nbytes, "byte") as done:
         for name, shard in shards.items():
-            if work.done(name) is not None:
-                bar.update(sum(unit.nbytes for unit in shard))
-                continue
-            tensors: dict[str, torch.Tensor] = {}
-            dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
-            note = list(_fill(job, shard, transform, tensors, bar))
-            write_shard(work.path / name, tensors, dtypes, bar.update)
-            work.note(name, note)
+            note = work.done(name)
+            if note is not None:
+                done(sum(unit.nbytes for unit in shard))
+            else:
+                tensors, note = _fill(job, shard, make_layer)
+                dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
+                work.note(name, note, write_shard(work.path / name, tensors, dtypes, done))
+            notes += note
     if len(shards) > 1:
         contents = {name: [tensor for unit in shard for tensor in unit.outputs] for name, shard in shards.items()}
-        write_index(work.path, contents, total)
-    return sorted((entry for name in shards for entry in work.done(name) or []), key=lambda entry: entry["layer"])
+        write_index(work.path, contents, manifest.nbytes)
+    return sorted(notes, key=lambda entry: entry["layer"])
 
 
-def _fill(
-    job: Job, shard: list[Unit], transform: Transform, into: dict[str, torch.Tensor], bar: Any
-) -> Iterator[dict[str, Any]]:
-    """Put one shard's tensors into `into`: mapped where they are copied, computed where they are converted."""
+def _fill(job: Job, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """One shard's tensors, mapped where they are copied, computed where they are not, and the notes of its layers."""
+    tensors: dict[str, torch.Tensor] = {}
+    notes = []
     for unit in shard:
         if unit.layer is None:
-            into |= {name: job.reader[name] for name in unit.outputs}
+            tensors |= unit.make(job.reader.__getitem__)
             continue
-        bar.set_postfix(layer=unit.layer, refresh=False)
-        converted = transform.layer(unit.layer)
+        converted = make_layer(unit.layer)
         for name, info in unit.outputs.items():
             found = converted.tensors[name].shape
             assert found == info.shape, f"{name} came out as {list(found)}, and config.json will say {list(info.shape)}"
-        into |= converted.tensors
+        tensors |= converted.tensors
+        notes.append(dict(converted.note))
         release()
-        yield dict(converted.note)
+    return tensors, notes
 
 
-def _write_config(plan: Plan, transform: Transform, path: Path) -> None:
-    config = plan.host.config(plan.source.raw, plan.source.config, plan.target, transform.rotary)
-    if plan.output.dtype:
-        config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": plan.output.dtype}
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_companions(plan: Plan, directory: Path, path: Path) -> None:
-    patterns = (*_COMPANIONS, "*.py") if plan.source.trust_remote_code else _COMPANIONS
-    for item in sorted(directory.iterdir()):
-        if not any(fnmatch.fnmatch(item.name, pattern) for pattern in patterns):
-            continue
-        if item.is_dir():
-            shutil.copytree(item, path / item.name, dirs_exist_ok=True)
-        else:
-            shutil.copyfile(item, path / item.name)
-
-
-def _record(job: Job, units: list[Unit], layers: list[dict[str, Any]], transform: Transform) -> dict[str, Any]:
-    """conversion.json, but for its `run`: the same for the same inputs and seed."""
-    plan, reader, tokens = job.plan, job.reader, job.tokens
-    written = {name: info for unit in units for name, info in unit.outputs.items()}
-    converted = {name for layer in layers for name in layer.pop("converted")}
-    cast = {n for n, info in written.items() if n in reader.infos and info.dtype != reader.infos[n].dtype} - converted
-    return {
-        "kvfold": version("kvfold"),
-        "source": {"model": plan.source.reference, "revision": plan.source.commit, "kind": plan.before.kind},
-        "kind": plan.target.kind,
-        "method": plan.applied_method,
-        "recipe": plan.recipe(),
-        "kv_bytes_per_token": {
-            "before": plan.before.bytes_per_token(plan.source.dtype),
-            "after": plan.target.bytes_per_token(plan.cache_dtype),
-            "cache_dtype": plan.cache_dtype,
-        },
-        "calibration_hash": tokens.hash if tokens else None,
-        "calibration": {"text": tokens.name, "tokens": len(tokens.ids)} if tokens else None,
-        **transform.found,
-        "notes": [*plan.notes, *remarks(tokens, plan.source.config.hidden_size)],
-        "layers": layers,
-        "tensors": {
-            "converted": sorted(converted),
-            "cast": sorted(cast),
-            "copied": sorted(written.keys() - converted - cast),
-            "dropped": {name: _why_dropped(plan, name, reader) for name in sorted(reader.infos.keys() - written.keys())},
-        },
-        "versions": _versions(),
-    }
-
-
-def _why_dropped(plan: Plan, name: str, reader: Reader) -> str:
-    if name in reader.aliases:
-        return f"is {reader.aliases[name]}, to which the model ties it"
-    return plan.host.drops(name) or plan.host.replaces
-
-
-def _evaluate(job: Job, text: Text, settings: Settings) -> dict[str, Any]:
-    plan = job.plan
-    result = Source.parse(str(job.work.path), plan.source.trust_remote_code)
+def _evaluate(
+    plan: Plan, work: WorkDirectory, text: CalibrationText | None, on: Text, settings: EvaluationSettings, progress: Progress
+) -> dict[str, Any]:
+    work.keep()  # the weights are whole, whatever is wrong with the evaluation
+    result = Source.parse(str(work.path), plan.source.trust_remote_code)
     try:
-        report = evaluate([plan.source, result], text, settings, job.tokens)
-    except Failure as error:
+        report = report_of([plan.source, result], on, settings, text.tokens if text else None, progress)
+    except (Refusal, Failure) as error:
         raise Failure(
             f"the conversion is done, its evaluation failed: {error}",
             hint="the same command with --resume and without --evaluate publishes it",
@@ -343,12 +361,11 @@ def _evaluate(job: Job, text: Text, settings: Settings) -> dict[str, Any]:
         "name": "converted",
         "path": "OUTPUT",
         "method": plan.applied_method,
-        "calibration_hash": job.tokens.hash if job.tokens else None,
+        "calibration_hash": text.tokens.hash if text else None,
     }
-    if not job.quiet and (converted["calibration_overlap"] or 0.0) > WARN_ABOVE:
-        print(
-            f"warning: {text.name} shares {converted['calibration_overlap']:.0%} of its runs with the calibration text: "
-            "its perplexity is flattered",
-            file=sys.stderr,
-        )
+    if (converted["calibration_overlap"] or 0.0) > WARN_ABOVE:
+        _log.warning(
+            "%s shares %.0f%% of its runs with the calibration text: its perplexity is flattered",
+            on.name, 100 * converted["calibration_overlap"],
+        )  # fmt: skip
     return report

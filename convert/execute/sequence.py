@@ -6,69 +6,65 @@ result as far as it is made. Finished layers and the inputs of the next one lie 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from attention.record import Attention, FactoredAttention, Record
-from attention.rope import Rotary
+from attention.record import FactoredAttention, Record
 from convert.calibration.refine import refined
 from convert.calibration.refit import OutputFit
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
+from convert.execute.deciding import Change, Decision, StatisticsOf
 from convert.execute.job import Job
 from convert.execute.layer import Layer
+from convert.execute.manifest import Manifest
+from convert.families import Family
 from convert.methods.statistics import Statistics
-
-Change = Callable[[Attention, int, Statistics], tuple[Attention, Record]]
+from convert.planning.base import Plan
+from convert.planning.calibration import CalibrationText
+from eval.progress import stage
 
 
 def in_sequence(
-    job: Job, change: Change, rotary: Rotary | None, statistics: Callable[[int], Statistics]
+    job: Job, text: CalibrationText, manifest: Manifest, decision: Decision, change: Change, statistics: StatisticsOf
 ) -> Callable[[int], Layer]:
     """Convert all layers.
 
     Args:
-        job: Its plan says how: whether statistics come through converted layers, and how many steps of refinement there are.
-        change: `(record, layer, statistics) -> the record with its heads in the order of the result, and that of the result`.
-        rotary: How the rotary key of MLA turns.
+        job: Whose work directory keeps finished layers.
+        text: Says how: whether statistics come through converted layers, and how many steps of refinement there are.
+        manifest: What else is written of the result.
+        decision: How all layers are changed.
+        change: That of one layer.
         statistics: Of the source's layers.
 
     Returns:
         Layer → what was made of it.
     """
     shelf = Shelf(job.work.survey, "layer")
-    layers, calibration = job.plan.before.num_layers, job.plan.calibration
-    assert calibration is not None
+    layers = job.plan.before.num_layers
     missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
     if missing is None:
         return partial(_get, shelf)
-    made: dict[str, torch.Tensor] = {}
-    teacher, student = _streams(job, rotary, made)
-    guided = calibration.refit or calibration.refine
-    begin = _begin(missing, teacher, student) if guided else _begin(missing, student)
-    for layer in tqdm(range(begin, layers), desc="fit", unit="layer", file=sys.stderr, disable=job.quiet or None):
-        if shelf.has(layer):
-            if guided:
-                teacher.advance(layer, keep=True)
-        else:
-            tensors, before = job.read_layer(layer)
-            known = _observed(student, layer) if calibration.propagate else statistics(layer)
-            before, after = change(before, layer, known)
-            after, more = _fitted(job, after, layer, teacher, student) if guided else (after, {})
-            converted = Layer.of(job, layer, tensors, before, after, **more)
-            shelf.put(layer, converted.tensors, converted.note)
-        made.clear()
-        made.update(shelf.get(layer)[0])
-        if layer + 1 < layers:
-            student.advance(layer)
-    for stream in (teacher, student):
-        stream.discard()
+    pair = _Pair.of(job, text, manifest, decision)
+    begin = pair.begin(missing)
+    with stage(job.progress, "fit", layers - begin, "layer") as done:
+        for layer in range(begin, layers):
+            if shelf.has(layer):
+                converted = _get(shelf, layer)
+                pair.skip(layer)
+            else:
+                converted = _converted(job, pair, change, statistics, layer)
+                shelf.put(layer, converted.tensors, converted.note)
+            if layer + 1 < layers:
+                pair.student.advance(layer, weights=converted.tensors)
+            done(1)
+    pair.discard()
     return partial(_get, shelf)
 
 
@@ -76,62 +72,108 @@ def _get(shelf: Shelf, layer: int) -> Layer:
     return Layer(*shelf.get(layer))
 
 
-def _fitted(job: Job, after: Record, layer: int, teacher: LayerStream, student: LayerStream) -> tuple[Record, dict[str, float]]:
-    """The record brought closer to its source, and what that did; the teacher is past the layer then."""
-    plan, calibration = job.plan, job.plan.calibration
-    assert calibration is not None
+@dataclass(frozen=True)
+class _Pair:
+    """The source and the result over the same text.
 
-    def write(record: Record) -> dict[str, torch.Tensor]:
-        tensors = plan.host.tensors(plan.family, record, plan.target, layer)
+    Attributes:
+        plan: What is done.
+        text: The calibration.
+        layout: How the result keeps its tensors.
+        teacher: The source's layers.
+        student: The result's.
+    """
+
+    plan: Plan
+    text: CalibrationText
+    layout: Family
+    teacher: LayerStream
+    student: LayerStream
+
+    @classmethod
+    def of(cls, job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> _Pair:
+        from transformers import AutoConfig
+
+        plan, work = decision.plan, job.work.survey
+        layout = plan.target.host.layout(plan.family)
+        config = AutoConfig.for_model(**plan.target.config(plan.source, decision.rotary))
+        read, infos = job.reader.__getitem__, job.reader.infos
+        source = job.stream(text, plan.source.config, plan.family.module, read, infos, work / "teacher")
+        made = partial(manifest.read, job.reader)
+        result = job.stream(text, config, layout.module, made, manifest.outputs, work / "student")
+        return cls(plan, text, layout, source, result)
+
+    @property
+    def _running(self) -> list[LayerStream]:
+        """The source runs along only where something is fitted to it."""
+        return [self.teacher, self.student] if self.text.plan.fitted else [self.student]
+
+    def begin(self, missing: int) -> int:
+        """The last layer up to the first missing one whose inputs are there for all; or 0, with those made anew.
+
+        A layer may be missing before later ones that are there: its file lost its end.
+        """
+        ready = set.intersection(*(stream.ready for stream in self._running))
+        if there := {layer for layer in ready if layer <= missing}:
+            return max(there)
+        for stream in self._running:
+            stream.discard()
+            stream.embed()
+        return 0
+
+    def skip(self, layer: int) -> None:
+        """Bring the source past a layer that is converted already."""
+        if self.text.plan.fitted:
+            self.teacher.advance(layer, keep=True)
+
+    def discard(self) -> None:
+        """Remove what lies on the disk."""
+        for stream in (self.teacher, self.student):
+            stream.discard()
+
+    def write(self, layer: int, record: Record) -> dict[str, torch.Tensor]:
+        """The layer's attention as the result keeps it, fp32."""
+        tensors = self.layout.join(record, self.plan.target.spec, layer)
         return {name: tensor.float() for name, tensor in tensors.items()}
 
-    if isinstance(after, FactoredAttention) and after.o_bias is None:  # every host of a latent has a place for it
-        after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
-    if not calibration.refit:
-        teacher.advance(layer, keep=True)
-    else:
-        fit, weights = OutputFit(after), write(after)
-        lacking = plan.family.traits(plan.source.config).adds_output
-        with student.opened(layer) as run:
+    def observed(self, layer: int) -> Statistics:
+        """Statistics of what goes into the result's layer."""
+        moments = Moments(layer, self.student)
+        self.student.observe(layer, moments.see)
+        return moments.statistics()
+
+    def fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
+        """The record brought closer to its source, and what that did; the source is past the layer then."""
+        if isinstance(after, FactoredAttention) and after.o_bias is None:  # every class for a latent has a place for it
+            after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
+        if self.text.plan.refit:
+            after = self._refitted(layer, after)
+        else:
+            self.teacher.advance(layer, keep=True)
+        if not self.text.plan.refine:
+            return after, {}
+        write = partial(self.write, layer)
+        return refined(after, write, self.student, self.teacher, layer, self.text.plan.refine, self.plan.seed)
+
+    def _refitted(self, layer: int, after: Record) -> Record:
+        fit, weights = OutputFit(after), self.write(layer, after)
+        lacking = self.plan.family.traits(self.plan.source.config).adds_output
+        with self.student.opened(layer) as run:
 
             def attended(batch: int, inputs: torch.Tensor, added: torch.Tensor) -> None:
-                own = student.batch(layer, batch)
-                read = run.into(own, weights, plan.host.output(plan.family, layer))
+                own = self.student.batch(layer, batch)
+                read = run.into(own, weights, self.layout.output(layer))
                 fit.see(read, added + inputs - own if lacking else added)
 
-            teacher.advance(layer, attended=attended, keep=True)
-        after = fit.record()
-    return refined(after, write, student, teacher, layer, calibration.refine, plan.seed) if calibration.refine else (after, {})
+            self.teacher.advance(layer, attended=attended, keep=True)
+        return fit.record()
 
 
-def _streams(job: Job, rotary: Rotary | None, made: dict[str, torch.Tensor]) -> tuple[LayerStream, LayerStream]:
-    """The source and the result, which finds the tensors of its next layer in `made`."""
-    from transformers import AutoConfig
-
-    plan = job.plan
-
-    def read(name: str) -> torch.Tensor:
-        return made[name] if name in made else job.reader[name]
-
-    config = AutoConfig.for_model(**plan.host.config(plan.source.raw, plan.source.config, plan.target, rotary))
-    source = job.stream(plan.source.config, plan.family.module, job.reader.__getitem__, job.work.survey / "teacher")
-    return source, job.stream(config, partial(plan.host.module, plan.family), read, job.work.survey / "student")
-
-
-def _begin(missing: int, *streams: LayerStream) -> int:
-    """The last layer up to the first missing one whose inputs all streams have; or 0 with those made anew.
-
-    A layer may be missing before later ones that are there: its file lost its end.
-    """
-    if ready := {layer for layer in set.intersection(*(stream.ready for stream in streams)) if layer <= missing}:
-        return max(ready)
-    for stream in streams:
-        stream.discard()
-        stream.embed()
-    return 0
-
-
-def _observed(stream: LayerStream, layer: int) -> Statistics:
-    moments = Moments(layer, *stream.blocks)
-    stream.observe(layer, moments.see)
-    return moments.statistics()
+def _converted(job: Job, pair: _Pair, change: Change, statistics: StatisticsOf, layer: int) -> Layer:
+    tensors, before = job.read_layer(layer)
+    known = pair.observed(layer) if pair.text.plan.propagate else statistics(layer)
+    before, after = change(before, layer, known)
+    more: dict[str, Any] = {}
+    if pair.text.plan.fitted:
+        after, more = pair.fitted(layer, after)
+    return Layer.of(pair.plan, layer, tensors, before, after, **more)

@@ -1,17 +1,19 @@
-"""What a family has to know: where Q, K, V and O live in a checkpoint. Nothing else in this project does.
+"""What a family has to know: what every tensor of a checkpoint is. Nothing else in this project does.
 
 It knows no method and no target.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from attention.record import Attention
+from attention.record import Record
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
+from convert.families.names import NameTable
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +40,8 @@ class Traits:
         qkv_bias: Biases of Q, K and V.
         o_bias: A bias of O.
         qk_norm: What normalises queries and keys, for people; None if nothing does.
-        layers_with_rotary: How many layers turn with position.
+        layers_with_rotary: How many layers have RoPE.
         adds_output: Whether a layer goes on with the plain sum of its input and its attention's output.
-        experts: Whether MLPs are experts, which files hold one by one and the class fused.
         beyond: Config fields that are set and make the class do more than the record says.
     """
 
@@ -49,7 +50,6 @@ class Traits:
     qk_norm: str | None
     layers_with_rotary: int
     adds_output: bool
-    experts: bool
     beyond: Mapping[str, Any]
 
 
@@ -58,46 +58,117 @@ def hides_logits(traits: Traits, context: int) -> list[str]:
     return [field for field, value in traits.beyond.items() if field != "sliding_window" or value < context]
 
 
-class Family(Protocol):
-    """How one model type keeps its attention. `join(split(x)) == x`, bit for bit."""
+class Family(ABC):
+    """How one model type keeps its attention.
 
-    @property
-    def model_type(self) -> str:
-        """As in config.json."""
+    A layout brings `shapes`, `split` and `join`, and its table of names; everything else is answered from the config, and
+    overridden where a class departs from Llama. `join(split(x)) == x`, bit for bit.
 
-    @property
-    def layout(self) -> str:
-        """How the projections lie in the file, for people: "separate projections"."""
+    Attributes:
+        model_type: As in config.json.
+        layout: How the projections lie in the file, for people: "separate projections".
+        names: Every tensor that a checkpoint may hold beside its attentions'.
+        gain_offset: 1 where the norm before the attention stores gain − 1.
+    """
 
-    def spec(self, config: Any) -> AttentionSpec:
-        """The numbers of `config`'s attention."""
+    model_type: str
+    layout: str
+    names: NameTable
+    gain_offset: float = 0.0
 
-    def module(self, layer: int) -> str:
-        """The path of a layer's attention module, whose parent is the decoder layer."""
+    # ---- what a layout brings --------------------------------------------------------------------------------------
 
-    def input_norm(self, layer: int) -> InputNorm | None:
-        """The norm whose output the layer's attention reads, or None if it has no gains or there is none."""
-
-    def output(self, layer: int) -> str:
-        """The path of the module that brings a layer's heads back to the model's width."""
-
-    def traits(self, config: Any) -> Traits:
-        """What a config's attention has beside projections; hosts decide on it."""
-
-    def rotary(self, config: Any, layer: int) -> Rotary | None:
-        """How the layer's heads turn with position, or None if they do not."""
-
+    @abstractmethod
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         """Every tensor of the layer's attention, by its name in the checkpoint, and its shape."""
 
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
+    @abstractmethod
+    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
         """The record of a layer, as views of `tensors` (the names of `shapes`)."""
 
-    def join(self, attention: Attention, layer: int) -> dict[str, torch.Tensor]:
-        """The inverse of `split`, for any number of KV heads."""
+    @abstractmethod
+    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
+        """The inverse of `split`, for a record of any size.
+
+        Args:
+            record: What is written.
+            spec: Its numbers, as config.json will have them.
+            layer: Which.
+        """
+
+    # ---- what the config says --------------------------------------------------------------------------------------
+
+    def unreadable(self, config: Any) -> str | None:
+        """Why checkpoints of this type with this config cannot be read, or None if they can."""
+        return None
+
+    def spec(self, config: Any) -> AttentionSpec:
+        """The numbers of `config`'s attention."""
+        return AttentionSpec.from_config(config)
+
+    def traits(self, config: Any) -> Traits:
+        """What a config's attention has beside projections; output classes decide on it."""
+        return Traits(
+            qkv_bias=False,
+            o_bias=False,
+            qk_norm=None,
+            layers_with_rotary=config.num_hidden_layers,
+            adds_output=True,
+            beyond={},
+        )
+
+    def rotary(self, config: Any, layer: int) -> Rotary | None:
+        """How the layer's queries and keys rotate with position, or None if they do not."""
+        from attention import rope
+
+        return rope.from_config(config, self.spec(config).head_dim)
+
+    def scale(self, config: Any) -> float:
+        """What logits are multiplied by before the softmax."""
+        return float(self.spec(config).key_dim ** -0.5)
+
+    def latent_dims(self, config: Any, rope_dim: int) -> int:
+        """Dims of nope keys and of values together, of which a latent is made, if `rope_dim` rotary dims are kept.
+
+        Where some layers have no positions, it is theirs, whose keys are all in the latent.
+        """
+        spec = self.spec(config)
+        rotary = rope_dim if self.traits(config).layers_with_rotary == spec.num_layers else 0
+        return 2 * spec.num_kv_heads * spec.head_dim - rotary
 
     def merges_norm_gains(self, config: Any) -> bool:
         """Whether keys are normalised with gains that differ per head, so that merging heads is inexact."""
+        return False
 
     def describe(self, config: Any) -> dict[str, Any]:
         """What `convert inspect` says of a config, read without weights."""
+        traits = self.traits(config)
+        rotaries = (self.rotary(config, layer) for layer in range(self.spec(config).num_layers))
+        rotary = next((rotary for rotary in rotaries if rotary), None)
+        parameters = getattr(config, "rope_parameters", None) or {}
+        return {
+            "qkv_bias": traits.qkv_bias,
+            "o_bias": traits.o_bias,
+            "qk_norm": traits.qk_norm,
+            "rotary_dims": rotary.dims if rotary else 0,
+            "rotary_pairing": rotary.pairing if rotary else None,
+            "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
+            "layers_with_rotary": traits.layers_with_rotary,
+            "softmax_scale": self.scale(config),
+            "also": dict(traits.beyond),
+        }
+
+    # ---- where modules are -----------------------------------------------------------------------------------------
+
+    def module(self, layer: int) -> str:
+        """The path of a layer's attention module, whose parent is the decoder layer."""
+        return f"model.layers.{layer}.self_attn"
+
+    def output(self, layer: int) -> str:
+        """The path of the module that brings a layer's heads back to the model's width."""
+        return f"{self.module(layer)}.o_proj"
+
+    def input_norm(self, layer: int) -> InputNorm | None:
+        """The norm whose output the layer's attention reads, or None if it has no gains or there is none."""
+        place = self.names.holding(f"layers.{layer}.attention_norm.weight")
+        return InputNorm(place.name.removesuffix(".weight"), self.gain_offset) if place else None

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attention import rope
 from attention.qk_norm import QKNorm
-from attention.record import Attention
+from attention.record import Attention, Record
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
-from convert.families.base import InputNorm, Traits
+from convert.families.base import Family, Traits
+from convert.families.names import NameTable, Row
 
 if TYPE_CHECKING:
     import torch
@@ -94,8 +95,48 @@ def _sliding_or_no_window(config: Any, layer: int) -> bool:
     return config.sliding_window is None or config.layer_types[layer] == "sliding_attention"
 
 
+def _in_layers(path: str, *roles: str) -> Row:
+    """A row of what every decoder layer has."""
+    return Row(f"model.layers.{{layer}}.{path}", tuple(f"layers.{{layer}}.{role}" for role in roles))
+
+
+_PARTS = ("gate", "up", "down")
+LLAMA = NameTable(
+    [
+        Row("model.embed_tokens", ("embedding",)),
+        _in_layers("input_layernorm", "attention_norm"),
+        _in_layers("post_attention_layernorm", "mlp_norm"),
+        *(_in_layers(f"mlp.{part}_proj", f"mlp.{part}") for part in _PARTS),
+        Row("model.norm", ("final_norm",)),
+        Row("lm_head", ("head",)),
+    ]
+)
+_NORMS_BEHIND = LLAMA.replacing(
+    _in_layers("post_attention_layernorm", "attention_output_norm"),
+    _in_layers("post_feedforward_layernorm", "mlp_output_norm"),
+    without=("layers.{layer}.attention_norm",),
+)
+_NORMS_AROUND = _NORMS_BEHIND.replacing(
+    _in_layers("input_layernorm", "attention_norm"),
+    _in_layers("pre_feedforward_layernorm", "mlp_norm"),
+)
+_WITHOUT_GAINS = LLAMA.replacing(without=("layers.{layer}.attention_norm", "layers.{layer}.mlp_norm", "final_norm"))
+_FUSED_MLP = LLAMA.replacing(_in_layers("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
+_EXPERTS = LLAMA.replacing(
+    _in_layers("mlp.gate", "mlp.router"),
+    *(_in_layers(f"mlp.experts.{{expert}}.{part}_proj", f"mlp.experts.{{expert}}.{part}") for part in _PARTS),
+)
+_NUMBERED_EXPERTS = LLAMA.replacing(
+    _in_layers("block_sparse_moe.gate", "mlp.router"),
+    *(
+        _in_layers(f"block_sparse_moe.experts.{{expert}}.{name}", f"mlp.experts.{{expert}}.{part}")
+        for name, part in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+    ),
+)
+
+
 @dataclass(frozen=True)
-class SeparateProjections:
+class SeparateProjections(Family):
     """One row: a model type and where it departs from Llama.
 
     Attributes:
@@ -103,13 +144,12 @@ class SeparateProjections:
         o_name: The output projection's name.
         norm: Its QK-norm.
         pairing: Which dims turn together.
-        scale: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
+        scaled_by: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
         partial_rotary: Whether only the share `partial_rotary_factor` of D turns.
         rotates: Which layers have RoPE.
-        norm_before: The module before the attention, if it has gains.
-        gain_offset: 1 where it stores gain − 1.
+        names: What all other tensors of a checkpoint are.
+        gain_offset: 1 where the norm before the attention stores gain − 1.
         adds_output: Whether a layer goes on with the plain sum of its input and its attention's output.
-        experts: Whether its MLPs are experts.
         beyond: Config fields that, when set, make the class do more than the record says.
         beyond_switch: The config field that turns those on; on if None.
     """
@@ -120,21 +160,17 @@ class SeparateProjections:
     o_name: str = "o_proj"
     norm: NormRow | None = None
     pairing: Pairing = "half"
-    scale: str | None = None
+    scaled_by: str | None = None
     scale_power: float = 1.0
     partial_rotary: bool = False
     rotates: Callable[[Any, int], bool] = _everywhere
-    norm_before: str | None = "input_layernorm"
+    names: NameTable = LLAMA
     gain_offset: float = 0.0
     adds_output: bool = True
-    experts: bool = False
     beyond: tuple[str, ...] = ()
     beyond_switch: str | None = None
 
     layout = "separate projections"
-
-    def spec(self, config: Any) -> AttentionSpec:
-        return AttentionSpec.from_config(config)
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
         if not self.rotates(config, layer):
@@ -174,7 +210,7 @@ class SeparateProjections:
             k=local["k_proj.weight"].unflatten(0, depth),
             v=local["v_proj.weight"].unflatten(0, depth),
             o=local[f"{self.o_name}.weight"].unflatten(1, depth),
-            scale=self._scale(config, spec.head_dim),
+            scale=self.scale(config),
             rotary=self.rotary(config, layer),
             q_bias=bias.get("q"),
             k_bias=bias.get("k"),
@@ -184,8 +220,9 @@ class SeparateProjections:
             k_norm=norm.read(local, norm.k, spec.num_kv_heads, spec.head_dim, eps) if norm else None,
         )
 
-    def join(self, attention: Attention, layer: int) -> dict[str, torch.Tensor]:
-        a = attention
+    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
+        assert isinstance(record, Attention), "a latent has no projections of keys and values"
+        a = record
         local = {f"{p}_proj.weight": w.flatten(0, 1) for p, w in (("q", a.q), ("k", a.k), ("v", a.v))}
         biases = (("q", a.q_bias), ("k", a.k_bias), ("v", a.v_bias))
         local |= {f"{p}_proj.bias": b.flatten() for p, b in biases if b is not None}
@@ -201,12 +238,6 @@ class SeparateProjections:
         norm = self._norm(config)
         return norm is not None and norm.storage != "shared"
 
-    def module(self, layer: int) -> str:
-        return f"model.layers.{layer}.self_attn"
-
-    def input_norm(self, layer: int) -> InputNorm | None:
-        return InputNorm(f"model.layers.{layer}.{self.norm_before}", self.gain_offset) if self.norm_before else None
-
     def output(self, layer: int) -> str:
         return f"{self.module(layer)}.{self.o_name}"
 
@@ -219,26 +250,8 @@ class SeparateProjections:
             qk_norm=f"{norm.kind}, {norm.storage} gains" if norm else None,
             layers_with_rotary=sum(self.rotates(config, layer) for layer in range(self.spec(config).num_layers)),
             adds_output=self.adds_output,
-            experts=self.experts,
             beyond={field: value for field in beyond if (value := getattr(config, field, None)) not in (None, False)},
         )
-
-    def describe(self, config: Any) -> dict[str, Any]:
-        traits, spec = self.traits(config), self.spec(config)
-        turning = [layer for layer in range(spec.num_layers) if self.rotates(config, layer)]
-        rotary = self.rotary(config, turning[0]) if turning else None
-        parameters = getattr(config, "rope_parameters", None) or {}
-        return {
-            "qkv_bias": traits.qkv_bias,
-            "o_bias": traits.o_bias,
-            "qk_norm": traits.qk_norm,
-            "rotary_dims": rotary.dims if rotary else 0,
-            "rotary_pairing": rotary.pairing if rotary else None,
-            "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
-            "layers_with_rotary": traits.layers_with_rotary,
-            "softmax_scale": self._scale(config, spec.head_dim),
-            "also": dict(traits.beyond),
-        }
 
     def _prefix(self, layer: int) -> str:
         return f"{self.module(layer)}."
@@ -251,16 +264,14 @@ class SeparateProjections:
         on = self.norm and (self.norm.switch is None or getattr(config, self.norm.switch))
         return self.norm if on else None
 
-    def _scale(self, config: Any, head_dim: int) -> float:
-        if self.scale is None:
-            return float(head_dim**-0.5)
-        return float(getattr(config, self.scale) ** self.scale_power)
+    def scale(self, config: Any) -> float:
+        return super().scale(config) if self.scaled_by is None else float(getattr(config, self.scaled_by) ** self.scale_power)
 
 
 _WINDOW = ("sliding_window",)
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_POST_NORM: dict[str, Any] = {"norm_before": None, "adds_output": False}
-_GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scale": "query_pre_attn_scalar", "scale_power": -0.5}
+_POST_NORM: dict[str, Any] = {"names": _NORMS_BEHIND, "adds_output": False}
+_GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scalar", "scale_power": -0.5}
 
 ROWS = [
     SeparateProjections("llama", **_ATTENTION_BIAS),
@@ -268,42 +279,95 @@ ROWS = [
     SeparateProjections("cwm", beyond=_WINDOW),
     SeparateProjections("mistral", beyond=_WINDOW),
     SeparateProjections("ministral", beyond=_WINDOW),
-    SeparateProjections("mixtral", experts=True, beyond=_WINDOW),
+    SeparateProjections("mixtral", names=_NUMBERED_EXPERTS, beyond=_WINDOW),
     SeparateProjections("qwen2", qkv_bias=True, beyond=_WINDOW),  # None or 0 in these, if `use_sliding_window` is off
-    SeparateProjections("qwen2_moe", experts=True, qkv_bias="qkv_bias", beyond=_WINDOW),
+    SeparateProjections(
+        "qwen2_moe",
+        names=_EXPERTS.replacing(
+            _in_layers("mlp.shared_expert_gate", "mlp.shared_router"),
+            *(_in_layers(f"mlp.shared_expert.{part}_proj", f"mlp.shared.{part}") for part in _PARTS),
+        ),
+        qkv_bias="qkv_bias",
+        beyond=_WINDOW,
+    ),
     SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
-    SeparateProjections("qwen3_moe", experts=True, **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
+    SeparateProjections("qwen3_moe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
     SeparateProjections("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
     SeparateProjections(
         "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=_WINDOW, beyond_switch="use_sliding_window"
     ),
-    SeparateProjections("granite", adds_output=False, **_ATTENTION_BIAS, scale="attention_multiplier"),
-    SeparateProjections("granitemoe", adds_output=False, experts=True, **_ATTENTION_BIAS, scale="attention_multiplier"),
-    SeparateProjections("hyperclovax", adds_output=False, **_ATTENTION_BIAS, scale="attention_multiplier"),
+    SeparateProjections("granite", adds_output=False, **_ATTENTION_BIAS, scaled_by="attention_multiplier"),
+    SeparateProjections(
+        "granitemoe",
+        names=LLAMA.replacing(
+            _in_layers("block_sparse_moe.router.layer", "mlp.router"),
+            _in_layers("block_sparse_moe.input_linear", "mlp.experts.gate", "mlp.experts.up"),
+            _in_layers("block_sparse_moe.output_linear", "mlp.experts.down"),
+        ),
+        adds_output=False,
+        **_ATTENTION_BIAS,
+        scaled_by="attention_multiplier",
+    ),
+    SeparateProjections(
+        "hyperclovax",
+        names=LLAMA.replacing(_in_layers("post_norm1", "attention_output_norm"), _in_layers("post_norm2", "mlp_output_norm")),
+        adds_output=False,
+        **_ATTENTION_BIAS,
+        scaled_by="attention_multiplier",
+    ),
     SeparateProjections("gemma", gain_offset=1.0, **_ATTENTION_BIAS),
-    SeparateProjections("gemma2", adds_output=False, gain_offset=1.0, **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
-    SeparateProjections("vaultgemma", gain_offset=1.0, **_GEMMA2, beyond=("attn_logit_softcapping", *_WINDOW)),
+    SeparateProjections(
+        "gemma2",
+        names=_NORMS_AROUND,
+        adds_output=False,
+        gain_offset=1.0,
+        **_GEMMA2,
+        beyond=("attn_logit_softcapping", *_WINDOW),
+    ),
+    SeparateProjections(
+        "vaultgemma",
+        names=LLAMA.replacing(_in_layers("pre_feedforward_layernorm", "mlp_norm")),
+        gain_offset=1.0,
+        **_GEMMA2,
+        beyond=("attn_logit_softcapping", *_WINDOW),
+    ),
     SeparateProjections(
         "gemma3_text",
+        names=_NORMS_AROUND,
         adds_output=False,
         gain_offset=1.0,
         **_GEMMA2,
         norm=NormRow(gain_offset=1.0),
         beyond=("attn_logit_softcapping", *_WINDOW),
     ),
-    SeparateProjections("olmo", norm_before=None, **_ATTENTION_BIAS, beyond=("clip_qkv",)),
+    SeparateProjections("olmo", names=_WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=("clip_qkv",)),
     SeparateProjections("olmo2", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
     SeparateProjections("olmo3", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=_WINDOW),
-    SeparateProjections("olmoe", experts=True, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
+    SeparateProjections("olmoe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
     SeparateProjections("exaone4", **_POST_NORM, norm=NormRow(), rotates=_sliding_or_no_window, beyond=_WINDOW),
-    SeparateProjections("apertus", norm_before="attention_layernorm", **_ATTENTION_BIAS, norm=NormRow()),
+    SeparateProjections(
+        "apertus",
+        names=LLAMA.replacing(
+            _in_layers("attention_layernorm", "attention_norm"),
+            _in_layers("feedforward_layernorm", "mlp_norm"),
+            _in_layers("mlp.act_fn", "mlp.activation"),
+        ),
+        **_ATTENTION_BIAS,
+        norm=NormRow(),
+    ),
     SeparateProjections(
         "hunyuan_v1_dense",
         **_ATTENTION_BIAS,
         norm=NormRow("query_layernorm", "key_layernorm", after_rotary=True),
     ),
     SeparateProjections("jais2", **_ATTENTION_BIAS),
-    SeparateProjections("starcoder2", qkv_bias="use_bias", o_bias="use_bias", beyond=_WINDOW),
+    SeparateProjections(
+        "starcoder2",
+        names=LLAMA.replacing(_in_layers("mlp.c_fc", "mlp.up"), _in_layers("mlp.c_proj", "mlp.down")),
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        beyond=_WINDOW,
+    ),
     SeparateProjections("nemotron", gain_offset=1.0, **_ATTENTION_BIAS, partial_rotary=True),
     SeparateProjections(
         "stablelm",
@@ -314,6 +378,11 @@ ROWS = [
     ),
     SeparateProjections(
         "phi",
+        names=LLAMA.replacing(
+            _in_layers("mlp.fc1", "mlp.up"),
+            _in_layers("mlp.fc2", "mlp.down"),
+            Row("model.final_layernorm", ("final_norm",)),
+        ),
         adds_output=False,
         qkv_bias=True,
         partial_rotary=True,
@@ -321,7 +390,7 @@ ROWS = [
         o_name="dense",
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
     ),
-    SeparateProjections("phimoe", experts=True, **_ATTENTION_BIAS, beyond=_WINDOW),
+    SeparateProjections("phimoe", names=_NUMBERED_EXPERTS, **_ATTENTION_BIAS, beyond=_WINDOW),
     SeparateProjections(
         "cohere",
         adds_output=False,
@@ -332,8 +401,18 @@ ROWS = [
     SeparateProjections(
         "cohere2", adds_output=False, **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=_WINDOW
     ),
-    SeparateProjections("glm", qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
-    SeparateProjections("glm4", adds_output=False, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
+    SeparateProjections("glm", names=_FUSED_MLP, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
+    SeparateProjections(
+        "glm4",
+        names=_FUSED_MLP.replacing(
+            _in_layers("post_self_attn_layernorm", "attention_output_norm"),
+            _in_layers("post_mlp_layernorm", "mlp_output_norm"),
+        ),
+        adds_output=False,
+        qkv_bias="attention_bias",
+        pairing="interleaved",
+        partial_rotary=True,
+    ),
     SeparateProjections("helium", qkv_bias="attention_bias", pairing="interleaved"),
     SeparateProjections("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),
 ]

@@ -1,20 +1,21 @@
-"""What a host is: the model class that carries a converted attention exactly."""
+"""What a host is: the model class that carries a converted attention exactly. People read "output class"."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from attention.record import Attention, FactoredAttention
-from attention.rope import Rotary
-from attention.spec import AttentionSpec
-from convert.families import Family
+if TYPE_CHECKING:
+    from attention.rope import Rotary
+    from attention.spec import AttentionSpec
+    from convert.families import Family
 
 
 class Host(Protocol):
-    """Writes one class's config and tensor names, and refuses with a reason what that class cannot represent."""
+    """Writes one class's config, and refuses with a reason what that class cannot represent.
+
+    Names and tensors are those of the class's own layout, a family: whatever can be written can be read again.
+    """
 
     @property
     def name(self) -> str:
@@ -40,20 +41,11 @@ class Host(Protocol):
     def families(self) -> frozenset[str] | None:
         """The families whose blocks it can carry, given the right config; None for all."""
 
-    def model_type(self, family: Family) -> str:
-        """What the result's config.json says it is."""
-
-    def module(self, family: Family, layer: int) -> str:
-        """The path of a layer's attention module, whose parent is the decoder layer."""
-
-    def output(self, family: Family, layer: int) -> str:
-        """The path of the module that brings the heads of a layer back to the model's width."""
-
-    def drops(self, name: str) -> str | None:
-        """Why a tensor of the source that is no part of its attention is left out, or None if it is copied."""
+    def layout(self, family: Family) -> Family:
+        """How the class keeps its tensors, if the source is of `family`."""
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
-        """Why this host cannot carry `target` made from `config` and stored in `dtype`, or None if it can."""
+        """Why this class cannot carry `target` made from `config` and stored in `dtype`, or None if it can."""
 
     def reserved(self, kv_lora_rank: int) -> int:
         """How many channels of a latent the class needs for itself."""
@@ -65,13 +57,8 @@ class Host(Protocol):
             raw: The source's, as it was read.
             config: The same with the class's defaults.
             target: What is written.
-            rotary: How the rotary key of MLA turns.
+            rotary: How the rotary key of MLA rotates; None where only sizes matter.
         """
 
-    def shapes(self, family: Family, config: Any, target: AttentionSpec, layer: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what `tensors` will give for a source of `config`."""
-
-    def tensors(
-        self, family: Family, attention: Attention | FactoredAttention, target: AttentionSpec, layer: int
-    ) -> dict[str, torch.Tensor]:
-        """The layer's attention under the names that the class expects."""
+    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
+        """The class's config object at the sizes of `target`, for the shapes of its tensors."""

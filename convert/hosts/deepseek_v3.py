@@ -1,29 +1,25 @@
-"""Stock DeepSeek-V3 without experts: the host of MLA for sources that are built like Llama.
+"""Stock DeepSeek-V3 without experts: the output class of MLA for sources whose blocks are Llama's.
 
-Its class (arXiv 2412.19437; transformers' `deepseek_v3`) caches the latent and one rotary key, and normalises the latent,
-which a converted attention does not want. A constant channel switches that off: a zero row of W_DKV with bias √R · 2^k makes
-the root mean square of the latent 2^k, and norm weights of 2^k undo it by an exponent shift. The constant's own norm weight
-is 0, so that it is cached as 0. `kv_lora_rank` counts it: what the config says is what the cache holds.
+Its tensors, and the constant channels that neutralise its latent norm, are those of `convert.families.latent`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from convert.families import FAMILIES
+from convert.families.latent import EXPONENT, constants
 
-from attention.record import Attention, FactoredAttention
-from attention.rope import Rotary
-from attention.spec import AttentionSpec
-from convert.families import Family
+if TYPE_CHECKING:
+    from attention.rope import Rotary
+    from attention.spec import AttentionSpec
+    from convert.families import Family
 
 # Blocks of RMSNorm, attention, RMSNorm and SwiGLU with plain residuals, under Llama's names; each is tested to be exact.
-_LIKE_LLAMA = ("llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5")
+_LIKE_LLAMA = ("llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "deepseek_v3")
 # Frequencies that are a list, or two (LongRoPE); `dynamic` makes them a function of the length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-_EXPONENT = 20
 _CARRIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
     "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
@@ -32,7 +28,7 @@ _CARRIED = (
 
 
 class DeepseekV3:
-    """Writes `deepseek_v3` configs and weights: q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj."""
+    """Writes `deepseek_v3` configs."""
 
     name = "deepseek_v3"
     loads_in = "transformers"
@@ -49,17 +45,8 @@ class DeepseekV3:
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
     families: frozenset[str] | None = frozenset(_LIKE_LLAMA)
 
-    def model_type(self, family: Family) -> str:
-        return "deepseek_v3"
-
-    def module(self, family: Family, layer: int) -> str:
-        return f"model.layers.{layer}.self_attn"
-
-    def output(self, family: Family, layer: int) -> str:
-        return f"{self.module(family, layer)}.o_proj"
-
-    def drops(self, name: str) -> str | None:
-        return "RoPE's frequencies are in config.json" if name.endswith("rotary_emb.inv_freq") else None
+    def layout(self, family: Family) -> Family:
+        return FAMILIES["deepseek_v3"]
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         parameters = getattr(config, "rope_parameters", None) or {}
@@ -77,14 +64,13 @@ class DeepseekV3:
         if not traits.layers_with_rotary:
             return "no layer has RoPE, and the class has a rotary key in each"
         if dtype == "float16":
-            return f"its latent norm needs constants above 2^{_EXPONENT}, and float16 ends at 65504 (use --dtype bfloat16)"
+            return f"its latent norm needs constants above 2^{EXPONENT}, and float16 ends at 65504 (use --dtype bfloat16)"
         return _refuses_window(traits.beyond, config)
 
     def reserved(self, kv_lora_rank: int) -> int:
         return len(constants(kv_lora_rank))
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        assert rotary is not None
         kept = {key: getattr(config, key) for key in _CARRIED if hasattr(config, key)}
         named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
         return {
@@ -95,12 +81,12 @@ class DeepseekV3:
             "num_key_value_heads": target.num_heads,
             "kv_lora_rank": target.kv_lora_rank,
             "q_lora_rank": None,
-            "qk_nope_head_dim": target.head_dim,
+            "qk_nope_head_dim": target.qk_nope_head_dim,
             "qk_rope_head_dim": target.qk_rope_head_dim,
             "v_head_dim": target.head_dim,
             "attention_bias": True,
             "rope_interleave": True,
-            "rope_parameters": rope_parameters(rotary, config),
+            **({} if rotary is None else {"rope_parameters": rope_parameters(rotary, config)}),
             # All layers dense: no expert is ever built.
             "first_k_dense_replace": target.num_layers,
             "n_routed_experts": 1,
@@ -112,59 +98,10 @@ class DeepseekV3:
             "num_nextn_predict_layers": 0,
         }
 
-    def shapes(self, family: Family, config: Any, target: AttentionSpec, layer: int) -> dict[str, tuple[int, ...]]:
-        heads, dim, width = target.num_heads, target.head_dim, config.hidden_size
-        rank, rope = target.kv_lora_rank or 0, target.qk_rope_head_dim
-        shapes: dict[str, tuple[int, ...]] = {
-            "q_proj.weight": (heads * (dim + rope), width),
-            "kv_a_proj_with_mqa.weight": (rank + rope, width),
-            "kv_a_proj_with_mqa.bias": (rank + rope,),
-            "kv_a_layernorm.weight": (rank,),
-            "kv_b_proj.weight": (heads * 2 * dim, rank),
-            "o_proj.weight": (width, heads * dim),
-            "o_proj.bias": (width,),
-        }
-        return {f"{self.module(family, layer)}.{name}": shape for name, shape in shapes.items()}
+    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
+        from transformers import AutoConfig
 
-    def tensors(
-        self, family: Family, attention: Attention | FactoredAttention, target: AttentionSpec, layer: int
-    ) -> dict[str, torch.Tensor]:
-        assert isinstance(attention, FactoredAttention)
-        assert attention.q_nope_bias is None, "`refuses` lets no query bias through"
-        a, rank = attention, target.kv_lora_rank or 0
-        # The class scales by (D + P)^-½.
-        scale = a.scale * math.sqrt(a.q_nope.shape[1] + a.q_rope.shape[1])
-        constant = a.down.new_tensor(constants(rank)) * 2.0**_EXPONENT
-        padding = a.down.new_zeros(rank - a.down.shape[0], a.down.shape[1])
-        zeros = a.down.new_zeros(rank - len(constant))
-        norm = torch.cat((zeros + 2.0**_EXPONENT, torch.zeros_like(constant)))
-        up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, len(padding)))  # [H, 2 D, R]
-        tensors = {
-            "q_proj.weight": (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1),
-            "kv_a_proj_with_mqa.weight": torch.cat((a.down, padding, a.k_rope)),
-            "kv_a_proj_with_mqa.bias": torch.cat((zeros, constant, _or_zeros(a.k_rope_bias, a.k_rope[:, 0]))),
-            "kv_a_layernorm.weight": norm,
-            "kv_b_proj.weight": up.flatten(0, 1),
-            "o_proj.weight": a.o.flatten(1),
-            "o_proj.bias": _or_zeros(a.o_bias, a.o[:, 0, 0]),
-        }
-        return {f"{self.module(family, layer)}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def constants(rank: int) -> list[float]:
-    """The constant channels, without their 2^k, that make the root mean square of R channels one.
-
-    One, √R, if its rounding to bfloat16 errs by less than half a unit in the last place of every bfloat16 (1/510 upwards,
-    1/512 downwards), for then dividing by the root mean square rounds back to the very bits that there were. Otherwise
-    two: √R rounded down, and what its square lacks, which leaves an error of about 2⁻¹⁶.
-    """
-    root = math.sqrt(rank)
-    error = root / _bfloat16(root) - 1
-    if -1 / 512 + 1e-6 < error < 1 / 510 - 1e-6:
-        return [root]
-    significand, exponent = math.frexp(root)
-    first = math.floor(significand * 2**8) * 2.0 ** (exponent - 8)
-    return [first, math.sqrt(rank - first**2)]
+        return AutoConfig.for_model(**self.config(raw, config, target, None))
 
 
 def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
@@ -172,6 +109,8 @@ def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
 
     LongRoPE computes 1 / (factor · θ^(2i/P)); with θ = 1 a factor is one over a frequency, rounded once.
     """
+    import torch
+
     exponents = torch.arange(0, rotary.dims, 2, dtype=torch.float64) / rotary.dims
     theta = config.rope_parameters["rope_theta"]
     default = torch.allclose(rotary.frequencies, theta**-exponents, rtol=1e-6, atol=0)
@@ -200,14 +139,6 @@ def _refuses_window(beyond: Mapping[str, Any], config: Any) -> str | None:
                 f"all (for shorter contexts only: set max_position_embeddings to {value} in config.json)"
             )
     return None
-
-
-def _bfloat16(value: float) -> float:
-    return float(torch.tensor(value).bfloat16())
-
-
-def _or_zeros(bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(like) if bias is None else bias
 
 
 HOST = DeepseekV3()

@@ -1,20 +1,18 @@
-"""The source's own class, with fewer KV heads: the host of GQA and MQA wherever that class knows `num_key_value_heads`.
+"""The source's own class, with fewer KV heads: the output class of GQA and MQA wherever it knows `num_key_value_heads`.
 
 Whatever else the class does (windows, soft-capping, MoE, …) stays as it was, because nothing else changes.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from attention.record import Attention, FactoredAttention
-from attention.rope import Rotary
-from attention.spec import AttentionSpec
-from convert.families import Family
-from eval.capacity import with_kv_heads
+if TYPE_CHECKING:
+    from attention.rope import Rotary
+    from attention.spec import AttentionSpec
+    from convert.families import Family
 
 
 class SourceClass:
@@ -31,17 +29,8 @@ class SourceClass:
     replaces = "belonged to a KV head that was merged into another"
     families: frozenset[str] | None = None
 
-    def model_type(self, family: Family) -> str:
-        return family.model_type
-
-    def module(self, family: Family, layer: int) -> str:
-        return family.module(layer)
-
-    def output(self, family: Family, layer: int) -> str:
-        return family.output(layer)
-
-    def drops(self, name: str) -> str | None:
-        return None
+    def layout(self, family: Family) -> Family:
+        return family
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         return None
@@ -53,14 +42,10 @@ class SourceClass:
         # Both are written even where they equal a default, since the defaults differ between classes and engines.
         return {**raw, "num_key_value_heads": target.num_kv_heads, "head_dim": target.head_dim}
 
-    def shapes(self, family: Family, config: Any, target: AttentionSpec, layer: int) -> dict[str, tuple[int, ...]]:
-        return family.shapes(with_kv_heads(config, target), layer)
-
-    def tensors(
-        self, family: Family, attention: Attention | FactoredAttention, target: AttentionSpec, layer: int
-    ) -> dict[str, torch.Tensor]:
-        assert isinstance(attention, Attention)
-        return family.join(attention, layer)
+    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
+        changed = copy.deepcopy(config)
+        changed.num_key_value_heads, changed.head_dim = target.num_kv_heads, target.head_dim
+        return changed
 
 
 HOST = SourceClass()

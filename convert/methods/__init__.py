@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 GROUPED = ("aligned", "mean", "first", "random")
 LATENT = ("weighted", "svd", "pca")
+CONTROLS = ("random",)  # they ruin every model, and are taken only where they are asked for by name
 
 
 def load_grouped(name: str) -> GroupedMethod:

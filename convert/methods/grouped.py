@@ -23,6 +23,11 @@ class Draw:
     generator: torch.Generator
     initializer_range: float
 
+    @classmethod
+    def of_layer(cls, seed: int, layer: int, initializer_range: float) -> Draw:
+        """Seeded per layer, so that a resumed run draws what an uninterrupted one would have."""
+        return cls(torch.Generator().manual_seed(seed * 100_003 + layer), initializer_range)
+
 
 @dataclass(frozen=True)
 class GroupedMethod:

@@ -9,7 +9,7 @@ them stays unrotated and shares a latent with the values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,15 +23,17 @@ from convert.methods.text import TextUse
 
 
 @dataclass(frozen=True)
-class Size:
-    """What a layer is to be brought to.
+class Allocation:
+    """What each layer is to be brought to; the same for all layers.
 
     Attributes:
         rank: Channels of the latent that carry something.
-        pairs: For each of the P/2 rotary pairs, the source's frequency that it turns with; the same in every layer.
+        pairs: For each of the P/2 rotary pairs, the source's frequency that it rotates with.
         freqfold: How many neighbouring frequencies are treated as one.
-        rotary: How the layers that turn do, for those without positions.
+        rotary: The rotary embedding of the layers that have one, for those that have none.
         pursued: Whether a rotary key may serve frequencies beside its own.
+        nope_dims: Dims of a head's nope keys; fewer than its queries' only where all rotary dims are kept. None for as many.
+        rotary_keys: How many different keys the source has at one frequency; None for one per KV head.
     """
 
     rank: int
@@ -39,6 +41,16 @@ class Size:
     freqfold: int = 1
     rotary: Rotary | None = None
     pursued: bool = False
+    nope_dims: int | None = None
+    rotary_keys: int | None = None
+
+    def keeping(self, pairs: tuple[int, ...], pursued: bool) -> Allocation:
+        """The same with its frequencies chosen."""
+        return replace(self, pairs=pairs, pursued=pursued)
+
+    def nope(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of each head `[heads, D, …]` that nope queries and keys have: the last `nope_dims`."""
+        return rows if self.nope_dims is None else rows[:, rows.shape[1] - self.nope_dims :]
 
 
 @dataclass(frozen=True)
@@ -50,12 +62,12 @@ class LatentMethod:
         summary: One line for help, plans and cards.
         source: The paper, or "".
         text: Whether calibration text is of use to it.
-        folds: Whether it treats neighbouring frequencies as one (`Size.freqfold`).
-        survey: `(attention, statistics, fewest P/2) -> what allocation has to know` of each layer that turns, or None.
-        allocate: `(all that, P/2, size without pairs) -> sizes with pairs`, the same for all layers; where there are several,
-            the one of least error on the text is taken.
-        factor: `(attention, size, statistics) -> latent attention`.
-        survey_bytes: What a survey's result takes of each layer; None if next to nothing.
+        folds: Whether it treats neighbouring frequencies as one (`Allocation.freqfold`).
+        measure: `(attention, statistics, fewest P/2) -> what allocation has to know` of each layer with RoPE, or None.
+        allocate: `(all that, P/2, allocation without pairs) -> allocations with pairs`; where there are several, the one of
+            least error on the text is taken.
+        factor: `(attention, allocation, statistics) -> latent attention`.
+        measured_bytes: What `measure` finds takes of each layer; None if next to nothing.
     """
 
     name: str
@@ -63,10 +75,10 @@ class LatentMethod:
     source: str
     text: TextUse
     folds: bool
-    survey: Callable[[Attention, Statistics, int], Any] | None
-    allocate: Callable[[list[Any], int, Size], list[Size]]
-    factor: Callable[[Attention, Size, Statistics], FactoredAttention]
-    survey_bytes: Callable[[AttentionSpec], int] | None = None
+    measure: Callable[[Attention, Statistics, int], Any] | None
+    allocate: Callable[[list[Any], int, Allocation], list[Allocation]]
+    factor: Callable[[Attention, Allocation, Statistics], FactoredAttention]
+    measured_bytes: Callable[[AttentionSpec], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,28 +135,28 @@ def rotary_of(attention: Attention) -> Rotary:
     return attention.rotary
 
 
-def separate(attention: Attention, size: Size, gram: Callable[[Keys], torch.Tensor]) -> Separated:
+def separate(attention: Attention, allocation: Allocation, gram: Callable[[Keys], torch.Tensor]) -> Separated:
     """Split keys into components, of which the first of each band turn on.
 
     Args:
         attention: The record. Without positions nothing turns: all of its keys go into the latent.
-        size: Which frequencies turn.
+        allocation: Which frequencies go on rotating.
         gram: Keys → `[bands, G F, G F]`, real or complex, fp64: its eigenvectors are the components, largest first.
     """
     if attention.rotary is None:
-        return _all_nope(attention, size)
-    keys = keys_of(attention, size.freqfold)
+        return _all_nope(attention, allocation)
+    keys = keys_of(attention, allocation.freqfold)
     basis = fix_signs(torch.linalg.eigh(gram(keys)).eigenvectors.flip(-1))
     groups, heads = attention.num_kv_heads, attention.q.shape[0]
     basis = basis.to(keys.rows.dtype)
     components = basis.mH @ keys.rows  # [bands, G F, E]; keys = basis @ components
     component_bias = (basis.mH @ keys.bias[..., None])[..., 0]
-    bands, parts = _kept(size)
+    bands, parts = _kept(allocation)
     nope = torch.ones(basis.shape[:2], dtype=torch.bool)
     nope[bands, parts] = False
-    spread = _spread(basis, groups, size.freqfold)  # [G, D/2, bands, G F]
+    spread = _spread(basis, groups, allocation.freqfold)  # [G, D/2, bands, G F]
     queries, query_bias = _queries(attention, spread[:, :, bands, parts].repeat_interleave(heads // groups, 0))
-    kept = rotary_of(attention).select(list(size.pairs), "interleaved")
+    kept = rotary_of(attention).select(list(allocation.pairs), "interleaved")
     rest, rest_spread = _rest(attention, keys.nope, components[nope], spread[:, :, nope])
     return Separated(
         rotary=kept,
@@ -157,12 +169,12 @@ def separate(attention: Attention, size: Size, gram: Callable[[Keys], torch.Tens
     )
 
 
-def _all_nope(attention: Attention, size: Size) -> Separated:
-    assert size.rotary is not None
-    (groups, dim, width), heads, rope = attention.k.shape, attention.q.shape[0], 2 * len(size.pairs)
+def _all_nope(attention: Attention, allocation: Allocation) -> Separated:
+    assert allocation.rotary is not None
+    (groups, dim, width), heads, rope = attention.k.shape, attention.q.shape[0], 2 * len(allocation.pairs)
     rest = attention.k.float().flatten(0, 1)
     return Separated(
-        rotary=size.rotary.select(list(size.pairs), "interleaved"),
+        rotary=allocation.rotary.select(list(allocation.pairs), "interleaved"),
         q_rope=rest.new_zeros(heads, rope, width),
         k_rope=rest.new_zeros(rope, width),
         q_rope_bias=None if attention.q_bias is None else rest.new_zeros(heads, rope),
@@ -193,11 +205,14 @@ def _rest(
     return torch.cat((components.real, components.imag, nope.flatten(0, 1))), torch.cat((rotated, own.flatten(2)), -1)
 
 
-def share_latent(attention: Attention, parts: Separated, left: torch.Tensor, balance: float = 1.0) -> FactoredAttention:
+def share_latent(
+    attention: Attention, allocation: Allocation, parts: Separated, left: torch.Tensor, balance: float = 1.0
+) -> FactoredAttention:
     """One latent for unrotated keys and values.
 
     Args:
         attention: The record.
+        allocation: What it is brought to.
         parts: Its keys.
         left: `[n + G D, R]` orthonormal columns: the latent is leftᵀ (rest / balance, values).
         balance: What the unrotated keys were divided by before `left` was found.
@@ -208,16 +223,16 @@ def share_latent(attention: Attention, parts: Separated, left: torch.Tensor, bal
         constant = torch.einsum("ehd,hd->e", o, attention.v_bias.float().repeat_interleave(share, 0))
         o_bias = constant if o_bias is None else o_bias + constant
     return FactoredAttention(
-        q_nope=attention.q.float(),
+        q_nope=allocation.nope(attention.q).float(),
         q_rope=parts.q_rope,
         k_rope=parts.k_rope,
         down=left[:count].T @ (parts.rest / balance) + left[count:].T @ attention.v.float().flatten(0, 1),
-        up_k=(balance * parts.spread @ left[:count]).repeat_interleave(share, 0),
+        up_k=(balance * allocation.nope(parts.spread) @ left[:count]).repeat_interleave(share, 0),
         up_v=left[count:].unflatten(0, attention.v.shape[:2]).repeat_interleave(share, 0),
         o=o,
         scale=attention.scale,
         rotary=parts.rotary,
-        q_nope_bias=_float(attention.q_bias),
+        q_nope_bias=None if attention.q_bias is None else allocation.nope(attention.q_bias).float(),
         q_rope_bias=parts.q_rope_bias,
         k_rope_bias=parts.k_rope_bias,
         o_bias=o_bias,
@@ -242,9 +257,9 @@ def _spread(basis: torch.Tensor, groups: int, fold: int) -> torch.Tensor:
     return whole.flatten(1, 2)
 
 
-def _kept(size: Size) -> tuple[list[int], list[int]]:
+def _kept(allocation: Allocation) -> tuple[list[int], list[int]]:
     """Band and component of each rotary pair: the first components of a band, in order."""
-    bands = [pair // size.freqfold for pair in size.pairs]
+    bands = [pair // allocation.freqfold for pair in allocation.pairs]
     return bands, [bands[:i].count(band) for i, band in enumerate(bands)]
 
 

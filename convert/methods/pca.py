@@ -26,20 +26,20 @@ import torch
 from attention.record import Attention, FactoredAttention
 from convert.methods.algebra import leading_subspace
 from convert.methods.frequencies import pairs_by_stride
-from convert.methods.latent import Keys, LatentMethod, Size, separate, share_latent
+from convert.methods.latent import Allocation, Keys, LatentMethod, separate, share_latent
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
 
 
-def factor(attention: Attention, size: Size, statistics: Statistics) -> FactoredAttention:
+def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
     """The latent attention."""
     device = attention.k.device
     moment, second = statistics.second.to(device), statistics.with_constant.to(device)
-    parts = separate(attention, size, partial(_gram, second))
+    parts = separate(attention, allocation, partial(_gram, second))
     values = attention.v.float().flatten(0, 1)
     balance = _balance(parts.rest, attention.k.float().flatten(0, 1), values, moment)
-    left = leading_subspace(torch.cat((parts.rest / balance, values)), moment, size.rank)
-    return share_latent(attention, parts, left, balance)
+    left = leading_subspace(torch.cat((parts.rest / balance, values)), moment, allocation.rank)
+    return share_latent(attention, allocation, parts, left, balance)
 
 
 def _gram(second: torch.Tensor, keys: Keys) -> torch.Tensor:
@@ -61,10 +61,10 @@ def _mean_norm(rows: torch.Tensor, second: torch.Tensor) -> float:
     return float(squares.clamp_min(0).sqrt().mean()) if len(rows) else 0.0
 
 
-def allocate(found: list[object], count: int, size: Size) -> list[Size]:
+def allocate(found: list[object], count: int, allocation: Allocation) -> list[Allocation]:
     """Frequencies spread evenly."""
-    assert size.rotary is not None
-    return [replace(size, pairs=pairs_by_stride(2 * count, size.rotary.dims))]
+    assert allocation.rotary is not None
+    return [replace(allocation, pairs=pairs_by_stride(2 * count, allocation.rotary.dims))]
 
 
 METHOD = LatentMethod(

@@ -17,7 +17,7 @@ import torch
 from attention.record import Attention, FactoredAttention
 from convert.methods.algebra import leading_subspace
 from convert.methods.frequencies import pairs_by_loss
-from convert.methods.latent import Keys, LatentMethod, Size, keys_of, separate, share_latent
+from convert.methods.latent import Allocation, Keys, LatentMethod, keys_of, separate, share_latent
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
 
@@ -27,11 +27,11 @@ def losses(attention: Attention, statistics: Statistics, fewest: int) -> torch.T
     return torch.linalg.eigvalsh(_gram(keys_of(attention))).flip(-1)
 
 
-def factor(attention: Attention, size: Size, statistics: Statistics) -> FactoredAttention:
+def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
     """The latent attention; bits of the source are kept where the sizes are full, up to rounding."""
-    parts = separate(attention, size, _gram)
-    left = leading_subspace(torch.cat((parts.rest, attention.v.float().flatten(0, 1))), None, size.rank)
-    return share_latent(attention, parts, left)
+    parts = separate(attention, allocation, _gram)
+    left = leading_subspace(torch.cat((parts.rest, attention.v.float().flatten(0, 1))), None, allocation.rank)
+    return share_latent(attention, allocation, parts, left)
 
 
 def _gram(keys: Keys) -> torch.Tensor:
@@ -39,9 +39,9 @@ def _gram(keys: Keys) -> torch.Tensor:
     return rows @ rows.mH
 
 
-def allocate(found: list[torch.Tensor], count: int, size: Size) -> list[Size]:
+def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> list[Allocation]:
     """The frequencies of most energy."""
-    return [replace(size, pairs=pairs_by_loss(found, count))]
+    return [replace(allocation, pairs=pairs_by_loss([lost[:, : allocation.rotary_keys] for lost in found], count))]
 
 
 METHOD = LatentMethod("svd", "singular vectors of the weights alone", "", TextUse.IGNORED, False, losses, allocate, factor)

@@ -26,7 +26,7 @@ from attention.spec import AttentionSpec
 from convert.methods.algebra import augmented, leading, root, roots
 from convert.methods.atoms import Components, RopeKeys
 from convert.methods.frequencies import pairs_by_loss
-from convert.methods.latent import LatentMethod, Size
+from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.pursuit import Pursuit, pairs_by_pursuit, pursue
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
@@ -34,21 +34,21 @@ from convert.methods.text import TextUse
 _BALANCES = (0.1, 0.3, 1.0, 3.0)
 
 
-def factor(attention: Attention, size: Size, statistics: Statistics) -> FactoredAttention:
+def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
     """The latent attention."""
     known = statistics.shrunk().to(attention.k.device)
-    rope, rest = _rope_part(attention, size, known)
-    latent = _Latent.of(attention, rest, known)
+    rope, rest = _rope_part(attention, allocation, known)
+    latent = _Latent.of(attention, allocation, allocation.nope(rest), known)
     del rest  # as large as anything here
     if known.sample is None or not latent.competing:
-        return latent.result(attention, rope, size.rank, 1.0)
+        return latent.result(attention, rope, 1.0)
     trial = known.sample[::2]  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 
     def error(result: FactoredAttention) -> float:
         return float((attention_output(result, trial) - expected).square().sum())
 
-    return min((latent.result(attention, rope, size.rank, balance) for balance in _BALANCES), key=error)
+    return min((latent.result(attention, rope, balance) for balance in _BALANCES), key=error)
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class _RopePart:
     keys: torch.Tensor
 
 
-def _rope_part(attention: Attention, size: Size, statistics: Statistics) -> tuple[_RopePart, torch.Tensor]:
+def _rope_part(attention: Attention, allocation: Allocation, statistics: Statistics) -> tuple[_RopePart, torch.Tensor]:
     """It, and what is left to keys that do not turn, `[H, D, E + 1]`."""
     share, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
-        assert size.rotary is not None
-        count, width = 2 * len(size.pairs), rows.shape[-1]
-        rotary = size.rotary.select(list(size.pairs), "interleaved")
+        assert allocation.rotary is not None
+        count, width = 2 * len(allocation.pairs), rows.shape[-1]
+        rotary = allocation.rotary.select(list(allocation.pairs), "interleaved")
         rest = rows.repeat_interleave(share, 0)
         return _RopePart(rotary, rows.new_zeros(attention.q.shape[0], count, width), rows.new_zeros(count, width)), rest
     rope = RopeKeys.of(attention, statistics)
-    atoms = pursue(rope, size.pairs) if size.pursued else Components.of(rope).atoms(rope, size.pairs)
+    atoms = pursue(rope, allocation.pairs) if allocation.pursued else Components.of(rope).atoms(rope, allocation.pairs)
     nope = rows[:, attention.rotary.dims :].repeat_interleave(share, 0)
     return _RopePart(*atoms.rope(rope)), torch.cat((atoms.rest(rope), nope), 1)
 
@@ -80,15 +80,17 @@ class _Latent:
     """Unrotated keys and values, weighted, and ready to be factored at any balance.
 
     Attributes:
-        keys: `[H, D, E]`, M^½ K.
+        allocation: What the layer is brought to.
+        keys: `[H, N, E]`, M^½ K.
         values: `[G, D, E]`.
-        unweigh_keys: `[H, D, D]`, M^-½.
+        unweigh_keys: `[H, N, N]`, M^-½.
         unweigh_values: `[G, D, D]`.
-        images: The rows of both times the root of the covariance, `[H D, E]` and `[G D, E]`.
+        images: The rows of both times the root of the covariance, `[H N, E]` and `[G D, E]`.
         grams: Their Gram matrices `[E, E]`.
         mean: `[E]`.
     """
 
+    allocation: Allocation
     keys: torch.Tensor
     values: torch.Tensor
     unweigh_keys: torch.Tensor
@@ -98,8 +100,9 @@ class _Latent:
     mean: torch.Tensor
 
     @classmethod
-    def of(cls, attention: Attention, rest: torch.Tensor, statistics: Statistics) -> _Latent:
-        share, q = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.q, attention.q_bias)
+    def of(cls, attention: Attention, allocation: Allocation, rest: torch.Tensor, statistics: Statistics) -> _Latent:
+        share = attention.q.shape[0] // attention.num_kv_heads
+        q = allocation.nope(augmented(attention.q, attention.q_bias))
         weigh_keys, unweigh_keys = roots(q @ statistics.with_constant @ q.mT, 1e-6)
         columns = attention.o.double().permute(1, 0, 2)  # [H, E, D]
         weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, share)).sum(1), 1e-6)
@@ -107,21 +110,22 @@ class _Latent:
         spread = root(statistics.covariance)
         images = (keys.flatten(0, 1) @ spread, values.flatten(0, 1) @ spread)
         grams = (images[0].T @ images[0], images[1].T @ images[1])
-        return cls(keys, values, unweigh_keys, unweigh_values, images, grams, statistics.mean)
+        return cls(allocation, keys, values, unweigh_keys, unweigh_values, images, grams, statistics.mean)
 
     @property
     def competing(self) -> bool:
         """Whether there are both keys and values to be balanced."""
         return bool(self.grams[0].diagonal().sum() > 0 and self.grams[1].diagonal().sum() > 0)
 
-    def result(self, a: Attention, rope: _RopePart, rank: int, balance: float) -> FactoredAttention:
-        """The latent attention at a rank and κ."""
+    def result(self, a: Attention, rope: _RopePart, balance: float) -> FactoredAttention:
+        """The latent attention at κ."""
         alpha = (balance * self.grams[1].trace() / self.grams[0].trace()).sqrt() if self.competing else 1.0
-        directions = leading(alpha**2 * self.grams[0] + self.grams[1], rank)
+        directions = leading(alpha**2 * self.grams[0] + self.grams[1], self.allocation.rank)
         images = torch.cat((alpha * (self.images[0] @ directions), self.images[1] @ directions))
         left = torch.linalg.qr(images).Q
         heads, dim = self.keys.shape[:2]
-        of_keys, of_values = left[: heads * dim].unflatten(0, (heads, dim)), left[heads * dim :].unflatten(0, (-1, dim))
+        of_keys = left[: heads * dim].unflatten(0, (heads, dim))
+        of_values = left[heads * dim :].unflatten(0, self.values.shape[:2])
         down = alpha * left[: heads * dim].T @ self.keys.flatten(0, 1) + left[heads * dim :].T @ self.values.flatten(0, 1)
         up_v = self.unweigh_values @ of_values
         share, o = heads // len(self.values), a.o.float()
@@ -130,7 +134,7 @@ class _Latent:
         bias = torch.einsum("ehd,hd->e", a.o.double(), constant.repeat_interleave(share, 0))
         biased = a.q_bias is not None, a.k_bias is not None
         return FactoredAttention(
-            q_nope=a.q.float(),
+            q_nope=self.allocation.nope(a.q).float(),
             q_rope=rope.queries[..., :-1].float(),
             k_rope=rope.keys[..., :-1].float(),
             down=down.float(),
@@ -139,7 +143,7 @@ class _Latent:
             o=o,
             scale=a.scale,
             rotary=rope.rotary,
-            q_nope_bias=None if a.q_bias is None else a.q_bias.float(),
+            q_nope_bias=None if a.q_bias is None else self.allocation.nope(a.q_bias).float(),
             q_rope_bias=rope.queries[..., -1].float() if biased[0] else None,
             k_rope_bias=rope.keys[..., -1].float() if biased[1] else None,
             o_bias=(bias if a.o_bias is None else bias + a.o_bias.double()).float(),
@@ -147,35 +151,35 @@ class _Latent:
 
 
 @dataclass(frozen=True)
-class _Survey:
+class _Measured:
     """What a layer would lose: `lost [L, G]` by components, and its pursuit where there may be one."""
 
     lost: torch.Tensor
     pursuit: Pursuit | None
 
 
-def survey(attention: Attention, statistics: Statistics, fewest: int) -> _Survey:
+def measure(attention: Attention, statistics: Statistics, fewest: int) -> _Measured:
     """What allocation has to know of a layer."""
     rope = RopeKeys.of(attention, statistics.shrunk().to(attention.k.device))
     lost, tried = Components.of(rope).lost, statistics.sample is not None
-    return _Survey(lost, Pursuit.of(rope, torch.complex64) if tried and fewest < len(lost) else None)
+    return _Measured(lost, Pursuit.of(rope, torch.complex64) if tried and fewest < len(lost) else None)
 
 
-def allocate(found: list[_Survey], count: int, size: Size) -> list[Size]:
+def allocate(found: list[_Measured], count: int, allocation: Allocation) -> list[Allocation]:
     """The costliest components; beside them, where they are fewer than the frequencies, those that a pursuit finds."""
-    sizes = [replace(size, pairs=pairs_by_loss([layer.lost for layer in found], count))]
+    sizes = [replace(allocation, pairs=pairs_by_loss([layer.lost[:, : allocation.rotary_keys] for layer in found], count))]
     pursuits = [layer.pursuit for layer in found if layer.pursuit]
     if pursuits and count < len(found[0].lost):
-        sizes.append(replace(size, pairs=pairs_by_pursuit(pursuits, count), pursued=True))
+        sizes.append(replace(allocation, pairs=pairs_by_pursuit(pursuits, count), pursued=True))
     return sizes
 
 
-def survey_bytes(spec: AttentionSpec) -> int:
+def measured_bytes(spec: AttentionSpec) -> int:
     """Of the pursuit's Gram matrix, `[G L, G L]` complex64."""
     return 8 * (spec.num_kv_heads * spec.head_dim // 2) ** 2
 
 
 METHOD = LatentMethod(
-    "weighted", "what logits and outputs depend on, in one latent", "", TextUse.USED, False, survey, allocate, factor,
-    survey_bytes,
+    "weighted", "what logits and outputs depend on, in one latent", "", TextUse.USED, False, measure, allocate, factor,
+    measured_bytes,
 )  # fmt: skip

@@ -1,22 +1,28 @@
-"""From arguments to a Plan: data that says what will be done. Whatever can be refused without weights is refused here."""
+"""A Plan: data that says what will be done. Whatever can be refused without weights is refused before there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
-from convert.families import Family, family_of
-from convert.families.base import Traits, hides_logits
-from convert.hosts import HOSTS, Host
-from convert.methods.grouped import GroupedMethod
-from convert.methods.latent import LatentMethod
+from convert.families import family_of
+from convert.families.base import hides_logits
+from convert.hosts import HOSTS
 from convert.methods.text import TextUse
-from convert.planning.calibration import Calibration
-from eval.source import Source
+
+if TYPE_CHECKING:
+    from convert.families import Family
+    from convert.families.base import Traits
+    from convert.hosts import Host
+    from convert.methods.grouped import GroupedMethod
+    from convert.methods.latent import LatentMethod
+    from convert.planning.calibration import Calibration
+    from convert.planning.targets import LatentTarget, Target
+    from eval.source import Source
 
 
 @dataclass(frozen=True)
@@ -43,42 +49,29 @@ class Plan:
     """A conversion, decided.
 
     Attributes:
-        command: The kind of target: "gqa", "mqa" or "mla".
         source: What is converted.
         family: How its attention is read.
-        before: Its numbers.
-        target: Those of the result.
-        method: What changes a layer.
-        host: What carries the result.
-        output: Where it goes.
+        target: What it is converted to.
+        calibration: What is done with a text, if there is one.
+        output: Where the result goes.
+        device: Where layers run and are changed, as on the command line.
         seed: For methods that draw numbers, and for the order in which refinement takes blocks of text.
-        device: Where layers run and are changed.
-        notes: What the user should know.
-        rank: Channels of the latent that carry something (MLA).
-        freqfold: Neighbouring frequencies that count as one (MLA).
-        pad_rank: Whether channels beyond full rank were asked for (MLA).
-        calibration: Text for the method, if there is any.
-        splits: Plans that spend the same cache, among which the text decides (MLA within a budget).
-        grouping: Which KV heads share a group (GQA): "contiguous" or "similar".
+        remarks: What the user should know besides the target's notes.
     """
 
-    command: str
     source: Source
     family: Family
-    before: AttentionSpec
-    target: AttentionSpec
-    method: GroupedMethod | LatentMethod
-    host: Host
+    target: Target
+    calibration: Calibration | None
     output: Output
-    seed: int
     device: str
-    notes: tuple[str, ...]
-    rank: int = 0
-    freqfold: int = 1
-    pad_rank: bool = False
-    calibration: Calibration | None = None
-    splits: tuple[Plan, ...] = ()
-    grouping: str = "contiguous"
+    seed: int
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def before(self) -> AttentionSpec:
+        """The source's numbers."""
+        return self.target.before
 
     @property
     def cache_dtype(self) -> str:
@@ -88,16 +81,25 @@ class Plan:
     @property
     def applied_method(self) -> str | None:
         """The method's name, or None where there is nothing to change."""
-        return self.method.name if self.target != self.before else None
+        return None if self.target.copies else self.target.method.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know."""
+        return (*self.target.notes, *self.remarks)
+
+    def choosing(self, target: LatentTarget) -> Plan:
+        """The same plan with one of its target's splits."""
+        return replace(self, target=target)
 
     def recipe(self) -> dict[str, Any]:
         """What the bytes depend on, as `convert run` takes it back from any directory; OUTPUT is not part of it."""
         directory = self.source.directory
         return {
-            self.command: {
+            self.target.command: {
                 "model": str(directory.resolve()) if directory else f"{self.source.repository}@{self.source.commit}",
-                **self._size(),
-                "method": self.method.name,
+                **self.target.recipe(),
+                "method": self.target.method.name,
                 "seed": self.seed,
                 **({"dtype": self.output.dtype} if self.output.dtype else {}),
                 "max_shard_size": _with_unit(self.output.max_shard_size),
@@ -106,42 +108,26 @@ class Plan:
             }
         }
 
-    def _size(self) -> dict[str, Any]:
-        if self.command == "gqa":
-            grouping = {"grouping": self.grouping} if self.grouping != "contiguous" else {}
-            return {"groups": self.target.num_kv_heads, **grouping}
-        if self.target.kv_lora_rank is None:
-            return {}
-        return {
-            "kv_lora_rank": self.target.kv_lora_rank,
-            "qk_rope_head_dim": self.target.qk_rope_head_dim,
-            **({"freqfold": self.freqfold} if self.freqfold > 1 else {}),
-            **({"pad_rank": True} if self.pad_rank else {}),
-        }
-
     def as_dict(self) -> dict[str, Any]:
-        """For `--json` and people: numbers as numbers."""
+        """For `--json`: numbers as numbers."""
+        target, before = self.target, self.before
         return {
-            "command": self.command,
+            "command": target.command,
             "model": self.source.reference,
             "family": self.family.model_type,
-            "source": self.before.kind,
-            "target": self.target.kind,
-            "query_heads": self.before.num_heads,
-            "kv_heads_before": self.before.num_kv_heads,
-            **(
-                {"kv_heads_after": self.target.num_kv_heads}
-                if self.target.kv_lora_rank is None
-                else {**self._size(), "latent_channels": self.rank}
-            ),
+            "source": before.kind,
+            "target": target.spec.kind,
+            "query_heads": before.num_heads,
+            "kv_heads_before": before.num_kv_heads,
+            **target.facts(),
             "method": self.applied_method,
             "calibration": self.calibration.as_options() if self.calibration else None,
-            "host": self.host.name,
-            "loads_in": self.host.loads_in,
-            "model_type": self.host.model_type(self.family),
+            "output_class": target.host.name,
+            "loads_in": target.host.loads_in,
+            "model_type": target.host.layout(self.family).model_type,
             "cache_dtype": self.cache_dtype,
-            "kv_bytes_per_token_before": self.before.bytes_per_token(self.source.dtype),
-            "kv_bytes_per_token_after": self.target.bytes_per_token(self.cache_dtype),
+            "kv_bytes_per_token_before": before.bytes_per_token(self.source.dtype),
+            "kv_bytes_per_token_after": target.spec.bytes_per_token(self.cache_dtype),
             "output": str(self.output.path),
             "notes": list(self.notes),
         }
@@ -157,44 +143,49 @@ def readable(source: Source) -> Family:
     """The family of a source that can be converted at all.
 
     Raises:
-        Refusal: It wants to run code, is quantised, is MLA already, or is of no known family.
+        Refusal: It wants to run code, is quantised, or is of no family that can be read.
     """
     source.refuse_remote_code()
     if source.raw.get("quantization_config"):
         quantisation = source.raw["quantization_config"]
         kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation
         raise Refusal(f"{source.reference} is quantised ({kind})", hint="convert the original checkpoint, then quantise")
-    if rank := source.raw.get("kv_lora_rank"):
-        raise Refusal(
-            f"model type {source.model_type!r} is multi-head latent attention already (kv_lora_rank {rank})",
-            hint="kvfold converts MHA and GQA sources; `convert eval` measures this one",
-        )
-    return family_of(source.model_type)
+    family = family_of(source.model_type)
+    if reason := family.unreadable(source.config):
+        raise Refusal(f"{source.reference} cannot be read: {reason}", hint="`convert eval` measures it all the same")
+    return family
 
 
-def host_of(command: str, family: Family, source: Source, target: AttentionSpec, dtype: str) -> Host:
-    """The first host that carries a target.
+def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dtype: str) -> Host:
+    """The first output class that carries a target.
+
+    Args:
+        kind: A key of HOSTS: "gqa", "mqa" or "mla".
+        family: The source's.
+        source: What is converted.
+        target: The result's numbers.
+        dtype: What the result is stored in.
 
     Raises:
         Refusal: None does; the reasons.
     """
     refusals = []
-    for host in HOSTS[command]:
+    for host in HOSTS[kind]:
         reason = host.refuses(family, source.config, target, dtype)
         if reason is None:
             return host
         refusals.append(f"{host.name}: {reason}")
-    kind = "MLA" if target.kv_lora_rank else target.kind
-    raise Refusal(f"no host carries {kind} of {source.reference}: {'; '.join(refusals)}")
+    carried = "MLA" if target.kv_lora_rank else target.kind
+    raise Refusal(f"no output class carries {carried} of {source.reference}: {'; '.join(refusals)}")
 
 
 def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, traits: Traits) -> Sequence[str]:
-    """What there is to say of text that a method could use and has not got, and of a step that the source rules out."""
+    """What to say of text that a method could use and has not got, and of a step that the source rules out."""
     if text is None and method.text is TextUse.USED:
-        return [f"without calibration text, which {method.name} is better with: it goes by weights and norm gains alone"]
-    hiding = hides_logits(traits, text.context or 0) if text else []
+        return [f"no calibration text: {method.name} uses weights and norm gains alone, and loses more than with --text"]
+    hiding = hides_logits(traits, text.context) if text else []
     reasons = [f"{' and '.join(hiding)} changes what heads attend to"] if hiding else []
-    reasons += ["they are normalised behind their projection"] if traits.qk_norm else []
+    reasons += ["they are normalised after their projection"] if traits.qk_norm else []
     if text and text.refit and reasons:
         return [f"queries are not refitted, outputs are: {', and '.join(reasons)}"]
     return []

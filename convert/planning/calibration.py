@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
-from convert.families import Family
-from convert.methods.grouped import GroupedMethod
-from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
 from eval.evaluation import tokens_of
-from eval.source import Source
-from eval.text import Text, Tokens
+
+if TYPE_CHECKING:
+    import torch
+
+    from convert.methods.grouped import GroupedMethod
+    from convert.methods.latent import LatentMethod
+    from eval.source import Source
+    from eval.text import Text, Tokens
 
 _TOKENS = 131072
 _TOKENS_PER_CHANNEL = 8
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """The text that a method takes its statistics from, how much of it, and steps that need it as well.
+class CalibrationOptions:
+    """What the user says of calibration. Numbers that are left open depend on the model and the method.
 
     Attributes:
-        given: What names it on the command line: {"text": FILE} or {"dataset": NAME}; {} for no text.
-        tokens: So many from its start, in whole blocks; None, until it is planned, for 131072.
-        context: Tokens of one block; None, until it is planned, for min(2048, the model's limit).
+        given: What names the text: {"text": FILE} or {"dataset": NAME}; empty for no text.
+        tokens: So many from its start, in whole blocks.
+        context: Tokens of one block.
         propagate: Whether a layer's statistics come through the layers that were converted before it.
-        refit: Whether queries and output projections are fitted by least squares; None, until it is planned, for whether the
-            method uses text.
+        refit: Whether queries and output projections are fitted by least squares.
         refine: How many steps of gradient descent each layer's attention takes towards what its source computes.
     """
 
-    given: dict[str, str] = field(default_factory=dict)
+    given: Mapping[str, str] = field(default_factory=dict)
     tokens: int | None = None
     context: int | None = None
     propagate: bool = False
@@ -42,14 +44,49 @@ class Calibration:
     refine: int = 0
 
     @property
+    def flags(self) -> str:
+        """The options that are given, for people."""
+        values = {
+            **self.given,
+            "calibration-tokens": self.tokens,
+            "calibration-context": self.context,
+            "propagate": self.propagate,
+            "refit": self.refit,
+            "refine": self.refine,
+        }
+        return " and ".join(sorted(f"--{name}" for name, value in values.items() if value))
+
+    @property
+    def steps(self) -> CalibrationOptions:
+        """The same without the text: what is done beyond a method."""
+        return CalibrationOptions(propagate=self.propagate, refit=self.refit, refine=self.refine)
+
+    @property
+    def text_alone(self) -> CalibrationOptions:
+        """The same without steps beyond a method."""
+        return CalibrationOptions(self.given, self.tokens, self.context)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The calibration of a plan, every number decided. Attributes as in CalibrationOptions."""
+
+    given: Mapping[str, str]
+    tokens: int
+    context: int
+    propagate: bool
+    refit: bool
+    refine: int
+
+    @property
     def in_sequence(self) -> bool:
         """Whether layers are converted in order, each behind the converted ones."""
         return bool(self.propagate or self.refit or self.refine)
 
     @property
-    def flags(self) -> str:
-        """Its options that are given, for people."""
-        return " and ".join(sorted(f"--{name.replace('_', '-')}" for name, value in self.as_options().items() if value))
+    def fitted(self) -> bool:
+        """Whether layers are fitted to what the source's layers compute."""
+        return bool(self.refit or self.refine)
 
     def as_options(self) -> dict[str, Any]:
         """As on the command line."""
@@ -58,7 +95,7 @@ class Calibration:
             "calibration_tokens": self.tokens,
             "calibration_context": self.context,
             **({"propagate": True} if self.propagate else {}),
-            **({} if self.refit is None else {"refit": self.refit}),
+            "refit": self.refit,
             **({"refine": self.refine} if self.refine else {}),
         }
 
@@ -67,17 +104,67 @@ class Calibration:
         text = {"text": str(Path(self.given["text"]).resolve())} if "text" in self.given else {}
         return self.as_options() | text
 
+    def steps(self) -> list[str]:
+        """What is done beyond the method, as on the command line."""
+        return [
+            *(["--propagate"] if self.propagate else []),
+            *(["--refit"] if self.refit else []),
+            *([f"--refine {self.refine}"] if self.refine else []),
+        ]
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """A calibration whose text has been read.
+
+    Attributes:
+        plan: What is done with the text.
+        tokens: The text: whole blocks from its start.
+    """
+
+    plan: Calibration
+    tokens: Tokens
+
+    @classmethod
+    def of(cls, source: Source, plan: Calibration, text: Text) -> CalibrationText:
+        """Encode the text with the source's tokenizer.
+
+        Raises:
+            Failure: The text is shorter than one block.
+        """
+        tokens = tokens_of(source, text, plan.tokens)
+        if len(tokens.ids) < plan.context:
+            raise Failure(
+                f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {plan.context}",
+                hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
+            )
+        return cls(plan, replace(tokens, ids=tokens.ids[: len(tokens.ids) // plan.context * plan.context]))
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """`[n, T]` token ids."""
+        return self.tokens.ids.view(-1, self.plan.context)
+
+    def remarks(self, width: int) -> list[str]:
+        """What to say of a text that is short for a model of that width."""
+        wanted = _TOKENS_PER_CHANNEL * width
+        if len(self.tokens.ids) >= wanted:
+            return []
+        return [
+            f"{len(self.tokens.ids)} tokens of calibration text are few for {width} channels, {wanted} or more are advised: "
+            "correlations between channels are trusted less"
+        ]
+
 
 def calibration_for(
-    source: Source, family: Family, method: GroupedMethod | LatentMethod, wanted: Calibration, without: Sequence[str]
+    source: Source, method: GroupedMethod | LatentMethod, wanted: CalibrationOptions, without: Sequence[str]
 ) -> Calibration | None:
     """What is wanted, checked and with its numbers; None where there is no text and none is needed.
 
     Args:
         source: What is converted.
-        family: How it is read.
         method: Which method.
-        wanted: From the command line.
+        wanted: From the user.
         without: Names of methods that need no text.
 
     Raises:
@@ -88,66 +175,34 @@ def calibration_for(
             f"method {method.name} needs text to calibrate on",
             hint=f"give --text FILE or --dataset NAME; {' or '.join(without)} needs none",
         )
-    planned = checked(source, wanted)
+    require_consistent(source, wanted)
     if not wanted.given:
         return None
     if method.text is TextUse.IGNORED and (wanted.propagate or not (wanted.refit or wanted.refine)):
         idle = "--propagate" if wanted.refit or wanted.refine else wanted.flags
         raise Refusal(f"method {method.name} looks at weights only and has no use for {idle}", hint="leave it out")
-    if family.traits(source.config).experts:
-        raise Refusal(
-            f"no statistics can be taken of {source.reference}: {family.model_type} keeps its experts in another form than it "
-            "runs them, and layers are run one at a time",
-            hint="leave out the text: weights alone are then looked at",
-        )
-    return replace(planned, refit=method.text is TextUse.USED) if planned.refit is None else planned
+    tokens, context = _numbers(source, wanted)
+    refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
+    return Calibration(wanted.given, tokens, context, wanted.propagate, refit, wanted.refine)
 
 
-def checked(source: Source, wanted: Calibration) -> Calibration:
-    """What is wanted with its numbers, whatever the method.
+def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
+    """Check what is wanted, whatever the method.
 
     Raises:
         Refusal: Its options contradict each other or the source.
     """
     if wanted.given:
-        return _with_numbers(source, wanted)
-    if flags := wanted.flags:
+        _numbers(source, wanted)
+    elif flags := wanted.flags:
         raise Refusal(
             f"{flags} {'is' if ' ' not in flags else 'are'} about calibration text, and there is none",
             hint="give --text FILE or --dataset NAME",
         )
-    return wanted
 
 
-def calibration_tokens(source: Source, calibration: Calibration | None, text: Text | None) -> Tokens | None:
-    """What a method is calibrated on: whole blocks from the start of the text.
-
-    Raises:
-        Failure: The text is shorter than one block.
-    """
-    if calibration is None or text is None:
-        return None
-    tokens, context = tokens_of(source, text, calibration.tokens), calibration.context or 1
-    if len(tokens.ids) < context:
-        raise Failure(
-            f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {context}",
-            hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
-        )
-    return replace(tokens, ids=tokens.ids[: len(tokens.ids) // context * context])
-
-
-def remarks(tokens: Tokens | None, width: int) -> list[str]:
-    """What to say of a calibration text that is short for a model of that width."""
-    wanted = _TOKENS_PER_CHANNEL * width
-    if tokens is None or len(tokens.ids) >= wanted:
-        return []
-    return [
-        f"{len(tokens.ids)} tokens of calibration text are few for {width} channels, {wanted} or more are advised: what they "
-        "say of channels together is trusted less"
-    ]
-
-
-def _with_numbers(source: Source, wanted: Calibration) -> Calibration:
+def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int]:
+    """Tokens, and those of one block."""
     limit = source.max_positions
     context = min(2048, limit or 2048) if wanted.context is None else wanted.context
     if limit and context > limit:
@@ -161,4 +216,4 @@ def _with_numbers(source: Source, wanted: Calibration) -> Calibration:
             f"{tokens} calibration tokens are less than one block of {context}",
             hint="raise --calibration-tokens, or lower --calibration-context",
         )
-    return replace(wanted, tokens=tokens, context=context)
+    return tokens, context

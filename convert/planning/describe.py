@@ -1,4 +1,4 @@
-"""What `inspect`, `plan`, `families` and dry runs say. Configs are read; weights never are."""
+"""What `inspect`, `plan`, `families` and plans say. Configs are read; weights never are."""
 
 from __future__ import annotations
 
@@ -7,42 +7,57 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
-from convert.families import FAMILIES, Family
-from convert.hosts import HOSTS, Host
+from convert.families import FAMILIES
+from convert.hosts import HOSTS
 from convert.planning.base import Plan, host_of, readable
-from convert.planning.calibration import Calibration
 from convert.planning.latent import full_rank, latent_for_budget
-from eval.capacity import count_parameters, fit, with_kv_heads
-from eval.source import Source
-from eval.tables import table
+from eval.tables import bytes_text, table
+
+if TYPE_CHECKING:
+    from convert.families import Family
+    from convert.hosts import Host
+    from eval.source import Source
 
 
-def inspection(source: Source) -> dict[str, Any]:
-    """Heads, rotary, biases, family, hosts and cache of a checkpoint, from its config."""
+class Facts(dict[str, Any]):
+    """What is said of something: numbers as numbers, for programs; `str(facts)` for people."""
+
+    def __init__(self, facts: Mapping[str, Any], text: str) -> None:
+        super().__init__(facts)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def inspection(source: Source) -> Facts:
+    """Heads, rotary, biases, family, output classes and cache of a checkpoint, from its config."""
     family = readable(source)
     spec = family.spec(source.config)
     host, _ = _carrier(source, family, spec, "mla", source.dtype)
-    return {
+    facts = {
         "model": source.reference,
         "family": family.model_type,
         "layout": family.layout,
         "attention": spec.kind,
         "layers": spec.num_layers,
         "query_heads": spec.num_heads,
-        "kv_heads": spec.num_kv_heads,
+        "kv_heads": spec.num_kv_heads if spec.kv_lora_rank is None else None,
         "head_dim": spec.head_dim,
+        **({} if spec.kv_lora_rank is None else {"kv_lora_rank": spec.kv_lora_rank, "qk_nope_head_dim": spec.qk_nope_head_dim}),
         "max_positions": source.max_positions,
         **family.describe(source.config),
         "cache_dtype": source.dtype,
         "kv_bytes_per_token": spec.bytes_per_token(source.dtype),
-        "groups_possible": [target.num_kv_heads for target in targets(spec)],
-        "latents_possible": [target.kind for target in latent_targets(source, spec, host)] if host else [],
-        "hosts": {kind: _host(source, family, spec, kind) for kind in HOSTS},
+        "groups_possible": [target.num_kv_heads for target in grouped_targets(spec)],
+        "latents_possible": [target.kind for target in latent_targets(source, family, spec, host)] if host else [],
+        "output_classes": {kind: _host(source, family, spec, kind) for kind in HOSTS},
     }
+    return Facts(facts, _inspection_text(facts))
 
 
 def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str:
@@ -51,8 +66,11 @@ def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str
 
 
 def _carrier(source: Source, family: Family, spec: AttentionSpec, kind: str, dtype: str) -> tuple[Host | None, str | None]:
-    """The host of a kind of target, with a remark if it wants another dtype; or None and why."""
-    target = spec.latent(1, 2) if kind == "mla" else spec.grouped(1)
+    """The output class of a kind of target, with a remark if it wants another dtype; or None and why."""
+    try:
+        target = spec.latent(1, 2) if kind == "mla" else spec.grouped(1)
+    except Refusal as error:
+        return None, str(error)
     try:
         return host_of(kind, family, source, target, dtype), None
     except Refusal as error:
@@ -61,8 +79,7 @@ def _carrier(source: Source, family: Family, spec: AttentionSpec, kind: str, dty
         return None, str(error)
 
 
-def inspection_text(facts: Mapping[str, Any]) -> str:
-    """The same for a terminal."""
+def _inspection_text(facts: Mapping[str, Any]) -> str:
     rows = []
     for key, value in facts.items():
         if isinstance(value, dict):
@@ -75,14 +92,25 @@ def inspection_text(facts: Mapping[str, Any]) -> str:
     return table(("", "value"), rows)
 
 
-def targets(spec: AttentionSpec) -> list[AttentionSpec]:
-    """The source itself, then every smaller number of KV heads it can be given."""
-    heads = spec.num_kv_heads
+def grouped_targets(spec: AttentionSpec) -> list[AttentionSpec]:
+    """The source itself, then every smaller number of KV heads it can be given; none where a latent has no KV heads."""
+    heads = spec.num_kv_heads if spec.kv_lora_rank is None else 0
     return [spec.grouped(groups) for groups in range(heads, 0, -1) if heads % groups == 0]
 
 
-def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping[str, float], share: float) -> dict[str, Any]:
-    """What the source and each possible target take, and where that fits."""
+def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping[str, float], share: float) -> Facts:
+    """What the source and each possible target take, and where that fits.
+
+    Args:
+        source: The model.
+        dtype: Of weights and cache.
+        batch: Sequences at once.
+        context: Tokens of each.
+        gpus: Name to gigabytes.
+        share: Of a GPU's memory that weights and cache may take.
+    """
+    from eval.capacity import count_parameters, fit
+
     family = readable(source)
     config, spec = source.config, family.spec(source.config)
     whole, own = count_parameters(config, source.trust_remote_code), _parameters(partial(family.shapes, config), spec)
@@ -92,13 +120,17 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
         parameters = whole - own + _parameters(shapes, spec)
         rows.append(asdict(fit(target, parameters, dtype, batch, context, gpus, share)) | {"parameters": parameters})
 
-    for target in targets(spec):
-        add(target, partial(family.shapes, with_kv_heads(config, target)))
-    host, remark = _carrier(source, family, spec, "mla", dtype)
-    if host:
-        for target in latent_targets(source, spec, host):
-            add(target, partial(host.shapes, family, config, target))
-    return {
+    hosts = {kind: _carrier(source, family, spec, kind, dtype) for kind in HOSTS}
+    targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
+    if host := hosts["mla"][0]:
+        targets += [("mla", target) for target in latent_targets(source, family, spec, host)]
+    for kind, target in targets:
+        if target == spec:
+            add(target, partial(family.shapes, config))
+        elif carrier := hosts[kind][0]:
+            add(target, partial(carrier.layout(family).shapes, carrier.sized(source.raw, config, target)))
+    remark = hosts["mla"][1]
+    facts = {
         "model": source.reference,
         "dtype": dtype,
         "batch": batch,
@@ -107,20 +139,22 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
         "gpu_gigabytes": dict(gpus),
         "gpu_share": share,
         "targets": rows,
-        "mla": f"{'' if host else 'none: '}{remark}" if remark else None,
+        "mla": f"{'' if hosts['mla'][0] else 'none: '}{remark}" if remark else None,
     }
+    return Facts(facts, _capacity_text(facts))
 
 
-def latent_targets(source: Source, spec: AttentionSpec, host: Host) -> list[AttentionSpec]:
+def latent_targets(source: Source, family: Family, spec: AttentionSpec, host: Host) -> list[AttentionSpec]:
     """What `--kv-budget` makes of some shares of the source's cache, and the one size that every MLA kernel knows."""
     found = []
     for share in (0.5, 0.25, 0.125):
         with suppress(Refusal):  # of a tiny model too little is left
-            sizes = latent_for_budget(source, spec, host, int(share * spec.values_per_token) // spec.num_layers)
-            found.append(spec.latent(*sizes))
+            values = int(share * spec.values_per_token) // spec.num_layers
+            found.append(spec.latent(*latent_for_budget(source, family, spec, host, values)))
     rank, rope = 512, 64
-    if rank <= full_rank(source, spec, rope) and (rank + rope) * spec.num_layers < spec.values_per_token:
-        found.append(spec.latent(rank, rope))
+    with suppress(Refusal):
+        if rank <= full_rank(source, family, rope) and (rank + rope) * spec.num_layers < spec.values_per_token:
+            found.append(spec.latent(rank, rope))
     return sorted(set(found), key=lambda target: -target.values_per_token)
 
 
@@ -128,39 +162,43 @@ def _parameters(shapes: Callable[[int], dict[str, tuple[int, ...]]], spec: Atten
     return sum(math.prod(shape) for layer in range(spec.num_layers) for shape in shapes(layer).values())
 
 
-def capacity_text(facts: Mapping[str, Any]) -> str:
-    """The same for a terminal: one row per target, the first the source."""
-    gpus = facts["gpu_gigabytes"]
-    header = [
-        "attention",
-        "KV bytes/token",
-        "KV cache GB",
-        "weights GB",
-        *(f"{name} {size:g} GB" for name, size in gpus.items()),
-    ]
+def _capacity_text(facts: Mapping[str, Any]) -> str:
+    """One row per target, the first the source."""
+    gpus, limit = facts["gpu_gigabytes"], facts["max_positions"]
+    header = ["attention", "KV per token", "KV cache", "weights", *(f"{name} {size:g} GB" for name, size in gpus.items())]
     rows = []
     for i, row in enumerate(facts["targets"]):
-        cells = [row["kind"] + (" (source)" if i == 0 else ""), str(row["kv_bytes_per_token"])]
-        cells += [f"{row['kv_bytes'] / 1e9:.1f}", f"{row['weight_bytes'] / 1e9:.1f}"]
-        rows.append(cells + [_fit_cell(row["fits"][name], row["longest_context"][name]) for name in gpus])
-    limit = f", the model is made for {facts['max_positions']} positions" if facts["max_positions"] else ""
+        cells = [row["kind"] + (" (source)" if i == 0 else "")]
+        cells += [bytes_text(row[key]) for key in ("kv_bytes_per_token", "kv_bytes", "weight_bytes")]
+        rows.append(cells + [_fit_cell(row["fits"][name], row["longest_context"][name], limit) for name in gpus])
     return (
-        f"{facts['model']} in {facts['dtype']}, batch {facts['batch']}, context {facts['context']}{limit}\n\n"
+        f"{facts['model']} in {facts['dtype']}, batch {facts['batch']}, context {facts['context']}{_limit_text(facts)}\n\n"
         + table(header, rows, right=range(1, len(header)))
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
-        + f"\n\nGB = 10⁹ bytes. A GPU column says whether weights and cache take at most {facts['gpu_share']:.0%} of its memory"
-        f" at this context, and the longest context for which they do at this batch."
+        + f"\n\nkB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most "
+        f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"
+        + (", at most the positions that the model is made for." if limit else ".")
     )
 
 
-def _fit_cell(fits: bool, longest: int) -> str:
+def _limit_text(facts: Mapping[str, Any]) -> str:
+    limit = facts["max_positions"]
+    if not limit:
+        return ""
+    if facts["context"] > limit:
+        return f": MORE THAN THE {limit} POSITIONS that the model is made for"
+    return f" of the {limit} positions that the model is made for"
+
+
+def _fit_cell(fits: bool, longest: int, limit: int | None) -> str:
     if longest == 0:
         return "no"
-    return f"{'yes' if fits else 'no'}, to {longest}"
+    reach = f"its limit, {limit}" if limit and longest > limit else str(longest)
+    return f"{'yes' if fits else 'no'}, to {reach}"
 
 
 def support() -> list[dict[str, str]]:
-    """One row per family: the host of each kind of target, given a config that it accepts."""
+    """One row per family: the output class of each kind of target, given a config that it accepts."""
     return [
         {
             "family": name,
@@ -179,35 +217,45 @@ def support_text(rows: list[dict[str, str]]) -> str:
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def plan_text(plan: Plan, done: bool) -> str:
-    """A conversion for a terminal: what was done, or with `--dry-run` what would be."""
-    facts = plan.as_dict()
-    before, after = facts["kv_bytes_per_token_before"], facts["kv_bytes_per_token_after"]
-    kept = facts["cache_dtype"] if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
-    how = f"method {plan.method.name} ({plan.method.summary})" if plan.applied_method else "nothing to merge"
-    if plan.calibration:
-        text = next(iter(plan.calibration.given.values()))
-        how += f", calibrated on at most {plan.calibration.tokens} tokens of {text} in blocks of {plan.calibration.context}"
-    where = "written to" if done else "would be written to"
-    steps = _steps(plan)
-    lines = [
-        f"{facts['source']} → {facts['target']}, {how}",
+def plan_text(plan: Plan) -> str:
+    """A conversion that would be done, for a terminal."""
+    return "\n".join([*_plan_lines(plan), f"would be written to {_where(plan)}"])
+
+
+def conversion_text(plan: Plan, record: Mapping[str, Any]) -> str:
+    """A conversion that was done, for a terminal: what changed, and what that cost if it was measured."""
+    return "\n".join([*_plan_lines(plan), *_quality_lines(record), f"written to {_where(plan)}"])
+
+
+def _where(plan: Plan) -> str:
+    host = plan.target.host
+    return f"{plan.output.path}, loads in {host.loads_in} as {host.layout(plan.family).model_type}"
+
+
+def _plan_lines(plan: Plan) -> list[str]:
+    target, method, text = plan.target, plan.target.method, plan.calibration
+    before, after = plan.before.bytes_per_token(plan.source.dtype), target.spec.bytes_per_token(plan.cache_dtype)
+    kept = plan.cache_dtype if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
+    how = f"method {method.name} ({method.summary})" if plan.applied_method else "nothing to change"
+    if text:
+        how += f", calibrated on at most {text.tokens} tokens of {next(iter(text.given.values()))} in blocks of {text.context}"
+    steps = [*target.steps(), *(text.steps() if text else [])]
+    return [
+        f"{plan.before.kind} → {target.spec.kind}, {how}",
         *([f"with {', '.join(steps)}"] if steps else []),
         f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {kept})",
-        *facts["notes"],
-        f"{where} {facts['output']}, loads in {facts['loads_in']} as {facts['model_type']}",
+        *plan.notes,
     ]
-    return "\n".join(lines)
 
 
-def _steps(plan: Plan) -> list[str]:
-    """What is done beyond the method, as on the command line."""
-    text = plan.calibration or Calibration()
+def _quality_lines(record: Mapping[str, Any]) -> list[str]:
+    if "evaluation" not in record:
+        return []
+    source, converted = record["evaluation"]["models"]
     return [
-        *(["--grouping similar"] if plan.grouping == "similar" and plan.applied_method else []),
-        *(["--propagate"] if text.propagate else []),
-        *(["--refit"] if text.refit else []),
-        *([f"--refine {text.refine}"] if text.refine else []),
+        f"perplexity: {source['perplexity']:.4g} → {converted['perplexity']:.4g} ({converted['loss_nats']:+.4f} nats) on "
+        f"{converted['tokens']} tokens of {record['evaluation']['protocol']['text']}, KL {converted['kl_to_source']:.4f}, "
+        f"top-1 agreement {converted['top1_agreement']:.1%}"
     ]
 
 
@@ -215,7 +263,8 @@ def plans_text(plans: Sequence[Plan]) -> str:
     """What a sweep would make, one row per result."""
     rows = []
     for plan in plans:
-        before, after = plan.before.bytes_per_token(plan.source.dtype), plan.target.bytes_per_token(plan.cache_dtype)
-        rows.append([plan.output.path.name, plan.target.kind, plan.method.name, str(after), f"{after / before:.1%}"])
+        spec = plan.target.spec
+        before, after = plan.before.bytes_per_token(plan.source.dtype), spec.bytes_per_token(plan.cache_dtype)
+        rows.append([plan.output.path.name, spec.kind, plan.target.method.name, str(after), f"{after / before:.1%}"])
     where = f"would be written to {plans[0].output.path.parent}, with a report"
     return table(["result", "attention", "method", "KV bytes/token", "of the source's"], rows, right=(3, 4)) + f"\n\n{where}"

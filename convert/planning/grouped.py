@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert import methods
 from convert.checkpoint.workdir import check_output
-from convert.families import Family
-from convert.methods.grouped import GroupedMethod
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, text_notes
-from convert.planning.calibration import Calibration, calibration_for
+from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
+from convert.planning.targets import GroupedTarget
 from eval.device import require_device
-from eval.source import Source
+
+if TYPE_CHECKING:
+    from convert.families import Family
+    from convert.methods.grouped import GroupedMethod
+    from eval.source import Source
+
+GROUPINGS = ("contiguous", "similar")
 
 
 def plan_grouped(
@@ -23,10 +30,21 @@ def plan_grouped(
     seed: int,
     device: str,
     output: Output,
-    calibration: Calibration | None = None,
+    calibration: CalibrationOptions | None = None,
     grouping: str = "contiguous",
 ) -> Plan:
     """Plan a conversion to `groups` KV heads.
+
+    Args:
+        command: "gqa", whose line names the groups, or "mqa", which has one.
+        source: What is converted.
+        groups: KV heads of the result.
+        method: One of `methods.GROUPED`.
+        seed: For methods that draw numbers, and the order in which refinement takes blocks of text.
+        device: As on the command line.
+        output: Where the result goes.
+        calibration: Text for the method.
+        grouping: One of GROUPINGS.
 
     Raises:
         Refusal: With the reason and the next step.
@@ -34,20 +52,42 @@ def plan_grouped(
     require_device(device)
     family = readable(source)
     before = family.spec(source.config)
-    target = before.grouped(groups)
-    host = host_of(command, family, source, target, output.dtype or source.dtype)
+    spec = before.grouped(groups)
+    host = host_of(command, family, source, spec, output.dtype or source.dtype)
+    _check_grouping(grouping, method)
+    text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
+    check_output(output.path, source.directory, output.overwrite, output.resume)
+    notes, remarks = _notes(family, source, before, spec, output.dtype, method, text)
+    target = GroupedTarget(
+        command,
+        _options(command, groups, grouping),
+        before,
+        spec,
+        method,
+        host,
+        grouping,
+        seed,
+        getattr(source.config, "initializer_range", 0.02),
+        notes,
+    )
+    text = None if target.copies else text  # there is nothing to calibrate in a copy
+    return Plan(source, family, target, text, output, device, seed, remarks)
+
+
+def _options(command: str, groups: int, grouping: str) -> dict[str, Any]:
+    if command == "mqa":
+        return {}
+    return {"groups": groups, **({"grouping": grouping} if grouping != "contiguous" else {})}
+
+
+def _check_grouping(grouping: str, method: GroupedMethod) -> None:
+    if grouping not in GROUPINGS:
+        raise Refusal(f"no grouping {grouping!r} (choose {' or '.join(GROUPINGS)})")
     if grouping == "similar" and method.partition is None:
         able = [name for name in methods.GROUPED if methods.load_grouped(name).partition]
         raise Refusal(
             f"method {method.name} does not say which heads are similar", hint=f"use --method {' or '.join(able)} for that"
         )
-    text = calibration_for(source, family, method, calibration or Calibration(), methods.GROUPED)
-    check_output(output.path, source.directory, output.overwrite, output.resume)
-    notes = _notes(family, source, before, target, output.dtype, method, text)
-    text = text if target != before else None  # there is nothing to calibrate in a copy
-    return Plan(
-        command, source, family, before, target, method, host, output, seed, device, notes, calibration=text, grouping=grouping
-    )
 
 
 def _notes(
@@ -58,14 +98,16 @@ def _notes(
     dtype: str | None,
     method: GroupedMethod,
     text: Calibration | None,
-) -> tuple[str, ...]:
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the target, and of the text."""
     if target == before:
         how = f"every tensor is cast to {dtype} and otherwise" if dtype else "every tensor is copied bit for bit,"
         copied = f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged"
-        return (copied, "the calibration text is not looked at") if text else (copied,)
-    notes = list(text_notes(method, text, family.traits(source.config)))
-    if method.text is not TextUse.IGNORED and family.traits(source.config).qk_norm:
-        notes.append("queries and keys are normalised, so that keys are averaged and not turned towards each other")
+        return (copied,), ("the calibration text is not used",) if text else ()
+    traits = family.traits(source.config)
+    notes = []
+    if method.text is not TextUse.IGNORED and traits.qk_norm:
+        notes.append("queries and keys are normalised, so keys are averaged, not aligned")
     if family.merges_norm_gains(source.config):
         notes.append("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group")
-    return tuple(notes)
+    return tuple(notes), tuple(text_notes(method, text, traits))

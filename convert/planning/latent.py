@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
 from attention.kernels.tiling import RANK_STEP
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
 from convert.checkpoint.workdir import check_output
-from convert.families import Family, family_of
-from convert.hosts import Host
-from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, text_notes
 from convert.planning.budget import check_fold, default_fold, served_rank, split_budget
-from convert.planning.calibration import Calibration, calibration_for
+from convert.planning.calibration import CalibrationOptions, calibration_for
+from convert.planning.targets import LatentTarget
 from eval.device import require_device
-from eval.source import Source
+
+if TYPE_CHECKING:
+    from convert.families import Family
+    from convert.hosts import Host
+    from convert.methods.latent import LatentMethod
+    from eval.source import Source
 
 
 @dataclass(frozen=True)
-class LatentSize:
-    """What the command line says of a latent's size: rank and rotary dims, or a budget.
+class LatentRequest:
+    """What the user says of a latent's size: rank and rotary dims, or a budget.
 
     Attributes:
         kv_lora_rank: R, or None.
@@ -43,9 +47,9 @@ class LatentSize:
 
 def plan_latent(
     source: Source,
-    size: LatentSize,
+    size: LatentRequest,
     method: LatentMethod,
-    calibration: Calibration,
+    calibration: CalibrationOptions,
     device: str,
     output: Output,
     seed: int = 0,
@@ -70,53 +74,68 @@ def plan_latent(
     dtype = output.dtype or source.dtype
     # Whether any latent fits the source comes first: it is what most users have to know.
     host = host_of("mla", family, source, before.latent(1, 2), dtype)
-    rank, rope_dim = _latent_size(source, before, size, host, dtype)
-    target = before.latent(rank, rope_dim)
-    rotary_dim = _rotary_dim(family, source)
-    full = full_rank(source, before, rope_dim)
+    rank, rope_dim = _latent_size(source, family, before, size, host, dtype)
+    target = _target(source, family, method, host, before, replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim), dtype)
+    check_output(output.path, source.directory, output.overwrite, output.resume)
+    without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
+    text = calibration_for(source, method, calibration, without)
+    remarks = list(text_notes(method, text, family.traits(source.config)))
+    if target.copies:
+        text, remarks = None, ["the calibration text is not used"] if text else []
+    elif text is not None and not method.folds and size.kv_lora_rank is None:
+        sizes = _splits(source, family, before, target.spec, host)
+        splits = tuple(_target(source, family, method, host, before, split, dtype) for split in sizes)
+        note = "this split of the cache is where the search begins: the text decides on one, for all layers"
+        target = replace(target, splits=splits, notes=(*target.notes, note))
+    return Plan(source, family, target, text, output, device, seed, tuple(remarks))
+
+
+def _target(
+    source: Source,
+    family: Family,
+    method: LatentMethod,
+    host: Host,
+    before: AttentionSpec,
+    size: LatentRequest,
+    dtype: str,
+) -> LatentTarget:
+    """The target of a size that has both numbers."""
+    rank, rope_dim = size.kv_lora_rank or 0, size.qk_rope_head_dim or 0
+    spec = before.latent(rank, rope_dim)
+    full = full_rank(source, family, rope_dim)
     channels = rank - host.reserved(rank)
     if channels < 1:
         raise Refusal(f"a latent of rank {rank} holds nothing: {host.name} needs {host.reserved(rank)} channel(s) for itself")
-    if channels > full and not size.pad_rank:
+    if channels > full and not size.pad_rank and spec != before:
         whole = with_reserved(host, full)
         raise Refusal(
             f"rank {rank} exceeds full size: at {rope_dim} rotary dims, keys and values of {source.reference} have {full} "
             f"dims, which with {whole - full} constant channel(s) of {host.name} makes {whole}",
             hint=f"use --kv-lora-rank {whole}, or --pad-rank for channels of zeros",
         )
-    fold = _freqfold(method, size.freqfold, rope_dim, rotary_dim)
-    check_output(output.path, source.directory, output.overwrite, output.resume)
+    fold = _freqfold(method, size.freqfold, rope_dim, _rotary_dim(family, source))
     used = min(channels, full)
-    without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
-    text = calibration_for(source, family, method, calibration, without)
-    notes = [_channels_note(rank, used, host), *text_notes(method, text, family.traits(source.config))]
-    open_split = text is not None and not method.folds and size.kv_lora_rank is None
-    if open_split:
-        notes.append("this split of the cache is where the search begins: the text decides on one, for all layers")
+    target = LatentTarget(before, spec, method, host, used, fold, size.pad_rank)
+    if target.copies:
+        how = "is what the source has: every tensor is copied bit for bit, unchanged"
+        return replace(
+            target, notes=(f"{spec.kind} {how}" if dtype == source.dtype else f"{spec.kind} is what the source has",)
+        )
+    notes = [_channels_note(rank, used, host)]
     if fold > 1:
         notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
     if rank % RANK_STEP:
         notes.append(
             f"rank {rank} is no multiple of {RANK_STEP}: on NVIDIA GPUs plain torch decodes it, and not kvfold's kernel"
         )
-    if target.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
+    if spec.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
         notes.append("the cache is not smaller than the source's")
-    sizes = _splits(source, before, target, host) if open_split else []
-    splits = tuple(plan_latent(source, split, method, calibration, device, output, seed) for split in sizes)
-    return Plan(
-        "mla", source, family, before, target, method, host, output, seed, device, tuple(notes),
-        used, fold, size.pad_rank, text, splits,
-    )  # fmt: skip
+    return replace(target, notes=tuple(notes))
 
 
-def full_rank(source: Source, before: AttentionSpec, rope_dim: int) -> int:
-    """Dims of unrotated keys and values together, or the model's width where that is less: a latent needs no more.
-
-    Where some layers have no positions, it is theirs, whose keys are all in the latent.
-    """
-    traits = family_of(source.model_type).traits(source.config)
-    rotated = rope_dim if traits.layers_with_rotary == before.num_layers else 0
-    return min(source.config.hidden_size, 2 * before.num_kv_heads * before.head_dim - rotated)
+def full_rank(source: Source, family: Family, rope_dim: int) -> int:
+    """Nope dims of keys, and dims of values, together, or the model's width where that is less: a latent needs no more."""
+    return min(source.config.hidden_size, family.latent_dims(source.config, rope_dim))
 
 
 def with_reserved(host: Host, channels: int) -> int:
@@ -124,19 +143,20 @@ def with_reserved(host: Host, channels: int) -> int:
     return next(rank for rank in range(channels, channels + 9) if rank - host.reserved(rank) >= channels)
 
 
-def latent_for_budget(source: Source, before: AttentionSpec, host: Host, values: int) -> tuple[int, int]:
-    """Rank and rotary dims for so many cached values per layer and token (`allocate.split_budget`)."""
-    rotary_dim = _rotary_dim(family_of(source.model_type), source)
+def latent_for_budget(source: Source, family: Family, before: AttentionSpec, host: Host, values: int) -> tuple[int, int]:
+    """Rank and rotary dims for so many cached values per layer and token (`budget.split_budget`)."""
     return split_budget(
         values,
-        rotary_dim,
-        before.num_kv_heads,
-        lambda rope_dim: with_reserved(host, full_rank(source, before, rope_dim)),
+        _rotary_dim(family, source),
+        before.rotary_keys,
+        lambda rope_dim: with_reserved(host, full_rank(source, family, rope_dim)),
         with_reserved(host, 1),
     )
 
 
-def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: Host, dtype: str) -> tuple[int, int]:
+def _latent_size(
+    source: Source, family: Family, before: AttentionSpec, size: LatentRequest, host: Host, dtype: str
+) -> tuple[int, int]:
     given = (size.kv_lora_rank, size.qk_rope_head_dim)
     if size.kv_share is None and size.kv_bytes is None:
         if size.kv_lora_rank is None or size.qk_rope_head_dim is None:
@@ -155,7 +175,7 @@ def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: 
         raise Refusal(f"a budget of {budget} bytes per token exceeds the {whole} of {source.reference}: nothing to save")
     values = budget // (before.num_layers * dtype_bytes(dtype))
     try:
-        return latent_for_budget(source, before, host, values)
+        return latent_for_budget(source, family, before, host, values)
     except Refusal as error:
         least = (with_reserved(host, 1) + 2) * before.num_layers * dtype_bytes(dtype)
         raise Refusal(
@@ -164,20 +184,20 @@ def _latent_size(source: Source, before: AttentionSpec, size: LatentSize, host: 
         ) from None
 
 
-def _splits(source: Source, before: AttentionSpec, target: AttentionSpec, host: Host) -> list[LatentSize]:
-    """The target and its neighbours: as many values or hardly fewer, of which a quarter to twice as many turn."""
+def _splits(source: Source, family: Family, before: AttentionSpec, target: AttentionSpec, host: Host) -> list[LatentRequest]:
+    """The target and its neighbours: as many values or hardly fewer, a quarter to twice as many of them rotary."""
     values, kept = (target.kv_lora_rank or 0) + target.qk_rope_head_dim, target.qk_rope_head_dim
     found = []
     for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
-        rank, full = values - rope_dim, full_rank(source, before, rope_dim)
+        rank, full = values - rope_dim, full_rank(source, family, rope_dim)
         channels = rank - host.reserved(rank) if rank > 0 else 0
-        if 2 <= rope_dim <= before.num_kv_heads * before.head_dim and 1 <= channels <= full:
-            found.append(LatentSize(served_rank(rank, with_reserved(host, full), values), rope_dim))
+        if 2 <= rope_dim <= before.most_rotary_dims and 1 <= channels <= full:
+            found.append(LatentRequest(served_rank(rank, with_reserved(host, full), values), rope_dim))
     return found
 
 
 def _rotary_dim(family: Family, source: Source) -> int:
-    """Rotary dims of one head, in layers that turn; hosts refuse models in which none does."""
+    """Rotary dims of one head, in layers that have any; output classes refuse models in which none has."""
     rotaries = (family.rotary(source.config, layer) for layer in range(source.config.num_hidden_layers))
     return next(rotary.dims for rotary in rotaries if rotary)
 

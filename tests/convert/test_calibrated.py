@@ -14,7 +14,7 @@ from written import ok, same_but_for_the_run, weights
 
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
-from convert.execute import transform
+from convert.execute import deciding
 from convert.execute.layer import Layer
 from convert.families import FAMILIES
 
@@ -23,7 +23,6 @@ Convert = Callable[..., Any]
 Logits = Callable[..., torch.Tensor]
 
 SWITCHES = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
-EXPERTS = [name for name in FAMILIES if "moe" in name or name == "mixtral"]
 SMALL: dict[str, list[Any]] = {
     "gqa": ["--groups", 2],
     "mla": ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8],
@@ -57,7 +56,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 # ---- families ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in EXPERTS])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_is_calibrated_and_equal_heads_stay_lossless(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
 ) -> None:
@@ -69,19 +68,6 @@ def test_every_family_is_calibrated_and_equal_heads_stay_lossless(
     assert (logits(tmp_path / "one") - logits(source)).abs().max() > 1e-3
     before, after = weights(source), weights(tmp_path / "one")
     assert all(torch.equal(before[name], after[name]) for name in before if "self_attn" not in name)
-
-
-@pytest.mark.parametrize("model_type", EXPERTS)
-def test_families_of_experts_refuse_text(
-    model_type: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
-) -> None:
-    result = convert("gqa", checkpoint(model_type), tmp_path / "out", "--groups", 2, *on)
-    assert result.exit_code == 2, result.output
-    assert (
-        f"no statistics can be taken of {tmp_path / 'source'}: {model_type} keeps its experts in another form" in result.stderr
-    )
-    assert "leave out the text" in result.stderr
-    assert not list(tmp_path.glob("out*"))
 
 
 # ---- what text does ------------------------------------------------------------------------------------------------
@@ -217,7 +203,7 @@ def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
 ) -> None:
     source = silence(checkpoint(), 1)
     for name, layers in (("silent", 3), ("speaking", 2)):
-        monkeypatch.setattr(transform, "_TRIED_LAYERS", layers)  # layers 0, 1 and 2; layers 0 and 2
+        monkeypatch.setattr(deciding, "_TRIED_LAYERS", layers)  # layers 0, 1 and 2; layers 0 and 2
         ok(convert("mla", source, tmp_path / name, "--kv-budget", "25%", *on))
     silent, speaking = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("silent", "speaking"))
     tried, expected = (r["rotary_frequencies_tried"] for r in (silent, speaking))
@@ -278,7 +264,7 @@ def test_a_plan_says_why_queries_are_not_refitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     fitted = []
-    monkeypatch.setattr(transform, "refitted_queries", lambda before, after, x: fitted.append(x) or after)
+    monkeypatch.setattr(deciding, "refitted_queries", lambda before, after, x: fitted.append(x) or after)
     source = checkpoint("gemma2", num_hidden_layers=2, **settings)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
     said = [note for note in json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"] if "refitted" in note]

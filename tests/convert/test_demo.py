@@ -11,7 +11,7 @@ import pytest
 
 from convert.demo.corpus import HELD_OUT, VALIDATION, held_out_text, training_documents
 from convert.demo.showcase import MODEL
-from convert.planning.latent import LatentSize
+from convert.planning.latent import LatentRequest
 
 
 def test_the_bundled_checkpoint_is_small_and_truly_multi_head() -> None:
@@ -75,7 +75,7 @@ def test_the_demo_converts_evaluates_and_reports(
     assert [entry["name"] for entry in others] == names
     (demo / "report" / "mine.txt").write_text("mine")
     monkeypatch.setattr("convert.demo.showcase._GROUPS", (4,))
-    monkeypatch.setattr("convert.demo.showcase._SIZES", (LatentSize(96, 32),))
+    monkeypatch.setattr("convert.demo.showcase._SIZES", (LatentRequest(96, 32),))
     monkeypatch.setattr("convert.demo.showcase._METHODS", ("aligned", "pca"))
     again = json.loads(convert("demo", "--output", demo, "--json", "-q").stdout)
     assert again["models"] == [source, by_method["aligned", "GQA-4"], by_method["pca", "MLA-96+32"]]

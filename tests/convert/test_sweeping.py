@@ -376,11 +376,13 @@ def test_a_text_of_less_than_a_block_is_seen_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_source_that_takes_no_text_is_swept_without(
+def test_a_source_of_experts_is_swept_like_any_other(
     checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
 ) -> None:
     ok(convert("sweep", checkpoint("qwen3_moe"), tmp_path / "out", *on, *held_out))
-    assert results(tmp_path / "out") == sorted(["report", *(f"gqa-{n}-{m}" for n in (2, 1) for m in ("mean", "first"))])
+    assert results(tmp_path / "out") == sorted(
+        ["report", *(f"gqa-{n}-{m}" for n in (2, 1) for m in ("aligned", "mean", "first"))]
+    )
 
 
 def test_the_report_of_an_earlier_sweep_is_left_alone(

@@ -17,7 +17,7 @@ import torch
 
 from attention.errors import Failure, GateMissed, Refusal
 from eval import evaluation as module
-from eval.evaluation import Settings, check, evaluate, load, require_ratio, run, tokens_of
+from eval.evaluation import EvaluationSettings, check, evaluate, load, require_ratio, run, tokens_of
 from eval.overlap import shared_share
 from eval.source import Source
 from eval.text import Text
@@ -25,7 +25,7 @@ from eval.text import Text
 Checkpoint = Callable[..., Path]
 
 TEXT = Text("novel.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
-SHORT = Settings(context=32, device="cpu", quiet=True)
+SHORT = EvaluationSettings(context=32, device="cpu", quiet=True)
 
 
 @pytest.fixture
@@ -147,12 +147,12 @@ def test_only_so_many_tokens_are_evaluated(pair: list[Source]) -> None:
 @pytest.mark.parametrize("max_tokens", [1, 0, -3])
 def test_too_few_tokens_are_refused(pair: list[Source], max_tokens: int) -> None:
     with pytest.raises(Refusal, match=f"perplexity needs at least 2 tokens, not {max_tokens}"):
-        check(pair, Settings(max_tokens=max_tokens))
+        check(pair, EvaluationSettings(max_tokens=max_tokens))
 
 
 def test_a_file_is_read_once_the_configs_are_accepted(pair: list[Source], tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="a context of 1 predicts nothing"):
-        run(pair, tmp_path / "missing.txt", Settings(context=1))
+        run(pair, tmp_path / "missing.txt", EvaluationSettings(context=1))
     with pytest.raises(Failure, match=r"cannot read .*missing\.txt"):
         run(pair, tmp_path / "missing.txt", SHORT)
     (tmp_path / "novel.txt").write_text(TEXT.text, encoding="utf-8")
@@ -170,7 +170,7 @@ def test_the_context_is_what_all_models_allow(pair: list[Source], limits: tuple[
         assert source.directory is not None
         rewrite(source.directory, max_position_embeddings=limit)
         forget_weights(source)
-    assert check(pair, Settings()).context == context
+    assert check(pair, EvaluationSettings()).context == context
 
 
 @pytest.mark.parametrize("shorter", [0, 1])
@@ -181,15 +181,15 @@ def test_a_context_above_the_models_positions_is_refused_before_weights_are_read
     for source in pair:
         forget_weights(source)
     with pytest.raises(Refusal, match="a context of 65 tokens exceeds the 64 positions of the model") as caught:
-        evaluate(pair, TEXT, Settings(context=65))
+        evaluate(pair, TEXT, EvaluationSettings(context=65))
     assert caught.value.hint == "use --context 64 or less"
-    assert check(pair, Settings(context=64)).context == 64
+    assert check(pair, EvaluationSettings(context=64)).context == 64
 
 
 @pytest.mark.parametrize("context", [0, 1])
 def test_a_context_that_predicts_nothing_is_refused(pair: list[Source], context: int) -> None:
     with pytest.raises(Refusal, match=f"a context of {context} predicts nothing"):
-        check(pair, Settings(context=context))
+        check(pair, EvaluationSettings(context=context))
 
 
 def test_different_vocabularies_are_refused_before_weights_are_read(pair: list[Source]) -> None:
@@ -211,12 +211,12 @@ def test_a_dtype_that_no_cache_is_kept_in_is_refused_before_weights_are_read(pai
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "", "mps", "meta"])
 def test_a_device_that_is_none_is_refused(pair: list[Source], device: str) -> None:
     with pytest.raises(Refusal, match=r"choose auto, cpu, cuda or cuda:N"):
-        check(pair, Settings(device=device))
+        check(pair, EvaluationSettings(device=device))
 
 
 def test_a_device_that_this_machine_lacks_fails(pair: list[Source]) -> None:
     with pytest.raises(Failure, match="this machine has no device 'cuda:99'"):
-        check(pair, Settings(device="cuda:99"))
+        check(pair, EvaluationSettings(device="cuda:99"))
 
 
 def edit_weights(source: Source, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -292,7 +292,7 @@ def test_a_source_alone_passes_every_gate() -> None:
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_models_run_in_the_dtype_asked_for_and_in_fp32_on_a_cpu(pair: list[Source], dtype: str) -> None:
-    with load(pair[1], Settings(dtype=dtype, device="cpu")) as model:
+    with load(pair[1], EvaluationSettings(dtype=dtype, device="cpu")) as model:
         assert model.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         assert not model.training
     report = evaluate(pair, TEXT, replace(SHORT, dtype=dtype))
@@ -307,7 +307,7 @@ def test_models_are_in_memory_together_only_while_they_are_small(
     alive: list[int] = []
 
     @contextlib.contextmanager
-    def watched(source: Source, settings: Settings) -> Iterator[Any]:
+    def watched(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
         alive.append(sum(reference() is not None for reference in loaded))
         with load(source, settings) as model:
             loaded.append(weakref.ref(model))
@@ -388,7 +388,7 @@ def test_a_model_on_a_cpu_is_loaded_whole(pair: list[Source], monkeypatch: pytes
         return whole(*arguments, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
-    with load(pair[0], Settings(device="cpu")) as model:
+    with load(pair[0], EvaluationSettings(device="cpu")) as model:
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert "device_map" not in asked[0]
 

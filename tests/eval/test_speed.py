@@ -26,13 +26,13 @@ from eval import speed as bench
 from eval.device import free_memory
 from eval.largest import largest_batch, most
 from eval.source import Source
-from eval.speed import Case, Settings, check, run
+from eval.speed import BenchSettings, Case, check, run
 from eval.workload import Workload
 
 Checkpoint = Callable[..., Path]
 
 CPU = torch.device("cpu")
-SHORT = Settings(contexts=(16,), steps=2, rounds=3, device="cpu", quiet=True)
+SHORT = BenchSettings(contexts=(16,), steps=2, rounds=3, device="cpu", quiet=True)
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ def test_the_largest_batch_is_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> N
     assert (11, 16) in ran
 
 
-def sizes_found(pair: list[Source], settings: Settings) -> list[tuple[int | None, str | None]]:
+def sizes_found(pair: list[Source], settings: BenchSettings) -> list[tuple[int | None, str | None]]:
     """Largest batches and reasons that a GPU's rows get."""
     entered, _ = check(pair[:1], SHORT)
     rows: list[dict[str, Any]] = [{"batch": batch, "context": context} for batch in (1, 2) for context in (8, 16, 32)]

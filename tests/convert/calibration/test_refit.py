@@ -15,7 +15,7 @@ from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.refit import OutputFit, _HeadFit, refitted_queries
 from convert.methods import load_grouped, load_latent
 from convert.methods.grouped import Draw
-from convert.methods.latent import Size
+from convert.methods.latent import Allocation
 
 X = inputs(20, tokens=32, blocks=4)
 
@@ -25,7 +25,7 @@ def merged(a: Attention, groups: int, method: str = "aligned") -> Attention:
 
 
 def latent(a: Attention, rank: int, pairs: tuple[int, ...], method: str = "weighted") -> FactoredAttention:
-    return load_latent(method).factor(a, Size(rank, pairs), measured(X))
+    return load_latent(method).factor(a, Allocation(rank, pairs), measured(X))
 
 
 # ---- queries -------------------------------------------------------------------------------------------------------

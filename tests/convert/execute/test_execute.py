@@ -490,7 +490,8 @@ def test_what_is_not_ours_is_never_deleted(checkpoint: Make, convert: Convert, t
     for _ in range(2):
         ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--overwrite"))
     assert (tmp_path / "out.old" / "thesis.txt").exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "out.old", ".out.old", "thesis.txt", "other.partial"}
+    ours = {"source", "out", "out.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {*ours, "out.old", ".out.old", "thesis.txt", "other.partial"}
 
 
 def test_an_output_that_is_a_link_is_written_where_it_points(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -501,7 +502,7 @@ def test_an_output_that_is_a_link_is_written_where_it_points(checkpoint: Make, c
     ok(convert("gqa", source, tmp_path / "link", "--groups", 1, "--overwrite"))
     assert (tmp_path / "link").is_symlink()
     assert json.loads((tmp_path / "disk" / "out" / "config.json").read_text())["num_key_value_heads"] == 1
-    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["out"]
+    assert {path.name for path in (tmp_path / "disk").iterdir()} == {"out", "out.lock"}
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     assert "is a link to nothing" in convert("gqa", source, tmp_path / "dangling", "--groups", 2).stderr
 
@@ -522,7 +523,7 @@ def test_too_little_space_is_seen_before_the_first_byte(
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2)
     assert result.exit_code == 1
     assert "no space" in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out.lock"}
 
 
 def test_a_config_that_changed_is_not_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -576,7 +577,7 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(checkpoint: Make, conv
     ok(convert("gqa", source, out, "--groups", 1, "--overwrite"))
     assert not (out / "stale.txt").exists()
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "out.lock"}
     home = tmp_path / "home"
     home.mkdir()
     (home / "thesis.txt").write_text("years")
@@ -628,4 +629,4 @@ def test_bad_weights_leave_nothing_behind(case: str, checkpoint: Make, convert: 
     assert result.exit_code == 1
     assert message in result.stderr
     assert result.stderr.startswith("error: ")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out.lock"}

@@ -233,12 +233,6 @@ def test_what_depends_on_the_sum_alone_is_said_to(model_type: str) -> None:
     assert family.traits(config).adds_output == alike
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_experts_are_told_apart(model_type: str) -> None:
-    model, family = tiny_model(tiny_config(model_type)), FAMILIES[model_type]
-    assert family.traits(model.config).experts == any(".experts." in name for name, _ in model.named_parameters())
-
-
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "smollm3"])
 def test_a_window_hides_logits_if_it_is_on_and_shorter_than_the_text(model_type: str) -> None:
     def hidden(context: int, **changes: Any) -> list[str]:

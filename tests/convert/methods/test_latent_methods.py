@@ -17,7 +17,7 @@ from attention.rope import Pairing, Rotary
 from convert.methods import LATENT, load_latent
 from convert.methods.algebra import fix_signs, leading_subspace
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
-from convert.methods.latent import Size, keys_of
+from convert.methods.latent import Allocation, keys_of
 from convert.methods.statistics import Statistics
 from convert.methods.svd import losses
 
@@ -37,7 +37,7 @@ def full_rank(a: Attention, pairs: tuple[int, ...]) -> int:
     return min(a.q.shape[2], 2 * a.k.shape[0] * a.k.shape[1] - 2 * len(pairs))
 
 
-def factor(name: str, a: Attention, size: Size, x: torch.Tensor | None = None) -> FactoredAttention:
+def factor(name: str, a: Attention, size: Allocation, x: torch.Tensor | None = None) -> FactoredAttention:
     """By a method, with the statistics of `x`."""
     return load_latent(name).factor(a, size, measured(inputs(a.q.shape[2]) if x is None else x))
 
@@ -68,7 +68,7 @@ def test_full_size_is_the_same_function(
 ) -> None:  # fmt: skip
     a = record(groups, share, pairs, nope, width, pairing, biased, attention_factor, seed)
     kept = every_pair(a)
-    found = factor(method, a, Size(full_rank(a, kept), kept))
+    found = factor(method, a, Allocation(full_rank(a, kept), kept))
     assert found.down.shape == (full_rank(a, kept), width)
     assert found.k_rope.shape == (groups * 2 * pairs, width)
     assert loss(a, found) < 1e-5
@@ -80,7 +80,7 @@ def test_each_bias_has_a_place(method: str, name: str) -> None:
     whole = record(nope=2)
     a = dataclasses.replace(record(nope=2, biased=False), **{name: getattr(whole, name)})
     kept = every_pair(a)
-    found = factor(method, a, Size(full_rank(a, kept), kept))
+    found = factor(method, a, Allocation(full_rank(a, kept), kept))
     assert loss(a, found) < 1e-5
     assert (run(a, inputs(20)) - run(record(nope=2, biased=False), inputs(20))).abs().max() > 1e-3
 
@@ -91,7 +91,7 @@ def test_the_order_of_frequencies_is_that_of_size_and_the_list_of_longrope_follo
     assert a.rotary is not None
     a = dataclasses.replace(a, rotary=dataclasses.replace(a.rotary, long_frequencies=a.rotary.frequencies / 3, long_beyond=10))
     kept = every_pair(a)
-    found = factor(method, a, Size(full_rank(a, kept), kept))
+    found = factor(method, a, Allocation(full_rank(a, kept), kept))
     assert torch.equal(found.rotary.frequencies, a.rotary.frequencies[list(kept)])
     assert (found.rotary.pairing, found.rotary.attention_factor, found.rotary.long_beyond) == ("interleaved", 1.0, 10)
     short, long = inputs(20)[:, :9], inputs(20)
@@ -115,7 +115,7 @@ def test_heads_that_are_turned_copies_need_one_component_each(
     a = turned_copies(record(groups, share, pairs, 0, 30, pairing, True, attention_factor, seed))
     kept = tuple(range(pairs))
     assert pairs_by_loss([energies(a)], pairs) == kept
-    assert loss(a, factor("svd", a, Size(full_rank(a, kept), kept))) < 1e-5
+    assert loss(a, factor("svd", a, Allocation(full_rank(a, kept), kept))) < 1e-5
 
 
 def turned_copies(a: Attention) -> Attention:
@@ -130,7 +130,7 @@ def turned_copies(a: Attention) -> Attention:
 
 def test_a_real_rotation_cannot_undo_turned_copies() -> None:
     a, kept = turned_copies(record(groups=4, width=30)), (0, 1, 2)
-    assert loss(a, factor("pca", a, Size(full_rank(a, kept), kept))) > 1e-2
+    assert loss(a, factor("pca", a, Allocation(full_rank(a, kept), kept))) > 1e-2
 
 
 @pytest.mark.parametrize("method", LATENT)
@@ -139,7 +139,7 @@ def test_a_true_rank_is_found_and_less_than_that_loses(method: str) -> None:
     shared = random(5, 30, seed=4) * 0.3  # unrotated keys and values all come from five numbers
     k = torch.cat((a.k[:, :6], torch.einsum("gdr,re->gde", random(4, 2, 5, seed=5), shared)), 1)
     a = dataclasses.replace(a, k=k, v=torch.einsum("gdr,re->gde", random(4, 8, 5, seed=6), shared))
-    found = {rank: loss(a, factor(method, a, Size(rank, kept))) for rank in (1, 3, 4, 5, 6)}
+    found = {rank: loss(a, factor(method, a, Allocation(rank, kept))) for rank in (1, 3, 4, 5, 6)}
     assert found[5] < 1e-5
     assert found[6] < 1e-5
     assert found[4] > 1e-3
@@ -149,8 +149,8 @@ def test_a_true_rank_is_found_and_less_than_that_loses(method: str) -> None:
 def test_equal_heads_that_turn_leave_a_latent_of_the_values_rank() -> None:
     a = turned_copies(record(groups=4, width=30))
     a = dataclasses.replace(a, v=torch.einsum("gdr,re->gde", random(4, 6, 5, seed=6), random(5, 30, seed=4) * 0.3))
-    assert loss(a, factor("svd", a, Size(5, (0, 1, 2)))) < 1e-5
-    assert loss(a, factor("svd", a, Size(4, (0, 1, 2)))) > 1e-3
+    assert loss(a, factor("svd", a, Allocation(5, (0, 1, 2)))) < 1e-5
+    assert loss(a, factor("svd", a, Allocation(4, (0, 1, 2)))) > 1e-3
 
 
 @pytest.mark.parametrize("times", [2, 4])
@@ -161,8 +161,8 @@ def test_pca_of_exact_copies_is_lossless_where_each_has_its_component(times: int
     a = dataclasses.replace(a, q=random(2 * times, 6, 40, seed=8) * 0.2, o=random(40, 2 * times, 6, seed=9) * 0.2,
                             q_bias=None)  # fmt: skip
     kept = every_pair(few)
-    assert loss(a, factor("svd", a, Size(12, kept))) < 1e-5
-    assert loss(a, factor("pca", a, Size(12, kept))) < 1e-5
+    assert loss(a, factor("svd", a, Allocation(12, kept))) < 1e-5
+    assert loss(a, factor("pca", a, Allocation(12, kept))) < 1e-5
 
 
 def unturning(a: FactoredAttention, share: int) -> torch.Tensor:
@@ -172,13 +172,13 @@ def unturning(a: FactoredAttention, share: int) -> torch.Tensor:
 
 def test_svd_errs_by_the_singular_values_that_it_leaves_out() -> None:
     a, kept = record(groups=3, pairs=3, nope=1, width=40, biased=False), (0, 0, 1, 2)
-    whole = unturning(factor("svd", a, Size(full_rank(a, kept), kept)), 2)
+    whole = unturning(factor("svd", a, Allocation(full_rank(a, kept), kept)), 2)
     singular = torch.linalg.svdvals(whole)
     assert singular[full_rank(a, kept) - 1] > 1e-3, "the rank of what does not turn is the full rank"
     assert singular[full_rank(a, kept)] < 1e-5
     errors = []
     for rank in range(1, full_rank(a, kept), 4):
-        errors.append(float((unturning(factor("svd", a, Size(rank, kept)), 2) - whole).square().sum()))
+        errors.append(float((unturning(factor("svd", a, Allocation(rank, kept)), 2) - whole).square().sum()))
         assert errors[-1] == pytest.approx(float(singular[rank:].square().sum()), rel=1e-4)
     assert errors == sorted(errors, reverse=True)
 
@@ -191,7 +191,7 @@ def test_the_losses_of_svd_are_the_energies_of_what_turns(attention_factor: floa
     assert (table[:, :-1] >= table[:, 1:]).all()
     assert float(table.sum()) == pytest.approx(float(a.k[:, :6].square().sum()) * attention_factor**4, rel=1e-5)
     for kept in ((0,), (0, 0, 2), (1, 1, 1, 2)):
-        found = factor("svd", a, Size(full_rank(a, kept), kept)).k_rope.square().sum()
+        found = factor("svd", a, Allocation(full_rank(a, kept), kept)).k_rope.square().sum()
         expected = sum(table[pair, kept[:i].count(pair)] for i, pair in enumerate(kept))
         assert float(found) == pytest.approx(float(expected), rel=1e-5)
 
@@ -199,8 +199,8 @@ def test_the_losses_of_svd_are_the_energies_of_what_turns(attention_factor: floa
 @pytest.mark.parametrize("method", LATENT)
 def test_less_is_lost_with_more_of_either(method: str) -> None:
     a = record(groups=4, pairs=4, width=60)
-    by_rank = [loss(a, factor(method, a, Size(rank, every_pair(a)))) for rank in (4, 12, 20, 28, 32)]
-    by_rope = [loss(a, factor(method, a, Size(60, pairs_by_stride(dims, 8)))) for dims in (8, 16, 24, 32)]
+    by_rank = [loss(a, factor(method, a, Allocation(rank, every_pair(a)))) for rank in (4, 12, 20, 28, 32)]
+    by_rope = [loss(a, factor(method, a, Allocation(60, pairs_by_stride(dims, 8)))) for dims in (8, 16, 24, 32)]
     for losses_seen in (by_rank, by_rope):
         assert losses_seen == sorted(losses_seen, reverse=True)
         assert losses_seen[0] > 0.05
@@ -214,10 +214,10 @@ def test_less_is_lost_with_more_of_either(method: str) -> None:
 @pytest.mark.parametrize("fold", [2, 4])
 def test_folding_is_exact_where_the_folded_frequencies_are_equal(fold: int, pairing: Pairing) -> None:
     a = record(groups=2, pairs=4, nope=1, width=40, pairing=pairing)
-    different, kept = factor("pca", a, Size(40 - 4, every_pair(a), fold)), every_pair(a)
+    different, kept = factor("pca", a, Allocation(40 - 4, every_pair(a), fold)), every_pair(a)
     equal = (1.3 * 0.4 ** torch.arange(4 // fold, dtype=torch.float64)).repeat_interleave(fold)
     same = dataclasses.replace(a, rotary=Rotary(equal, pairing))
-    assert loss(same, factor("pca", same, Size(full_rank(same, kept), kept, fold))) < 1e-5
+    assert loss(same, factor("pca", same, Allocation(full_rank(same, kept), kept, fold))) < 1e-5
     assert loss(a, different) > 1e-2
 
 
@@ -232,9 +232,9 @@ def test_folded_frequencies_share_their_components(fold: int) -> None:
     a = dataclasses.replace(a, k=rotary.from_complex(numbers), rotary=rotary)
     kept = pairs_by_stride(2 * bands, 8)
     assert kept == tuple(range(0, 4, fold))
-    assert loss(a, factor("pca", a, Size(full_rank(a, kept), kept, fold))) < 1e-5
+    assert loss(a, factor("pca", a, Allocation(full_rank(a, kept), kept, fold))) < 1e-5
     single = dataclasses.replace(a, k=random(2, 8, 40, seed=11))
-    assert loss(single, factor("pca", single, Size(full_rank(a, kept), kept, fold))) > 1e-2
+    assert loss(single, factor("pca", single, Allocation(full_rank(a, kept), kept, fold))) > 1e-2
 
 
 # ---- the published formula -----------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_pca_is_the_published_formula(fold: int) -> None:
     groups, pairs, width, rank = 3, 4, 30, 9
     a, x = record(groups, 2, pairs, 0, width), inputs(30)
     kept = tuple(pair for pair in range(0, pairs, fold) for _ in range(fold))
-    found = factor("pca", a, Size(rank, kept, fold), x)
+    found = factor("pca", a, Allocation(rank, kept, fold), x)
 
     k, v = (tensor.double().numpy() for tensor in (a.k, a.v))
     assert a.k_bias is not None
@@ -291,7 +291,7 @@ def test_pca_is_the_published_formula(fold: int) -> None:
 
 
 def test_pca_looks_at_the_text() -> None:
-    a, size = record(groups=4, width=30, biased=False), Size(8, (0, 1, 2))
+    a, size = record(groups=4, width=30, biased=False), Allocation(8, (0, 1, 2))
     texts = [inputs(30) * torch.logspace(0, -3, 30), inputs(30) * torch.logspace(-3, 0, 30)]
     own, other = (factor("pca", a, size, x) for x in texts)
     assert loss(a, own, texts[0]) < 0.5 * loss(a, other, texts[0])
@@ -339,7 +339,7 @@ def test_the_attention_factor_is_in_the_keys_twice() -> None:
 @pytest.mark.parametrize("method", LATENT)
 def test_the_same_record_gives_the_same_bits(method: str) -> None:
     a = record(groups=4, nope=1, width=30)
-    once, again = (factor(method, a, Size(9, (0, 0, 1, 2))) for _ in range(2))
+    once, again = (factor(method, a, Allocation(9, (0, 0, 1, 2))) for _ in range(2))
     for field in dataclasses.fields(once):
         value = getattr(once, field.name)
         if isinstance(value, torch.Tensor):
@@ -351,9 +351,9 @@ def test_the_same_record_gives_the_same_bits(method: str) -> None:
 def test_a_constant_input_has_a_singular_moment_and_full_size_stays_exact(method: str, width: int) -> None:
     a, constant = record(groups=2, width=width), inputs(width)[:1, :1].expand(2, 24, width)
     kept = every_pair(a)
-    found = factor(method, a, Size(full_rank(a, kept), kept), constant)
+    found = factor(method, a, Allocation(full_rank(a, kept), kept), constant)
     assert loss(a, found) < 1e-4
-    few = factor(method, a, Size(3, (0, 1, 2)), constant)
+    few = factor(method, a, Allocation(3, (0, 1, 2)), constant)
     assert torch.isfinite(run(few, inputs(width))).all()
 
 
@@ -378,15 +378,15 @@ def damaged(a: Attention, what: str) -> Attention:
 def test_dead_heads_are_finite_and_exact_at_full_size(method: str, width: int, what: str) -> None:
     a = damaged(record(groups=3, width=width, biased=False), what)
     kept = every_pair(a)
-    assert loss(a, factor(method, a, Size(full_rank(a, kept), kept))) < 1e-5
-    assert torch.isfinite(run(factor(method, a, Size(4, (0, 1, 2))), inputs(width))).all()
+    assert loss(a, factor(method, a, Allocation(full_rank(a, kept), kept))) < 1e-5
+    assert torch.isfinite(run(factor(method, a, Allocation(4, (0, 1, 2))), inputs(width))).all()
 
 
 @pytest.mark.parametrize("method", LATENT)
 @pytest.mark.parametrize("what", ["zero k", "zero v"])
 def test_nothing_at_all_is_finite_and_right(what: str, method: str) -> None:
     a = damaged(record(groups=3, width=40, biased=False), what)
-    found, x = factor(method, a, Size(18, (0, 1, 2))), inputs(40)
+    found, x = factor(method, a, Allocation(18, (0, 1, 2))), inputs(40)
     assert torch.isfinite(run(found, x)).all()
     if what == "zero k":  # all 18 values fit; with no values nothing is to be seen
         assert loss(a, found) < 1e-5
@@ -401,7 +401,7 @@ def test_nothing_at_all_is_finite_and_right(what: str, method: str) -> None:
 def test_extreme_scales_are_as_good_as_any(method: str, scale: float) -> None:
     a = record(groups=2, width=30, biased=False)
     extreme = dataclasses.replace(a, k=a.k * scale, v=a.v * scale, q=a.q / scale, o=a.o / scale)
-    size = Size(8, (0, 1, 2))
+    size = Allocation(8, (0, 1, 2))
     assert loss(extreme, factor(method, extreme, size)) == pytest.approx(loss(a, factor(method, a, size)), rel=1e-2)
 
 
@@ -429,7 +429,7 @@ def test_weighted_is_the_same_function_at_full_size_without_text(
     a = record(groups, share, pairs, nope, width, pairing, biased, attention_factor, seed)
     kept = every_pair(a)
     known = Statistics.assumed(width, *(random(2, width, seed=seed + 1) if gains else ()))
-    assert loss(a, load_latent("weighted").factor(a, Size(full_rank(a, kept), kept), known)) < 1e-5
+    assert loss(a, load_latent("weighted").factor(a, Allocation(full_rank(a, kept), kept), known)) < 1e-5
 
 
 @pytest.mark.parametrize("method", LATENT)
@@ -443,7 +443,7 @@ def test_without_positions_the_latent_alone_is_the_same_function(
 ) -> None:
     a = record(groups, share, 0, dim, width, "half", biased, 1.0, seed)
     elsewhere = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
-    found = factor(method, a, Size(min(width, 2 * groups * dim), (0, 1, 1), rotary=elsewhere))
+    found = factor(method, a, Allocation(min(width, 2 * groups * dim), (0, 1, 1), rotary=elsewhere))
     assert not found.k_rope.any()
     assert loss(a, found) < 1e-5
 
@@ -458,12 +458,12 @@ def test_weighted_needs_one_component_for_heads_that_are_turned_copies(
 ) -> None:
     a = turned_copies(record(groups, share, pairs, 0, 30, pairing, True, attention_factor, seed))
     kept = tuple(range(pairs))
-    assert loss(a, factor("weighted", a, Size(full_rank(a, kept), kept))) < 1e-5
+    assert loss(a, factor("weighted", a, Allocation(full_rank(a, kept), kept))) < 1e-5
 
 
 @pytest.mark.parametrize("text", [False, True])
 def test_weighted_allocates_as_many_frequencies_as_there_are_pairs_to_keep(text: bool) -> None:
-    method, size = load_latent("weighted"), Size(8, ())
+    method, size = load_latent("weighted"), Allocation(8, ())
     layers = [record(groups=2, pairs=4, width=30, seed=seed) for seed in range(3)]
     found = [method.survey(a, measured(inputs(30)) if text else Statistics.assumed(30), 1) for a in layers]  # type: ignore[misc]
     for count in range(1, 9):
@@ -479,15 +479,15 @@ def test_weighted_loses_less_than_the_others_on_the_text_that_it_saw() -> None:
         x = inputs(60, tokens=64, seed=seed) * torch.logspace(0, -2, 60)
         survey, allocate = load_latent("weighted").survey, load_latent("weighted").allocate
         assert survey
-        (own, *_) = allocate([survey(a, measured(x), 6)], 6, Size(10, ()))
+        (own, *_) = allocate([survey(a, measured(x), 6)], 6, Allocation(10, ()))
         weighted = loss(a, factor("weighted", a, own, x), x)
         for other, pairs in (("pca", pairs_by_stride(12, 8)), ("svd", pairs_by_loss([energies(a)], 6))):
-            assert weighted < loss(a, factor(other, a, Size(10, pairs), x), x), (seed, other)
+            assert weighted < loss(a, factor(other, a, Allocation(10, pairs), x), x), (seed, other)
 
 
 def test_what_truncation_takes_from_values_on_average_is_a_constant_output() -> None:
     a, x = record(groups=3, width=30, biased=False), inputs(30) + 3 * random(30, seed=5)
-    found = factor("weighted", a, Size(4, (0, 1, 2)), x)
+    found = factor("weighted", a, Allocation(4, (0, 1, 2)), x)
     assert found.o_bias is not None
     mean = x.double().flatten(0, 1).mean(0)
     v = a.v.double().repeat_interleave(2, 0)

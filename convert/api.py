@@ -1,0 +1,428 @@
+"""What the command line calls, and programs may: `from convert import gqa, mqa, mla, sweep, plan, inspect`.
+
+Arguments have the names and defaults of the options. Functions return objects, raise `Refusal` or `Failure`, print nothing,
+and warn through the logger "kvfold".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention.errors import Refusal
+from attention.spec import AttentionSpec
+from convert import methods
+from convert.sizes import parse_budget, parse_bytes, parse_latent
+from eval.api import read_text
+from eval.progress import Progress, silent
+from eval.source import Source
+
+if TYPE_CHECKING:
+    from convert.planning.base import Output, Plan
+    from convert.planning.calibration import CalibrationOptions
+    from convert.planning.describe import Facts
+    from convert.planning.latent import LatentRequest
+    from eval.text import Text
+
+TextGiven = str | Path | Sequence[str]
+MAX_SHARD_SIZE = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion, done or (after `dry_run=True`) planned.
+
+    Attributes:
+        plan: What was done.
+        record: What conversion.json says; None if nothing was done.
+    """
+
+    plan: Plan
+    record: dict[str, Any] | None
+
+    @property
+    def output(self) -> Path:
+        """The checkpoint's directory."""
+        return self.plan.output.path
+
+    @property
+    def before(self) -> AttentionSpec:
+        """The source's attention."""
+        return self.plan.before
+
+    @property
+    def after(self) -> AttentionSpec:
+        """The result's attention."""
+        return self.plan.target.spec
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """Each layer's errors, as in conversion.json."""
+        return list(self.record["layers"]) if self.record else []
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The evaluation, if one was asked for: `{"protocol", "models": [source, converted]}`."""
+        return self.record.get("evaluation") if self.record else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan's facts and, where the conversion was done, its record."""
+        return self.plan.as_dict() | ({"conversion": self.record} if self.record else {})
+
+    def __str__(self) -> str:
+        from convert.planning.describe import conversion_text, plan_text
+
+        return plan_text(self.plan) if self.record is None else conversion_text(self.plan, self.record)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Several conversions of one source.
+
+    Attributes:
+        plans: One for each result, as it was carried out.
+        report: Their evaluation beside the source; None after `dry_run=True`.
+        report_directory: Where report.json, report.md and report.html are.
+    """
+
+    plans: list[Plan]
+    report: dict[str, Any] | None
+    report_directory: Path
+
+    def as_dict(self) -> Any:
+        """The report; of a dry run the plans."""
+        return [plan.as_dict() for plan in self.plans] if self.report is None else self.report
+
+    def __str__(self) -> str:
+        from convert.planning.describe import plans_text
+        from eval.report import to_markdown
+
+        return plans_text(self.plans) if self.report is None else to_markdown(self.report)
+
+
+def gqa(
+    model: str | Path,
+    output: str | Path,
+    *,
+    groups: int,
+    method: str = methods.GROUPED[0],
+    grouping: str = "contiguous",
+    text: TextGiven | None = None,
+    dataset: str | None = None,
+    calibration_tokens: int | None = None,
+    calibration_context: int | None = None,
+    propagate: bool = False,
+    refit: bool | None = None,
+    refine: int | None = None,
+    evaluate: TextGiven | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> Conversion:
+    """Convert a checkpoint to grouped-query attention.
+
+    Args:
+        model: Directory or Hub id, with an optional `@revision`.
+        output: The directory to make.
+        groups: KV heads of the result; divides those of the model.
+        method: How heads are merged, one of `convert.methods.GROUPED`.
+        grouping: Which heads share a group: "contiguous" or "similar".
+        text: What to calibrate on: a UTF-8 file, or a list of strings.
+        dataset: Or a named text's training split.
+        calibration_tokens: Use so many from its start; None for 131072.
+        calibration_context: Tokens of one block; None for min(2048, the model's limit).
+        propagate: Calibrate each layer behind the converted ones.
+        refit: Fit queries and outputs by least squares; None: with text, for methods that use it.
+        refine: Steps of gradient descent that each layer then takes towards its source.
+        evaluate: Held-out text, likewise, to measure perplexity on.
+        dtype: "float32", "bfloat16" or "float16" to store floats in; None keeps each tensor's own.
+        device: "auto", "cpu", "cuda", "cuda:1", …
+        seed: For methods that draw numbers, and the order in which refinement takes blocks of text.
+        max_shard_size: Bytes of a weight file, or "5GB".
+        overwrite: Replace a checkpoint at `output`.
+        resume: Finish an interrupted run with the same arguments.
+        dry_run: Plan only; reads no weights.
+        trust_remote_code: Run Python code that comes with the checkpoint.
+        progress: Called as `progress(stage, done, total, unit)`.
+
+    Raises:
+        Refusal: Wrong as seen from the arguments and the config.
+        Failure: Weights, text or machine.
+    """
+    from convert.planning.grouped import plan_grouped
+
+    source = Source.parse(str(model), trust_remote_code)
+    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
+    where = _output(output, dtype, max_shard_size, overwrite, resume)
+    how = methods.load_grouped(method)
+    planned = plan_grouped("gqa", source, groups, how, seed, device, where, calibration, grouping)
+    return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
+
+
+def mqa(
+    model: str | Path,
+    output: str | Path,
+    *,
+    method: str = methods.GROUPED[0],
+    text: TextGiven | None = None,
+    dataset: str | None = None,
+    calibration_tokens: int | None = None,
+    calibration_context: int | None = None,
+    propagate: bool = False,
+    refit: bool | None = None,
+    refine: int | None = None,
+    evaluate: TextGiven | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> Conversion:
+    """Convert a checkpoint to multi-query attention: one KV head. Arguments and errors as of `gqa`."""
+    from convert.planning.grouped import plan_grouped
+
+    source = Source.parse(str(model), trust_remote_code)
+    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
+    where = _output(output, dtype, max_shard_size, overwrite, resume)
+    planned = plan_grouped("mqa", source, 1, methods.load_grouped(method), seed, device, where, calibration)
+    return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
+
+
+def mla(
+    model: str | Path,
+    output: str | Path,
+    *,
+    kv_lora_rank: int | None = None,
+    qk_rope_head_dim: int | None = None,
+    kv_budget: str | int | float | None = None,
+    method: str = methods.LATENT[0],
+    freqfold: int | None = None,
+    pad_rank: bool = False,
+    text: TextGiven | None = None,
+    dataset: str | None = None,
+    calibration_tokens: int | None = None,
+    calibration_context: int | None = None,
+    propagate: bool = False,
+    refit: bool | None = None,
+    refine: int | None = None,
+    evaluate: TextGiven | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> Conversion:
+    """Convert a checkpoint to multi-head latent attention; an MLA checkpoint of kvfold's own to a smaller one.
+
+    Args as of `gqa`, and:
+        kv_lora_rank: Channels of the latent, the output class's constant included.
+        qk_rope_head_dim: Dims of the rotary key that all heads share.
+        kv_budget: Instead of both: "12.5%" or 0.125 of the model's cache, or bytes per token ("4KB", 4096).
+        method: How keys and values are factored, one of `convert.methods.LATENT`.
+        freqfold: For methods that fold: take so many neighbouring frequencies for one; None for the fewest.
+        pad_rank: Allow a rank beyond full size, filled up with channels of zeros.
+
+    Raises:
+        Refusal: Wrong as seen from the arguments and the config.
+        Failure: Weights, text or machine.
+    """
+    from convert.planning.latent import LatentRequest, plan_latent
+
+    source = Source.parse(str(model), trust_remote_code)
+    share, size = _budget(kv_budget)
+    wanted = LatentRequest(kv_lora_rank, qk_rope_head_dim, share, size, freqfold, pad_rank)
+    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
+    where = _output(output, dtype, max_shard_size, overwrite, resume)
+    planned = plan_latent(source, wanted, methods.load_latent(method), calibration, device, where, seed)
+    return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
+
+
+def sweep(
+    model: str | Path,
+    output: str | Path,
+    *,
+    evaluate: TextGiven,
+    groups: Sequence[int] | None = None,
+    mla: Sequence[str | tuple[int, int]] | None = None,
+    methods: Sequence[str] | None = None,
+    protocol: str = "paper",
+    context: int | None = None,
+    max_tokens: int | None = None,
+    text: TextGiven | None = None,
+    dataset: str | None = None,
+    calibration_tokens: int | None = None,
+    calibration_context: int | None = None,
+    propagate: bool = False,
+    refit: bool | None = None,
+    refine: int | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+    made: Callable[[Plan], object] = lambda plan: None,
+) -> Sweep:
+    """Convert a checkpoint to many targets by many methods, and compare them in one report.
+
+    Args as of `gqa` and `eval.evaluate`, and:
+        output: A directory that receives one directory per result, and `report/`.
+        evaluate: Held-out text that all results are measured on.
+        groups: KV heads of GQA targets.
+        mla: MLA targets: "512+64" or (512, 64), or budgets such as "12.5%". With no groups either: halves of the model's KV
+            heads, and 25 % and 12.5 % of its cache.
+        methods: Names; None for all that can run, but for controls.
+        made: Called with each result's plan when it is there.
+
+    Raises:
+        Refusal: Wrong as seen from the arguments and the config.
+        Failure: Weights, text or machine.
+    """
+    from convert import sweeping
+    from eval.evaluation import EvaluationSettings
+
+    source = Source.parse(str(model), trust_remote_code)
+    where = _output(output, dtype, max_shard_size, overwrite, resume)
+    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
+    latents = None if mla is None else tuple(dict.fromkeys(map(_latent, mla)))
+    chosen = (None if groups is None else tuple(groups), latents, None if methods is None else tuple(methods))
+    plans = sweeping.plans_for(source, sweeping.Wanted(*chosen, calibration, where, device, seed))
+    directory = where.path / sweeping.REPORT
+    if dry_run:
+        return Sweep(plans, None, directory)
+    settings = EvaluationSettings(protocol, context, max_tokens, "auto", device)
+    done: list[Plan] = []
+
+    def finished(plan: Plan) -> None:
+        done.append(plan)
+        made(plan)
+
+    held_out, given = read_text(evaluate, None, "test"), _calibration_text(text, dataset)
+    found = sweeping.sweep(plans, given, held_out, settings, progress, finished)
+    return Sweep(done, found, directory)
+
+
+def plan(
+    model: str | Path,
+    *,
+    batch: int = 1,
+    context: int | None = None,
+    dtype: str | None = None,
+    gpus: Mapping[str, float] | None = None,
+    gpu_share: float = 0.9,
+    trust_remote_code: bool = False,
+) -> Facts:
+    """KV memory of each target, and where it fits; reads only the config.
+
+    Args:
+        model: Directory or Hub id.
+        batch: Sequences at once.
+        context: Tokens of each; None for the model's limit.
+        dtype: Of weights and cache; None for the model's own.
+        gpus: Name to gigabytes; None for the known ones.
+        gpu_share: Of a GPU's memory that may be used.
+        trust_remote_code: Run Python code that comes with the checkpoint.
+
+    Returns:
+        A dict of numbers; `str()` of it is a table for people.
+
+    Raises:
+        Refusal: The model cannot be read.
+    """
+    from convert.planning.describe import capacity
+    from eval.capacity import GPUS
+
+    source = Source.parse(str(model), trust_remote_code)
+    size = context or source.max_positions or 2048
+    return capacity(source, dtype or source.dtype, batch, size, gpus or GPUS, gpu_share)
+
+
+def inspect(model: str | Path, *, trust_remote_code: bool = False) -> Facts:
+    """What a model is and what it can become; reads only the config.
+
+    Returns:
+        A dict of numbers; `str()` of it is a table for people.
+
+    Raises:
+        Refusal: The model cannot be read.
+    """
+    from convert.planning.describe import inspection
+
+    return inspection(Source.parse(str(model), trust_remote_code))
+
+
+def _output(output: str | Path, dtype: str | None, max_shard_size: int | str, overwrite: bool, resume: bool) -> Output:
+    from convert.planning.base import Output
+
+    size = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    return Output(Path(output), dtype, size, overwrite, resume)
+
+
+def _calibration(
+    text: TextGiven | None,
+    dataset: str | None,
+    tokens: int | None,
+    context: int | None,
+    propagate: bool,
+    refit: bool | None,
+    refine: int | None,
+) -> CalibrationOptions:
+    from convert.planning.calibration import CalibrationOptions
+
+    if text is not None and dataset is not None:
+        raise Refusal("give either a text or a dataset to calibrate on", hint="--text FILE or --dataset NAME")
+    given = {}
+    if text is not None:
+        given["text"] = str(text) if isinstance(text, str | Path) else f"{len(text)} strings"
+    if dataset is not None:
+        given["dataset"] = dataset
+    return CalibrationOptions(given, tokens, context, propagate, refit, refine or 0)
+
+
+def _calibration_text(text: TextGiven | None, dataset: str | None) -> Text | None:
+    return None if text is None and dataset is None else read_text(text, dataset, "train")
+
+
+def _carried_out(
+    planned: Plan, text: TextGiven | None, dataset: str | None, evaluate: TextGiven | None, dry_run: bool, progress: Progress
+) -> Conversion:
+    if dry_run:
+        return Conversion(planned, None)
+    from convert.execute.run import execute
+
+    held_out = None if evaluate is None else read_text(evaluate, None, "test")
+    given = _calibration_text(text, dataset) if planned.calibration else None
+    done = execute(planned, given, held_out, progress)
+    return Conversion(done.plan, done.record)
+
+
+def _budget(given: str | int | float | None) -> tuple[float | None, int | None]:
+    """(share, bytes) of a budget."""
+    if given is None:
+        return None, None
+    return parse_budget(f"{100 * given:.12g}%" if isinstance(given, float) else str(given))
+
+
+def _latent(given: str | tuple[int, int]) -> LatentRequest:
+    from convert.planning.latent import LatentRequest
+
+    return LatentRequest(*(given if isinstance(given, tuple) else parse_latent(given)))

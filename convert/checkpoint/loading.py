@@ -1,0 +1,231 @@
+"""What a transformers class makes of a checkpoint's tensors, a parameter at a time and without loading the others.
+
+Names and shapes in a checkpoint are not always those of the class: transformers renames tensors, stacks experts, adds or drops
+a prefix, and ties weights. Here its own conversion mapping is asked, in the order that `from_pretrained` goes by.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from attention.errors import Failure
+from convert.checkpoint.reader import TensorInfo
+
+_OTHER_MODEL = "config.json and the weights are not of the same model"
+
+Read = Callable[[str], torch.Tensor]
+
+
+def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
+    """The causal LM of a config in fp32, its parameters on the meta device, its buffers as the class computes them."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    return model.eval().requires_grad_(False)
+
+
+class Mismatch(NamedTuple):
+    """A parameter whose tensors have other shapes than the class wants.
+
+    Attributes:
+        parameter: Its name in the class.
+        found: The shape that they give; None if they cannot be combined.
+        wanted: The class's.
+        names: The tensors in the checkpoint.
+    """
+
+    parameter: str
+    found: tuple[int, ...] | None
+    wanted: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+class ClassTensors:
+    """What each parameter and persistent buffer of a model is made of. Only names, shapes and dtypes are looked at.
+
+    Args:
+        model: On the meta device or not; its weights are not touched.
+        infos: Of every tensor of the checkpoint.
+
+    Attributes:
+        names: Parameters and persistent buffers, in the order of the class.
+        missing: Those of them that no tensor gives; a tied weight is given if one of those tied to it is.
+        unexpected: Tensors of the checkpoint that the class has no place for.
+        ignored: Such tensors that it leaves out on purpose, as rotary frequencies.
+        mismatched: Parameters that are given in a wrong shape.
+    """
+
+    def __init__(self, model: Any, infos: Mapping[str, TensorInfo]) -> None:
+        self._model, self._infos = model, infos
+        wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.names = tuple(wanted)
+        self._made, strays = _gathered(model, wanted, infos)
+        self._from: dict[str, _Made] = {}
+        found: dict[str, tuple[int, ...] | None] = {}
+        for made in self._made:
+            shapes = self._shapes(made)
+            self._from |= dict.fromkeys(shapes, made)
+            found |= shapes
+        missing = {name for name in wanted if name not in self._from}
+        self._tied = _tied(model, missing)
+        self.missing = _unless(model._keys_to_ignore_on_load_missing, [name for name in wanted if name in missing])
+        self.mismatched = tuple(
+            Mismatch(name, shape, wanted[name], self.sources(name))
+            for name, shape in found.items()
+            if name in wanted and shape != wanted[name]
+        )
+        expected = set(_unless(_left_out(model), [renamed for renamed, _ in strays]))
+        self.unexpected = tuple(name for renamed, name in strays if renamed in expected)
+        self.ignored = tuple(name for renamed, name in strays if renamed not in expected)
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The tensors of the checkpoint that a parameter is made of; none if it is missing."""
+        made = self._from.get(self._giver(name))
+        return made.names if made else ()
+
+    def tensor(self, name: str, read: Read) -> torch.Tensor:
+        """A parameter, made of what `read` gives for names of the checkpoint, in the dtype that this has.
+
+        Raises:
+            Failure: It is missing or of a wrong shape.
+        """
+        giver = self._giver(name)
+        if giver not in self._from:
+            raise Failure(f"the checkpoint lacks tensor {name}", hint=_OTHER_MODEL)
+        if wrong := next((m for m in self.mismatched if m.parameter == giver), None):
+            raise _disagreement(wrong)
+        made = self._from[giver]
+        return read(made.names[0]) if made.conversion is None else made.convert(self._model, read)[giver]
+
+    def is_converted(self, name: str) -> bool:
+        """Whether a parameter is more than one tensor under another name."""
+        made = self._from.get(self._giver(name))
+        return made is not None and made.conversion is not None
+
+    def _giver(self, name: str) -> str:
+        while name in self._tied:
+            name = self._tied[name]
+        return name
+
+    def _shapes(self, made: _Made) -> dict[str, tuple[int, ...] | None]:
+        """What comes of some tensors: parameter → shape, None if they cannot be combined."""
+        if made.conversion is None:
+            return {made.first: self._infos[made.names[0]].shape}
+
+        def meta(name: str) -> torch.Tensor:
+            return torch.empty(self._infos[name].shape, dtype=self._infos[name].dtype, device="meta")
+
+        try:
+            return {name: tuple(tensor.shape) for name, tensor in made.convert(self._model, meta).items()}
+        except Exception:  # of any kind, as an operation of transformers may meet shapes that it never thought of
+            return {made.first: None}
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Tensors of a checkpoint that become one parameter, or several.
+
+    Attributes:
+        first: The parameter, or the first of them.
+        parts: The tensors, in the order that transformers takes them, each with the pattern that it was recognised by.
+        conversion: What makes parameters of them; None if a single one is merely renamed.
+    """
+
+    first: str
+    parts: tuple[tuple[str, str], ...]
+    conversion: Any | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for _, name in self.parts)
+
+    def convert(self, model: Any, read: Read) -> dict[str, torch.Tensor]:
+        """Parameter → tensor."""
+        conversion = copy.deepcopy(self.conversion)  # it collects what it converts
+        assert conversion is not None
+        for pattern, name in self.parts:
+            conversion.add_tensor(self.first, name, pattern, partial(read, name))
+        made = conversion.convert(self.first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _gathered(model: Any, wanted: Mapping[str, Any], names: Iterable[str]) -> tuple[list[_Made], list[tuple[str, str]]]:
+    """What goes together, and what goes nowhere: pairs of the name in the class's terms and that in the checkpoint.
+
+    It does by names alone what `convert_and_load_state_dict_in_model` does.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    parts: dict[str, list[tuple[str, str]]] = {}
+    conversions: dict[str, Any | None] = {}
+    strays = []
+    for name in sorted(names, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if renamed not in wanted and name in wanted:
+            renamed, pattern = rename_source_key(name, [], [], model.base_model_prefix, wanted)
+        if renamed not in wanted:
+            strays.append((renamed, name))
+            continue
+        conversion = conversions.setdefault(renamed, by_pattern[pattern] if pattern is not None else None)
+        taken = parts.setdefault(renamed, [])
+        if conversion is not None or not taken:  # of several that are renamed to one parameter, the first is taken
+            taken.append((name if pattern is None else pattern, name))
+    return [_Made(first, tuple(taken), conversions[first]) for first, taken in parts.items()], strays
+
+
+def _tied(model: Any, missing: set[str]) -> dict[str, str]:
+    """Missing parameters that are tied to given ones, and to which; they leave `missing`.
+
+    As `PreTrainedModel.tie_weights` decides it: whichever of them a checkpoint holds stands for the others.
+    """
+    pairs, found = list(model.all_tied_weights_keys.items()), {}
+    for i, (target, source) in enumerate(pairs):
+        if target in missing and source in missing:
+            others = (other for other, whose in pairs[i + 1 :] if whose == source and other not in missing)
+            giver, taker = next(others, None), target
+        else:
+            giver, taker = (target, source) if source in missing else (source, target)
+        if giver is not None and taker in missing:
+            found[taker] = giver
+            missing.discard(taker)
+    return found
+
+
+def _left_out(model: Any) -> set[str]:
+    """Patterns of names that the class ignores in checkpoints, as `_adjust_missing_and_unexpected_keys` has them."""
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return patterns
+
+
+def _unless(patterns: Iterable[str] | None, names: Iterable[str]) -> tuple[str, ...]:
+    """The names that none of the patterns occurs in."""
+    compiled = [re.compile(pattern) for pattern in patterns or ()]
+    return tuple(name for name in names if not any(pattern.search(name) for pattern in compiled))
+
+
+def _disagreement(wrong: Mismatch) -> Failure:
+    if wrong.found is None:
+        what = f"{wrong.parameter} cannot be made of its {len(wrong.names)} tensors, {wrong.names[0]} to {wrong.names[-1]}"
+    else:
+        made = "" if len(wrong.names) == 1 else f" (made of {len(wrong.names)} tensors, {wrong.names[0]} to {wrong.names[-1]})"
+        what = f"{wrong.names[0] if not made else wrong.parameter} is {list(wrong.found)}{made}"
+    return Failure(f"config.json and the weights disagree: {what}, by the config it is {list(wrong.wanted)}", hint=_OTHER_MODEL)

@@ -1,0 +1,49 @@
+"""Whether transformers would load a checkpoint whole, as seen from its config and the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attention.errors import Failure
+from convert.checkpoint.loading import ClassTensors, empty_model
+from convert.checkpoint.reader import TensorInfo
+
+_HINT = "config.json and the weights are not of the same model"
+
+
+def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str, trust_remote_code: bool = False) -> None:
+    """Compare every name, shape and dtype of a checkpoint with those of its class, by transformers' own rules.
+
+    Args:
+        config: Of the checkpoint.
+        infos: Of its tensors.
+        what: The checkpoint, for messages.
+        trust_remote_code: As for transformers.
+
+    Raises:
+        Failure: A tensor is missing, is not known, has another shape, or holds integers where the class computes.
+    """
+    model = empty_model(config, trust_remote_code)
+    tensors, kind = ClassTensors(model, infos), type(model).__name__
+    if tensors.missing:
+        others = f" and {len(tensors.missing) - 1} others" if tensors.missing[1:] else ""
+        raise Failure(f"{what} lacks {tensors.missing[0]}{others}, which {kind} with this config has", hint=_HINT)
+    if tensors.unexpected:
+        others = f" and {len(tensors.unexpected) - 1} others" if tensors.unexpected[1:] else ""
+        raise Failure(f"{what} has tensor {tensors.unexpected[0]}{others}, which {kind} with this config has not", hint=_HINT)
+    for wrong in tensors.mismatched:
+        found = list(wrong.found) if wrong.found is not None else "of shapes that do not fit together"
+        raise Failure(
+            f"config.json and the weights disagree: {wrong.names[0]} is {found}, by the config it is {list(wrong.wanted)}",
+            hint=_HINT,
+        )
+    floating = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    for name in tensors.names:
+        for source in tensors.sources(name) if name in floating else ():
+            if not infos[source].dtype.is_floating_point:
+                kept = str(infos[source].dtype).removeprefix("torch.")
+                raise Failure(
+                    f"tensor {source} of {what} holds {kept} numbers, and {kind} computes with floats",
+                    hint="a quantised checkpoint cannot be converted: take the one that it was made from",
+                )

@@ -1,0 +1,73 @@
+"""What stands beside the weights of a checkpoint: its config, the files that come from the source, its record and its card.
+
+It knows no plan: whatever makes a checkpoint can publish it so.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import platform
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+# Copied byte for byte. config.json, the card and the weights are written anew.
+_COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
+    "tekken.json",
+    "generation_config.json", "chat_template*", "additional_chat_templates", "preprocessor_config.json",
+    "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When a run began."""
+
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
+    _monotonic: float = field(default_factory=time.monotonic)
+
+    def run(self, output: Path) -> dict[str, Any]:
+        """The `run` of a record: what differs from run to run."""
+        return {
+            "output": str(output),
+            "started": self.started.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - self._monotonic, 3),
+            "machine": platform.node(),
+        }
+
+
+def write_config(path: Path, config: Mapping[str, Any], dtype: str | None) -> None:
+    """Write config.json.
+
+    Args:
+        path: The checkpoint's directory.
+        config: What it says.
+        dtype: What the weights are stored in, if that is not what `config` says.
+    """
+    if dtype:
+        config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_companions(path: Path, source: Path, code: bool) -> None:
+    """Copy tokenizer, generation config, licence and the like from the source's directory, and with `code` its Python files."""
+    patterns = (*_COMPANIONS, "*.py") if code else _COMPANIONS
+    for item in sorted(source.iterdir()):
+        if not any(fnmatch.fnmatch(item.name, pattern) for pattern in patterns):
+            continue
+        if item.is_dir():
+            shutil.copytree(item, path / item.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(item, path / item.name)
+
+
+def write_record(path: Path, record: Mapping[str, Any], card: str) -> None:
+    """Write conversion.json and the model card, README.md."""
+    (path / "README.md").write_text(card, encoding="utf-8")
+    (path / "conversion.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,73 @@
+"""conversion.json: what was done, from what, by which versions, and what became of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from convert.checkpoint.reader import Reader
+from convert.execute.deciding import Decision
+from convert.execute.manifest import Manifest
+from convert.planning.calibration import CalibrationText
+
+
+def record_of(
+    decision: Decision, reader: Reader, manifest: Manifest, layers: Sequence[dict[str, Any]], text: CalibrationText | None
+) -> dict[str, Any]:
+    """conversion.json, but for its `run`: the same for the same inputs and seed.
+
+    Args:
+        decision: What was done.
+        reader: Of the source.
+        manifest: What was written.
+        layers: The note of each converted layer.
+        text: What it was calibrated on.
+    """
+    plan = decision.plan
+    return {
+        "kvfold": version("kvfold"),
+        "source": {"model": plan.source.reference, "revision": plan.source.commit, "kind": plan.before.kind},
+        "kind": plan.target.spec.kind,
+        "method": plan.applied_method,
+        "recipe": plan.recipe(),
+        "kv_bytes_per_token": {
+            "before": plan.before.bytes_per_token(plan.source.dtype),
+            "after": plan.target.spec.bytes_per_token(plan.cache_dtype),
+            "cache_dtype": plan.cache_dtype,
+        },
+        "calibration_hash": text.tokens.hash if text else None,
+        "calibration": {"text": text.tokens.name, "tokens": len(text.tokens.ids)} if text else None,
+        **decision.found,
+        "notes": [*plan.notes, *(text.remarks(plan.source.config.hidden_size) if text else [])],
+        "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],
+        "tensors": _tensors(reader, manifest, {name for layer in layers for name in layer["converted"]}),
+        "versions": versions(),
+    }
+
+
+def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[str, Any]:
+    """What became of every tensor of the source, and where every tensor of the result is from."""
+    written = manifest.outputs
+    made = {name for unit in manifest.units if unit.layer is None and not unit.copies for name in unit.outputs}
+    renamed = {
+        source.name: place.name
+        for unit in manifest.units
+        if unit.copies
+        for source, place in zip(unit.sources, unit.places, strict=True)
+        if source.name != place.name
+    }
+    converted = converted | made
+    cast = {name for name, info in written.items() if name in reader.infos and info.dtype != reader.infos[name].dtype}
+    return {
+        "converted": sorted(converted),
+        "cast": sorted(cast - converted),
+        "copied": sorted(written.keys() - converted - cast - set(renamed.values())),
+        **({"renamed": renamed} if renamed else {}),
+        "dropped": manifest.dropped,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of this package and of those that round."""
+    return {name: version(name) for name in ("kvfold", "torch", "transformers", "safetensors")}

@@ -1,0 +1,186 @@
+"""Multi-head latent attention as DeepSeek-V3 lays it out, with the norm of the latent switched off: what kvfold writes as MLA.
+
+The class (arXiv 2412.19437; transformers' `deepseek_v3`) caches the latent and one rotary key, and normalises the latent,
+which a converted attention does not want. A constant channel switches that off: a zero row of W_DKV with bias √R · 2^k makes
+the root mean square of the latent 2^k, and norm weights of 2^k undo it by an exponent shift. The constant's own norm weight
+is 0, so that it is cached as 0. `kv_lora_rank` counts it: what the config says is what the cache holds.
+
+`join` makes the constant channels, and `split` takes them out again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attention.errors import Failure
+from attention.spec import AttentionSpec
+from convert.families.base import Family, Traits
+from convert.families.separate import LLAMA
+
+if TYPE_CHECKING:
+    import torch
+
+    from attention.record import FactoredAttention, Record
+    from attention.rope import Rotary
+
+EXPONENT = 20  # k
+
+
+class LatentProjections(Family):
+    """`self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}`, with a norm that constants neutralise."""
+
+    model_type = "deepseek_v3"
+    layout = "latent projections"
+    names = LLAMA
+
+    def unreadable(self, config: Any) -> str | None:
+        if config.q_lora_rank is not None:
+            return f"its queries have a latent of their own (q_lora_rank {config.q_lora_rank}), which kvfold does not read yet"
+        if config.first_k_dense_replace < config.num_hidden_layers:
+            return "it has experts: of DeepSeek-V3 checkpoints, kvfold reads only those that it wrote"
+        if not config.attention_bias or not config.rope_interleave:
+            return "it lacks attention biases or interleaved rotary dims: of its class, kvfold reads only what it wrote"
+        return None
+
+    def traits(self, config: Any) -> Traits:
+        return Traits(
+            qkv_bias=False,
+            o_bias=True,
+            qk_norm=None,
+            layers_with_rotary=config.num_hidden_layers,
+            adds_output=True,
+            beyond={},
+        )
+
+    def latent_dims(self, config: Any, rope_dim: int) -> int:
+        rank = config.kv_lora_rank
+        return rank - len(constants(rank)) + config.qk_rope_head_dim - rope_dim
+
+    def rotary(self, config: Any, layer: int) -> Rotary:
+        from attention import rope
+
+        return rope.from_config(config, config.qk_rope_head_dim, "interleaved")
+
+    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
+        heads, width = config.num_attention_heads, config.hidden_size
+        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        rank = config.kv_lora_rank
+        shapes: dict[str, tuple[int, ...]] = {
+            "q_proj.weight": (heads * (nope + rope), width),
+            "kv_a_proj_with_mqa.weight": (rank + rope, width),
+            "kv_a_proj_with_mqa.bias": (rank + rope,),
+            "kv_a_layernorm.weight": (rank,),
+            "kv_b_proj.weight": (heads * (nope + value), rank),
+            "o_proj.weight": (width, heads * value),
+            "o_proj.bias": (width,),
+        }
+        return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
+
+    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> FactoredAttention:
+        """The record of a layer.
+
+        Raises:
+            Failure: The norm of the latent does something.
+        """
+        from attention.record import FactoredAttention
+
+        prefix, spec = f"{self.module(layer)}.", self.spec(config)
+        local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        rank, rope, nope = config.kv_lora_rank, spec.qk_rope_head_dim, spec.qk_nope_head_dim
+        down, bias = local["kv_a_proj_with_mqa.weight"], local["kv_a_proj_with_mqa.bias"]
+        gain = local["kv_a_layernorm.weight"]
+        if not _is_neutral(gain, down[:rank], bias[:rank]):
+            raise Failure(
+                f"the norm of layer {layer}'s latent is not neutral: of {self.model_type} checkpoints, kvfold reads only those "
+                "that it wrote",
+                hint="convert the checkpoint that this one was made from",
+            )
+        kept = gain != 0
+        queries = local["q_proj.weight"].unflatten(0, (spec.num_heads, nope + rope))
+        up = local["kv_b_proj.weight"][:, kept].unflatten(0, (spec.num_heads, nope + spec.head_dim))
+        return FactoredAttention(
+            q_nope=queries[:, :nope],
+            q_rope=queries[:, nope:],
+            k_rope=down[rank:],
+            down=down[:rank][kept],
+            up_k=up[:, :nope],
+            up_v=up[:, nope:],
+            o=local["o_proj.weight"].unflatten(1, (spec.num_heads, spec.head_dim)),
+            scale=(nope + rope) ** -0.5,
+            rotary=self.rotary(config, layer),
+            k_rope_bias=bias[rank:],
+            o_bias=local["o_proj.bias"],
+        )
+
+    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
+        import torch
+
+        from attention.record import FactoredAttention
+
+        assert isinstance(record, FactoredAttention), "only latent attention is written as such"
+        assert record.q_nope_bias is None, "the output class refuses query biases"
+        a, rank = record, spec.kv_lora_rank or 0
+        # The class scales by (N + P)^-½.
+        scale = a.scale * math.sqrt(a.q_nope.shape[1] + a.q_rope.shape[1])
+        constant = a.down.new_tensor(constants(rank)) * 2.0**EXPONENT
+        padding = a.down.new_zeros(rank - a.down.shape[0], a.down.shape[1])
+        zeros = a.down.new_zeros(rank - len(constant))
+        norm = torch.cat((zeros + 2.0**EXPONENT, torch.zeros_like(constant)))
+        up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, len(padding)))  # [H, N + D, R]
+        tensors = {
+            "q_proj.weight": (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1),
+            "kv_a_proj_with_mqa.weight": torch.cat((a.down, padding, a.k_rope)),
+            "kv_a_proj_with_mqa.bias": torch.cat((zeros, constant, _or_zeros(a.k_rope_bias, a.k_rope[:, 0]))),
+            "kv_a_layernorm.weight": norm,
+            "kv_b_proj.weight": up.flatten(0, 1),
+            "o_proj.weight": a.o.flatten(1),
+            "o_proj.bias": _or_zeros(a.o_bias, a.o[:, 0, 0]),
+        }
+        return {f"{self.module(layer)}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def constants(rank: int) -> list[float]:
+    """The constant channels, without their 2^k, that make the root mean square of R channels one.
+
+    One, √R, if its rounding to bfloat16 errs by less than half a unit in the last place of every bfloat16 (1/510 upwards,
+    1/512 downwards), for then dividing by the root mean square rounds back to the very bits that there were. Otherwise
+    two: √R rounded down, and what its square lacks, which leaves an error of about 2⁻¹⁶.
+    """
+    root = math.sqrt(rank)
+    error = root / _bfloat16(root) - 1
+    if -1 / 512 + 1e-6 < error < 1 / 510 - 1e-6:
+        return [root]
+    significand, exponent = math.frexp(root)
+    first = math.floor(significand * 2**8) * 2.0 ** (exponent - 8)
+    return [first, math.sqrt(rank - first**2)]
+
+
+def _is_neutral(gain: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> bool:
+    """Whether the norm of a latent gives back what goes in: constants decide the root mean square, and gains undo it.
+
+    Args:
+        gain: `[R]`, the norm's weight.
+        down: `[R, E]`.
+        bias: `[R]`.
+    """
+    constant, kept = gain == 0, gain[gain != 0]
+    if not constant.any() or not len(kept) or bool((kept != kept[0]).any()) or bool((bias[~constant] != 0).any()):
+        return False
+    root = float((bias[constant].double().square().sum() / len(gain)).sqrt())
+    # Constants that are stored in bfloat16 are off by up to 2⁻⁹.
+    return not bool(down[constant].any()) and math.isclose(root, float(kept[0]), rel_tol=2**-8)
+
+
+def _bfloat16(value: float) -> float:
+    import torch
+
+    return float(torch.tensor(value).bfloat16())
+
+
+def _or_zeros(bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return like.new_zeros(like.shape) if bias is None else bias
+
+
+FAMILY = LatentProjections()

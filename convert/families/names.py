@@ -1,0 +1,201 @@
+"""What the tensors of a checkpoint are: their names as canonical roles, a table for each layout.
+
+A role says what a tensor does, whatever the checkpoint calls it, so that an output class with other names is another table.
+A checkpoint that a family reads has two kinds of tensors: those of the attentions, which the family's `shapes`, `split` and
+`join` know, and all others, which are in its table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attention.errors import Failure
+
+if TYPE_CHECKING:
+    import torch
+
+# Every role, without the last part of a tensor's name ("weight", "bias", …), and what it is.
+ROLES = {
+    "embedding": "one row per token",
+    "positions": "one learned row per position",
+    "embedding_norm": "what normalises the embedded tokens",
+    "layers.{layer}.attention_norm": "what normalises the attention's input (of parallel blocks, the MLP's too)",
+    "layers.{layer}.attention_output_norm": "what normalises the attention's output",
+    "layers.{layer}.mlp_norm": "what normalises the MLP's input",
+    "layers.{layer}.mlp_output_norm": "what normalises the MLP's output",
+    "layers.{layer}.mlp.gate": "the projection that the activation function is applied to, of a gated MLP",
+    "layers.{layer}.mlp.up": "the other one; without a gate, the only one",
+    "layers.{layer}.mlp.down": "the projection back to the model's width",
+    "layers.{layer}.mlp.activation": "parameters of the activation function",
+    "layers.{layer}.mlp.router": "what chooses experts",
+    "layers.{layer}.mlp.experts.{expert}.gate": "as in an MLP, of one expert",
+    "layers.{layer}.mlp.experts.{expert}.up": "as in an MLP, of one expert",
+    "layers.{layer}.mlp.experts.{expert}.down": "as in an MLP, of one expert",
+    "layers.{layer}.mlp.experts.gate": "of all experts, stacked in the first dimension",
+    "layers.{layer}.mlp.experts.up": "of all experts, stacked in the first dimension",
+    "layers.{layer}.mlp.experts.down": "of all experts, stacked in the first dimension",
+    "layers.{layer}.mlp.shared.gate": "as in an MLP, of the expert that sees every token",
+    "layers.{layer}.mlp.shared.up": "as in an MLP, of the expert that sees every token",
+    "layers.{layer}.mlp.shared.down": "as in an MLP, of the expert that sees every token",
+    "layers.{layer}.mlp.shared_router": "what weighs the expert that sees every token",
+    "final_norm": "what normalises the last layer's output",
+    "head": "the projection to the vocabulary",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: Its name.
+        roles: What it holds, each with the last part of the name: `("layers.3.mlp.gate.weight", "layers.3.mlp.up.weight")`.
+            Several are stacked along their output rows in equal parts.
+        transposed: Whether it is stored as `[…, in, out]` instead of `[…, out, in]`.
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    transposed: bool = False
+
+    def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the tensor holds, by role: views of it. Raises `Failure` as `shapes` does."""
+        self.shapes(tuple(tensor.shape))
+        rows_first = tensor.mT if self.transposed else tensor
+        parts = (rows_first,) if len(self.roles) == 1 else rows_first.chunk(len(self.roles), self._rows)
+        return dict(zip(self.roles, parts, strict=True))
+
+    def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The tensor as it is stored, from what it holds by role. Raises `Failure` as `shape` does."""
+        import torch
+
+        self.shape({role: tuple(parts[role].shape) for role in self.roles})
+        found = [parts[role] for role in self.roles]
+        rows_first = found[0] if len(found) == 1 else torch.cat(found, self._rows)
+        return rows_first.mT if self.transposed else rows_first
+
+    def shapes(self, stored: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The shapes of what a tensor of shape `stored` holds, by role.
+
+        Raises:
+            Failure: It does not divide.
+        """
+        shape, count = self._turned(stored, f"{self.name} is {list(stored)}"), len(self.roles)
+        if count > 1:
+            if len(shape) < -self._rows or shape[self._rows] % count:
+                raise Failure(f"{self.name} is {list(stored)} and should hold {count} projections of equal size", hint=_CHECK)
+            shape = _with_rows(shape, self._rows, shape[self._rows] // count)
+        return dict.fromkeys(self.roles, shape)
+
+    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """The shape as it is stored, from the shapes of what it holds by role.
+
+        Raises:
+            Failure: They cannot be stacked.
+        """
+        found, count = [parts[role] for role in self.roles], len(self.roles)
+        if len(set(found)) > 1 or (count > 1 and len(found[0]) < -self._rows):
+            what = " and ".join(f"{role} {list(shape)}" for role, shape in zip(self.roles, found, strict=True))
+            raise Failure(f"{self.name} holds {count} projections of equal size, and there are {what}", hint=_CHECK)
+        whole = _with_rows(found[0], self._rows, count * found[0][self._rows]) if count > 1 else found[0]
+        return self._turned(whole, f"{self.roles[0]} is {list(whole)}")
+
+    @property
+    def _rows(self) -> int:
+        """The dimension that counts outputs, in a weight `[…, out, in]` or a bias `[…, out]`."""
+        return -1 if self.name.endswith(f".{_BIAS}") else -2
+
+    def _turned(self, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
+        if not self.transposed:
+            return shape
+        if len(shape) < 2:
+            raise Failure(f"{what} and should be a matrix", hint=_CHECK)
+        return (*shape[:-2], shape[-1], shape[-2])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: where a kind of module lies in a checkpoint, and what it is.
+
+    Attributes:
+        path: With `{layer}` and `{expert}` for numbers: "model.layers.{layer}.mlp.gate_up_proj". A tensor's name is a path
+            and a last part ("weight", "bias" or whatever the class has there), which roles keep.
+        roles: What it holds, of `ROLES`: `("layers.{layer}.mlp.up",)`. Several are stacked along their output rows in equal
+            parts: `("layers.{layer}.mlp.gate", "layers.{layer}.mlp.up")`.
+        transposed: Whether weights are stored as `[in, out]`, as GPT-2's Conv1D does. Biases are the same either way.
+    """
+
+    path: str
+    roles: tuple[str, ...]
+    transposed: bool = False
+
+    def place(self, numbers: Mapping[str, str], last: str) -> Place | None:
+        """The tensor with these numbers and that last part; None if nothing is known of how such parts are stacked."""
+        if len(self.roles) > 1 and last not in (_WEIGHT, _BIAS):
+            return None
+        roles = tuple(f"{role.format(**numbers)}.{last}" for role in self.roles)
+        return Place(f"{self.path.format(**numbers)}.{last}", roles, self.transposed and last == _WEIGHT)
+
+
+class NameTable:
+    """Names and roles of one layout, in both directions.
+
+    Args:
+        rows: In any order. No path and no role may occur twice.
+
+    Raises:
+        ValueError: One does, or a role is none of `ROLES`, or has other numbers than its path.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = tuple(rows)
+        roles = [role for row in self.rows for role in row.roles]
+        for kind, found in (("path", [row.path for row in self.rows]), ("role", roles)):
+            if len(set(found)) < len(found):
+                raise ValueError(f"a {kind} occurs twice: {sorted(found)}")
+        for row in self.rows:
+            if unknown := [role for role in row.roles if role not in ROLES]:
+                raise ValueError(f"{row.path} has unknown roles: {unknown}")
+            if any(set(_NUMBER.findall(role)) != set(_NUMBER.findall(row.path)) for role in row.roles):
+                raise ValueError(f"{row.path} and its roles have different numbers: {row.roles}")
+        self._paths = [(_pattern(row.path), row) for row in self.rows]
+        self._roles = [(_pattern(role), row) for row in self.rows for role in row.roles]
+
+    def place(self, name: str) -> Place | None:
+        """The tensor of that name, or None if the table has none."""
+        return _find(self._paths, name)
+
+    def holding(self, role: str) -> Place | None:
+        """The tensor that holds a role ("layers.3.mlp.gate.weight"), or None if the table has none."""
+        return _find(self._roles, role)
+
+    def replacing(self, *rows: Row, without: Sequence[str] = ()) -> NameTable:
+        """This table with `rows` instead of those that have a path or a role of theirs, and without the roles `without`."""
+        paths, roles = {row.path for row in rows}, {role for row in rows for role in row.roles} | set(without)
+        return NameTable([*(row for row in self.rows if row.path not in paths and not roles & set(row.roles)), *rows])
+
+
+_WEIGHT, _BIAS = "weight", "bias"
+_NUMBER = re.compile(r"\{(\w+)\}")
+_CHECK = "config.json and the weights are not of the same model"
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>0|[1-9][0-9]*)", re.escape(template)))
+
+
+def _find(patterns: Iterable[tuple[re.Pattern[str], Row]], name: str) -> Place | None:
+    stem, _, last = name.rpartition(".")
+    for pattern, row in patterns:
+        if found := pattern.fullmatch(stem):
+            return row.place(found.groupdict(), last)
+    return None
+
+
+def _with_rows(shape: tuple[int, ...], dim: int, rows: int) -> tuple[int, ...]:
+    changed = list(shape)
+    changed[dim] = rows
+    return tuple(changed)

@@ -1,0 +1,155 @@
+"""What a plan converts to. Each kind of target owns its recipe, what is said of it, and its change of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attention.spec import AttentionSpec
+from convert.hosts import Host
+from convert.methods.grouped import Draw, GroupedMethod, reordered
+from convert.methods.latent import Allocation, LatentMethod
+
+if TYPE_CHECKING:
+    from attention.record import Attention, FactoredAttention
+    from attention.rope import Rotary
+    from convert.methods.statistics import Statistics
+    from eval.source import Source
+
+
+@dataclass(frozen=True)
+class GroupedTarget:
+    """Fewer KV heads: GQA or MQA.
+
+    Attributes:
+        command: The command that makes it.
+        options: What that command's line says of it.
+        before: The source's numbers.
+        spec: Those of the result.
+        method: What merges the heads of a group.
+        host: The class that carries the result.
+        grouping: Which KV heads share a group: "contiguous" or "similar".
+        seed: For methods that draw numbers.
+        initializer_range: The standard deviation of a fresh weight of this model.
+        notes: What the user should know.
+    """
+
+    command: str
+    options: dict[str, Any]
+    before: AttentionSpec
+    spec: AttentionSpec
+    method: GroupedMethod
+    host: Host
+    grouping: str
+    seed: int
+    initializer_range: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def copies(self) -> bool:
+        """Whether nothing changes."""
+        return self.spec == self.before
+
+    def recipe(self) -> dict[str, Any]:
+        """The target's options, as on the command line."""
+        return dict(self.options)
+
+    def facts(self) -> dict[str, Any]:
+        """The sizes of the result, for `--json`."""
+        return {"kv_heads_after": self.spec.num_kv_heads}
+
+    def config(self, source: Source, rotary: Rotary | None) -> dict[str, Any]:
+        """The new config.json."""
+        return self.host.config(source.raw, source.config, self.spec, rotary)
+
+    def steps(self) -> list[str]:
+        """What is done beyond the method, as on the command line."""
+        return ["--grouping similar"] if self.grouping == "similar" and not self.copies else []
+
+    def change(self, before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Attention]:
+        """Merge the KV heads of a layer.
+
+        Returns:
+            The source's record with its heads in the order of the result, and the record of the result.
+        """
+        groups = self.spec.num_kv_heads
+        if self.grouping == "similar" and self.method.partition:
+            before = reordered(before, self.method.partition(before, groups, statistics))
+        return before, self.method.merge(before, groups, Draw.of_layer(self.seed, layer, self.initializer_range), statistics)
+
+
+@dataclass(frozen=True)
+class LatentTarget:
+    """A latent and a rotary key: MLA.
+
+    Attributes:
+        before: The source's numbers.
+        spec: Those of the result.
+        method: What factors keys and values.
+        host: The class that carries the result.
+        channels: Channels of the latent that carry something.
+        freqfold: Neighbouring frequencies that count as one.
+        pad_rank: Whether channels beyond full rank were asked for.
+        splits: Targets that spend the same cache, among which the text decides; this one is among them. Empty for no choice.
+        notes: What the user should know.
+    """
+
+    before: AttentionSpec
+    spec: AttentionSpec
+    method: LatentMethod
+    host: Host
+    channels: int
+    freqfold: int = 1
+    pad_rank: bool = False
+    splits: tuple[LatentTarget, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    command = "mla"
+
+    @property
+    def copies(self) -> bool:
+        """Whether nothing changes."""
+        return self.spec == self.before
+
+    def recipe(self) -> dict[str, Any]:
+        """The target's options, as on the command line."""
+        return {
+            "kv_lora_rank": self.spec.kv_lora_rank,
+            "qk_rope_head_dim": self.spec.qk_rope_head_dim,
+            **({"freqfold": self.freqfold} if self.freqfold > 1 else {}),
+            **({"pad_rank": True} if self.pad_rank else {}),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """The sizes of the result, for `--json`."""
+        return {**self.recipe(), "latent_channels": self.channels}
+
+    def config(self, source: Source, rotary: Rotary | None) -> dict[str, Any]:
+        """The new config.json; `rotary` is what the rotary key rotates by."""
+        return dict(source.raw) if self.copies else self.host.config(source.raw, source.config, self.spec, rotary)
+
+    def steps(self) -> list[str]:
+        """What is done beyond the method, as on the command line: nothing."""
+        return []
+
+    def allocation(self, rotary: Rotary) -> Allocation:
+        """What is known of the result's layers before frequencies are chosen; `rotary` is that of the source."""
+        return Allocation(
+            self.channels,
+            (),
+            self.freqfold,
+            rotary,
+            nope_dims=self.spec.qk_nope_head_dim,
+            rotary_keys=self.before.rotary_keys,
+        )
+
+    def change(self, chosen: Allocation, before: Attention, statistics: Statistics) -> tuple[Attention, FactoredAttention]:
+        """Factor the keys and values of a layer, with frequencies chosen for all layers.
+
+        Returns:
+            The source's record, and that of the result.
+        """
+        return before, self.method.factor(before, chosen, statistics)
+
+
+Target = GroupedTarget | LatentTarget

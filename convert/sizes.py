@@ -1,0 +1,53 @@
+"""Sizes as people write them: 5GB, 12.5%, 512+64."""
+
+from __future__ import annotations
+
+import re
+
+from attention.errors import Refusal
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """5GB, 500MB, 1.5GiB as bytes.
+
+    Raises:
+        Refusal: It is no size.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMG]?i?B)\s*", text, re.IGNORECASE | re.ASCII)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise Refusal(f"{text!r} is no size: give a number and a unit, as in 5GB or 500MB")
+    return size
+
+
+def parse_budget(text: str) -> tuple[float, None] | tuple[None, int]:
+    """A share of the source's cache, 12.5%, or bytes per token, 4096 or 4KB; as (share, None) or (None, bytes).
+
+    Raises:
+        Refusal: It is neither.
+    """
+    text = text.strip()
+    percent = re.fullmatch(r"(\d{1,3}(?:\.\d{1,30})?)\s*%", text, re.ASCII)
+    if percent and 0 < float(percent[1]) <= 100:
+        return float(percent[1]) / 100, None
+    if re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        return None, int(text)
+    if re.fullmatch(r"\d+(\.\d+)?\s*[KMG]?i?B", text, re.IGNORECASE | re.ASCII):
+        return None, parse_bytes(text)
+    raise Refusal(
+        f"{text!r} is no budget: give a share of the source's cache above 0 and up to 100 %, as in 12.5%, or bytes per "
+        "token, as in 4096 or 4KB"
+    )
+
+
+def parse_latent(text: str) -> tuple[int | None, int | None, float | None, int | None]:
+    """A size of MLA, R+P or a budget, as (R, P, share, bytes).
+
+    Raises:
+        Refusal: It is neither.
+    """
+    if match := re.fullmatch(r"\s*(\d{1,9})\s*\+\s*(\d{1,9})\s*", text, re.ASCII):
+        return int(match[1]), int(match[2]), None, None
+    return None, None, *parse_budget(text)

@@ -1,0 +1,222 @@
+"""Every tensor of every family has a name and a role, each found from the other; what is fused or transposed comes apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_config, tiny_model
+
+from attention.errors import Failure
+from convert.checkpoint.reader import Reader
+from convert.families import FAMILIES
+from convert.families.names import ROLES, NameTable, Place, Row
+
+# Whatever adds tensors to a checkpoint.
+SWITCHES = (
+    "attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm", "mlp_bias",
+)  # fmt: skip
+
+GPT2 = NameTable(
+    [
+        Row("transformer.wte", ("embedding",)),
+        Row("transformer.wpe", ("positions",)),
+        Row("transformer.h.{layer}.ln_1", ("layers.{layer}.attention_norm",)),
+        Row("transformer.h.{layer}.ln_2", ("layers.{layer}.mlp_norm",)),
+        Row("transformer.h.{layer}.mlp.c_fc", ("layers.{layer}.mlp.up",), transposed=True),
+        Row("transformer.h.{layer}.mlp.c_proj", ("layers.{layer}.mlp.down",), transposed=True),
+        Row("transformer.ln_f", ("final_norm",)),
+    ]
+)
+THREE = tuple(f"layers.{{layer}}.mlp.shared.{part}" for part in ("gate", "up", "down"))
+FUSED = NameTable([Row("decoder.{layer}.all", THREE), Row("turned.{layer}", ("layers.{layer}.mlp.up",), transposed=True)])
+
+
+def saved(model_type: str, path: Path) -> tuple[Any, Reader]:
+    model = tiny_model(tiny_config(model_type, **dict.fromkeys(SWITCHES, True)))
+    model.save_pretrained(path)
+    return model.config, Reader(path)
+
+
+# ---- families ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_tensor_of_a_checkpoint_is_an_attentions_or_has_a_place(model_type: str, tmp_path: Path) -> None:
+    (config, reader), family = saved(model_type, tmp_path), FAMILIES[model_type]
+    attention = {name for layer in range(config.num_hidden_layers) for name in family.shapes(config, layer)}
+    assert attention < reader.infos.keys()
+    roles: list[str] = []
+    for name in reader.infos.keys() - attention:
+        place = family.names.place(name)
+        assert place is not None, name
+        assert place.name == name
+        for role in place.roles:
+            assert family.names.holding(role) == place
+        roles += place.roles
+        tensor = reader[name]
+        parts = place.split(tensor)
+        assert tuple(parts) == place.roles
+        assert {role: tuple(part.shape) for role, part in parts.items()} == place.shapes(reader.infos[name].shape)
+        assert place.shape(place.shapes(reader.infos[name].shape)) == reader.infos[name].shape
+        assert torch.equal(place.join(parts), tensor)
+    assert len(set(roles)) == len(roles)
+    assert all(family.names.place(name) is None for name in attention)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_roles_mean_what_the_class_does(model_type: str, tmp_path: Path) -> None:
+    (config, reader), names = saved(model_type, tmp_path), FAMILIES[model_type].names
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, info in reader.infos.items():
+        if place := names.place(name):
+            shapes |= place.shapes(info.shape)
+    width, vocabulary = config.hidden_size, config.vocab_size
+    assert shapes["embedding.weight"] == (vocabulary, width)
+    assert shapes.get("head.weight", (vocabulary, width)) == (vocabulary, width)
+    into = {shape[-2:] for role, shape in shapes.items() if role.endswith(("gate.weight", "up.weight"))}
+    out = {shape[-2:] for role, shape in shapes.items() if role.endswith("down.weight")}
+    assert into
+    assert {(wide, narrow) for narrow, wide in into} == out
+    assert all(shape[-1] == width for shape in into)
+    assert all(shape == (width,) for role, shape in shapes.items() if "norm." in role)
+
+
+def test_fused_projections_are_the_gate_and_then_what_it_multiplies() -> None:
+    model = tiny_model(tiny_config("glm"))
+    mlp, place = model.model.layers[1].mlp, FAMILIES["glm"].names.place("model.layers.1.mlp.gate_up_proj.weight")
+    assert place is not None
+    parts = place.split(mlp.gate_up_proj.weight.detach())
+    x = torch.randn(3, 64)
+    gate, up = (x @ parts[f"layers.1.mlp.{part}.weight"].T for part in ("gate", "up"))
+    torch.testing.assert_close(mlp.down_proj(torch.nn.functional.silu(gate) * up), mlp(x))
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def test_gpt2_by_its_table() -> None:
+    up = GPT2.place("transformer.h.11.mlp.c_fc.weight")
+    assert up == Place("transformer.h.11.mlp.c_fc.weight", ("layers.11.mlp.up.weight",), transposed=True)
+    bias = GPT2.place("transformer.h.11.mlp.c_fc.bias")
+    assert bias == Place("transformer.h.11.mlp.c_fc.bias", ("layers.11.mlp.up.bias",))
+    assert GPT2.place("transformer.wpe.weight") == Place("transformer.wpe.weight", ("positions.weight",))
+    assert GPT2.holding("layers.3.mlp.down.weight") == Place(
+        "transformer.h.3.mlp.c_proj.weight", ("layers.3.mlp.down.weight",), transposed=True
+    )
+    weight = torch.randn(8, 32)
+    assert torch.equal(up.split(weight)["layers.11.mlp.up.weight"], weight.T)
+    assert up.shapes((8, 32)) == {"layers.11.mlp.up.weight": (32, 8)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformer.h.11.attn.c_attn.weight", "transformer.h.011.ln_1.weight", "transformer.h.-1.ln_1.weight",
+        "transformer.h.1.2.ln_1.weight", "transformer.h.{layer}.ln_1.weight", "transformer.h.x.ln_1.weight",
+        "transformer_wte.weight", "atransformer.wte.weight", "transformer.wte", "wte.weight", "", ".", "weight",
+        "transformer.wte\n.weight", "transformer.h.1٣.ln_1.weight",
+    ],
+)  # fmt: skip
+def test_other_names_have_no_place(name: str) -> None:
+    assert GPT2.place(name) is None
+    assert GPT2.holding(name) is None
+
+
+def test_last_parts_stay_as_they_are() -> None:
+    names = FAMILIES["apertus"].names
+    assert names.place("model.layers.2.mlp.act_fn.alpha_p") == Place(
+        "model.layers.2.mlp.act_fn.alpha_p", ("layers.2.mlp.activation.alpha_p",)
+    )
+    assert FUSED.place("decoder.2.all.alpha_p") is None, "nothing is known of how such parts would be fused"
+    assert FUSED.holding("layers.2.mlp.shared.up.alpha_p") is None
+
+
+def test_three_in_one() -> None:
+    place = FUSED.holding("layers.4.mlp.shared.up.weight")
+    assert place is not None
+    assert place.name == "decoder.4.all.weight"
+    assert place.shapes((6, 5)) == dict.fromkeys(place.roles, (2, 5))
+    weight = torch.arange(30).view(6, 5)
+    parts = place.split(weight)
+    assert torch.equal(parts["layers.4.mlp.shared.up.weight"], weight[2:4])
+    assert parts["layers.4.mlp.shared.down.weight"].data_ptr() == weight[4:].data_ptr(), "a view"
+
+
+@given(data=st.data())
+def test_join_is_the_inverse_of_split(data: st.DataObject) -> None:
+    roles = tuple(f"r{i}" for i in range(data.draw(st.integers(1, 4), "roles")))
+    last = data.draw(st.sampled_from(["weight", "bias"]), "last part")
+    place = Place(f"x.{last}", roles, last == "weight" and data.draw(st.booleans(), "transposed"))
+    dims = data.draw(st.lists(st.integers(1, 4), min_size=1 if last == "bias" else 2, max_size=3), "shape of a part")
+    generator = torch.Generator().manual_seed(0)
+    parts = {role: torch.randn(dims, generator=generator) for role in roles}
+    whole = place.join(parts)
+    assert tuple(whole.shape) == place.shape(dict.fromkeys(roles, tuple(dims)))
+    assert place.shapes(tuple(whole.shape)) == dict.fromkeys(roles, tuple(dims))
+    back = place.split(whole)
+    assert tuple(back) == roles
+    assert all(torch.equal(back[role], parts[role]) for role in roles)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (5,), ()], ids=str)
+def test_what_does_not_divide_fails(shape: tuple[int, ...]) -> None:
+    place = FUSED.place("decoder.0.all.weight")
+    assert place is not None
+    with pytest.raises(Failure, match=r"decoder\.0\.all\.weight is \[.*\] and should hold 3 projections of equal size"):
+        place.split(torch.zeros(shape))
+
+
+def test_a_vector_is_not_transposed() -> None:
+    place = FUSED.place("turned.0.weight")
+    assert place is not None
+    with pytest.raises(Failure, match=r"turned\.0\.weight is \[4\] and should be a matrix"):
+        place.split(torch.zeros(4))
+    with pytest.raises(Failure, match=r"layers\.0\.mlp\.up\.weight is \[4\] and should be a matrix"):
+        place.join({"layers.0.mlp.up.weight": torch.zeros(4)})
+
+
+def test_parts_of_unequal_size_are_not_joined() -> None:
+    place = FUSED.place("decoder.0.all.weight")
+    assert place is not None
+    shapes = dict(zip(place.roles, [(2, 3), (3, 3), (2, 3)], strict=True))
+    message = r"all\.weight holds 3 projections of equal size, and there are layers\.0\.mlp\.shared\.gate\.weight \[2, 3\] and"
+    with pytest.raises(Failure, match=message):
+        place.join({role: torch.zeros(shape) for role, shape in shapes.items()})
+
+
+def test_replacing_rows() -> None:
+    changed = GPT2.replacing(
+        Row("transformer.h.{layer}.ln_2", ("layers.{layer}.attention_output_norm",)),
+        Row("norm", ("final_norm",)),
+        without=("positions",),
+    )
+    assert changed.holding("layers.0.mlp_norm.weight") is None, "its path is another role's now"
+    assert changed.place("transformer.ln_f.weight") is None, "its role is at another path now"
+    assert changed.place("transformer.wpe.weight") is None
+    assert changed.place("transformer.wte.weight") == GPT2.place("transformer.wte.weight")
+    assert len(changed.rows) == len(GPT2.rows) - 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([Row("a", ("embedding",)), Row("a", ("head",))], "a path occurs twice"),
+        ([Row("a", ("embedding",)), Row("b", ("embedding",))], "a role occurs twice"),
+        ([Row("a.{layer}", ("layers.{layer}.norm",))], "unknown roles"),
+        ([Row("a", ("layers.{layer}.mlp_norm",))], "different numbers"),
+        ([Row("a.{layer}", ("head",))], "different numbers"),
+    ],
+)
+def test_tables_that_contradict_themselves_are_rejected(rows: list[Row], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NameTable(rows)
+
+
+def test_every_role_is_of_some_use() -> None:
+    used = {role for family in FAMILIES.values() for row in family.names.rows for role in row.roles}
+    assert ROLES.keys() - used == {"positions", "embedding_norm"}, "families that will need them are not read yet"
