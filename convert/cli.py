@@ -14,7 +14,7 @@ import click
 from attention.errors import GateMissed, Interrupted, KvfoldError
 from convert import options
 from convert.methods import GROUPED, LATENT
-from eval.tables import printable
+from eval.escapes import printable
 from eval.text import DATASETS
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from eval.escapes import printable
 from eval.progress import Progress, silent
-from eval.tables import printable
 
 
 def console(verbose: bool, quiet: bool) -> Progress:
