@@ -16,7 +16,7 @@ __all__ = ["absorb", "absorbed", "load", "pack", "restore"]
 
 
 def __getattr__(name: str) -> Any:
-    """They are imported when first asked for: torch is not needed to read an AttentionSpec."""
+    """Import the public functions on first use: an AttentionSpec needs no torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from attention import patch

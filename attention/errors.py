@@ -1,10 +1,10 @@
-"""The ways in which a command ends early. Each carries one line for the user and, where there is one, the next step."""
+"""The errors that end a command. Each has a one-line message for the user and, where one is known, the next step as a hint."""
 
 
 class KvfoldError(Exception):
-    """An error meant for the user's eyes: what, the values, the rule; `hint` says what to do next.
+    """An error for the user: the message names the object, the values and the rule; `hint` says what to do next.
 
-    Names and paths in it may come from anywhere: line breaks, terminal escapes and bidi controls are shown escaped.
+    Names and paths in it may come from anywhere, so line breaks, terminal escapes and bidi controls are escaped.
     """
 
     exit_code = 1
@@ -15,23 +15,23 @@ class KvfoldError(Exception):
 
 
 class Refusal(KvfoldError, ValueError):
-    """Wrong as seen from the arguments and the config alone: nothing was read, nothing was written (exit code 2)."""
+    """The arguments or the config are wrong; no weights were read and nothing was written (exit code 2)."""
 
     exit_code = 2
 
 
 class Failure(KvfoldError, RuntimeError):
-    """Failed on weights, text or machine (exit code 1)."""
+    """Something is wrong with the weights, the text or the machine (exit code 1)."""
 
 
 class Interrupted(KvfoldError):
-    """The user stopped it (exit code 130)."""
+    """The user interrupted the command (exit code 130)."""
 
     exit_code = 130
 
 
 class GateMissed(KvfoldError):
-    """The work was done and measured worse than the caller allowed (exit code 3); `report` is what was measured."""
+    """The work was done, but its result is worse than the caller allowed (exit code 3); `report` holds the measurements."""
 
     exit_code = 3
 

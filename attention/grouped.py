@@ -1,13 +1,13 @@
-"""Grouped-query attention (GQA, MQA) that decodes over its cache as it lies, instead of repeating it for every query head.
+"""Grouped-query attention (GQA, MQA) that decodes directly over its cache instead of repeating it for every query head.
 
-With one new token, the query heads of a group are as good as several queries of their one KV head: packed as such, nothing has
-to be repeated. transformers (5.23) packs them itself where there is a mask and nothing is compiled. Compiled with a mask, it
-repeats keys and values to H heads at every step, which costs more than MHA does; without one it leaves the sharing to torch,
-which on a CPU works as for H heads in bf16 (BENCHMARKS.md). On CUDA torch's flash attention splits the cache of a sequence
-among processors, but takes no mask, and static caches and padding bring one: the kernel of `attention.kernels` does both.
+With one new token, the query heads of a group can be packed as several queries of their one KV head, and nothing has
+to be repeated. transformers (5.23) does so itself if there is a mask and nothing is compiled. Compiled with a mask, it
+repeats keys and values to H heads at every step, which costs more than MHA; without a mask it leaves the sharing to torch,
+which in bf16 on a CPU costs as much as H KV heads (BENCHMARKS.md). On CUDA torch's flash attention splits a sequence's cache
+among processors, but takes no mask, and static caches and padding need one: the kernel of `attention.kernels` does both.
 
-An attention function with the name of each backend is added to those of transformers, beside its own, which stay as they are.
-`attention.patch.pack` has the attention modules of one model look there: it puts `PackedConfig` before their config. Whatever
+This module registers one attention function per backend with transformers, whose own functions stay as they are.
+`attention.patch.pack` makes the attention modules of one model use it: it puts `PackedConfig` before their config. Whatever
 else reads the config (masks, caches, generation, `save_pretrained`) finds "sdpa". Letters as in `attention`; values have Dv.
 """
 
@@ -26,18 +26,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attention.errors import Refusal
 from attention.kernels import Backend, decode_grouped, triton_decode
 
-# What the attention functions are called, by backend.
+# The name of the attention function of each backend.
 NAMES: dict[Backend, str] = {"auto": "kvfold_auto", "triton": "kvfold_triton", "torch": "kvfold_torch"}
 STOCK = "sdpa"
-# What sdpa takes, or refuses, beside queries, keys, values and masks: it shall do so here as well.
+# Arguments besides queries, keys, values and masks that sdpa handles or refuses: calls with them are passed on to sdpa.
 _SPECIAL = ("cache", "position_bias", "softcap")
 
 
 class PackedConfig:
-    """The config of an attention module to everything but its lookup of an attention function, where "sdpa" is replaced.
+    """A proxy for the config of an attention module; only the name of the attention function differs where it is "sdpa".
 
-    Another implementation that the model is switched to later is found as it is. Attributes that are set are set on the config.
-    It is none of transformers' configs to `isinstance`.
+    If the model is switched to another implementation later, that one is used. Setting an attribute sets it on the config.
+    `isinstance` does not take it for a config of transformers.
 
     Attributes:
         stock: The config.
@@ -56,7 +56,7 @@ class PackedConfig:
         return NAMES[self.backend] if chosen == STOCK else chosen
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("stock", "backend") or name.startswith("__"):  # asked for while it is being copied
+        if name in ("stock", "backend") or name.startswith("__"):  # looked up during a copy
             raise AttributeError(name)
         return getattr(self.stock, name)
 
@@ -67,13 +67,13 @@ class PackedConfig:
 
 
 def shares_heads(module: nn.Module) -> bool:
-    """Whether query heads of `module` share KV heads, as transformers' own attention functions tell it."""
+    """Whether query heads of `module` share KV heads, by the attribute that transformers' attention functions read."""
     groups = getattr(module, "num_key_value_groups", None)
     return isinstance(groups, int) and groups > 1
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether `attention.patch.pack` has been at `module`."""
+    """Whether `module` is packed (`attention.patch.pack`)."""
     return isinstance(getattr(module, "config", None), PackedConfig)
 
 
@@ -82,16 +82,16 @@ def objection(module: nn.Module) -> str | None:
     config = getattr(module, "config", None)
     chosen = getattr(config.stock if isinstance(config, PackedConfig) else config, "_attn_implementation", None)
     if chosen != STOCK:
-        return f"it attends through {chosen!r}, and must through {STOCK!r}"
+        return f"it attends through {chosen!r}, and must attend through {STOCK!r}"
     if replaced := replaced_forward(module):
         return f"something else has replaced its forward by {replaced!r}"
     try:
         sources = {name: inspect.getsource(method) for name, method in _methods(type(module)).items()}
     except (OSError, TypeError):
-        return "the source of its methods, which has to be looked at, is not to be had"
+        return "the source of its methods, which has to be checked, cannot be read"
     if "ALL_ATTENTION_FUNCTIONS.get_interface(" not in sources["forward"]:
         return "its forward does not look an attention function up"
-    # Some classes ask for "sdpa" by name, to build other masks for it: another name would change what they compute.
+    # Some classes compare the name with "sdpa" to build other masks for it: another name would change their results.
     if sum(source.count("_attn_implementation") for source in sources.values()) != 1:
         return "it does more with the name of its attention function than look it up"
     if "position_bias" in sources["forward"]:
@@ -100,13 +100,13 @@ def objection(module: nn.Module) -> str | None:
 
 
 def replaced_forward(module: nn.Module) -> Any:
-    """The forward that `module` has in place of its class's, below the hooks of accelerate, or None."""
+    """The forward that replaces that of `module`'s class, beneath accelerate's hooks; None if it is the class's own."""
     held = vars(module).get("_old_forward" if hasattr(module, "_old_forward") else "forward")
     return None if getattr(held, "__func__", None) is type(module).forward else held
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
-    """What `cls` has beyond `nn.Module`, but for its constructor, as it was before decorators."""
+    """The methods of `cls` beyond those of `nn.Module`, without its constructor and without decorators."""
     own = {name: None for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module for name in vars(base)}
     found = {name: inspect.unwrap(getattr(cls, name)) for name in own if name != "__init__"}
     return {name: method for name, method in found.items() if inspect.isfunction(method)}
@@ -124,26 +124,26 @@ def grouped_attention(
     backend: Backend,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' "sdpa" computes: one query of several heads to a KV head by `decode_grouped`, all else by itself.
+    """What transformers' "sdpa" computes: `decode_grouped` does one query per head with shared KV heads, sdpa does the rest.
 
-    All else is several queries, dropout, a paged cache, biases of positions, and whatever sdpa refuses.
+    The rest is several queries, dropout, a paged cache, position biases, and whatever sdpa refuses.
 
     Args:
-        module: The attention module; sdpa looks at it.
+        module: The attention module, for sdpa.
         query: `[B, H, T, D]`.
         key: `[B, G, S, D]`.
         value: `[B, G, S, Dv]`.
         attention_mask: None, or `[B or 1, 1 or H, T, S]`: true where a token is seen, or a number added to the scores.
-        dropout: A share of the weights.
-        scaling: What scores are multiplied by; None for D^-½.
+        dropout: The probability that a weight is dropped.
+        scaling: The factor of the scores; None for D^-½.
         backend: See `decode_grouped`.
-        kwargs: Whatever the model hands to its attention function.
+        kwargs: Everything else that the model passes to its attention function.
 
     Returns:
         `[B, T, H, Dv]`, and None in place of weights.
 
     Raises:
-        Refusal: The backend, asked for by name, cannot serve.
+        Refusal: A backend other than "auto" cannot serve this call.
     """
     heads, queries, dim = query.shape[1:]
     if queries == 1 and key.shape[1] < heads and kwargs.get("cache") is None:
@@ -158,18 +158,18 @@ def grouped_attention(
 
 
 def _unlike(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> str | None:
-    """Why `decode_grouped` is not made for a call, or None."""
+    """Why `decode_grouped` cannot serve a call, or None."""
     if named := [name for name, value in options.items() if value is not None]:
-        return f"it knows no {' and no '.join(named)}"
+        return f"it does not support {' and '.join(named)}"
     if query.shape[0] != key.shape[0]:
-        return f"it takes as many queries as sequences, not {query.shape[0]} for {key.shape[0]}"
+        return f"it takes one query per sequence, not {query.shape[0]} for {key.shape[0]}"
     if mask is not None and (mask.ndim != 4 or mask.shape[-1] != key.shape[2]):
         return f"it takes a mask over the {key.shape[2]} tokens of the cache, not one of shape {list(mask.shape)}"
     return None
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's flash attention serves a call without a mask: it packs groups itself, and splits the cache."""
+    """Whether torch's flash attention serves a call without a mask; it packs groups itself and splits the cache."""
     half = key.dtype in (torch.float16, torch.bfloat16)
     return triton_decode.on_gpu(key) and half and query.shape[-1] == value.shape[-1] <= 256
 

@@ -1,14 +1,14 @@
-"""Multi-head latent attention (MLA) that decodes over the cached latent instead of expanding it.
+"""Multi-head latent attention (MLA) that decodes directly over the cached latent instead of expanding it.
 
 transformers caches the latent of each token, c [R], and its rotary key [P], but at every step expands the whole cache to keys
-and values of H heads. Since the expansion is linear it can be moved to the other side (DeepSeek-V2, arXiv 2405.04434, 2.1.2):
+and values of H heads. The expansion is linear, so queries and outputs can absorb it (DeepSeek-V2, arXiv 2405.04434, 2.1.2):
 
     scores  = q_nopeᵀ (W_UK c) + q_ropeᵀ k_rope = (W_UKᵀ q_nope)ᵀ c + q_ropeᵀ k_rope
     outputs = Σ p (W_UV c)                      = W_UV (Σ p c)
 
-so that one latent serves all heads: a step reads S (R + P) values instead of making S · H · (N + Dv). `LatentAttention`
-goes before a stock class among the bases of a class; `attention.patch` makes such classes and puts them into a model.
-Letters as in `attention`; N dims of a query head do not turn and P do, a value head has Dv.
+One latent then serves all heads: a step reads S (R + P) values instead of making S · H · (N + Dv). `LatentAttention`
+is a mixin for a stock class; `attention.patch` makes the classes and puts them into a model.
+Letters as in `attention`; a query head has N nope dims and P rope dims, a value head has Dv.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from attention.kernels.torch_decode import probabilities, read
 Rule = Callable[[int, int, int, int, int, int], bool]
 When = Literal["auto", "always", "never"] | Rule
 
-# What a multiply-add of the absorbed path costs beside one of the expanded path, which also writes and reads the keys and
+# The cost of a multiply-add of the absorbed path relative to the expanded path, which also writes and reads the keys and
 # values it makes. benchmarks/decode.py (fp32, 2 CPU threads, 16 heads, R 256, P 32, N = Dv = 64) found both paths equally fast
 # at about 100 queries over 1k tokens, 140 over 4k and 135 over 16k, where this constant is 0.85, 0.71 and 0.73.
 ABSORBED_COST = 0.8
 
-# A norm weight from which on latents of root mean square 1 change the norm by less than one ulp of fp32.
+# From this norm weight on, latents of root mean square 1 change the norm by less than one ulp of fp32.
 _NEUTRAL_WEIGHT = 2.0**12
 
 
 def absorbs(queries: int, cached: int, rank: int, nope: int, rope: int, value: int) -> bool:
-    """Whether T = `queries` new tokens over S = `cached` tokens, themselves among them, are cheaper absorbed than expanded.
+    """Whether T = `queries` new tokens over S = `cached` tokens (the new ones included) are cheaper absorbed than expanded.
 
     Counts multiply-adds of one head: the expansion does S·R·(N + Dv) before its attention of T·S·(N + P + Dv); absorbed,
-    queries and outputs cost T·R·(N + Dv), and the attention is wider, T·S·(2R + P). The batch multiplies both alike.
+    queries and outputs cost T·R·(N + Dv), and the attention is wider, T·S·(2R + P). Both grow with the batch alike.
     """
     expanded = cached * rank * (nope + value) + queries * cached * (nope + rope + value)
     absorbed = queries * rank * (nope + value) + queries * cached * (2 * rank + rope)
@@ -66,9 +66,9 @@ RULES: dict[str, Rule] = {"auto": absorbs, "always": _always, "never": _never}
 
 
 class LatentAttention(nn.Module):
-    """Mixin before a stock MLA attention class of transformers: its weights, cache layout and results, other arithmetic.
+    """Mixin for a stock MLA attention class of transformers: the same weights, cache layout and results, other arithmetic.
 
-    In training mode it is the stock forward. Otherwise `rule` chooses between the stock arithmetic (the prefill) and
+    In training mode it runs the stock forward. Otherwise `rule` chooses between the stock arithmetic (the prefill) and
     the absorbed one (decoding). The absorbed one reads `kv_b_proj.weight` and calls neither `kv_b_proj` nor `expand_kv`,
     so hooks on these do not run.
 
@@ -76,14 +76,14 @@ class LatentAttention(nn.Module):
         rule: See `absorbs`.
         backend: See `attention.kernels.decode`.
         constant_channels: `[R + P]`, true on the latent's constant channels where the latent norm is neutral (see
-            `neutral_constants`); the norm is then skipped. None where it is a norm like any other.
+            `neutral_constants`); the norm is then skipped. None if the norm has an effect.
     """
 
     rule: Rule
     backend: Backend
     constant_channels: torch.Tensor | None
 
-    # What the stock class brings along.
+    # Attributes of the stock class.
     config: Any
     layer_idx: int
     num_heads: int
@@ -105,16 +105,16 @@ class LatentAttention(nn.Module):
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
     def prepare(self, rule: Rule, backend: Backend) -> None:
-        """Add what `forward` needs beside the stock attributes; `state_dict` is not touched."""
+        """Add the attributes that `forward` needs; `state_dict` does not change."""
         self.rule, self.backend = rule, backend
         self.register_buffer("constant_channels", neutral_constants(self), persistent=False)
 
     def unprepare(self) -> None:
-        """Take away what `prepare` added."""
+        """Remove what `prepare` added."""
         del self.rule, self.backend, self.constant_channels
 
     def train(self, mode: bool = True) -> LatentAttention:
-        """Switch the mode; training may have moved the constants of a neutral norm, so they are looked at anew."""
+        """Switch the mode. Training may have changed the constants of a neutral norm, so they are checked again."""
         if self.training and not mode:
             self.constant_channels = neutral_constants(self)
         return super().train(mode)
@@ -132,9 +132,9 @@ class LatentAttention(nn.Module):
         Args:
             hidden_states: `[B, T, E]`.
             position_embeddings: Cosines and sines, `[B or 1, T, P]` each.
-            attention_mask: Whatever the attention implementation of the config takes (see `dense_mask`).
+            attention_mask: A mask of the form that the config's attention implementation takes (see `dense_mask`).
             past_key_values: A transformers `Cache`, or None.
-            kwargs: Handed to the attention function of the expanded path.
+            kwargs: Passed to the attention function of the expanded path.
 
         Returns:
             `[B, T, E]`, and with eager attention the probabilities `[B, H, T, S]`, else None.
@@ -147,8 +147,8 @@ class LatentAttention(nn.Module):
         q_rope, k_rope = rotate(q_rope, k_rope, *position_embeddings)
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
-        # A paged cache comes as `cache` and is kept by the attention function. The offsets of a flex mask over a static
-        # cache are the cache's own counters, which `update` has just advanced: it cannot be evaluated any more.
+        # A paged cache comes as `cache`, and the attention function updates it. The offsets of a flex mask over a static
+        # cache are the cache's own counters, which `update` has just advanced, so that mask can no longer be evaluated.
         late = isinstance(attention_mask, BlockMask) and past_key_values is not None and past_key_values.is_compileable
         if "cache" in kwargs or late or not self._absorbs(hidden_states.shape[1], latent.shape[2], attention_mask):
             out, weights = self._expanded(q_nope, q_rope, latent, k_rope, attention_mask, **kwargs)
@@ -157,14 +157,14 @@ class LatentAttention(nn.Module):
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def _absorbs(self, queries: int, cached: int, mask: torch.Tensor | BlockMask | None) -> bool:
-        # What no mask means for several queries (causal from which corner, packed sequences, nothing masked) is a matter
-        # of each attention function.
+        # For several queries without a mask, the meaning (causal from which corner, packed sequences, nothing masked) depends
+        # on the attention function.
         if mask is None and queries > 1:
             return False
         return self.rule(queries, cached, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
 
     def _queries(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `[B, H, T, N]` and `[B, H, T, P]`, not turned yet."""
+        """Nope queries `[B, H, T, N]` and rope queries `[B, H, T, P]`, not rotated yet."""
         if self.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
         else:
@@ -174,10 +174,10 @@ class LatentAttention(nn.Module):
         return nope, rope
 
     def _latent(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is cached of each token: `[B, 1, T, R]` and, not turned yet, `[B, 1, T, P]`."""
+        """The latent `[B, 1, T, R]` and the rotary key `[B, 1, T, P]`, not rotated yet, that are cached for each token."""
         compressed = self.kv_a_proj_with_mqa(hidden_states)
         if self.constant_channels is not None:
-            # The norm would bring back what came in, and put zeros on the constants. These overflow in fp16.
+            # The norm would return its input with zeros on the constants. The constants overflow in fp16.
             compressed = compressed.masked_fill(self.constant_channels, 0)
         latent, rope = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         if self.constant_channels is None:
@@ -193,12 +193,12 @@ class LatentAttention(nn.Module):
         mask: torch.Tensor | BlockMask | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The stock arithmetic: `[B, T, H, Dv]`, and probabilities if the attention function gives them."""
+        """The stock arithmetic: `[B, T, H, Dv]`, and probabilities if the attention function returns them."""
         keys, values = self.expand_kv(latent, k_rope)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         queries = torch.cat((q_nope, q_rope), -1)
         if values.device.type == "cpu" and self.config._attn_implementation == "sdpa":
-            # As wide as keys: torch has no other kernel on a CPU that does without the [B, H, T, S] weights.
+            # Pad values to the width of keys: no other kernel of torch on a CPU avoids the [B, H, T, S] weights.
             values = nn.functional.pad(values, (0, max(0, self.qk_head_dim - self.v_head_dim)))
         out, weights = attend(self, queries, keys, values, mask, dropout=0.0, scaling=self.scaling, **kwargs)
         return out[..., : self.v_head_dim], weights
@@ -227,14 +227,14 @@ class LatentAttention(nn.Module):
 
 
 def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
-    """Where the latent norm of `module` is neutral: which channels of `kv_a_proj_with_mqa` are constant, `[R + P]`.
+    """The constant channels of `kv_a_proj_with_mqa`, `[R + P]` bool, if the latent norm of `module` is neutral.
 
-    Converted checkpoints switch the RMSNorm of the stock class off by one or a few constant channels: zero weight rows
-    with biases so large that they alone decide the norm, √(Σ b² / R) = w; the norm weight is w on true channels, which
-    undoes the division, and 0 on the constants. In fp16 b and w overflow; then the pattern alone has to tell.
+    Converted checkpoints switch the stock class's RMSNorm off with one or more constant channels: zero weight rows
+    with biases so large that they alone determine the norm, √(Σ b² / R) = w; the norm weight is w on true channels, which
+    undoes the division, and 0 on the constants. In fp16 b and w overflow; then only the pattern is checked.
 
     Returns:
-        None where the norm does anything else, which then has to run.
+        None if the norm has an effect and has to run.
     """
     down, norm = module.kv_a_proj_with_mqa, module.kv_a_layernorm
     if type(down) is not nn.Linear or down.bias is None or not down.weight.is_floating_point():
@@ -253,24 +253,24 @@ def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
 
 
 def per_head(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`states [B, H, T, i]` by `weight [H, i, j]` is `[B, H, T, j]`, one product a head, without copying the weight."""
+    """`states [B, H, T, i]` times `weight [H, i, j]` is `[B, H, T, j]`: one product per head, no copy of the weight."""
     batch, heads, tokens, _ = states.shape
     product = torch.bmm(states.transpose(0, 1).reshape(heads, batch * tokens, -1), weight)
     return product.view(heads, batch, tokens, -1).transpose(0, 1)
 
 
 def dense_mask(mask: torch.Tensor | BlockMask | None, queries: int, latent: torch.Tensor) -> torch.Tensor | None:
-    """One form of mask out of those that the attention implementations of transformers take.
+    """Convert any mask of transformers' attention implementations to one form.
 
     Args:
         mask: None (every token is seen); for eager and sdpa `[B, 1, T, S]`, added to the scores or, if bool, true where a
             token is seen; for flash attention `[B, S']`, nonzero where one of the first S' ≤ S tokens is not padding, the
-            queries being the last T of them; for flex attention a block mask, evaluated here.
+            queries being the last T of them; for flex attention a block mask, which is evaluated here.
         queries: T.
         latent: `[B, S, R]`.
 
     Returns:
-        None, or a mask of the form for eager and sdpa.
+        None, or a mask as for eager and sdpa.
 
     Raises:
         Refusal: A padding mask is longer than the cache.

@@ -1,8 +1,8 @@
-"""Let one model object decode over its cache as it lies, and make it stock again.
+"""Make one model object decode directly over its cache, and undo that.
 
-Only the attention modules of the model at hand change: where latent attention is absorbed their class, where grouped attention
-is packed what they find in their config. Weights, names, the model's config, cache, transformers' own attention functions and
-every other model stay as they are. `save_pretrained` writes what it would have written.
+Only the attention modules of that model change: absorbing latent attention changes their class, packing grouped attention
+changes the config that they see. Weights, names, the model's config, cache, transformers' own attention functions and
+all other models stay as they are. `save_pretrained` writes the same files.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def _before(stock: type[nn.Module]) -> type[nn.Module]:
     return type(f"Latent{stock.__name__}", (LatentAttention, stock), {"__module__": __name__})
 
 
-# Bound to their names so that they can be pickled.
+# Module-level names, so that instances can be pickled.
 LatentDeepseekV3Attention = _before(DeepseekV3Attention)
 LatentYoutuAttention = _before(YoutuAttention)
 
-# The stock classes whose forward `LatentAttention` repeats (they differ in name only), and what they become.
+# The stock classes whose forward `LatentAttention` reimplements (they differ in name only), and their replacements.
 LATENT: dict[type[nn.Module], type[nn.Module]] = {
     DeepseekV3Attention: LatentDeepseekV3Attention,
     YoutuAttention: LatentYoutuAttention,
@@ -42,10 +42,10 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **arguments: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained(path, **arguments)`, and what serves its cache best.
+    """`AutoModelForCausalLM.from_pretrained(path, **arguments)`, absorbed or packed where possible.
 
     Latent attention is absorbed, with `when` and `backend` as in `absorb`; grouped attention is packed where `pack` can, with
-    `backend`; MHA, and what was asked to attend through something else, stays as it is.
+    `backend`. MHA, and a model that was loaded with another attention implementation, stay as they are.
 
     Raises:
         Refusal, Failure: As `absorb`.
@@ -59,25 +59,25 @@ def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **
 
 
 def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
-    """Let `model` decode over its cached latent.
+    """Make `model` decode directly over its cached latent.
 
-    Doing it again changes `when` and `backend`, and looks anew at whether the latent norm is neutral: do so after loading
-    other weights.
+    A second call changes `when` and `backend`, and checks again whether the latent norm is neutral: call it after loading
+    other weights into the model.
 
     Args:
-        model: A transformers model with stock MLA attention (a class of `LATENT`), its weights in memory and not quantised.
-        when: "auto" (where it is cheaper, `attention.latent.absorbs`), "always" (as far as the mask allows, see
-            `LatentAttention`), "never" (still skips a neutral norm), or a function of the signature of `absorbs`.
-        backend: What attends to the latent for one new token: "auto" (the fastest that can), "triton" or "torch". A
-            backend asked for by name refuses in the forward pass what it cannot serve. Several tokens at once are always
-            torch's, and so are the probabilities of eager attention.
+        model: A transformers model with stock MLA attention (a class in `LATENT`); its weights are in memory and not quantised.
+        when: Whether to absorb: "auto" (if cheaper, see `attention.latent.absorbs`), "always" (if the mask allows it, see
+            `LatentAttention`), "never" (only skips a neutral norm), or a function with the signature of `absorbs`.
+        backend: What serves one new token: "auto" (the fastest that can), "triton" or "torch". A
+            backend given by name raises `Refusal` in the forward pass if it cannot serve a call. Torch always serves several
+            tokens at once, and the probabilities of eager attention.
 
     Returns:
         `model` itself.
 
     Raises:
-        Refusal: There is no stock MLA attention, or it has been changed in ways that absorption would pass over.
-        Failure: Weights are not in memory.
+        Refusal: There is no stock MLA attention, or it has changes that absorption would ignore.
+        Failure: Some weights are not in memory.
     """
     rule = _rule(when)
     check(backend)
@@ -99,19 +99,19 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
 
 
 def pack(model: Any, *, backend: Backend = "auto") -> Any:
-    """Let `model` decode over the cached keys and values that its query heads share, without repeating them.
+    """Make `model` decode over the cached keys and values that its query heads share, without repeating them.
 
     Args:
-        model: A transformers model whose query heads share KV heads (GQA, MQA) and attend through "sdpa", in all its parts or
-            some: others stay as they are.
-        backend: As for `absorb`. Several tokens at once, the paged cache of continuous batching, and under "auto" also what
-            flash attention takes on CUDA (a token without a mask) and what `grouped_attention` says, are left to sdpa.
+        model: A transformers model whose query heads share KV heads (GQA, MQA) and attend through "sdpa", in all modules or
+            some; other modules stay as they are.
+        backend: As for `absorb`. sdpa keeps several tokens at once, the paged cache of continuous batching, with "auto"
+            what flash attention takes on CUDA (one token, no mask), and the other calls that `grouped_attention` names.
 
     Returns:
         `model` itself.
 
     Raises:
-        Refusal: It shares no KV heads, or none of the modules that do can be packed.
+        Refusal: No module shares KV heads, or none that does can be packed.
     """
     check(backend)
     kind = type(model).__name__
@@ -133,7 +133,7 @@ def pack(model: Any, *, backend: Backend = "auto") -> Any:
 
 
 def restore(model: Any) -> Any:
-    """Make `model` stock again; one that was neither absorbed nor packed stays as it is.
+    """Undo `absorb` and `pack`; a model that is neither absorbed nor packed stays as it is.
 
     Returns:
         `model` itself.
@@ -150,7 +150,7 @@ def restore(model: Any) -> Any:
 
 @contextmanager
 def absorbed(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Iterator[Any]:
-    """`model` is absorbed inside the `with` block, and as it was before after it, also after an exception.
+    """Absorb `model` for the `with` block; afterwards, also after an exception, it is as before.
 
     Raises:
         Refusal, Failure: As `absorb`.
@@ -174,7 +174,7 @@ def _rule(when: When) -> Any:
 
 
 def _attention(model: nn.Module) -> dict[str, nn.Module]:
-    """Stock MLA modules by name, absorbed already or not; a subclass with a forward of its own is not one."""
+    """The stock MLA modules by name, absorbed or not; subclasses that override `forward` are excluded."""
     classes = {*LATENT, *LATENT.values()}
     return {name: module for name, module in model.named_modules() if type(module) in classes}
 
@@ -188,7 +188,7 @@ def _stock_config(module: Any) -> Any:
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Change the class of `module`, and the methods of the old one that accelerate's hooks hold on to."""
+    """Change the class of `module`, and the old class's methods that accelerate's hooks hold."""
     old = type(module).forward
     module.__class__ = cls
     for name in ("forward", "_old_forward"):
@@ -198,7 +198,7 @@ def _become(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def _check(name: str, module: nn.Module) -> None:
-    """Whether absorption may read the weights of `module` and replace its forward."""
+    """Check that absorption may read the weights of `module` and replace its forward."""
     linear: Any = module.kv_b_proj
     if any(tensor.is_meta for tensor in module.parameters()):
         raise Failure(
@@ -206,7 +206,7 @@ def _check(name: str, module: nn.Module) -> None:
             "load the model without offloading",
         )
     weight = getattr(linear, "weight", None)
-    # A subclass of either (quantised, with adapters, sharded) computes something else than x Wᵀ with the values seen here.
+    # Subclasses of either (quantised, with adapters, sharded) do not compute x Wᵀ with the values in `weight`.
     if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or weight.dtype not in _PLAIN:
         kind = f"{type(linear).__name__} with {getattr(weight, 'dtype', 'no')} weights of type {type(weight).__name__}"
         raise Refusal(

@@ -1,4 +1,4 @@
-"""The normalisation that some families put on queries and keys before (or after) they turn."""
+"""QK-norm: the normalisation of queries and keys that some families apply before (or after) RoPE."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class QKNorm:
     """RMSNorm or LayerNorm of queries or keys.
 
     Attributes:
-        kind: "rms", or "layer" (the mean is taken off first).
-        scope: "head" normalises each head by itself over D; "all" takes all heads of a token as one vector.
-        gain: `[1, D]` where every head shares one gain, else `[heads, D]`.
-        bias: As `gain`, or None.
+        kind: "rms", or "layer" (which subtracts the mean first).
+        scope: "head" normalises each head over D; "all" normalises all heads of a token as one vector.
+        gain: `[1, D]` if all heads share one gain, else `[heads, D]`.
+        bias: Shaped as `gain`, or None.
         eps: Added to the variance.
         gain_offset: 1 where the checkpoint stores gain − 1 (Gemma).
-        after_rotary: Whether it comes after the rotation (HunYuan) instead of before it.
+        after_rotary: Whether it follows RoPE (HunYuan) instead of preceding it.
     """
 
     kind: Literal["rms", "layer"]
@@ -33,7 +33,7 @@ class QKNorm:
 
     @property
     def per_head_gains(self) -> bool:
-        """Whether heads have gains of their own, which a merge of heads has to merge too."""
+        """Whether each head has its own gains, which a merge of heads must merge too."""
         return self.gain.shape[0] > 1 or self.scope == "all"
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The records that pass between families, methods and hosts: one layer's attention before and after, and its statistics.
+"""The records that pass between families, methods and hosts: one layer's attention before and after its conversion.
 
 Letters as in `attention`: E model width, H query heads, G KV heads, D head dim, R latent rank, P rotary dims of MLA.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attention:
-    """One layer's attention, whatever its checkpoint looked like. Tensors keep the checkpoint's dtype.
+    """One layer's attention, independent of its checkpoint's layout. Tensors keep the checkpoint's dtype.
 
     Attributes:
         q: `[H, D, E]`; query head h reads KV head h // (H / G).
@@ -57,10 +57,10 @@ class FactoredAttention:
     """One layer's multi-head latent attention, as `attention.reference.latent_attention` computes it.
 
     Attributes:
-        q_nope: `[H, N, E]`, queries of the nope keys.
-        q_rope: `[H, P, E]`, queries of the rope key.
-        k_rope: `[P, E]`, that key, one for all heads.
-        down: `[R, E]`, what is kept of a token; R counts no channels that a host adds.
+        q_nope: `[H, N, E]`, queries for the nope keys.
+        q_rope: `[H, P, E]`, queries for the rope key.
+        k_rope: `[P, E]`, the rope key of all heads.
+        down: `[R, E]`, makes the latent of a token; R does not count channels that a host adds.
         up_k: `[H, N, R]`.
         up_v: `[H, D, R]`.
         o: `[E, H, D]`.
@@ -87,9 +87,9 @@ class FactoredAttention:
     o_bias: torch.Tensor | None = None
 
     def expanded(self) -> Attention:
-        """The same function as multi-head attention: keys `[H, P + N, E]`, rope dims first, and values `[H, Dv, E]`, fp32.
+        """The same function as multi-head attention, fp32: keys `[H, P + N, E]`, rope dims first, and values `[H, Dv, E]`.
 
-        Every head has the one rotary key. Methods for MHA see latent attention so.
+        All heads repeat the one rotary key. Methods written for MHA convert latent attention in this form.
         """
         import torch
 

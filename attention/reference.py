@@ -1,4 +1,4 @@
-"""Naive grouped and latent attention, spelled out in whatever precision its arguments have: the oracle of every test.
+"""Naive grouped and latent attention in the precision of its arguments: the oracle of every test.
 
 It is slow and obviously right; nothing but tests and checks should call it.
 """
@@ -38,7 +38,7 @@ def grouped_attention(
         v: `[G, D, E]`.
         o: `[E, H, D]`.
         scale: What logits are multiplied by.
-        rotary: How queries and keys turn, or None.
+        rotary: How queries and keys rotate with position, or None.
         q_bias: `[H, D]` or None.
         k_bias: `[G, D]` or None.
         v_bias: `[G, D]` or None.
@@ -91,20 +91,20 @@ def latent_attention(
 ) -> torch.Tensor:
     """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434), without a latent norm.
 
-    The latent of token s is c_s = down x_s; head h scores it by q_nopeᵀ up_k c_s plus the rotated q_ropeᵀ k_rope, and
+    The latent of token s is c_s = down x_s; head h scores it with q_nopeᵀ up_k c_s plus the rotated q_ropeᵀ k_rope, and
     reads up_v c_s.
 
     Args:
         x: `[B, T, E]`, the normalised input of the block, positions 0 to T−1.
         q_nope: `[H, D, E]`.
         q_rope: `[H, P, E]`.
-        k_rope: `[P, E]`, the one rotary key of all heads.
+        k_rope: `[P, E]`, the rotary key that all heads share.
         down: `[R, E]`.
         up_k: `[H, D, R]`.
         up_v: `[H, D, R]`.
         o: `[E, H, D]`.
         scale: What logits are multiplied by.
-        rotary: How the P dims turn.
+        rotary: How the P dims rotate with position.
         q_nope_bias: `[H, D]` or None.
         q_rope_bias: `[H, P]` or None.
         k_rope_bias: `[P]` or None.

@@ -1,7 +1,7 @@
-"""Rotary position embedding: which dims of a head turn, how fast, and how they pair up (RoFormer, arXiv 2104.09864).
+"""Rotary position embedding: which dims of a head rotate, how fast, and how they are paired (RoFormer, arXiv 2104.09864).
 
-Scaled frequencies come from transformers' own table of scaling types. A class that scales in a way of its own
-(HunYuan's `alpha`, Phi-3.5-MoE's `mscale`) is not described by it.
+Scaled frequencies come from transformers' own table of scaling types. Classes with a scaling of their own
+(HunYuan's `alpha`, Phi-3.5-MoE's `mscale`) are not covered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attention.errors import Refusal
 
-if TYPE_CHECKING:  # a list of families waits for neither torch nor transformers
+if TYPE_CHECKING:  # listing the families needs neither torch nor transformers
     import torch
 
 Pairing = Literal["half", "interleaved"]
@@ -20,12 +20,12 @@ Pairing = Literal["half", "interleaved"]
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of T tokens' heads by where they are.
+    """The rotation of heads at T given positions.
 
     Attributes:
         cos: `[T, P/2]`, times the attention factor.
-        sin: Likewise.
-        pairing: As in Rotary.
+        sin: `[T, P/2]`, times the attention factor.
+        pairing: As in `Rotary`.
     """
 
     cos: torch.Tensor
@@ -33,7 +33,7 @@ class Rotation:
     pairing: Pairing
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Rotate `states [..., T, D]`; the dims beyond P come back as they are."""
+        """Rotate `states [..., T, D]`; dims beyond P stay as they are."""
         import torch
 
         pairs = self.cos.shape[-1]
@@ -45,24 +45,24 @@ class Rotation:
 
     @property
     def adjoint(self) -> Rotation:
-        """Turns back: the inverse but for the attention factor, by which it multiplies as well."""
+        """The adjoint: it rotates back, and multiplies by the attention factor again."""
         return replace(self, sin=-self.sin)
 
     def of(self, tokens: slice) -> Rotation:
-        """The rotation of some of the tokens."""
+        """The rotation for a slice of the tokens."""
         return replace(self, cos=self.cos[tokens], sin=self.sin[tokens])
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """The first `2 * len(frequencies)` dims of every head turn; the rest do not.
+    """A rotary embedding: the first `2 * len(frequencies)` dims of every head rotate; the rest do not.
 
     Attributes:
         frequencies: `[P/2]` radians per token, fp64.
         pairing: Which two dims form pair i of P/2: "half" (i, i + P/2), as Llama; "interleaved" (2i, 2i + 1), as GPT-J.
-        attention_factor: What cosine and sine are multiplied by (YaRN, LongRoPE); 1 otherwise.
+        attention_factor: The factor of cosine and sine (YaRN, LongRoPE); 1 otherwise.
         long_frequencies: `[P/2]`, which replace `frequencies` in sequences of more than `long_beyond` tokens (LongRoPE).
-        long_beyond: Tokens.
+        long_beyond: Tokens; see `long_frequencies`.
     """
 
     frequencies: torch.Tensor
@@ -76,11 +76,11 @@ class Rotary:
         return 2 * len(self.frequencies)
 
     def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate `states [..., T, D]` by `positions [T]`; the dims beyond P come back as they are."""
+        """Rotate `states [..., T, D]` by `positions [T]`; dims beyond P stay as they are."""
         return self.rotation(positions, states.dtype)(states)
 
     def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation of tokens at `positions [T]`, to be used more than once."""
+        """The rotation for tokens at `positions [T]`, to be applied more than once."""
         import torch
 
         angles = positions[:, None].double() * self.frequencies_for(positions).to(positions.device)
@@ -88,7 +88,7 @@ class Rotary:
         return Rotation(cos, sin, self.pairing)
 
     def frequencies_for(self, positions: torch.Tensor) -> torch.Tensor:
-        """`[P/2]`, those of a sequence with tokens at `positions [T]`."""
+        """`[P/2]`, the frequencies for a sequence with tokens at `positions [T]`."""
         if self.long_frequencies is None or self.long_beyond is None or int(positions.max()) < self.long_beyond:
             return self.frequencies
         return self.long_frequencies
@@ -97,10 +97,10 @@ class Rotary:
         """Pairs of rows as complex numbers: RoPE multiplies number l of a head by e^(iθ_l t).
 
         Args:
-            rows: `[heads, D, …]`, what makes each dim of each head.
+            rows: `[heads, D, …]`, the weights of each dim of each head.
 
         Returns:
-            `[heads, P/2, …]` complex, and the `[heads, D − P, …]` rows that do not turn.
+            `[heads, P/2, …]` complex, and the nope rows `[heads, D − P, …]`.
         """
         import torch
 
@@ -117,16 +117,16 @@ class Rotary:
         return rope if nope is None else torch.cat((rope, nope), 1)
 
     def select(self, pairs: list[int], pairing: Pairing) -> Rotary:
-        """The rotary embedding of dims that turn with the frequencies of `pairs`, in that order, repeated ones too.
+        """The rotary embedding with the frequencies of `pairs`, in that order, repeats included.
 
-        The attention factor is left behind: whoever selects has to multiply the keys by its square.
+        The result has attention factor 1: the caller has to multiply the keys by the square of this one's.
         """
         long = None if self.long_frequencies is None else self.long_frequencies[pairs]
         return Rotary(self.frequencies[pairs], pairing, 1.0, long, self.long_beyond)
 
 
 def _shape(pairs: int, pairing: Pairing) -> tuple[int, int]:
-    """Of the dims that turn, split into pairs."""
+    """The shape that splits the P rope dims into pairs."""
     return (2, pairs) if pairing == "half" else (pairs, 2)
 
 
@@ -138,12 +138,12 @@ def from_config(
     Args:
         config: Its `rope_parameters` are read (rope_theta, rope_type, partial_rotary_factor and scaling).
         head_dim: D.
-        pairing: Which dims turn together; configs do not say.
-        layer_type: Which entry to take where the config gives each layer type ("full_attention", …) its own.
-        partial: Whether the class heeds `partial_rotary_factor` without scaling; most do not.
+        pairing: Which dims form a pair; configs do not say.
+        layer_type: Which entry to read if the config has one per layer type ("full_attention", …).
+        partial: Whether the class reads `partial_rotary_factor` even without scaling; most do not.
 
     Raises:
-        Refusal: The parameters give no frequencies for heads of D, or ones that are not finite.
+        Refusal: The parameters give no frequencies for heads of D dims, or frequencies that are not finite.
     """
     parameters = config.rope_parameters
     if layer_type in parameters:
@@ -156,7 +156,7 @@ def from_config(
     else:
         rotary = _scaled(config, parameters, kind, head_dim, pairing, layer_type)
     if rotary.dims > head_dim:
-        raise Refusal(f"RoPE turns pairs of dims: heads of {head_dim} cannot have {rotary.dims} rotary dims")
+        raise Refusal(f"heads of {head_dim} dims cannot have {rotary.dims} rotary dims: RoPE rotates pairs of them")
     lists = [rotary.frequencies, *([] if rotary.long_frequencies is None else [rotary.long_frequencies])]
     if not all(frequencies.isfinite().all() for frequencies in lists):
         raise Refusal(f"rope_parameters of type {kind!r} give frequencies that are not finite")

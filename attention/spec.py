@@ -1,6 +1,6 @@
-"""AttentionSpec: the numbers that decide how large a KV cache is, and the only formula that says how large.
+"""AttentionSpec: the numbers that determine the size of a KV cache, and the only formula for that size.
 
-It knows sizes, no weights and no files. Whoever prints, plans or checks KV bytes asks it.
+It reads no weights and no files. All code that prints, plans or checks KV bytes uses it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from attention.errors import Refusal
 _NUMBERS = {
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim",
 }  # fmt: skip
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+RANK_STEP = 16  # of latent ranks that the CUDA kernel serves: as many values as the shortest matrix product takes
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one value of `dtype` ("float32", "float16" or "bfloat16")."""
+    """Bytes of one value of `dtype` ("float32", "float16", "bfloat16" or "float64")."""
     try:
         return _BYTES[dtype]
     except KeyError:
@@ -26,16 +27,16 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention of a whole model: `num_layers` layers of `num_heads` query heads, and what they keep of a token.
+    """The attention of a whole model: `num_layers` layers of `num_heads` query heads, and what they cache per token.
 
     Attributes:
         num_layers: L.
         num_heads: H.
-        num_kv_heads: G keys and values of `head_dim`. With a latent, which all heads share, it is H.
+        num_kv_heads: G. With a latent, which all heads share, it is H.
         head_dim: D.
-        kv_lora_rank: R, the values of the latent that is kept instead of keys and values (MLA); None without one.
-        qk_rope_head_dim: P, the values of the rotary key that is kept beside the latent.
-        qk_nope_head_dim: N, the dims of a head's keys that are made of the latent. Values have `head_dim`.
+        kv_lora_rank: R, the size of the latent that is cached instead of keys and values (MLA); None without one.
+        qk_rope_head_dim: P, the size of the rotary key that is cached beside the latent.
+        qk_nope_head_dim: N, the dims of a head's keys that come from the latent. Values have `head_dim`.
     """
 
     num_layers: int
@@ -58,7 +59,7 @@ class AttentionSpec:
         """Read a transformers config (its text part, if it has several).
 
         Raises:
-            Refusal: The config has no attention heads, or layers that differ in them.
+            Refusal: The config has no attention heads, or its layers differ in them.
         """
         config = config.get_text_config(decoder=True)
         if varying := sorted(_NUMBERS & (getattr(config, "per_layer_attributes", None) or set())):
@@ -77,7 +78,7 @@ class AttentionSpec:
 
     @property
     def kind(self) -> str:
-        """One of "MHA", "GQA-8" (with the number of KV heads), "MQA" and "MLA-512+64" (rank and rotary dims)."""
+        """The kind: "MHA", "GQA-8" (with the number of KV heads), "MQA" or "MLA-512+64" (rank and rotary dims)."""
         if self.kv_lora_rank is not None:
             return f"MLA-{self.kv_lora_rank}+{self.qk_rope_head_dim}"
         if self.num_kv_heads == self.num_heads:
@@ -86,20 +87,20 @@ class AttentionSpec:
 
     @property
     def values_per_token(self) -> int:
-        """Numbers that the KV cache holds for one token, all layers: a key and a value of D per KV head, or R + P."""
+        """Values that the KV cache holds per token in all layers: a key and a value of D per KV head, or R + P."""
         if self.kv_lora_rank is not None:
             return self.num_layers * (self.kv_lora_rank + self.qk_rope_head_dim)
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Bytes that the KV cache holds for one token, all layers, kept in `dtype`."""
+        """Bytes that the KV cache holds per token in all layers, if it is stored in `dtype`."""
         return self.values_per_token * dtype_bytes(dtype)
 
     def grouped(self, groups: int) -> AttentionSpec:
         """The same attention with its KV heads merged into `groups`.
 
         Raises:
-            Refusal: `groups` does not divide the KV heads, or exceeds them; or there is a latent, and no KV heads.
+            Refusal: `groups` exceeds the KV heads or does not divide them; or there is a latent and no KV heads.
         """
         if self.kv_lora_rank is not None:
             raise Refusal(
@@ -121,7 +122,7 @@ class AttentionSpec:
 
     @property
     def rotary_keys(self) -> int:
-        """How many different keys a token has at one rotary frequency: one per KV head, or the one beside a latent."""
+        """Different keys that a token has at one rotary frequency: one per KV head, or the one beside a latent."""
         return self.num_kv_heads if self.kv_lora_rank is None else 1
 
     @property
@@ -132,10 +133,10 @@ class AttentionSpec:
     def latent(self, kv_lora_rank: int, qk_rope_head_dim: int) -> AttentionSpec:
         """The same attention with a latent of R values and a rotary key of P in place of keys and values.
 
-        Rotary dims that are given up become dims of the nope keys, so that a head's queries keep all of theirs.
+        Rotary dims that are given up become nope dims, so that a head's queries keep all of their dims.
 
         Raises:
-            Refusal: P is not a number of rotary pairs that the keys have; or R is below 1.
+            Refusal: P is odd, below 2 or more than the rotary dims of the keys; or R is below 1.
         """
         most = self.most_rotary_dims
         if qk_rope_head_dim < 2 or qk_rope_head_dim % 2 or qk_rope_head_dim > most:

@@ -27,9 +27,9 @@ class Commands(click.Group):
         except KvfoldError as error:
             if ctx.meta.get("kvfold.verbose"):
                 traceback.print_exc()
-            click.echo(f"error: {printable(str(error))}", err=True)
+            click.echo(f"error: {error}", err=True)
             if error.hint:
-                click.echo(f"hint: {printable(error.hint)}", err=True)
+                click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(error.exit_code)
         except OSError as error:
             if error.errno == errno.EPIPE:

@@ -15,7 +15,8 @@ from attention.errors import Failure, Interrupted, Refusal
 from convert import methods
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import check_output, partial_path
+from convert.checkpoint.workdir import check_output, partial_path, read_object
+from convert.checkpoint.writer import write_whole
 from convert.execute.run import execute, inputs_of
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
@@ -251,11 +252,7 @@ def _output(output: Output, name: str) -> Output:
 
 def _noted(directory: Path) -> dict[str, Any]:
     """What the finished results of a sweep in DIR were made from, by name."""
-    try:
-        found = json.loads((directory / _LEDGER).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_object(directory / _LEDGER) or {}
 
 
 class _Ledger:
@@ -291,6 +288,4 @@ class _Ledger:
     def note(self, plan: Plan) -> None:
         name = plan.output.path.name
         self._entries[name] = self._inputs[name]
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._entries, indent=1), encoding="utf-8")
-        temporary.replace(self._path)
+        write_whole(self._path, json.dumps(self._entries, indent=1).encode())

@@ -21,7 +21,7 @@ _WANTED = [
 ]  # fmt: skip
 _UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # folders but additional_chat_templates; variants
 _PICKLES = ["pytorch_model*.bin"]
-_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _LARGEST_CONFIG = 2**26  # bytes
 
 

@@ -1,12 +1,12 @@
-"""One new token attends to its cache, by the fastest backend that can serve a call. This is the one place that chooses.
+"""Attention of one new token over its cache, by the fastest backend that can serve the call. Only this module chooses.
 
-`decode` attends to a latent (MLA), `decode_grouped` to keys and values that query heads share (GQA, MQA). A backend of either
-is one function of its signature, one that says why it cannot serve a call, and one entry of `LATENT` or `GROUPED`.
+`decode` attends to a latent (MLA), `decode_grouped` to keys and values that query heads share (GQA, MQA). A backend
+has a function of the same signature, one that says why it cannot serve a call, and an entry in `LATENT` or `GROUPED`.
 
-FlashMLA and FlashInfer are not among them. FlashMLA wants latent and rotary key joined, in pages of 64 tokens, and lengths in
-place of a mask: the first means to copy the cache of transformers, the second cannot say that a prompt is padded on the left.
-FlashInfer (0.7) reads the two apart, in pages that a static cache could be taken for, but plans on the host by lengths that it
-copies from the device: anew for each step, and outside of CUDA graphs. Neither could be run here.
+FlashMLA and FlashInfer are not backends. FlashMLA wants latent and rotary key joined, in pages of 64 tokens, and lengths in
+place of a mask: the first would copy the cache of transformers, the second cannot express that a prompt is padded on the left.
+FlashInfer (0.7) reads the two separately, in pages like those of a static cache, but plans on the CPU by lengths that it
+copies from the GPU: at every step, and outside of CUDA graphs. Neither has been run here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Backend = Literal["auto", "triton", "torch"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A backend: what runs it, and `objection`, which says of tensors of one query why it cannot serve them, or None."""
+    """A backend: its function, and `objection`, which says why it cannot serve a call with one query, or returns None."""
 
     run: Callable[..., torch.Tensor]
     objection: Callable[..., str | None]
@@ -42,26 +42,26 @@ def decode(
     scaling: float,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Attention of H heads over one latent that is key and value of all.
+    """Attention of H heads over one latent, which is the key and the value of all heads.
 
-    Several queries at once are the ordinary work of torch, whatever `backend` says, and so is everything on a CPU. Where
-    torch has to serve a single query on a GPU in place of a faster backend, a warning says why, once for each reason.
+    Torch serves several queries at once, whatever `backend` says, and everything on a CPU. Where
+    torch has to serve a single query on a GPU because a faster backend cannot, a warning says why, once per reason.
 
     Args:
-        q_latent: `[B, H, T, R]`, queries taken through W_UK.
-        q_rope: `[B, H, T, P]`, turned.
-        latent: `[B, S, R]`; with `k_rope`, read as it lies in the cache. Hidden tokens are multiplied by 0, and so must be
-            finite; Triton alone does not read those outside the span from the first to the last that a request sees.
-        k_rope: `[B, S, P]`, turned.
+        q_latent: `[B, H, T, R]`, nope queries times W_UK.
+        q_rope: `[B, H, T, P]`, rotated.
+        latent: `[B, S, R]`; read from the cache in place, like `k_rope`. Masked tokens are multiplied by 0, so they must be
+            finite; Triton only does not read tokens before the first or after the last that a request sees.
+        k_rope: `[B, S, P]`, rotated.
         mask: `[B or 1, 1, T, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
-        backend: A name in `LATENT`, or "auto": the first of them that can.
+        backend: A name in `LATENT`, or "auto" for the first that can serve the call.
 
     Returns:
-        `[B, H, T, R]`, the mean latent each query sees; zero where it sees nothing at all.
+        `[B, H, T, R]`, the mean latent that each query sees; zero if it sees no token.
 
     Raises:
-        Refusal: `backend` is not one, or cannot serve this call; or the mask is for another number of tokens.
+        Refusal: `backend` is unknown or cannot serve this call, or the mask has another number of tokens.
     """
     _check_mask(mask, latent.shape[1])
     check(backend)
@@ -80,21 +80,21 @@ def decode_grouped(
     scaling: float,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Attention of one query a head, where H / G heads in a row share a KV head, whose keys and values are not repeated.
+    """Attention of one query per head, where H / G consecutive heads share a KV head; keys and values are not repeated.
 
     Args:
         query: `[B, H, 1, D]`.
-        keys: `[B, G, S, D]`; with `values`, read as it lies in the cache. Of hidden tokens the same holds as in `decode`.
+        keys: `[B, G, S, D]`; read from the cache in place, like `values`. Masked tokens must be finite, as in `decode`.
         values: `[B, G, S, Dv]`.
         mask: `[B or 1, 1 or H, 1, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
-        backend: A name in `GROUPED`, or "auto": the first of them that can, as in `decode`.
+        backend: A name in `GROUPED`, or "auto" for the first that can serve the call, as in `decode`.
 
     Returns:
-        `[B, H, 1, Dv]`. Where a query sees nothing at all it is zero with Triton, with torch what torch makes of it.
+        `[B, H, 1, Dv]`. If a query sees no token, Triton gives zero, and torch whatever its own attention gives.
 
     Raises:
-        Refusal: As `decode`.
+        Refusal: As in `decode`.
     """
     _check_mask(mask, keys.shape[2])
     check(backend)
@@ -132,7 +132,7 @@ def _serve(
 
 
 def check(backend: str) -> None:
-    """Whether `backend` is one that `decode` and `decode_grouped` take.
+    """Check that `backend` is one that `decode` and `decode_grouped` take.
 
     Raises:
         Refusal: It is not.
@@ -146,9 +146,9 @@ _watching: list[dict[str, str | None]] = []
 
 @contextmanager
 def watched() -> Iterator[dict[str, str | None]]:
-    """Names of the backends that serve either function within the block, each with the warning that it came with, or None.
+    """The backends that serve either function within the block, by name, each with the warning that it gave, or None.
 
-    Calls that torch.compile has made are not seen.
+    Calls from compiled code are not recorded.
     """
     seen: dict[str, str | None] = {}
     _watching.append(seen)
@@ -167,7 +167,7 @@ def _note(name: str, warned: str | None) -> None:
 _warned: set[str] = set()
 
 
-# Compiled code warns when it is traced.
+# Compiled code warns while it is traced.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn(message: str) -> None:
     if message not in _warned:

@@ -1,4 +1,4 @@
-"""Decoding over keys and values that query heads share in groups, in Triton: one read of them for a group. See `split_kv`."""
+"""Decoding over keys and values that groups of query heads share, in Triton: one read per group. See `split_kv`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def gqa_decode(
     scaling: float,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """`attention.kernels.decode_grouped`; it checks nothing, the caller has. A KV head is a request of H / G query heads.
+    """`attention.kernels.decode_grouped` without its checks. Each KV head is one request of H / G query heads.
 
     Args:
         query: `[B, H, 1, D]`.
-        keys: `[B, G, S, D]`, of strides such that B and G can be one dim, and 1 in the last.
+        keys: `[B, G, S, D]`; its strides let B and G be one dim, and the last is 1.
         values: `[B, G, S, Dv]`, likewise; Dv a multiple of 16.
         mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
-        scaling: What scores are multiplied by.
-        tiling: Sizes other than those that `attention.kernels.tiling` reasons out for H / G heads, rank Dv and rope D.
+        scaling: The factor of the scores.
+        tiling: Sizes to use instead of those that `attention.kernels.tiling` chooses for H / G heads, rank Dv and rope D.
 
     Returns:
         `[B, H, 1, Dv]`, contiguous.

@@ -1,4 +1,4 @@
-"""Decoding over a cached latent, in Triton: one read of it for all heads, for scores and for outputs. See `split_kv`."""
+"""Decoding over a cached latent, in Triton: one read serves all heads, scores and outputs alike. See `split_kv`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mla_decode(
     scaling: float,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """`attention.kernels.decode` for one query a request; it checks nothing, the caller has.
+    """`attention.kernels.decode` for one query per request, without its checks.
 
     Args:
         q_latent: `[B, H, 1, R]`, R a multiple of 16.
@@ -25,8 +25,8 @@ def mla_decode(
         latent: `[B, S, R]`, any strides but 1 in the last dim.
         k_rope: `[B, S, P]`, likewise.
         mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
-        scaling: What scores are multiplied by.
-        tiling: Sizes other than those that `attention.kernels.tiling` reasons out, to test or measure them.
+        scaling: The factor of the scores.
+        tiling: Sizes to use instead of those that `attention.kernels.tiling` chooses, for tests and measurements.
 
     Returns:
         `[B, H, 1, R]`, contiguous.

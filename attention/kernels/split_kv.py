@@ -1,26 +1,26 @@
-"""Split-KV decoding: one new query a request, all heads of a request over one read of what is cached for it.
+"""Split-KV decoding: one new query per request; all heads of a request share one read of its cache.
 
-Two layouts of a cache are served. A latent (MLA) is key and value of all heads, beside a rotary key: `mla_decode`. Keys and
-values of a KV head (GQA, MQA) are apart, and serve the query heads of one group: `gqa_decode`. Either way a step of decoding
-reads S (R + P) values a request and multiplies each with the query or the weight of every head. Below about a hundred heads a
-GPU waits for the cache, so everything here serves the reading: each tile of a latent is loaded once and used for scores and for
-outputs; the rank is worked off in chunks of powers of two from 64 on, so that 320 is 256 + 64 and not 512; the tokens that any
-request sees, and no others, are dealt out evenly to as many programs as the GPU runs at once.
+It serves two cache layouts. A latent (MLA) is the key and value of all heads, beside a rotary key: `mla_decode`. Keys and
+values of a KV head (GQA, MQA) are separate, and serve the query heads of one group: `gqa_decode`. Either way a decode step
+reads S (R + P) values per request and multiplies each by the query or the weight of every head. Below about 100 heads, a
+GPU waits for memory, so the design minimises reads: each tile of a latent is loaded once and used for scores and for
+outputs; the rank is split into chunks of powers of two from 64 on, so that 320 is 256 + 64 and not 512; the tokens that any
+request sees, and no others, are divided evenly among as many programs as the GPU runs at once.
 
-Hopper's wgmma, which reads tiles where they lie in shared memory, takes 64 rows of what comes first in a product: with fewer
-heads that cannot be queries or probabilities. Both products are then taken transposed (`Tiling.swap`), and what comes first are
-64 tokens of a tile, and 64 of its channels.
+Hopper's wgmma reads tiles directly from shared memory and needs 64 rows in the first factor of a product. With fewer
+heads, queries and probabilities have too few rows. Both products are then transposed (`Tiling.swap`): the rows are
+64 tokens of a tile in the first, and 64 of its channels in the second.
 
-Three launches: `_spans` finds the tokens a request sees between the first and the last; `_attend` lets each program walk its
-share of all tiles of all requests, one after the other, and write one partial softmax for each request it meets; `_combine`
-merges the partials of a request. Nothing is copied to the host and no shape depends on a value, so the three can be
+Three launches: `_spans` finds the first and the last token that a request sees; in `_attend` each program walks its
+share of all tiles of all requests and writes one partial softmax for each request that it meets; `_combine`
+merges the partials of a request. Nothing is copied to the CPU and no shape depends on a value, so the three can be
 captured in a CUDA graph, and the same graph serves a static cache as it fills. The method is Flash-Decoding's
-(https://pytorch.org/blog/flash-decoding); that all heads share one latent is DeepSeek-V2's (arXiv 2405.04434), and dealing
+(https://pytorch.org/blog/flash-decoding); sharing one latent among all heads is DeepSeek-V2's (arXiv 2405.04434); dividing
 tiles across request boundaries follows the tile schedulers of FlashMLA and stream-K (arXiv 2301.03598).
 
-Importing this module imports Triton. Its interpreter runs the same kernels on CPU tensors if the environment says
-TRITON_INTERPRET=1 before that; sums are right there, bf16 is not (products of bf16 are taken in fp32, but its rounding is
-wrong). Letters as in `attention`; R is the rank of the latent, P its rotary dims; where keys and values are apart, Dv and D.
+Importing this module imports Triton. Its interpreter runs the same kernels on CPU tensors if the environment has
+TRITON_INTERPRET=1 before that; its sums are right, bf16 is not (products of bf16 are done in fp32, but rounded
+wrongly). Letters as in `attention`; R is the rank of the latent, P its rotary dims; with separate keys and values, Dv and D.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ import triton.language as tl
 from attention.kernels.tiling import Shape, Tiling, padded, power_of_two
 
 _LOG2E = 1.4426950408889634
-# Rows of the mask whose spans a program looks through, at least: as many as a warp has lanes cost what one does, and up to so
-# many share one compiled kernel.
+# The fewest mask rows per program of `_spans`: as many rows as a warp has lanes cost as much as one row, and up to so
+# many rows share one compiled kernel.
 _ROWS = 32
-_FEW = 8  # requests so few that each has a dozen partials or more
+_FEW = 8  # with so few requests each has a dozen partials or more
 
 
 @triton.constexpr_function
@@ -86,7 +86,7 @@ def _product(a, b, sums, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(tl.trans(b) if SWAP else a, tl.trans(a) if SWAP else b, sums, input_precision=PRECISION)
 
 
-# What follows from B and S changes from call to call: being divisible by 16 must not make a kernel of its own.
+# Arguments derived from B and S change from call to call: their divisibility by 16 must not trigger a new compilation.
 @triton.jit(do_not_specialize=["mask_b", "B", "S"])
 def _spans(mask, spans, slots, mask_b, mask_s, B, S, GROUPS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):
     """`spans [2, B]`: the first token that row b of the mask sees, and the one after the last; equal where it sees nothing.
@@ -277,7 +277,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def _load(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Of `arguments` only types, and what divides them, matter; what is compiled is loaded when it is given a grid."""
+    """Compile and load `kernel`. Only the types and divisibility of `arguments` matter; indexing with the grid loads it."""
     kernel.warmup(*arguments, grid=grid, **options)[grid]
 
 
@@ -292,18 +292,18 @@ def decode(
     groups: int = 1,
     launch: Launch = launch,
 ) -> torch.Tensor:
-    """Attention of one query a head and request over what is cached; nothing is checked.
+    """Attention of one query per head and request over the cache, without checks.
 
     Args:
-        q_latent: `[B · GROUPS, H, 1, R]`, or None where the latent is value alone.
+        q_latent: `[B · GROUPS, H, 1, R]`, or None if the latent is only the value.
         q_rope: `[B · GROUPS, H, 1, P]`.
         latent: `[B · GROUPS, S, R]`, any strides but 1 in the last dim; R a multiple of 16.
         k_rope: `[B · GROUPS, S, P]`, likewise.
         mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
-        scaling: What scores are multiplied by.
-        tiling: Sizes.
-        groups: How many requests, one after the other, share a row of the mask.
-        launch: Called as `launch(kernel, grid, *arguments, **options)`, for each kernel in turn.
+        scaling: The factor of the scores.
+        tiling: Sizes of the launch.
+        groups: How many consecutive requests share a row of the mask.
+        launch: Called as `launch(kernel, grid, *arguments, **options)` for each kernel in turn.
 
     Returns:
         `[B · GROUPS, H, 1, R]`, contiguous.
@@ -313,7 +313,7 @@ def decode(
     q_rope = q_rope if q_rope.stride(-1) == 1 else q_rope.contiguous()
     q_mixed = q_rope if q_latent is None else q_latent if q_latent.stride(-1) == 1 else q_latent.contiguous()
     out = torch.empty(requests, heads, 1, rank, dtype=latent.dtype, device=latent.device)
-    # A walk of all programs starts in the first request and ends in the last: so many partials there are at most.
+    # The most partials there can be: all programs together walk from the first request to the last.
     count = tiling.programs + requests - 1
     partial = torch.empty(count, heads, rank, dtype=torch.float32, device=latent.device)
     tops, weights = (torch.empty(count, heads, dtype=torch.float32, device=latent.device) for _ in range(2))
@@ -336,11 +336,11 @@ def decode(
         batch, heads, tiling.programs, R=rank, P=rope, MASK=kind, LEAST=tiling.least,
         BLOCK_H=tiling.block_h, BLOCK_N=tiling.block_n, BLOCK_R=padded(rank), BLOCK_P=max(16, power_of_two(rope)),
         BLOCK_B=max(_ROWS, power_of_two(batch)), GROUPS=groups, SHARED=q_latent is not None, SWAP=tiling.swap,
-        UPCAST=not isinstance(_attend, triton.JITFunction),  # the interpreter holds bf16 as bits and would multiply those
+        UPCAST=not isinstance(_attend, triton.JITFunction),  # the interpreter stores bf16 as bits and would multiply these
         PRECISION="ieee" if latent.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
-    # Many partials of few requests, or few partials of many: either way read in one or two rounds, by enough programs.
+    # Many partials of few requests, or few partials of many: either way enough programs read them in one or two rounds.
     block_slots, block_r = (64, 64) if requests <= _FEW else (8, 512)
     block_r = min(block_r, power_of_two(rank))
     grid = requests, heads, triton.cdiv(rank, block_r)
@@ -351,13 +351,13 @@ def decode(
 
 
 def build(shape: Shape, tiling: Tiling) -> None:
-    """Compile what `decode` launches for calls of `shape`, and load it.
+    """Compile and load the kernels that `decode` launches for calls of `shape`.
 
-    Nothing is launched. Triton keeps it for the current device: calls over up to 32 sequences find it, if tokens lie one after
-    the other in the cache, as transformers keeps them, and other strides are multiples of 16. For others it compiles once more.
+    Nothing is launched. Triton caches them for the current device: calls over up to 32 sequences find them if tokens are
+    contiguous in the cache, as in transformers, and other strides are multiples of 16. Other calls compile once more.
 
     Raises:
-        Exception: Whatever Triton, the assembler and the C compiler that it calls, or the driver raise.
+        Exception: Any error of Triton, of the assembler and the C compiler that it calls, or of the driver.
     """
     groups = shape.groups or 1
     for batch in 1, _ROWS:

@@ -1,4 +1,4 @@
-"""How much of the work one program of the Triton kernel takes: plain arithmetic about shared memory and registers.
+"""Chooses how much work one program of the Triton kernel does, by arithmetic on shared memory and registers.
 
 No GPU was at hand: the sizes are reasoned, and checked against what Triton's compiler makes of them (shared memory for compute
 capabilities 8.0 to 12.0; instructions of a tile, `benchmarks/decode_code.py`), but not tuned by running them.
@@ -17,12 +17,12 @@ import torch
 
 @dataclass(frozen=True)
 class Machine:
-    """What of a GPU a tiling depends on.
+    """The properties of a GPU that a tiling depends on.
 
     Attributes:
         processors: Streaming multiprocessors.
-        shared: Bytes of shared memory a program may have.
-        major: The compute capability's major number: which matrix instructions there are.
+        shared: Bytes of shared memory that a program may use.
+        major: The major number of the compute capability, which decides the matrix instructions.
     """
 
     processors: int
@@ -30,34 +30,32 @@ class Machine:
     major: int
 
 
-RANK_STEP = 16  # of ranks: as many values as the shortest matrix product takes
-
-# Also what the interpreter pretends to run on, but with few processors: it runs programs one after the other.
+# The interpreter pretends to be this GPU, but with few processors, since it runs programs one after the other.
 H200 = Machine(132, 227 * 1024, 9)
 INTERPRETED = Machine(3, H200.shared, H200.major)
 
 
 @lru_cache
 def machine(device: torch.device) -> Machine:
-    """The GPU that tensors on `device` live on; CPU tensors can only mean the interpreter."""
+    """The GPU of tensors on `device`; tensors on a CPU mean the interpreter."""
     if device.type != "cuda":
         return INTERPRETED
-    found: Any = torch.cuda.get_device_properties(device)  # not all of it is typed
+    found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some of it
     return Machine(found.multi_processor_count, found.shared_memory_per_block_optin, found.major)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of one launch.
+    """The sizes of one launch.
 
     Attributes:
-        block_h: Query heads a program serves; at least 16, the fewest rows of a matrix product.
+        block_h: Query heads per program; at least 16, the fewest rows of a matrix product.
         block_n: Tokens in a tile.
-        stages: Depth of the pipeline of tiles, as Triton counts it.
-        warps: Warps of a program.
-        programs: Programs among which the tiles are dealt out.
-        least: Fewest tiles worth a program.
-        swap: Take the transposes of both products.
+        stages: Depth of the pipeline of tiles, in Triton's `num_stages`.
+        warps: Warps per program.
+        programs: Programs that share the tiles.
+        least: The fewest tiles that a program gets.
+        swap: Whether both products are transposed.
     """
 
     block_h: int
@@ -70,15 +68,15 @@ class Tiling:
 
 
 class Shape(NamedTuple):
-    """What kernels are compiled for.
+    """The sizes and dtypes that a kernel is compiled for.
 
     Attributes:
-        heads: H over a latent, H / G over keys and values that heads share.
+        heads: H with a latent, H / G with keys and values that heads share.
         rank: R, or Dv.
         rope: P, or D.
-        groups: None for a latent, or G.
+        groups: G, or None with a latent.
         dtype: Of queries and cache.
-        mask: Its dtype, or None for calls without one.
+        mask: The dtype of the mask, or None for calls without one.
     """
 
     heads: int
@@ -90,26 +88,26 @@ class Shape(NamedTuple):
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`, which is positive."""
+    """The smallest power of two that is at least `number`, which is positive."""
     return 1 << (number - 1).bit_length()
 
 
 def padded(rank: int) -> int:
-    """The rank as it is worked off: with less than 64 of it in a chunk, Triton would have warps repeat each other's work."""
+    """The rank rounded up to multiples of 64: in smaller chunks Triton's warps would repeat each other's work."""
     return -(-rank // 64) * 64
 
 
 def _in_place(block_h: int, swap: bool) -> bool:
-    """Whether wgmma takes the products, which reads tiles where they lie: a pipeline as deep then holds one more of them."""
+    """Whether wgmma does the products. It reads tiles in shared memory, so a pipeline of the same depth holds one tile more."""
     return swap or block_h == 64
 
 
 def shared_bytes(tiling: Tiling, rank: int, rope: int, size: int) -> int:
-    """Shared memory that the attending kernel needs at most, with a tiling as `choose` gives it.
+    """The most bytes of shared memory that the attending kernel needs with a tiling from `choose`.
 
-    Its loop holds tiles of latent and rotary key beside queries, probabilities, what an additive mask says, and a number a
-    head and warp. Operands of mma instructions leave shared memory before the next tile is asked for. After the loop sums
-    pass through on their way out, one chunk at a time, in fp32.
+    Its loop holds tiles of latent and rotary key, queries, probabilities, values of an additive mask, and one number per
+    head and warp. Operands of mma instructions leave shared memory before the next tile is loaded. After the loop the sums
+    pass through it in fp32, one chunk at a time, before they are written.
     """
     width = padded(rank) + max(16, power_of_two(rope))
     tiles = (tiling.stages - (not _in_place(tiling.block_h, tiling.swap))) * tiling.block_n * width * size
@@ -120,19 +118,19 @@ def shared_bytes(tiling: Tiling, rank: int, rope: int, size: int) -> int:
 
 @lru_cache
 def choose(heads: int, rank: int, rope: int, size: int, device: Machine) -> Tiling | None:
-    """A tiling for H `heads` over a latent of R = `rank` and P = `rope` values of `size` bytes; None where none fits.
+    """A tiling for H `heads` over a latent of R = `rank` and P = `rope` values of `size` bytes; None if none fits.
 
     - All heads go into one program, up to 64 with wgmma (compute capability 9), 32 without, as far as its sums (fp32, heads ×
       rank) leave room in 64K registers; more heads are served by programs side by side, which meet in the L2 cache.
-    - Beside its way from memory, what bounds a tile is how often it passes through shared memory, at 128 bytes a cycle
-      (BENCHMARKS.md). wgmma reads it once for each product where nothing is done twice: swapped, by one warpgroup, as far as
-      that has registers for the sums. mma has each warp read the queries again for each tile: the longer a tile, the better.
-    - One program a multiprocessor. What is in flight while a tile is worked on must cover bandwidth × latency, about
+    - Besides the read from memory, a tile's time depends on how often it passes through shared memory, at 128 bytes a cycle
+      (BENCHMARKS.md). wgmma reads it once per product if no work is repeated: swapped, by one warpgroup, as long as
+      that has registers for the sums. With mma each warp reads the queries again for each tile: the longer a tile, the better.
+    - One program per multiprocessor. The bytes in flight while a tile is processed must cover bandwidth × latency, about
       4.3 TB/s × 0.8 µs / 132 = 26 KB each: at least two tiles, up to four where they fit, but long ones rather than many.
-    - Tiles of 128 tokens only while scores and sums are small; below 64, and fewer heads, where there is room for no more.
-      fp32 goes without matrix instructions, which costs registers.
-    - A partial costs 4 · heads · rank bytes to write, and is read again, mostly from L2. A program shall not write more
-      than it reads of the cache: this bounds the fewest tiles a program gets, not their number.
+    - Tiles of 128 tokens only while scores and sums are small; below 64, and fewer heads, only if nothing larger fits.
+      fp32 uses no matrix instructions, which costs registers.
+    - A partial result takes 4 · heads · rank bytes to write, and is read again, mostly from L2. A program should not write more
+      than it reads of the cache: this sets the fewest tiles per program, not the number of programs.
     """
     wgmma, width = size == 2 and device.major == 9, padded(rank)
     largest = max(16, min(power_of_two(heads), 64 if wgmma else 32, 64 * 576 // width))

@@ -1,4 +1,4 @@
-"""Attention over the cache in plain torch: any device, dtype and, over a latent, number of queries; with gradients.
+"""Attention over the cache in plain torch, with gradients: any device and dtype and, over a latent, any number of queries.
 
 Letters as in `attention`; R is the rank of the latent, P its rotary dims.
 """
@@ -18,18 +18,18 @@ def decode(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention of H heads over one latent that is key and value of all.
+    """Attention of H heads over one latent, which is the key and the value of all heads.
 
     Args:
-        q_latent: `[B, H, T, R]`, queries taken through W_UK.
-        q_rope: `[B, H, T, P]`, turned.
+        q_latent: `[B, H, T, R]`, nope queries times W_UK.
+        q_rope: `[B, H, T, P]`, rotated.
         latent: `[B, S, R]`.
-        k_rope: `[B, S, P]`, turned.
+        k_rope: `[B, S, P]`, rotated.
         mask: `[B, 1, T, S]` or what broadcasts to it: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
 
     Returns:
-        `[B, H, T, R]`, the mean latent each query sees; zero where it sees nothing at all.
+        `[B, H, T, R]`, the mean latent that each query sees; zero if it sees no token.
     """
     mean = read(probabilities(q_latent, q_rope, latent, k_rope, mask, scaling), latent)
     if mask is None:
@@ -46,20 +46,20 @@ def probabilities(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """The attention of `decode`, `[B, H, T, S]` in the dtype of the queries; scores and softmax are at least fp32."""
+    """The attention weights of `decode`, `[B, H, T, S]` in the dtype of the queries; scores and softmax are at least fp32."""
     wide = torch.promote_types(latent.dtype, torch.float32)
-    # A product in half precision would round scores to its own 8 or 11 bits. Keys are widened a block of tokens at a time,
-    # so that there is never a second copy of the cache (compiled code takes them whole: a loop over S would be unrolled anew).
+    # A product in half precision would round scores to 8 or 11 bits. Keys are widened one block of tokens at a time,
+    # to avoid a second copy of the cache. Compiled code widens them whole: a loop over S would be unrolled again for each S.
     block = latent.shape[1] if latent.dtype == wide or torch.compiler.is_compiling() else _BLOCK
-    rows, turned = ((q.flatten(1, 2).to(wide) * scaling) for q in (q_latent, q_rope))  # heads and queries
+    rows, rotated = ((q.flatten(1, 2).to(wide) * scaling) for q in (q_latent, q_rope))  # heads and queries
     blocks = [
-        torch.baddbmm(torch.bmm(turned, k.to(wide).transpose(1, 2)), rows, c.to(wide).transpose(1, 2))
+        torch.baddbmm(torch.bmm(rotated, k.to(wide).transpose(1, 2)), rows, c.to(wide).transpose(1, 2))
         for c, k in zip(latent.split(block, 1), k_rope.split(block, 1), strict=True)
     ]
     scores = torch.cat(blocks, -1) if len(blocks) > 1 else blocks[0]
     scores = scores.unflatten(1, q_latent.shape[1:3])
     if mask is not None:
-        least = torch.finfo(wide).min  # not −∞: a row that sees nothing must not become NaN
+        least = torch.finfo(wide).min  # not −∞: a row that sees no token must not become NaN
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=wide).masked_fill(~mask, least)
         scores = scores + mask.to(wide).clamp(min=least)
@@ -69,7 +69,7 @@ def probabilities(
 def read(weights: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
     """`weights [B, H, T, S]` times `latent [B, S, R]` is `[B, H, T, R]`.
 
-    Heads and queries are rows of one product: broadcasting over heads would copy the latent H times.
+    Heads and queries are the rows of one product: broadcasting over heads would copy the latent H times.
     """
     return torch.bmm(weights.flatten(1, 2), latent).unflatten(1, weights.shape[1:3])
 
@@ -77,10 +77,10 @@ def read(weights: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
 def decode_grouped(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """One query a head, by torch's own attention: the heads of a group are queries of its one KV head.
+    """One query per head, by torch's own attention: the heads of a group become queries of its one KV head.
 
     Args:
-        query: `[B, H, 1, D]`; H / G heads in a row share a KV head.
+        query: `[B, H, 1, D]`; H / G consecutive heads share a KV head.
         keys: `[B, G, S, D]`.
         values: `[B, G, S, Dv]`.
         mask: `[B or 1, 1 or H, 1, S]`: true where a token is seen, or a number added to the scores; or None.

@@ -1,4 +1,4 @@
-"""A call of a kernel against torch, on the device at hand: what has been built may still be wrong there."""
+"""Compares a kernel with torch on the current device: a kernel that was built may still be wrong there."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attention.kernels import torch_decode
 from attention.kernels.tiling import Shape, choose, machine
 
-_BATCH, _CACHED, _PROGRAMS = 3, 700, 4  # so that each program has several tiles, and each sequence several programs
+_BATCH, _CACHED, _PROGRAMS = 3, 700, 4  # each program gets several tiles, and each sequence several programs
 
 
 @torch.no_grad()
 def deviation(shape: Shape, device: str) -> float:
-    """Error of the kernel for calls of `shape`, relative to what torch makes of the same numbers in fp64.
+    """The relative error of the kernel for calls of `shape`, compared with torch in fp64 on the same numbers.
 
-    The inputs are random, the same each time, and do not touch the generators of torch; one sequence in three is padded on the
-    left and one is not full.
+    The inputs are random but the same each time, and torch's generators stay untouched; of three sequences one is padded on the
+    left and one on the right.
     """
     from attention.kernels.gqa_decode import gqa_decode
     from attention.kernels.mla_decode import mla_decode
@@ -33,7 +33,7 @@ def deviation(shape: Shape, device: str) -> float:
     assert tiling is not None
     tiling = replace(tiling, programs=_PROGRAMS)
     scaling = (rank + rope) ** -0.5
-    # Whoever exports or traces a model has tensors without values; here they need some. (Autocast leaves fp64 alone.)
+    # While a model is exported or traced, tensors have no values; here they need some. (Autocast leaves fp64 alone.)
     with _disable_current_modes():
         mask = None if shape.mask is None else _mask(shape.mask, device)
         wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
@@ -59,5 +59,5 @@ def _mask(kind: torch.dtype, device: str) -> torch.Tensor:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """What rounding explains, with room: 0.4 % in fp16, 3 % in bf16, 0.01 % in fp32."""
+    """The relative error that rounding explains, with a margin: 0.4 % in fp16, 3 % in bf16, 0.01 % in fp32."""
     return max(4 * torch.finfo(dtype).eps, 1e-4)

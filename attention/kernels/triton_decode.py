@@ -1,4 +1,4 @@
-"""Triton as a backend: what it cannot serve, whether it can be built here, and its kernels as operators of torch."""
+"""Triton as a backend: which calls it cannot serve, whether its kernels work here, and those kernels as torch operators."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from importlib.util import find_spec
 
 import torch
 
-from attention.kernels.tiling import RANK_STEP, Shape, Tiling, choose, machine
+from attention.kernels.tiling import Shape, Tiling, choose, machine
+from attention.spec import RANK_STEP
 
-# Triton itself is imported by the first call that it serves. It reads its environment then, in the same way.
+# The first call that Triton serves imports it. It reads its environment then, in the same way.
 _TRITON = find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Apart, so that tests can have tensors pass for those of a GPU."""
+    """A function of its own, so that tests can replace it."""
     return tensor.is_cuda
 
 
@@ -28,7 +29,7 @@ def latent_objection(
     k_rope: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> str | None:
-    """Why Triton cannot serve `attention.kernels.decode` of one query with these, or None."""
+    """Why Triton cannot serve `attention.kernels.decode` with one query and these tensors, or None."""
     heads, rank, rope = q_latent.shape[1], latent.shape[2], k_rope.shape[2]
     if reason := _objection((q_latent, q_rope, latent, k_rope), latent, k_rope, mask):
         return reason
@@ -38,7 +39,7 @@ def latent_objection(
 
 
 def grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> str | None:
-    """Why Triton cannot serve `attention.kernels.decode_grouped` with these, or None."""
+    """Why Triton cannot serve `attention.kernels.decode_grouped` with these tensors, or None."""
     (batch, groups, _, dim), rank = keys.shape, values.shape[3]
     if reason := _objection((query, keys, values), values, keys, mask):
         return reason
@@ -52,7 +53,7 @@ def grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
 def _objection(
     tensors: tuple[torch.Tensor, ...], values: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None
 ) -> str | None:
-    """What Triton has against either kind of call, whose `tensors` are `values` and `keys` of the cache beside others."""
+    """Why Triton cannot serve a call of either kind with these `tensors`, which include the cached `values` and `keys`."""
     if not _TRITON:
         return "Triton is not installed"
     if not on_gpu(values) and not (_INTERPRETED and values.device.type == "cpu"):
@@ -63,7 +64,7 @@ def _objection(
     if values.dtype not in _DTYPES or any(tensor.dtype != values.dtype for tensor in tensors):
         return f"it takes float16, bfloat16 or float32, all alike, not {', '.join(str(t.dtype)[6:] for t in tensors)}"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "it has no gradients, and some are asked for (use torch.no_grad())"
+        return "it has no gradients, and some tensors require them (use torch.no_grad())"
     if values.stride(-1) != 1 or keys.stride(-1) != 1:
         return f"the cached values of a token do not lie side by side (strides {values.stride(-1)} and {keys.stride(-1)})"
     if mask is not None and mask.shape[:-1] not in ((1, 1, 1), (values.shape[0], 1, 1)):
@@ -74,7 +75,7 @@ def _objection(
 
 
 def _constants(*sizes: int) -> tuple[int, ...]:
-    """Numbers that code compiled for any size is to be compiled for: the length of a range has to be known to it."""
+    """Sizes as constants for torch.compile, even in code compiled for any size: it has to know the length of a range."""
     return tuple(len(range(size)) for size in sizes)
 
 
@@ -82,7 +83,7 @@ def _kinds(cached: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.dtype
     return cached.dtype, None if mask is None else mask.dtype, on_gpu(cached), str(cached.device)
 
 
-# Facts about the machine: compiled code need not find them out again.
+# Facts about this machine: compiled code need not look them up again.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _machine_objection(
     heads: int,
@@ -103,24 +104,24 @@ def _machine_objection(
     if _INTERPRETED:
         return None
     shape = Shape(heads, rank, rope, groups, dtype, mask)
-    # Within the capture of a CUDA graph nothing can be looked at: whoever captures has called before.
+    # No trial during the capture of a CUDA graph, where no value can be read: a capture follows an ordinary call.
     capturing = cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return _failure(shape, tiling, device) or (None if capturing else _mistake(shape, device))
 
 
 @cache
 def _failure(shape: Shape, tiling: Tiling, device: str) -> str | None:
-    """Why the kernel cannot be had on `device`, found by building it: a launch that fails would end the whole model.
+    """Why the kernel cannot be built on `device`, or None, found by building it: a failing launch would end the whole model.
 
-    Whoever captures a CUDA graph or lets torch.compile trace has it built by then, outside of both.
+    The captures of CUDA graphs and the traces of torch.compile find it built already.
     """
     try:
         from attention.kernels.split_kv import build
 
         with torch.cuda.device(device):
             build(shape, tiling)
-    except Exception as error:  # of Triton, of compilers it calls, of the driver: no class is common to them
-        # A full GPU says nothing about the kernel, and may have room the next time.
+    except Exception as error:  # errors of Triton, its compilers and the driver have no common class
+        # A full GPU says nothing about the kernel, and the next call may find room.
         if "out of memory" in str(error):
             raise
         return f"Triton cannot build it here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -129,7 +130,7 @@ def _failure(shape: Shape, tiling: Tiling, device: str) -> str | None:
 
 @cache
 def _mistake(shape: Shape, device: str) -> str | None:
-    """Whether the kernel computes something else on `device` than torch: it has not been run on every GPU and Triton."""
+    """How the kernel's result differs from torch's on `device`, or None: not every GPU and version of Triton was tested."""
     from attention.kernels.trial import deviation, tolerance
 
     with torch.cuda.device(device):
@@ -139,7 +140,7 @@ def _mistake(shape: Shape, device: str) -> str | None:
     return f"on a trial it was {100 * off:.3g} % away from what torch computes"
 
 
-# Operators of their own: compiled code takes them as they are, and need not look into Triton's launches.
+# Custom operators: compiled code calls them as they are and does not trace Triton's launches.
 @torch.library.custom_op("kvfold::mla_decode", mutates_args=())
 def mla(
     q_latent: torch.Tensor,

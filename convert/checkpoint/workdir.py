@@ -76,7 +76,7 @@ def _is_ours(partial: Path) -> bool:
 
 def _is_published(partial: Path) -> bool:
     """Whether the checkpoint of a work directory is at OUTPUT, whole."""
-    return _read_object(partial / _PUBLISHED) is not None and not (partial / _CHECKPOINT).exists()
+    return read_object(partial / _PUBLISHED) is not None and not (partial / _CHECKPOINT).exists()
 
 
 def _may_be_finished(output: Path, partial: Path) -> bool:
@@ -128,13 +128,13 @@ def _without_text(recipe: Mapping[str, Any]) -> Any:
 
 def recorded(output: Path) -> dict[str, Any]:
     """conversion.json of an OUTPUT, empty if there is none that can be read."""
-    return _read_object(output / _RECORD) or {}
+    return read_object(output / _RECORD) or {}
 
 
 def _is_checkpoint(directory: Path) -> bool:
     """Whether a directory holds a model: a config of some model type, and weights."""
     weights = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
-    return "model_type" in (_read_object(directory / "config.json") or {}) and bool(weights)
+    return "model_type" in (read_object(directory / "config.json") or {}) and bool(weights)
 
 
 def _is_unicode(path: Path) -> bool:
@@ -144,6 +144,16 @@ def _is_unicode(path: Path) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file, or None if there is none: no file, a damaged one, or other JSON."""
+    try:
+        # Reading a pipe would wait for ever.
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class WorkDirectory:
@@ -218,7 +228,7 @@ class WorkDirectory:
 
     def _known_plan(self) -> dict[str, Any] | None:
         """None if it was killed before it was written, or lost with the power: begin again."""
-        return next((plan for name in (_PLAN, _PUBLISHED) if (plan := _read_object(self._root / name)) is not None), None)
+        return next((plan for name in (_PLAN, _PUBLISHED) if (plan := read_object(self._root / name)) is not None), None)
 
     def done(self, shard: str) -> Any | None:
         """What was noted of a finished shard, or None. A shard is noted only once it has been verified.
@@ -297,16 +307,6 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1).encode()
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a file, or None if there is none: no file, a damaged one, or other JSON."""
-    try:
-        # Reading a pipe would wait for ever.
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def _seal(path: Path, noted: dict[str, Any]) -> None:
     """Write a JSON object with a checksum of itself."""
     write_whole(path, _json({"sha256": _hash(noted), "noted": noted}))
@@ -314,7 +314,7 @@ def _seal(path: Path, noted: dict[str, Any]) -> None:
 
 def _unsealed(path: Path) -> dict[str, Any] | None:
     """What `_seal` wrote, or None if the file is not there or not as it was written."""
-    found = _read_object(path) or {}
+    found = read_object(path) or {}
     noted = found.get("noted")
     return noted if isinstance(noted, dict) and found.get("sha256") == _hash(noted) else None
 

@@ -50,8 +50,8 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
 def _summary(plan: Plan, record: dict[str, Any]) -> str:
     if not record["method"]:
         return markdown(str(record["notes"][0]))
-    source = f" ({plan.target.method.source})" if plan.target.method.source else ""
-    return f"method `{plan.target.method.name}`, {plan.target.method.summary}{source}"
+    method = plan.target.method
+    return f"method `{method.name}`, {method.summary}{f' ({method.source})' if method.source else ''}"
 
 
 def _command(plan: Plan) -> str:

@@ -44,6 +44,6 @@ def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str, tr
             if not infos[source].dtype.is_floating_point:
                 kept = str(infos[source].dtype).removeprefix("torch.")
                 raise Failure(
-                    f"tensor {source} of {what} holds {kept} numbers, and {kind} computes with floats",
-                    hint="a quantised checkpoint cannot be converted: take the one that it was made from",
+                    f"{source} holds {kept}, which is no weight without its scales",
+                    hint="convert the original checkpoint, in float32, bfloat16 or float16, then quantise",
                 )

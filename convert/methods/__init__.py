@@ -1,6 +1,6 @@
 """The registry of methods, in the order in which help and reports list them; the first of each kind is the default.
 
-Each is the module of its name. Modules are loaded on use, so that `--help` need not wait for torch.
+Each method is the module of the same name. Modules are loaded on first use, so that `--help` does not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 GROUPED = ("aligned", "mean", "first", "random")
 LATENT = ("weighted", "svd", "pca")
-CONTROLS = ("random",)  # they ruin every model, and are taken only where they are asked for by name
+CONTROLS = ("random",)  # they ruin every model, and run only when asked for by name
 
 
 def load_grouped(name: str) -> GroupedMethod:

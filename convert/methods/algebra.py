@@ -1,4 +1,4 @@
-"""The linear algebra that methods share, all in fp64."""
+"""Linear algebra that several methods use, all in fp64."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import torch
 
 
 def augmented(rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`[heads, D, E + 1]`: the bias as the weight of a constant input."""
+    """`rows [heads, D, E]` with `bias [heads, D]` as one more column, the weight of a constant input: `[heads, D, E + 1]`."""
     rows = rows.double()
     return torch.cat((rows, torch.zeros_like(rows[..., :1]) if bias is None else bias.double()[..., None]), -1)
 
 
 def floored(weights: torch.Tensor, share: float) -> torch.Tensor:
-    """Weights of which none is below a share of the largest, to be divided by; ones where all are zero."""
+    """Clamp weights to at least `share` of the largest, so that one can divide by them; ones if all are zero."""
     largest = weights.max()
     return weights.clamp_min(share * largest) if largest > 0 else torch.ones_like(weights)
 
 
 def roots(moments: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The roots of positive `[n, D, D]` matrices, and the roots' inverses.
+    """Square roots of positive semidefinite `[n, D, D]` matrices, and the inverses of these roots.
 
-    Eigenvalues are floored at a share of the largest of all, so that a matrix of zeros weighs next to nothing.
+    Eigenvalues are floored at `share` of the largest of all matrices, so that a zero matrix gets next to no weight.
     """
     values, vectors = torch.linalg.eigh(moments)
     values = floored(values, share).sqrt()
@@ -28,9 +28,9 @@ def roots(moments: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tens
 
 
 def leading_subspace(rows: torch.Tensor, second: torch.Tensor | None, rank: int) -> torch.Tensor:
-    """Orthonormal `[n, rank]` whose projection keeps most of rows·x, by E|projection|².
+    """The orthonormal columns `[n, rank]` onto which the projection of rows·x has the most energy, E|projection|².
 
-    One eigendecomposition of the smaller Gram matrix, n × n or E × E; in the second case one QR of `[n, rank]` as well, and
+    Costs one eigendecomposition of the smaller Gram matrix, n × n or E × E; if E × E, also one QR of `[n, rank]`, and
     one more eigendecomposition if `second` is singular.
 
     Args:
@@ -39,7 +39,7 @@ def leading_subspace(rows: torch.Tensor, second: torch.Tensor | None, rank: int)
         rank: At most min(n, E).
 
     Returns:
-        In fp32.
+        `[n, rank]`, fp32.
     """
     rows = rows.double()
     if rows.shape[0] <= rows.shape[1]:
@@ -51,20 +51,20 @@ def leading_subspace(rows: torch.Tensor, second: torch.Tensor | None, rank: int)
 
 
 def leading(gram: torch.Tensor, rank: int) -> torch.Tensor:
-    """Eigenvectors of the `rank` largest eigenvalues, as columns, largest first, each with a sign of its own choice fixed."""
-    return fix_signs(torch.linalg.eigh(gram).eigenvectors[..., -rank:].flip(-1))  # it reads one triangle alone
+    """Eigenvectors of the `rank` largest eigenvalues, as columns, largest first, with signs as `fix_signs` sets them."""
+    return fix_signs(torch.linalg.eigh(gram).eigenvectors[..., -rank:].flip(-1))  # eigh reads one triangle only
 
 
 def fix_signs(vectors: torch.Tensor) -> torch.Tensor:
-    """Columns turned so that their largest entry is real and positive: eigenvectors leave that open, and libraries differ."""
+    """Columns with their largest entry made real and positive: eigenvectors leave the phase open, and libraries differ."""
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     return vectors * (largest.conj() / largest.abs().clamp_min(torch.finfo(torch.float64).tiny))
 
 
 def root(second: torch.Tensor) -> torch.Tensor:
-    """L with L Lᵀ = `second`, whose directions without energy get 1e-12 of the mean so that they have a place, the last.
+    """L with L Lᵀ = `second`. Directions without energy get 1e-12 of the mean, so that they exist and come last.
 
-    A second moment that is singular, or not even positive by the rounding of its sums, costs an eigendecomposition.
+    If `second` is singular, or not positive because its sums were rounded, this costs an eigendecomposition.
     """
     floor = (second.diagonal().mean() * 1e-12).clamp_min(torch.finfo(torch.float64).tiny)
     lower, failed = torch.linalg.cholesky_ex(second + floor * torch.eye(len(second)).to(second))

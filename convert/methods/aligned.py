@@ -1,21 +1,21 @@
-"""`aligned`: heads of a group are aligned with each other before they are merged, and queries and outputs take up the rest.
+"""`aligned`: the heads of a group are aligned before they are merged; queries and the output projection absorb the change.
 
-Keys: RoPE multiplies number l of each head by e^{iθ_l t}, so a complex factor per head and frequency commutes with it and can
+Keys: RoPE multiplies complex number l of a head by e^{iθ_l t}, so a complex factor per head and frequency commutes and can
 be absorbed into the queries. Per group and frequency, with λ_g² = Σ_h E|q_h|² over the query heads of KV head g, the shared
 key is u^H Λ Z for the top eigenvector u of Λ Z Σ Z^H Λ, and head h's query absorbs conj(u_g) / λ_g: the best rank-1 fit of the
-logits if queries, keys and frequencies were independent. Dims that do not rotation: the stacked M_g^½ K_g Σ^½, truncated to N
+logits if queries, keys and frequencies were independent. Nope dims: the stacked M_g^½ K_g Σ^½, truncated to N
 dims by SVD, with M_g = Σ_h E[q_h q_hᵀ]. Values: the stacked (Σ_h O_hᵀ O_h)^½ V_g Σ^½, truncated to D; W_O absorbs the rest.
-Biases ride along as the weights of a constant input. Σ = E[x xᵀ] is measured on calibration text, or assumed from the gains of
+A bias is the weight of a constant input. Σ = E[x xᵀ] is measured on calibration text, or assumed from the gains of
 the input's norm.
 
-A norm of queries and keys forbids absorption: there the shared key is the mean of the heads, brought to one length and sign,
-which queries follow; one norm over all heads allows not even that, and keys are averaged as they are.
+A QK-norm per head forbids absorption: there the shared key is the mean of the heads, scaled to one length and sign, and the
+queries change sign with it. One norm over all heads, or a bias, does not allow even that: keys are averaged unchanged.
 
-Which heads share a group may be chosen (`partition`): the same error of every pair of heads, then swaps between groups while
-its sum over pairs falls.
+`partition` chooses which heads share a group: it takes the same error of every pair of heads and swaps heads between groups
+while the sum over pairs falls.
 
-Cost per layer: D/2 eigendecompositions of n × n and one of n D squared per group of n heads, no more than E squared in size
-where G D = E; `partition` adds one of 2 D squared for each pair of heads.
+Cost per group of n heads: D/2 eigendecompositions of n × n matrices and one of an n D × n D matrix, at most E × E
+where G D = E; `partition` adds one of a 2 D × 2 D matrix for each pair of heads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from convert.methods.text import TextUse
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The weighted Gram matrix of heads' rows, N of each, and what weighs them: (root_g R_g) Σ (root_h R_h)ᵀ.
+    """The rows of heads, N each, their weights, and their weighted Gram matrix (root_g R_g) Σ (root_h R_h)ᵀ.
 
     Attributes:
         rows: `[G, N, E + 1]`.
@@ -50,7 +50,7 @@ class _Blocks:
 
     @classmethod
     def of(cls, rows: torch.Tensor, weights: torch.Tensor, second: torch.Tensor) -> _Blocks:
-        """`weights [G, N, N]` are what squared errors of each head's rows count."""
+        """`weights [G, N, N]` weigh the squared error of each head's rows."""
         root, inverse = roots(weights, 1e-12)
         weighted = (root @ rows).flatten(0, 1)
         gram = weighted @ second @ weighted.T
@@ -64,7 +64,7 @@ class _Blocks:
         return shared, self.inverse[heads] @ left.unflatten(0, (len(heads), count))
 
     def lost(self, heads: list[int]) -> float:
-        """Energy that the merged rows leave out."""
+        """The energy that the merged rows lose."""
         return float(torch.linalg.eigvalsh(self._within(heads))[: -self.rows.shape[1]].sum())
 
     def energy(self) -> float:
@@ -76,7 +76,7 @@ class _Blocks:
 
 
 class _Heads:
-    """One layer's heads, ready to be merged in any groups; fp64."""
+    """One layer's heads in fp64, prepared for merging in any groups."""
 
     def __init__(self, attention: Attention, statistics: Statistics) -> None:
         self.attention, known = attention, statistics.shrunk().to(attention.k.device)
@@ -98,7 +98,7 @@ class _Heads:
         if rope < self.k.shape[1]:
             rest = self.q[:, :, rope:]
             moments = (rest @ second @ rest.mT).sum(1)
-            constant = torch.zeros_like(second)  # one on unrotated keys cancels in the softmax
+            constant = torch.zeros_like(second)  # a constant on nope keys cancels in the softmax
             constant[:-1, :-1] = known.covariance
             self.nope = _Blocks.of(self.k[:, rope:], moments, constant)
 
@@ -131,7 +131,7 @@ class _Heads:
         u = fix_signs(torch.linalg.eigh(self.gram[:, heads][:, :, heads]).eigenvectors[..., -1:])[..., 0]  # [P/2, n]
         key = torch.einsum("lg,gle->le", u.conj(), self.z[heads])
         factor = u.T / self.weight[heads]  # z_g ≈ factor_g · key
-        # The key as large as its heads are on average, so that neither side leaves the range of a half float.
+        # Scale the key to the average size of its heads, so that neither keys nor queries leave the range of float16.
         size = factor.abs().square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
         key, factor = key * size[:, None], factor / size
         numbers = rotary.to_complex(self.q[heads][:, :, : self.rope].flatten(0, 1))[0].unflatten(0, (len(heads), -1))
@@ -144,7 +144,7 @@ class _Heads:
         return self.o[heads] @ back[:, None], value
 
     def lost(self, heads: list[int]) -> float:
-        """What merging these heads costs: the shares of keys' and of values' energy that are left out."""
+        """What merging these heads costs: the share of the keys' energy that is lost plus the share of the values'."""
         return self._lost_keys(heads) + self.values.lost(heads) / (self.values.energy() or 1.0)
 
     def _lost_keys(self, heads: list[int]) -> float:
@@ -153,7 +153,7 @@ class _Heads:
         lost = energy = 0.0
         if self.rope:
             assert self.attention.rotary is not None
-            # As parts of a logit are: of a product of complex numbers, at all angles, the real part has half the energy.
+            # A logit is the real part of a complex product: averaged over all angles, that has half the product's energy.
             share = self.attention.rotary.attention_factor**4 / 2
             lost += share * float(torch.linalg.eigvalsh(self.gram[:, heads][:, :, heads])[:, :-1].sum())
             energy += share * float(self.gram.diagonal(dim1=1, dim2=2).real.sum())
@@ -164,7 +164,7 @@ class _Heads:
 
 
 def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
-    """K̂, V̂ with `groups` heads, and queries and output columns that fit them; fp32. Heads that are alike merge without loss."""
+    """K̂, V̂ with `groups` heads, and the queries and output columns to match; fp32. Equal heads merge without loss."""
     a, heads = attention, _Heads(attention, statistics)
     members = torch.arange(a.num_kv_heads).view(groups, -1).tolist()
     keys, values = [heads.merged_key(group) for group in members], [heads.merged_value(group) for group in members]
@@ -184,7 +184,7 @@ def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics)
 
 
 def partition(attention: Attention, groups: int, statistics: Statistics) -> list[int]:
-    """KV heads in an order that puts those of a group together; the given order unless another loses less."""
+    """An order of the KV heads in which each group is contiguous; the given order unless another loses less."""
     count = attention.num_kv_heads
     contiguous = list(range(count))
     if groups in (1, count):
@@ -202,15 +202,15 @@ def partition(attention: Attention, groups: int, statistics: Statistics) -> list
 
 
 def _swapped(pairs: torch.Tensor, groups: int) -> list[int]:
-    """The order of heads at which no swap of two between groups lowers the sum of `pairs` within groups any more.
+    """An order of heads in which swapping two heads of different groups no longer lowers the sum of `pairs` within groups.
 
-    Groups come in the order of their smallest heads, and heads in groups ascending.
+    Groups are sorted by their smallest head, and heads within a group ascend.
     """
     count = len(pairs)
     group = torch.arange(count) // (count // groups)
     while True:
         belonging = torch.nn.functional.one_hot(group, groups).double()
-        to = pairs @ belonging  # [heads, groups], what a head costs in each group
+        to = pairs @ belonging  # [heads, groups], the cost of a head in each group
         own = to.gather(1, group[:, None])
         other = to[:, group]  # [i, j]: head i in the group of j
         gain = own + own.T - other - other.T + 2 * pairs
@@ -239,7 +239,7 @@ def _signs_are_free(a: Attention) -> bool:
 
 
 def _likeness(a: Attention, k: torch.Tensor) -> torch.Tensor:
-    """`[G, G]`, cosines between heads that a norm keeps apart."""
+    """`[G, G]`, cosines between normalised heads."""
     unit = torch.nn.functional.normalize(k.flatten(1), dim=1)
     cosine = unit @ unit.T
     return cosine.abs() if _signs_are_free(a) else cosine

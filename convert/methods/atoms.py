@@ -1,9 +1,9 @@
-"""Rotary keys that all heads share, and what they leave to keys that do not turn.
+"""Rotary keys that all heads share, and the nope keys that approximate the remainder.
 
-An atom is a frequency b and one key y(x) that turns with it. Head h's number l, z_{h,l}·x, which turns with θ_l, is taken for
-Σ_m s_{h,l,m} e^{iθ_{b_m} t} y_m + unrotated, so that its queries absorb conj(s). What is left does not turn; the best unrotated
-key for it is its mean under the distances at which head h attends, φ_{h,l} z_{h,l} − Σ_m φ_{h,b_m} s_{h,l,m} y_m with
-φ_{h,l} = E e^{iθ_l (s − t)}. (`components` serve their own frequency alone; `convert.methods.pursuit` finds others.)
+An atom is a frequency b and one key y(x) that rotates with it. Head h's number l, z_{h,l}·x, rotates with θ_l; it becomes
+Σ_m s_{h,l,m} e^{iθ_{b_m} t} y_m + nope key, and its queries absorb conj(s). The remainder does not rotate; the best nope
+key for it is its mean over the distances at which head h attends, φ_{h,l} z_{h,l} − Σ_m φ_{h,b_m} s_{h,l,m} y_m with
+φ_{h,l} = E e^{iθ_l (s − t)}. (`Components` serve one frequency each; `convert.methods.pursuit` finds atoms for several.)
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from convert.methods.algebra import augmented, fix_signs, floored
 from convert.methods.latent import rotary_of
 from convert.methods.statistics import Statistics
 
-_CONTEXT = 2048  # of the assumed distances
+_CONTEXT = 2048  # tokens; the longest distance that is assumed without text
 
 
 @dataclass(frozen=True)
 class RopeKeys:
-    """The rotary part of a layer's keys, fp64. H query heads, L frequencies; a bias is the weight of a constant input.
+    """The rotary part of a layer's keys, fp64, with H query heads and L frequencies. A bias is the weight of a constant input.
 
     Attributes:
         attention: The record.
-        z: `[G, L, E + 1]` complex, with the square of RoPE's attention factor.
+        z: `[G, L, E + 1]` complex, the keys times the square of RoPE's attention factor.
         moved: `[G, L, E + 1]`, z Σ.
         w: `[H, L, E + 1]` complex, the queries.
-        weight: `[H, L]`, λ = root of E|w_{h,l}·x|².
-        mass: `[H, T]`, the attention that head h pays to tokens 0 … T − 1 back.
+        weight: `[H, L]`, λ = √(E|w_{h,l}·x|²).
+        mass: `[H, T]`, the share of head h's attention at distances 0 … T − 1.
     """
 
     attention: Attention
@@ -67,7 +67,7 @@ class RopeKeys:
 
     @property
     def share(self) -> int:
-        """Query heads of one KV head."""
+        """Query heads per KV head."""
         return len(self.w) // len(self.z)
 
     def per_query_head(self, rows: torch.Tensor) -> torch.Tensor:
@@ -76,10 +76,10 @@ class RopeKeys:
 
 @dataclass(frozen=True)
 class Atoms:
-    """Rotary keys of one layer.
+    """The rotary keys of one layer.
 
     Attributes:
-        pairs: For each of m atoms, the source's frequency that it turns with.
+        pairs: For each of m atoms, the index of the source's frequency that it rotates with.
         shares: `[H, L, m]` complex, s.
         keys: `[m, E + 1]` complex, y.
     """
@@ -89,13 +89,13 @@ class Atoms:
     keys: torch.Tensor
 
     def rope(self, keys: RopeKeys) -> tuple[Rotary, torch.Tensor, torch.Tensor]:
-        """How they turn, the queries `[H, P, E + 1]` that meet them, and they themselves `[P, E + 1]`."""
+        """Their rotary embedding, their queries `[H, P, E + 1]`, and the keys `[P, E + 1]`."""
         kept = rotary_of(keys.attention).select(list(self.pairs), "interleaved")
         queries = torch.einsum("hlm,hle->hme", self.shares.conj(), keys.w)
         return kept, kept.from_complex(queries), kept.from_complex(self.keys[None])[0]
 
     def rest(self, keys: RopeKeys) -> torch.Tensor:
-        """Unrotated keys of each query head for what is left, `[H, 2 L, E + 1]`; zeros where nothing but rounding is."""
+        """The nope keys of each query head for the remainder, `[H, 2 L, E + 1]`; zeros where only rounding remains."""
         phase = keys.phase
         whole = phase[..., None] * keys.per_query_head(keys.z)
         left = whole - (phase[:, None, list(self.pairs)] * self.shares) @ self.keys
@@ -105,10 +105,10 @@ class Atoms:
 
 @dataclass(frozen=True)
 class Components:
-    """Weighted complex principal components of the keys at each frequency, the costliest not to turn first.
+    """Weighted complex principal components of the keys at each frequency, those that lose most without RoPE first.
 
     Attributes:
-        lost: `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²): what not rope each would lose of squared logits.
+        lost: `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²): the squared logit error of not rotating each component.
         basis: `[L, G, G]`, shares of KV heads (rows) in components (columns).
         keys: `[L, G, E + 1]`.
     """
@@ -133,7 +133,7 @@ class Components:
         return cls(lost.gather(1, order), u / weight[..., None], u.mH @ weighted)
 
     def atoms(self, keys: RopeKeys, pairs: tuple[int, ...]) -> Atoms:
-        """The costliest components of each frequency, as many as it has among `pairs`."""
+        """The costliest components of each frequency, as many as its entries in `pairs`."""
         parts = [pairs[:i].count(pair) for i, pair in enumerate(pairs)]
         shares = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
         for m, (pair, part) in enumerate(zip(pairs, parts, strict=True)):
@@ -142,7 +142,7 @@ class Components:
 
 
 def _mass(attention: Attention, statistics: Statistics) -> torch.Tensor:
-    """Measured on the sample; without text, as if attention fell off like one over the distance."""
+    """`[H, T]` attention by distance, measured on the sample; without text, assumed to fall off as one over the distance."""
     if statistics.sample is not None:
         return attention_mass(attention, statistics.sample)
     falling = 1 / (1 + torch.arange(_CONTEXT, dtype=torch.float64, device=attention.k.device))

@@ -9,7 +9,7 @@ from convert.methods.text import TextUse
 
 
 def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
-    """K̂_g = K of the group's first head, and likewise V and their biases; bits as they are."""
+    """K̂_g = K of the group's first head, and likewise V and the biases, bit for bit."""
     return pool_kv(attention, groups, lambda members: members[0])
 
 

@@ -1,6 +1,6 @@
-"""What each layer may keep, decided for all layers together: which frequencies turn, and how a budget is split.
+"""Which frequencies stay rotary, decided for all layers together.
 
-Pure: it sees sizes and the losses that the survey found, no weights.
+Pure functions of sizes and of the losses that were measured per layer; no weights.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 
 
 def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]:
-    """The frequencies that go on turning, one list for all layers, since a config has one.
+    """The frequencies that stay rotary: one list for all layers, since a config holds only one.
 
-    Every layer's losses are normalised to one and summed; each frequency keeps as many components as it has among the
-    `count` largest sums. Every layer then turns its own most costly components of each frequency.
+    Each layer's losses are normalised to a sum of one, then added up; a frequency keeps as many components as it has among the
+    `count` largest sums. Every layer then rotates its own costliest components of each frequency.
 
     Args:
-        losses: Per layer `[L, G]`, what not turning component j of frequency l would cost, largest first in each row.
+        losses: Per layer `[L, G]`, the cost of not rotating component j of frequency l, largest first in each row.
         count: P/2.
 
     Returns:
@@ -30,5 +30,5 @@ def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]
 
 
 def pairs_by_stride(rope_dim: int, rotary_dim: int) -> tuple[int, ...]:
-    """P/2 frequencies spread evenly over the D/2 of the source, those of DeepSeek's own RoPE of dim P where P divides D."""
+    """P/2 frequencies spread evenly over the source's D/2; where P divides D, those of DeepSeek's own RoPE of dim P."""
     return tuple(pair * rotary_dim // rope_dim for pair in range(rope_dim // 2))

@@ -1,4 +1,4 @@
-"""What every method of merging KV heads has in common: its signature, its registry entry, pooling within groups.
+"""What all methods of merging KV heads share: signature, registry entry, pooling within groups.
 
 A method is a pure function of one layer's record. It sees no names, files, configs or command line.
 """
@@ -18,29 +18,29 @@ from convert.methods.text import TextUse
 
 @dataclass(frozen=True)
 class Draw:
-    """Where a method that needs chance takes it from: one generator per layer, and the width of a fresh weight."""
+    """Random numbers for a method: one seeded generator per layer, and the standard deviation of a fresh weight."""
 
     generator: torch.Generator
     initializer_range: float
 
     @classmethod
     def of_layer(cls, seed: int, layer: int, initializer_range: float) -> Draw:
-        """Seeded per layer, so that a resumed run draws what an uninterrupted one would have."""
+        """Seeded per layer, so that a resumed run draws the same numbers as an uninterrupted one."""
         return cls(torch.Generator().manual_seed(seed * 100_003 + layer), initializer_range)
 
 
 @dataclass(frozen=True)
 class GroupedMethod:
-    """A registry entry.
+    """The registry entry of a method that merges KV heads.
 
     Attributes:
         name: As on the command line.
         summary: One line for help, plans and cards.
         source: The paper, or "".
-        text: Whether calibration text is of use to it.
-        merge: `(attention with G KV heads, groups, draw, statistics) -> attention with `groups` KV heads`, of neighbours;
+        text: How it uses calibration text.
+        merge: `(attention with G KV heads, groups, draw, statistics) -> attention with `groups` KV heads`, merges neighbours;
             groups divides G.
-        partition: `(attention, groups, statistics) -> order of KV heads` that puts those that lose least together, or None.
+        partition: `(attention, groups, statistics) -> order of KV heads` in which those that lose least are together, or None.
     """
 
     name: str
@@ -55,18 +55,18 @@ Pool = Callable[[torch.Tensor], torch.Tensor]
 
 
 def pool_kv(attention: Attention, groups: int, pool: Pool) -> Attention:
-    """Merge adjacent KV heads by one rule for everything that has a row per KV head: K, V, their biases, their norm.
+    """Merge adjacent KV heads by one rule for everything that has a row per KV head: K, V, their biases, the key norm.
 
-    What is merged comes back in fp32, to be cast once, when it is written.
+    Merged tensors are fp32; they are cast once, when they are written.
 
     Args:
-        attention: Its k and v are `[G, D, E]`.
-        groups: How many KV heads remain; divides G.
-        pool: Makes one head of a group's, fp32 `[G / groups, …]`.
+        attention: The record; its k and v are `[G, D, E]`.
+        groups: KV heads of the result; divides G.
+        pool: Merges the heads of one group, fp32 `[G / groups, …]`, into one.
     """
 
     def merged(rows: torch.Tensor) -> torch.Tensor:
-        # Group by group: what is copied to fp32 stays small.
+        # Group by group, so that the fp32 copy stays small.
         return torch.stack([pool(members.float()) for members in rows.unflatten(0, (groups, -1))])
 
     return replace(
@@ -80,14 +80,14 @@ def pool_kv(attention: Attention, groups: int, pool: Pool) -> Attention:
 
 
 def merged_norm(norm: QKNorm | None, merged: Callable[[torch.Tensor], torch.Tensor]) -> QKNorm | None:
-    """The key norm of merged heads: shared gains stay, gains of their own are merged like the heads they belong to."""
+    """The key norm of merged heads: shared gains stay, per-head gains are merged like their heads."""
     if norm is None or not norm.per_head_gains:
         return norm
     return replace(norm, gain=merged(norm.gain), bias=None if norm.bias is None else merged(norm.bias))
 
 
 def reordered(attention: Attention, order: list[int]) -> Attention:
-    """The same function with KV heads in another order, and their query heads and output columns with them."""
+    """The same attention with its KV heads in another order; their query heads and output columns move along."""
     a, share = attention, attention.q.shape[0] // attention.num_kv_heads
     queries = [head * share + i for head in order for i in range(share)]
 

@@ -1,9 +1,9 @@
-"""What every method of making a latent has in common: keys taken apart into components that turn, one latent for the rest.
+"""What all methods of making a latent share: keys split into rotary components, and one latent for the rest.
 
 Complex view of RoPE: number l of KV head g is z_{g,l} = w_{g,l}·x, and RoPE multiplies it by e^{iθ_l t}. A basis that mixes
-heads within one frequency commutes with that, so that a component y turns as one number for all heads; the queries absorb
-the mixing. The decoupled rotary key of MLA (DeepSeek-V2, arXiv 2405.04434) is a few such components. What is not among
-them stays unrotated and shares a latent with the values.
+heads within one frequency commutes with that, so that a component y rotates as one number for all heads; the queries absorb
+the mixing. The decoupled rotary key of MLA (DeepSeek-V2, arXiv 2405.04434) is a few such components. All other
+components lose their rotation and share a latent with the values.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from convert.methods.text import TextUse
 
 @dataclass(frozen=True)
 class Allocation:
-    """What each layer is to be brought to; the same for all layers.
+    """What each layer is converted to; the same for all layers.
 
     Attributes:
-        rank: Channels of the latent that carry something.
+        rank: Channels of the latent that carry keys and values (constants and padding excluded).
         pairs: For each of the P/2 rotary pairs, the source's frequency that it rotates with.
-        freqfold: How many neighbouring frequencies are treated as one.
-        rotary: The rotary embedding of the layers that have one, for those that have none.
-        pursued: Whether a rotary key may serve frequencies beside its own.
-        nope_dims: Dims of a head's nope keys; fewer than its queries' only where all rotary dims are kept. None for as many.
-        rotary_keys: How many different keys the source has at one frequency; None for one per KV head.
+        freqfold: How many neighbouring frequencies count as one.
+        rotary: The model's rotary embedding, for layers that have none themselves.
+        pursued: Whether the rotary keys were found by pursuit: each may then serve other frequencies than its own.
+        nope_dims: Nope dims of a head; fewer than its dims only where all rotary dims are kept. None for all of them.
+        rotary_keys: Different keys that the source has at one frequency; None for one per KV head.
     """
 
     rank: int
@@ -45,29 +45,29 @@ class Allocation:
     rotary_keys: int | None = None
 
     def keeping(self, pairs: tuple[int, ...], pursued: bool) -> Allocation:
-        """The same with its frequencies chosen."""
+        """The same allocation with its frequencies chosen."""
         return replace(self, pairs=pairs, pursued=pursued)
 
     def nope(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of each head `[heads, D, …]` that nope queries and keys have: the last `nope_dims`."""
+        """Those of `rows [heads, D, …]` that belong to the nope dims: the last `nope_dims` of each head."""
         return rows if self.nope_dims is None else rows[:, rows.shape[1] - self.nope_dims :]
 
 
 @dataclass(frozen=True)
 class LatentMethod:
-    """A registry entry.
+    """The registry entry of a method that makes a latent.
 
     Attributes:
         name: As on the command line.
         summary: One line for help, plans and cards.
         source: The paper, or "".
-        text: Whether calibration text is of use to it.
-        folds: Whether it treats neighbouring frequencies as one (`Allocation.freqfold`).
-        measure: `(attention, statistics, fewest P/2) -> what allocation has to know` of each layer with RoPE, or None.
-        allocate: `(all that, P/2, allocation without pairs) -> allocations with pairs`; where there are several, the one of
-            least error on the text is taken.
+        text: How it uses calibration text.
+        folds: Whether it can count neighbouring frequencies as one (`Allocation.freqfold`).
+        measure: `(attention, statistics, fewest P/2) -> what `allocate` needs` from each layer with RoPE; or None.
+        allocate: `(results of measure, P/2, allocation without pairs) -> allocations with pairs`; if several, the one with
+            the least error on the text is used.
         factor: `(attention, allocation, statistics) -> latent attention`.
-        measured_bytes: What `measure` finds takes of each layer; None if next to nothing.
+        measured_bytes: `spec -> bytes` that the result of `measure` takes per layer; None if negligible.
     """
 
     name: str
@@ -83,12 +83,12 @@ class LatentMethod:
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one layer as complex numbers, in bands of neighbouring frequencies: (KV head, frequency) within a band.
+    """The keys of one layer as complex numbers, in bands of F neighbouring frequencies: G F rows (KV head, frequency) a band.
 
     Attributes:
-        rows: `[bands, G F, E]` complex, what makes them.
-        bias: `[bands, G F]` complex; zeros without biases.
-        nope: `[G, N, E]`, dims that never rotated.
+        rows: `[bands, G F, E]` complex weights.
+        bias: `[bands, G F]` complex; zeros if there are no biases.
+        nope: `[G, N, E]`, the source's nope dims.
     """
 
     rows: torch.Tensor
@@ -97,7 +97,7 @@ class Keys:
 
 
 def keys_of(attention: Attention, fold: int = 1) -> Keys:
-    """The keys of a record, fp32. Where RoPE carries an attention factor a, they carry a² of it."""
+    """The keys of a record, fp32, times a² where RoPE has an attention factor a."""
     rotary = rotary_of(attention)
     bias = attention.k.new_zeros(attention.k.shape[:2]) if attention.k_bias is None else attention.k_bias
     rows, nope = rotary.to_complex(attention.k.float())
@@ -108,16 +108,16 @@ def keys_of(attention: Attention, fold: int = 1) -> Keys:
 
 @dataclass(frozen=True)
 class Separated:
-    """Keys after `separate`: those that turn, with their queries, and the rest.
+    """Keys after `separate`: the rope keys with their queries, and the rest.
 
     Attributes:
-        rotary: How the P dims turn.
+        rotary: How the P dims rotate.
         q_rope: `[H, P, E]`.
         k_rope: `[P, E]`.
         q_rope_bias: `[H, P]` or None.
         k_rope_bias: `[P]` or None.
-        rest: `[n, E]`, rows of keys that do not turn, shared by all heads. A bias of theirs cancels in the softmax.
-        spread: `[G, D, n]`: unrotated keys = spread @ rest.
+        rest: `[n, E]`, rows of nope keys that all heads share. Their bias is dropped: it cancels in the softmax.
+        spread: `[G, D, n]`: nope keys = spread @ rest.
     """
 
     rotary: Rotary
@@ -130,17 +130,17 @@ class Separated:
 
 
 def rotary_of(attention: Attention) -> Rotary:
-    """That of a layer which turns."""
+    """The rotary embedding of a layer that has one."""
     assert attention.rotary is not None, "a layer without positions has no frequencies"
     return attention.rotary
 
 
 def separate(attention: Attention, allocation: Allocation, gram: Callable[[Keys], torch.Tensor]) -> Separated:
-    """Split keys into components, of which the first of each band turn on.
+    """Split keys into components; the first ones of each band stay rotary.
 
     Args:
-        attention: The record. Without positions nothing turns: all of its keys go into the latent.
-        allocation: Which frequencies go on rotating.
+        attention: The record. Without RoPE, all of its keys go into the latent.
+        allocation: Which frequencies stay rotary.
         gram: Keys → `[bands, G F, G F]`, real or complex, fp64: its eigenvectors are the components, largest first.
     """
     if attention.rotary is None:
@@ -187,13 +187,13 @@ def _all_nope(attention: Attention, allocation: Allocation) -> Separated:
 def _rest(
     attention: Attention, nope: torch.Tensor, components: torch.Tensor, spread: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[n, E]` of what does not turn, and how keys are made of them `[G, D, n]`.
+    """The rows `[n, E]` of all nope keys, and the map from them to keys, `[G, D, n]`.
 
     Args:
         attention: The record.
-        nope: `[G, N, E]`, dims that never rotated.
+        nope: `[G, N, E]`, the source's nope dims.
         components: `[m, E]` complex.
-        spread: `[G, D/2, m]` complex, their share in each number of each KV head.
+        spread: `[G, D/2, m]` complex, the share of each component in each complex number of each KV head.
     """
     rotary, (groups, count) = rotary_of(attention), nope.shape[:2]
     # y = y' + i y'' contributes (s y', i s y'') for its share s.
@@ -208,14 +208,14 @@ def _rest(
 def share_latent(
     attention: Attention, allocation: Allocation, parts: Separated, left: torch.Tensor, balance: float = 1.0
 ) -> FactoredAttention:
-    """One latent for unrotated keys and values.
+    """Factor nope keys and values through one latent.
 
     Args:
         attention: The record.
-        allocation: What it is brought to.
-        parts: Its keys.
+        allocation: What the layer is converted to.
+        parts: Its keys, from `separate`.
         left: `[n + G D, R]` orthonormal columns: the latent is leftᵀ (rest / balance, values).
-        balance: What the unrotated keys were divided by before `left` was found.
+        balance: What the nope keys were divided by before `left` was computed.
     """
     share, count = attention.q.shape[0] // attention.num_kv_heads, len(parts.rest)
     o, o_bias = attention.o.float(), _float(attention.o_bias)
@@ -249,7 +249,7 @@ def _banded(numbers: torch.Tensor, fold: int) -> torch.Tensor:
 
 
 def _spread(basis: torch.Tensor, groups: int, fold: int) -> torch.Tensor:
-    """The basis `[bands, G F, G F]` as `[G, D/2, bands, G F]`: what share each KV head's number has in each component."""
+    """The basis `[bands, G F, G F]` as `[G, D/2, bands, G F]`: the share of each component in each number of each KV head."""
     bands, size = basis.shape[:2]
     whole = basis.new_zeros(groups, bands, fold, bands, size)
     each = torch.arange(bands)
@@ -258,13 +258,13 @@ def _spread(basis: torch.Tensor, groups: int, fold: int) -> torch.Tensor:
 
 
 def _kept(allocation: Allocation) -> tuple[list[int], list[int]]:
-    """Band and component of each rotary pair: the first components of a band, in order."""
+    """The band and the component of each rotary pair; each band gives its first components, in order."""
     bands = [pair // allocation.freqfold for pair in allocation.pairs]
     return bands, [bands[:i].count(band) for i, band in enumerate(bands)]
 
 
 def _queries(attention: Attention, spread: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Each head's queries of the kept components: Σ_l conj(spread_{h,l,m}) q_{h,l}, for `spread [H, D/2, P/2]`."""
+    """Each head's queries for the kept components: Σ_l conj(spread_{h,l,m}) q_{h,l}, with `spread [H, D/2, P/2]`."""
     rotary = rotary_of(attention)
     queries = spread.mH @ rotary.to_complex(attention.q.float())[0]
     if attention.q_bias is None:

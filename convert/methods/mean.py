@@ -11,12 +11,12 @@ from convert.methods.text import TextUse
 
 
 def _mean(members: torch.Tensor) -> torch.Tensor:
-    # Around the first member, so that equal members give back exactly themselves whatever their number.
+    # Relative to the first member, so that equal members give exactly the same head whatever their number.
     return members[0] + (members - members[0]).mean(0)
 
 
 def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
-    """K̂_g = mean over the group of K_i, and likewise V and their biases; fp32. Equal heads merge without loss."""
+    """K̂_g = mean over the group of K_i, and likewise V and the biases; fp32. Equal heads merge without loss."""
     return pool_kv(attention, groups, _mean)
 
 

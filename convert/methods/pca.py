@@ -1,19 +1,19 @@
 """`pca`: the published conversion from GQA to MLA (TransMLA, arXiv 2502.07864), re-implemented from its formulas.
 
 Keys: in every band of F neighbouring frequencies (`--freqfold`), real PCA over all KV heads and the F frequencies, real and
-imaginary parts as samples of their own, under the statistics of the calibration text. The leading F P/D components of a
-band turn on, at the band's own frequencies (every (D/P)-th of the source's); for F > 1 that takes a band's frequencies for
-equal, which costs something. The rest stays unrotated. Values and unrotated keys: one joint, uncentred PCA, the keys first
-divided by ρ = mean channel norm of unrotated keys ÷ mean channel norm of values.
+imaginary parts as separate samples, under the statistics of the calibration text. The leading F P/D components of a
+band stay rotary, at the band's own frequencies (every (D/P)-th of the source's); F > 1 treats a band's frequencies as
+equal, which costs accuracy. The rest becomes nope. Values and nope keys: one joint, uncentred PCA, the keys first
+divided by ρ = mean channel norm of nope keys ÷ mean channel norm of values.
 
-Where this differs from the published code: that dampens the Gram matrices by 1 % of their mean diagonal (it moves no
+Differences: the published code dampens the Gram matrices by 1 % of their mean diagonal (it moves no
 eigenvector), takes the statistics of the second step from the model with the first step done everywhere (here both steps
-use the survey's), leaves out the first P channels of V in ρ (a slip), chooses F on the text that it reports (here F is an
-argument), and sends biases of V and of unrotated K through the latent (here the one is exact in the output's bias and the
-other cancels in the softmax). Where P exceeds D, the formula is continued: P/D components turn at every frequency.
+use the source's), leaves out the first P channels of V in ρ (a bug), chooses F on the text that it reports (here F is an
+argument), and sends the biases of V and of nope K through the latent (here the first is exact in the output bias and the
+second cancels in the softmax). Where P exceeds D, the formula is continued: P/D components stay rotary at every frequency.
 
-Cost per layer: D/(2 F) eigendecompositions of (G F)², one of min(2 G D − P, E) squared,
-and where 2 G D − P > E one more, E squared, if the text's statistics are singular.
+Cost per layer: D/(2 F) eigendecompositions of size G F, one of size min(2 G D − P, E),
+and where 2 G D − P > E one more of size E if the text's statistics are singular.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ def _gram(second: torch.Tensor, keys: Keys) -> torch.Tensor:
 
 
 def _balance(rest: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, second: torch.Tensor) -> float:
-    """ρ; 1 where there is nothing to balance: no values, or nothing but rounding left of the keys."""
+    """ρ; 1 where there is nothing to balance: no values, or nope keys that are only rounding errors."""
     norm, whole, other = (_mean_norm(rows, second) for rows in (rest, keys, values))
     return norm / other if norm > 1e-5 * whole and other else 1.0
 
 
 def _mean_norm(rows: torch.Tensor, second: torch.Tensor) -> float:
-    """Mean over channels of the root mean square of rows·x; 0 without rows."""
+    """The mean over channels of the root mean square of rows·x; 0 without rows."""
     rows = rows.double()
     squares = ((rows @ second) * rows).sum(-1)
     return float(squares.clamp_min(0).sqrt().mean()) if len(rows) else 0.0
 
 
 def allocate(found: list[object], count: int, allocation: Allocation) -> list[Allocation]:
-    """Frequencies spread evenly."""
+    """Frequencies at an even stride; nothing was measured."""
     assert allocation.rotary is not None
     return [replace(allocation, pairs=pairs_by_stride(2 * count, allocation.rotary.dims))]
 

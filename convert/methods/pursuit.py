@@ -1,14 +1,14 @@
-"""Rotary atoms where fewer can be kept than there are frequencies: each may serve every head and every frequency near its own.
+"""Rotary atoms for fewer rotary pairs than frequencies: an atom may serve every head and every frequency near its own.
 
 "Near" is measured under each head's own distribution p_h of distances: ⟨e_a, e_b⟩_h = E_{p_h} e^{i (θ_a − θ_b)(s − t)}. The
-unrotated key is the atom of frequency 0 and is projected out first, so that an atom is only paid for what an unrotated key
-cannot do. Greedy matching pursuit (Mallat and Zhang, 1993): take the frequency b and the key y that explain most weighted
-energy over all entries (head, frequency), subtract that, repeat. All layers share the frequencies, each has keys of its own.
+nope key is the atom of frequency 0 and is projected out first, so that an atom gets credit only for what a nope key
+cannot do. Greedy matching pursuit (Mallat and Zhang, 1993): take the frequency b and the key y that explain the most weighted
+energy over all entries (head, frequency), subtract them, repeat. All layers share the frequencies; each has its own keys.
 
-Nothing of width E is touched on the way: keys are combinations of the layer's own z, whose Gram matrix says the rest. The best
-key at every frequency is found by power iteration for all frequencies at once, going on where the last atom left it.
+No step has a dimension of width E: keys are combinations of the layer's own z, and their Gram matrix suffices. The best
+keys are found by power iteration for all frequencies at once, starting from the result for the last atom.
 
-Cost per layer and atom: a few products of the Gram matrix `[G L, G L]` with L vectors.
+Cost per layer and atom: a few products of the Gram matrix `[G L, G L]` with `[G L, L]`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import torch
 
 from convert.methods.atoms import Atoms, RopeKeys
 
-_FIRST, _FURTHER = 40, 8  # power iterations, from nothing and from the last atom's result
+_FIRST, _FURTHER = 40, 8  # power iterations, from scratch and from the last atom's result
 
 
 @dataclass
 class Pursuit:
-    """What one layer's entries (query head h, frequency l) nope miss at every candidate frequency b.
+    """What the entries (query head h, frequency l) of one layer still lack, for every candidate frequency b.
 
     Attributes:
         gram: `[G L, G L]`, z Σ z^H.
-        near: `[H, L, L]`, ⟨e_l, e_b⟩_h less what an unrotated key can do.
+        near: `[H, L, L]`, ⟨e_l, e_b⟩_h minus the part that a nope key can do.
         weight: `[H, L]`, λ.
         total: The weighted energy at the start.
-        atoms: Of each atom so far its frequency, shares `[H, L]` and key as a combination `[G L]` of z.
+        atoms: For each atom so far, its frequency, its shares `[H, L]` and its key as a combination `[G L]` of z.
     """
 
     gram: torch.Tensor
@@ -55,7 +55,7 @@ class Pursuit:
         return cls(gram.to(dtype), near.to(dtype), keys.weight.to(real), total)
 
     def explained(self) -> torch.Tensor:
-        """`[L]`, the share of all energy that the best key at each frequency explains."""
+        """`[L]`, the share of the total energy that the best key at each frequency explains."""
         frequencies = self.near.shape[-1]
         if self._found is None:
             found, steps = torch.stack([self._start(b) for b in range(frequencies)]), _FIRST
@@ -70,15 +70,15 @@ class Pursuit:
         return values.double() / (self.total or 1.0)
 
     def take(self, b: int) -> None:
-        """Add the atom of frequency b that was found."""
+        """Add the best atom of frequency b, as `explained` found it."""
         assert self._found is not None
         u = self._found[b]
         key = self._gathered(self._found)[b].conj()
         self.atoms.append((b, u / self.weight / self._norm(b), key))
-        self._found[b] = self._start(b)  # what was found there is explained by now
+        self._found[b] = self._start(b)  # the last result at b is explained now
 
     def _start(self, b: int) -> torch.Tensor:
-        """Where the power iteration at frequency b begins."""
+        """The start of the power iteration at frequency b."""
         generator = torch.Generator().manual_seed(b)
         return torch.randn(self.weight.shape, dtype=self.near.dtype, generator=generator).to(self.near.device)
 
@@ -93,7 +93,7 @@ class Pursuit:
         return self.weight[None] / self._norm(slice(None)).T[:, :, None]
 
     def _apply(self, u: torch.Tensor) -> torch.Tensor:
-        """What entries miss, times its own adjoint, for every candidate frequency: `[B, H, L]` → `[B, H, L]`."""
+        """The map from z to the remainder, times its adjoint, for every candidate frequency: `[B, H, L]` → `[B, H, L]`."""
         groups = len(self.gram) // self.weight.shape[1]
         moved = self._gathered(u) @ self.gram.T  # [B, G L]
         keys = moved.unflatten(1, (groups, -1)).repeat_interleave(self.weight.shape[0] // groups, 1)
@@ -103,7 +103,7 @@ class Pursuit:
         return out * self._scale()
 
     def _gathered(self, u: torch.Tensor) -> torch.Tensor:
-        """The adjoint of the map from z to what entries miss, `[B, H, L]` → `[B, G L]`."""
+        """The adjoint of the map from z to the remainder, `[B, H, L]` → `[B, G L]`."""
         u, groups = u * self._scale(), len(self.gram) // self.weight.shape[1]
         out = (self.near.permute(2, 0, 1).conj() * u).unflatten(1, (groups, -1)).sum(2).flatten(1)
         for a, shares, key in self.atoms:
@@ -112,8 +112,8 @@ class Pursuit:
 
 
 def pairs_by_pursuit(layers: Sequence[Pursuit], count: int) -> tuple[int, ...]:
-    """The frequencies of `count` atoms, in the order in which they explain most over all layers."""
-    layers = [replace(layer, atoms=[], _found=None) for layer in layers]  # one survey may serve several sizes
+    """The frequencies of `count` atoms, those that explain the most over all layers first."""
+    layers = [replace(layer, atoms=[], _found=None) for layer in layers]  # a measured layer may serve several sizes
     chosen = []
     for _ in range(count):
         explained = [layer.explained() for layer in layers]
@@ -125,7 +125,7 @@ def pairs_by_pursuit(layers: Sequence[Pursuit], count: int) -> tuple[int, ...]:
 
 
 def pursue(keys: RopeKeys, pairs: tuple[int, ...]) -> Atoms:
-    """The atoms of one layer at given frequencies."""
+    """The atoms of one layer at the given frequencies."""
     pursuit = Pursuit.of(keys)
     for pair in pairs:
         pursuit.explained()

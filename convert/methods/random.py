@@ -1,4 +1,4 @@
-"""`random`: fresh K and V heads, the control of the GQA paper (arXiv 2305.13245). It keeps nothing of the source's."""
+"""`random`: fresh K and V heads, the control of the GQA paper (arXiv 2305.13245). It keeps nothing of the source's heads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from convert.methods.text import TextUse
 
 
 def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
-    """K̂_g, V̂_g ~ N(0, initializer_range²), biases 0, the gains of merged key norms 1: as a new layer would start."""
+    """K̂_g, V̂_g ~ N(0, initializer_range²), biases 0, gains of merged key norms 1, as in a new layer."""
 
     def fresh(rows: torch.Tensor) -> torch.Tensor:
-        # Drawn on the CPU in fp32 whatever the device and dtype, so that a seed means the same weights everywhere.
+        # Drawn on the CPU in fp32 whatever the device and dtype, so that a seed gives the same weights everywhere.
         normal = torch.randn(groups, *rows.shape[1:], generator=draw.generator)
         return (normal * draw.initializer_range).to(rows.device)
 

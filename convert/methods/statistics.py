@@ -1,4 +1,4 @@
-"""What a method knows of a layer's input: its moments and a sample, measured on calibration text or assumed without."""
+"""What a method knows about a layer's input: moments and a sample, measured on calibration text or assumed without it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of a layer's input x, the normalised input of its attention.
+    """Statistics of a layer's input x, the normalised input of its attention.
 
     Attributes:
         second: `[E, E]`, E[x xᵀ], fp64.
         mean: `[E]`, E[x], fp64.
-        tokens: How many x there were; 0 where no text was looked at.
-        sample: `[n, T, E]`, x of some whole blocks, to try things on; None without text.
+        tokens: How many x were seen; 0 if the statistics are assumed.
+        sample: `[n, T, E]`, x of some whole blocks, to measure errors on; None without text.
     """
 
     second: torch.Tensor
@@ -25,11 +25,11 @@ class Statistics:
 
     @classmethod
     def assumed(cls, width: int, gain: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> Statistics:
-        """What the input's norm alone says: numbers of unit variance that are independent, times its gain, plus its bias.
+        """Statistics from the input norm alone: independent channels of unit variance, times the gain, plus the bias.
 
         Args:
             width: E.
-            gain: `[E]`, or None where nothing normalises the input.
+            gain: `[E]`, or None if there is no norm.
             bias: `[E]` or None.
         """
         gain = torch.ones(width, dtype=torch.float64) if gain is None else gain.double()
@@ -47,16 +47,16 @@ class Statistics:
 
     @property
     def with_constant(self) -> torch.Tensor:
-        """`[E + 1, E + 1]`, the second moment of (x, 1), for weights that carry a bias as their last column."""
+        """`[E + 1, E + 1]`, the second moment of (x, 1), for weights with a bias as their last column."""
         one = self.mean.new_ones(1, 1)
         return torch.cat((torch.cat((self.second, self.mean[:, None]), 1), torch.cat((self.mean[None], one), 1)))
 
     @property
     def shrinkage(self) -> float:
-        """How far to trust the tokens too little: the share of correlation between channels to leave out, 0 to 1.
+        """The share of the correlation between channels to remove because the tokens are few, 0 to 1.
 
         The oracle approximating shrinkage of a correlation matrix (Chen et al., arXiv 0907.4698, formula 23), as if
-        tokens were independent: about E / tokens for inputs that are white, less the fewer directions they fill.
+        tokens were independent: about E / tokens for white inputs, less for inputs that fill fewer directions.
         """
         if not self.tokens:
             return 0.0
@@ -67,7 +67,7 @@ class Statistics:
         return min(1.0, ((1 - 2 / width) * square + width**2) / apart) if apart > 0 else 1.0
 
     def shrunk(self) -> Statistics:
-        """The same with correlations of channels reduced by `shrinkage`; with much text, the same."""
+        """The same statistics with the correlations between channels reduced by `shrinkage`, which vanishes with much text."""
         share, covariance = self.shrinkage, self.covariance
         covariance = (1 - share) * covariance + share * covariance.diagonal().diag()
         return Statistics(covariance + torch.outer(self.mean, self.mean), self.mean, self.tokens, self.sample)

@@ -1,11 +1,11 @@
 """`svd`: MLA from the weights alone, as if inputs were white (Σ = I) and queries did not matter. No text is needed.
 
-Keys: per frequency, complex PCA of the KV heads' rows; the components of most energy turn on, how many at each frequency
-being chosen over all layers together. The rest stays as it is, unrotated. Values and unrotated keys: one truncated
+Keys: per frequency, complex PCA of the KV heads' rows; the components of most energy stay rotary, how many at each frequency
+being chosen over all layers together. The rest becomes nope, otherwise unchanged. Values and nope keys: one truncated
 singular value decomposition of [K; V], the best joint approximation in the Frobenius norm (Eckart and Young, 1936).
 
-Cost per layer: D/2 eigendecompositions of G × G, once in the survey and once here; one eigendecomposition of
-min(2 G D − P, E) squared.
+Cost per layer: D/2 eigendecompositions of G × G, once in `losses` and once in `factor`; one eigendecomposition of
+size min(2 G D − P, E).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def losses(attention: Attention, statistics: Statistics, fewest: int) -> torch.T
 
 
 def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
-    """The latent attention; bits of the source are kept where the sizes are full, up to rounding."""
+    """The latent attention; at full size it equals the source up to rounding."""
     parts = separate(attention, allocation, _gram)
     left = leading_subspace(torch.cat((parts.rest, attention.v.float().flatten(0, 1))), None, allocation.rank)
     return share_latent(attention, allocation, parts, left)
@@ -40,7 +40,7 @@ def _gram(keys: Keys) -> torch.Tensor:
 
 
 def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> list[Allocation]:
-    """The frequencies of most energy."""
+    """The frequencies with the most energy."""
     return [replace(allocation, pairs=pairs_by_loss([lost[:, : allocation.rotary_keys] for lost in found], count))]
 
 

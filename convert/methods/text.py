@@ -1,4 +1,4 @@
-"""What calibration text is to a method."""
+"""How a method uses calibration text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class TextUse(Enum):
-    """`IGNORED`: it sees weights only. `USED`: it is better with text. `NEEDED`: it cannot do without."""
+    """`IGNORED`: the method sees weights only. `USED`: it is better with text. `NEEDED`: it does not run without text."""
 
     IGNORED = "ignored"
     USED = "used"

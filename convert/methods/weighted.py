@@ -1,13 +1,13 @@
-"""`weighted`: MLA that keeps what logits and outputs depend on, by what calibration text shows.
+"""`weighted`: MLA that keeps what logits and outputs depend on, as measured on calibration text.
 
-Rope keys: atoms (`convert.methods.atoms`), either weighted complex principal components, those most costly not to rotate,
-or, where fewer can be kept than there are frequencies, atoms found by pursuit; which of the two is tried on the text.
-What they leave does not turn, and shares one latent with the values: the truncated SVD of
-[α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] (Σ − μμᵀ)^½, with M_h = E[q_h q_hᵀ]. A constant on unrotated keys cancels in the softmax,
-so that both are centred; the mean of what truncation takes from values is a constant output, and goes into its bias. α² times
-the ratio of both energies, κ, is the one of `_BALANCES` whose attention outputs come closest on a sample of the text.
+Rope keys: atoms (`convert.methods.atoms`). They are the weighted complex principal components that lose most without RoPE,
+or, with fewer rotary pairs than frequencies, atoms found by pursuit; the text decides between the two.
+The remainder becomes nope keys, which share one latent with the values: the truncated SVD of
+[α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] (Σ − μμᵀ)^½, with M_h = E[q_h q_hᵀ]. A constant on nope keys cancels in the softmax,
+so both are centred; the mean of what truncation removes from the values is added to the output bias. α² times
+the ratio of both energies, κ, is the value in `_BALANCES` with the least error of attention outputs on a sample of the text.
 
-Without text, inputs are as the gains of their norm say, attention falls off as one over the distance, and κ is 1.
+Without text, inputs follow from the gains of their norm, attention falls off as one over the distance, and κ is 1.
 
 Cost per layer: L eigendecompositions of G × G, a Cholesky factorisation of E × E, and for each κ tried one eigendecomposition
 of E × E, one QR of (H + G) D × R and the attention of the sample.
@@ -39,10 +39,10 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     known = statistics.shrunk().to(attention.k.device)
     rope, rest = _rope_part(attention, allocation, known)
     latent = _Latent.of(attention, allocation, allocation.nope(rest), known)
-    del rest  # as large as anything here
+    del rest  # one of the largest tensors here
     if known.sample is None or not latent.competing:
         return latent.result(attention, rope, 1.0)
-    trial = known.sample[::2]  # half of it is enough to rank a few results
+    trial = known.sample[::2]  # half of the sample is enough to rank a few results
     expected = attention_output(attention, trial)
 
     def error(result: FactoredAttention) -> float:
@@ -53,7 +53,7 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
 
 @dataclass(frozen=True)
 class _RopePart:
-    """The rotary part of a result: as in FactoredAttention, each with a column for the bias."""
+    """The rotary part of a result, as in FactoredAttention, with a last column for biases."""
 
     rotary: Rotary
     queries: torch.Tensor
@@ -61,7 +61,7 @@ class _RopePart:
 
 
 def _rope_part(attention: Attention, allocation: Allocation, statistics: Statistics) -> tuple[_RopePart, torch.Tensor]:
-    """It, and what is left to keys that do not turn, `[H, D, E + 1]`."""
+    """The rotary part, and the nope keys for the remainder, `[H, D, E + 1]`."""
     share, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
         assert allocation.rotary is not None
@@ -77,16 +77,16 @@ def _rope_part(attention: Attention, allocation: Allocation, statistics: Statist
 
 @dataclass(frozen=True)
 class _Latent:
-    """Unrotated keys and values, weighted, and ready to be factored at any balance.
+    """Weighted nope keys and values, prepared to be factored at any balance.
 
     Attributes:
-        allocation: What the layer is brought to.
+        allocation: What the layer is converted to.
         keys: `[H, N, E]`, M^½ K.
         values: `[G, D, E]`.
         unweigh_keys: `[H, N, N]`, M^-½.
         unweigh_values: `[G, D, D]`.
-        images: The rows of both times the root of the covariance, `[H N, E]` and `[G D, E]`.
-        grams: Their Gram matrices `[E, E]`.
+        images: Keys and values times the root of the covariance, `[H N, E]` and `[G D, E]`.
+        grams: Gram matrices of `images`, `[E, E]` each.
         mean: `[E]`.
     """
 
@@ -114,7 +114,7 @@ class _Latent:
 
     @property
     def competing(self) -> bool:
-        """Whether there are both keys and values to be balanced."""
+        """Whether there are both keys and values to balance."""
         return bool(self.grams[0].diagonal().sum() > 0 and self.grams[1].diagonal().sum() > 0)
 
     def result(self, a: Attention, rope: _RopePart, balance: float) -> FactoredAttention:
@@ -129,7 +129,7 @@ class _Latent:
         down = alpha * left[: heads * dim].T @ self.keys.flatten(0, 1) + left[heads * dim :].T @ self.values.flatten(0, 1)
         up_v = self.unweigh_values @ of_values
         share, o = heads // len(self.values), a.o.float()
-        dropped = (a.v.double() - up_v @ down) @ self.mean  # what truncation takes from values, on average [G, D]
+        dropped = (a.v.double() - up_v @ down) @ self.mean  # the mean that truncation removes from values [G, D]
         constant = dropped if a.v_bias is None else dropped + a.v_bias.double()
         bias = torch.einsum("ehd,hd->e", a.o.double(), constant.repeat_interleave(share, 0))
         biased = a.q_bias is not None, a.k_bias is not None
@@ -152,21 +152,21 @@ class _Latent:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a layer would lose: `lost [L, G]` by components, and its pursuit where there may be one."""
+    """What a layer would lose: `lost [L, G]` per component, and its pursuit where one may run."""
 
     lost: torch.Tensor
     pursuit: Pursuit | None
 
 
 def measure(attention: Attention, statistics: Statistics, fewest: int) -> _Measured:
-    """What allocation has to know of a layer."""
+    """What `allocate` needs to know about a layer."""
     rope = RopeKeys.of(attention, statistics.shrunk().to(attention.k.device))
     lost, tried = Components.of(rope).lost, statistics.sample is not None
     return _Measured(lost, Pursuit.of(rope, torch.complex64) if tried and fewest < len(lost) else None)
 
 
 def allocate(found: list[_Measured], count: int, allocation: Allocation) -> list[Allocation]:
-    """The costliest components; beside them, where they are fewer than the frequencies, those that a pursuit finds."""
+    """The costliest components; if `count` is below the number of frequencies, also the atoms that a pursuit finds."""
     sizes = [replace(allocation, pairs=pairs_by_loss([layer.lost[:, : allocation.rotary_keys] for layer in found], count))]
     pursuits = [layer.pursuit for layer in found if layer.pursuit]
     if pursuits and count < len(found[0].lost):
@@ -175,7 +175,7 @@ def allocate(found: list[_Measured], count: int, allocation: Allocation) -> list
 
 
 def measured_bytes(spec: AttentionSpec) -> int:
-    """Of the pursuit's Gram matrix, `[G L, G L]` complex64."""
+    """Bytes of the pursuit's Gram matrix, `[G L, G L]` complex64."""
     return 8 * (spec.num_kv_heads * spec.head_dim // 2) ** 2
 
 

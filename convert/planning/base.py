@@ -156,6 +156,21 @@ def readable(source: Source) -> Family:
     return family
 
 
+def stored_dtype(source: Source, output: Output) -> str:
+    """The dtype of a result's weights, which its cache is kept in, too.
+
+    Raises:
+        Refusal: It would be float64, which no engine serves.
+    """
+    dtype = output.dtype or source.dtype
+    if dtype == "float64":
+        raise Refusal(
+            f"{source.reference} is stored in float64, which no engine serves a model in",
+            hint="give --dtype float32, bfloat16 or float16",
+        )
+    return dtype
+
+
 def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dtype: str) -> Host:
     """The first output class that carries a target.
 

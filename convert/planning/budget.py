@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from attention.errors import Refusal
-from attention.kernels.tiling import RANK_STEP
+from attention.spec import RANK_STEP
 
 _GIVEN_UP = 0.05  # of a budget, for a rank that the CUDA kernel serves
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
 from convert.methods.text import TextUse
-from eval.evaluation import tokens_of
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +131,8 @@ class CalibrationText:
         Raises:
             Failure: The text is shorter than one block.
         """
+        from eval.evaluation import tokens_of
+
         tokens = tokens_of(source, text, plan.tokens)
         if len(tokens.ids) < plan.context:
             raise Failure(

@@ -9,7 +9,7 @@ from attention.spec import AttentionSpec
 from convert import methods
 from convert.checkpoint.workdir import check_output
 from convert.methods.text import TextUse
-from convert.planning.base import Output, Plan, host_of, readable, text_notes
+from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
 from convert.planning.targets import GroupedTarget
 from eval.device import require_device
@@ -53,7 +53,7 @@ def plan_grouped(
     family = readable(source)
     before = family.spec(source.config)
     spec = before.grouped(groups)
-    host = host_of(command, family, source, spec, output.dtype or source.dtype)
+    host = host_of(command, family, source, spec, stored_dtype(source, output))
     _check_grouping(grouping, method)
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)

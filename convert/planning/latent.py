@@ -6,21 +6,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
-from attention.kernels.tiling import RANK_STEP
-from attention.spec import AttentionSpec, dtype_bytes
+from attention.spec import RANK_STEP, AttentionSpec, dtype_bytes
 from convert import methods
-from convert.checkpoint.workdir import check_output
 from convert.methods.text import TextUse
-from convert.planning.base import Output, Plan, host_of, readable, text_notes
+from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.budget import check_fold, default_fold, served_rank, split_budget
 from convert.planning.calibration import CalibrationOptions, calibration_for
-from convert.planning.targets import LatentTarget
 from eval.device import require_device
 
 if TYPE_CHECKING:
     from convert.families import Family
     from convert.hosts import Host
     from convert.methods.latent import LatentMethod
+    from convert.planning.targets import LatentTarget
     from eval.source import Source
 
 
@@ -68,10 +66,12 @@ def plan_latent(
     Raises:
         Refusal: With the reason and the next step.
     """
+    from convert.checkpoint.workdir import check_output
+
     require_device(device)
     family = readable(source)
     before = family.spec(source.config)
-    dtype = output.dtype or source.dtype
+    dtype = stored_dtype(source, output)
     # Whether any latent fits the source comes first: it is what most users have to know.
     host = host_of("mla", family, source, before.latent(1, 2), dtype)
     rank, rope_dim = _latent_size(source, family, before, size, host, dtype)
@@ -100,6 +100,8 @@ def _target(
     dtype: str,
 ) -> LatentTarget:
     """The target of a size that has both numbers."""
+    from convert.planning.targets import LatentTarget
+
     rank, rope_dim = size.kv_lora_rank or 0, size.qk_rope_head_dim or 0
     spec = before.latent(rank, rope_dim)
     full = full_rank(source, family, rope_dim)

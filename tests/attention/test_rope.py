@@ -315,5 +315,5 @@ def test_rope_parameters_that_mean_nothing_are_refused(parameters: dict[str, Any
 @pytest.mark.parametrize("head_dim", [1, 3, 7])
 def test_an_odd_head_cannot_be_turned_as_a_whole(head_dim: int) -> None:
     config = tiny_config("llama", head_dim=8)
-    with pytest.raises(Refusal, match=f"RoPE turns pairs of dims: heads of {head_dim} cannot have {head_dim + 1} rotary dims"):
+    with pytest.raises(Refusal, match=f"heads of {head_dim} dims cannot have {head_dim + 1} rotary dims: RoPE rotates pairs"):
         from_config(config, head_dim)

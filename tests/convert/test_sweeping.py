@@ -51,7 +51,7 @@ def held_out(tmp_path: Path) -> list[Any]:
 
 
 def results(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.name != "sweep.json")
+    return sorted(path.name for path in directory.iterdir() if path.suffix not in (".json", ".lock"))
 
 
 def refused(result: Any, code: int, message: str) -> None:

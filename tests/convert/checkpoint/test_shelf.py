@@ -1,0 +1,105 @@
+"""Layers on a shelf: what was put there comes back bit for bit, and what has changed since then does not count."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from attention.errors import Failure
+from convert.checkpoint.shelf import Shelf
+
+TENSORS = {
+    "second": torch.randn(5, 4, dtype=torch.float64),
+    "sample": torch.randn(3, 2).bfloat16(),
+    "scalar": torch.tensor(2.0),
+    "empty": torch.empty(0, 3),
+    "flags": torch.tensor([True, False]),
+}
+NOTE = {"tokens": 7, "name": "é"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    Shelf(tmp_path, "layer").put(0, TENSORS, NOTE)
+    return tmp_path / "layer-00000.safetensors"
+
+
+def test_what_was_put_there_comes_back(file: Path) -> None:
+    shelf = Shelf(file.parent, "layer")
+    assert shelf.has(0)
+    tensors, note = shelf.get(0)
+    assert note == NOTE
+    assert tensors.keys() == TENSORS.keys()
+    assert all(tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
+    assert not shelf.has(1)
+
+
+def test_the_same_layer_is_the_same_bytes(file: Path, tmp_path: Path) -> None:
+    first = file.read_bytes()
+    Shelf(tmp_path, "layer").put(0, dict(reversed(TENSORS.items())), NOTE)
+    assert file.read_bytes() == first
+
+
+@pytest.mark.parametrize("bit", [1, 128])
+def test_no_flipped_bit_goes_unnoticed(bit: int, file: Path) -> None:
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+        assert not Shelf(file.parent, "layer").has(0), place
+
+
+def test_a_file_that_lost_its_end_does_not_count(file: Path) -> None:
+    whole = file.read_bytes()
+    for end in range(0, len(whole), 5):
+        file.write_bytes(whole[:end])
+        assert not Shelf(file.parent, "layer").has(0), end
+
+
+@pytest.mark.parametrize("metadata", [None, {"noted": "[]"}, {"noted": "x"}, {"noted": '{"note": 5, "sha256": 5}'}, {"a": "b"}])
+def test_a_file_of_another_make_does_not_count(metadata: dict[str, str] | None, file: Path) -> None:
+    file.write_bytes(save(TENSORS, metadata))
+    assert not Shelf(file.parent, "layer").has(0)
+
+
+def test_what_is_no_file_does_not_count(file: Path) -> None:
+    file.unlink()
+    assert not Shelf(file.parent, "layer").has(0)
+    file.mkdir()
+    assert not Shelf(file.parent, "layer").has(0)
+    file.rmdir()
+    os.mkfifo(file)
+    assert not Shelf(file.parent, "layer").has(0)
+
+
+def test_what_was_removed_since_is_missed(file: Path) -> None:
+    shelf = Shelf(file.parent, "layer")
+    assert shelf.has(0)
+    file.unlink()
+    assert not shelf.has(0)
+    with pytest.raises(Failure, match=r"layer-00000\.safetensors is damaged, or was removed"):
+        shelf.get(0)
+
+
+def test_a_damaged_layer_is_not_got(file: Path) -> None:
+    whole = bytearray(file.read_bytes())
+    whole[-20] ^= 1
+    file.write_bytes(whole)
+    with pytest.raises(Failure, match="is damaged"):
+        Shelf(file.parent, "layer").get(0)
+
+
+def test_a_layer_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bool] = []
+    sync = os.fsync
+
+    def seen(descriptor: int) -> None:
+        synced.append((tmp_path / "layer-00000.safetensors").exists())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    Shelf(tmp_path, "layer").put(0, TENSORS, NOTE)
+    assert synced == [False, True]  # the file, and then the directory that holds its name

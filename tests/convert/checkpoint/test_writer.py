@@ -1,0 +1,200 @@
+"""Writing checkpoint files: what is written reads back, has the checksum that is returned, and is synced before its name."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from attention.errors import Failure
+from convert.checkpoint.reader import TensorInfo
+from convert.checkpoint.writer import checksum, shard_names, sync_tree, write_index, write_shard, write_whole
+
+TENSORS = {
+    "a.weight": torch.randn(4, 6),
+    "b.weight": torch.randn(5).to(torch.bfloat16),
+    "c.flags": torch.tensor([True, False, True]),
+    "d.ids": torch.arange(7),
+    "e.scalar": torch.tensor(2.5),
+    "f.empty": torch.empty(0, 3),
+}
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> str:
+    """`write_shard`, with floats in `dtype`."""
+    infos = {name: TensorInfo(tuple(t.shape), t.dtype).stored_as(dtype) for name, t in tensors.items()}
+    return write_shard(path, tensors, {name: info.dtype for name, info in infos.items()})
+
+
+def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", TENSORS)
+    back = load_file(tmp_path / "model.safetensors")
+    assert back.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert back[name].dtype == tensor.dtype
+        assert torch.equal(back[name], tensor), name
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_writing_in_small_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "whole.safetensors", TENSORS, torch.bfloat16)
+    monkeypatch.setattr("convert.checkpoint.writer._CHUNK", 8)
+    write(tmp_path / "chunks.safetensors", TENSORS, torch.bfloat16)
+    assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "chunks.safetensors").read_bytes()
+
+
+def test_a_dtype_casts_floats_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path / "m.safetensors", TENSORS, torch.float16)
+    back = load_file(tmp_path / "m.safetensors")
+    assert torch.equal(back["a.weight"], TENSORS["a.weight"].half())
+    assert torch.equal(back["b.weight"], TENSORS["b.weight"].half())
+    assert back["c.flags"].dtype == torch.bool
+    assert back["d.ids"].dtype == torch.int64
+
+
+def test_views_are_written_as_they_look(tmp_path: Path) -> None:
+    whole = torch.randn(6, 4)
+    views = {"transposed": whole.T, "strided": whole[::2]}
+    write(tmp_path / "m.safetensors", views)
+    back = load_file(tmp_path / "m.safetensors")
+    assert torch.equal(back["transposed"], whole.T)
+    assert torch.equal(back["strided"], whole[::2])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    bad = torch.ones(40)
+    bad[-1] = value
+    with pytest.raises(Failure, match="tensor bad holds NaN or infinite values"):
+        write(tmp_path / "m.safetensors", {"good": torch.ones(2), "bad": bad})
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_a_cast_that_overflows_says_so(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match="tensor big overflows in float16: its largest value is 100000") as caught:
+        write(tmp_path / "m.safetensors", {"big": torch.tensor([1e5])}, torch.float16)
+    assert "bfloat16" in str(caught.value.hint)
+
+
+def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from convert.checkpoint import writer as checkpoint
+
+    opened = checkpoint.open_safetensors
+
+    def flip_last_byte(path: Path) -> object:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        return opened(path)
+
+    monkeypatch.setattr(checkpoint, "open_safetensors", flip_last_byte)
+    with pytest.raises(Failure, match="does not read back: x differs"):
+        write(tmp_path / "m.safetensors", {"x": torch.ones(9)})
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_a_view_at_an_odd_offset_is_written(tmp_path: Path) -> None:
+    whole = torch.arange(9).to(torch.bfloat16)
+    write(tmp_path / "m.safetensors", {"x": whole[1:8]})
+    assert torch.equal(load_file(tmp_path / "m.safetensors")["x"], whole[1:8])
+
+
+def test_an_index_lists_every_tensor(tmp_path: Path) -> None:
+    names = shard_names(2)
+    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    write_index(tmp_path, {names[0]: ["b"], names[1]: ["a", "c"]}, 12)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index == {"metadata": {"total_size": 12}, "weight_map": {"a": names[1], "b": names[0], "c": names[1]}}
+    assert shard_names(1) == ["model.safetensors"]
+
+
+# ---- checksums, and what is on the disk when ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is synced and renamed, in order, by name."""
+    seen: list[tuple[str, str]] = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        seen.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        sync(descriptor)
+
+    def replaced(self: Path, target: Path) -> Path:
+        seen.append(("name", target.name))
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [2**20, 3])
+def test_the_checksum_is_that_of_the_file(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convert.checkpoint.writer._CHUNK", chunk)
+    found = write(tmp_path / "m.safetensors", TENSORS, torch.bfloat16)
+    assert found == checksum(tmp_path / "m.safetensors")
+    assert found == hashlib.sha256((tmp_path / "m.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_shard_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    write(tmp_path / "m.safetensors", TENSORS)
+    assert events == [("sync", "m.safetensors.tmp"), ("name", "m.safetensors"), ("sync", tmp_path.name)]
+
+
+def test_a_small_file_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    write_whole(tmp_path / "plan.json", b"{}")
+    assert events == [("sync", "plan.json.tmp"), ("name", "plan.json"), ("sync", tmp_path.name)]
+    assert (tmp_path / "plan.json").read_bytes() == b"{}"
+
+
+def test_a_tree_is_synced_with_its_directories(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("x", "a/y", "a/b/z"):
+        (tmp_path / name).write_text(name)
+    sync_tree(tmp_path)
+    assert sorted(events) == sorted(("sync", name) for name in (tmp_path.name, "a", "b", "x", "y", "z"))
+
+
+def test_a_disk_that_fails_to_sync_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for attempt in (lambda: write(tmp_path / "m.safetensors", TENSORS), lambda: write_whole(tmp_path / "m", b"")):
+        with pytest.raises(OSError, match="Input/output error"):
+            attempt()
+    assert {path.suffix for path in tmp_path.iterdir()} == {".tmp"}
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_file_systems_that_do_not_sync_directories_will_do(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def only_files(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().is_dir():
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    write(tmp_path / "m.safetensors", TENSORS)
+    assert load_file(tmp_path / "m.safetensors").keys() == TENSORS.keys()
+
+
+def test_a_failure_while_hashing_is_under_way_ends_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convert.checkpoint.writer._CHUNK", 8)
+    many: dict[str, Any] = {f"t{i}": torch.ones(64) for i in range(20)}
+    many["t9"][3] = float("nan")
+    with pytest.raises(Failure, match="tensor t9 holds NaN"):
+        write(tmp_path / "m.safetensors", many)
+    assert not (tmp_path / "m.safetensors").exists()

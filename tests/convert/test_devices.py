@@ -1,0 +1,277 @@
+"""Methods, fits and surveys with weights on a GPU and statistics from the disk, on fake CUDA tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import GPU, REFUSED, devices, fake_gpu, to_gpu
+from records import factored, inputs, measured, record
+
+from attention.record import Attention, FactoredAttention, Record
+from attention.rope import Rotary
+from convert.calibration.refine import refined
+from convert.calibration.refit import OutputFit, refitted_queries
+from convert.calibration.survey import Moments
+from convert.methods import GROUPED, LATENT, load_grouped, load_latent
+from convert.methods.algebra import leading_subspace
+from convert.methods.grouped import Draw, reordered
+from convert.methods.latent import Allocation
+from convert.methods.statistics import Statistics
+
+X = inputs(20, tokens=6)
+SURVEYED, ASSUMED = measured(X), Statistics.assumed(20)  # on the CPU, as they come from the disk and from gains
+FREQUENCIES = torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64)
+MHA, GQA = record(4, 1, biased=False), record(2, 2, nope=2, pairing="interleaved", factor=1.2)
+RECORDS: dict[str, Attention] = {
+    "MHA": MHA,
+    "GQA, biased, partial": GQA,
+    "longrope": replace(record(2, 1), rotary=Rotary(FREQUENCIES, "half", 1.2, FREQUENCIES / 4, 1)),
+    "no RoPE": record(4, 1, pairs=0, nope=6),
+}
+NORMED = {f"norm: {norm}": record(4, 1, norm=norm) for norm in ("shared", "head", "all")}
+COMPONENTS = Allocation(5, (0, 0, 1))
+ALLOCATIONS = {
+    "pursued": Allocation(5, (2, 0), pursued=True),
+    "folded": Allocation(5, (0, 2), freqfold=3),
+    "fewer nope dims": Allocation(5, (0, 0, 1, 1, 2, 2), nope_dims=2),
+}
+
+
+def merged(method: str, a: Attention, groups: int = 1, statistics: Statistics = SURVEYED) -> Attention:
+    return load_grouped(method).merge(a, groups, Draw.of_layer(0, 0, 0.02), statistics)
+
+
+def factored_by(
+    method: str, a: Attention, allocation: Allocation = COMPONENTS, statistics: Statistics = SURVEYED
+) -> FactoredAttention:
+    return load_latent(method).factor(a, replace(allocation, rotary=MHA.rotary), statistics)
+
+
+def is_noticed(make: Callable[[], object]) -> bool:
+    """Whether a misplaced tensor is refused, or shows in what is made of it."""
+    try:
+        return devices(make()) != {"cuda"}
+    except RuntimeError as error:
+        return re.search(REFUSED, str(error)) is not None
+
+
+# ---- methods -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("a", (RECORDS | NORMED).values(), ids=RECORDS | NORMED)
+def test_heads_are_aligned_on_the_gpu(a: Attention) -> None:
+    with fake_gpu():
+        assert devices(merged("aligned", to_gpu(a))) == {"cuda"}
+
+
+@pytest.mark.parametrize("a", [GQA, NORMED["norm: all"]], ids=["biased", "norm"])
+@pytest.mark.parametrize("method", GROUPED)
+def test_heads_are_merged_on_the_gpu(method: str, a: Attention) -> None:
+    with fake_gpu(False):
+        assert devices(merged(method, to_gpu(a), groups=2)) == {"cuda"}
+
+
+@pytest.mark.parametrize("a", [MHA, RECORDS["no RoPE"], NORMED["norm: head"]], ids=["RoPE", "no RoPE", "norm"])
+def test_heads_are_grouped_and_reordered_on_the_gpu(a: Attention) -> None:
+    partition = load_grouped("aligned").partition
+    assert partition is not None
+    with fake_gpu():
+        order = partition(to_gpu(a), 2, SURVEYED)
+        assert sorted(order) == [0, 1, 2, 3]
+        assert devices(reordered(to_gpu(a), order)) == {"cuda"}
+
+
+@pytest.mark.parametrize("width", [5, 40])
+def test_a_second_moment_is_moved_to_the_rows_that_it_weighs(width: int) -> None:
+    with fake_gpu():
+        rows, second = torch.ones(20, width).to(GPU), torch.ones(width, width)
+        assert devices(leading_subspace(rows, second, 3)) == {"cuda"}
+
+
+@pytest.mark.parametrize("a", RECORDS.values(), ids=RECORDS)
+@pytest.mark.parametrize("method", LATENT)
+def test_latents_are_made_on_the_gpu(method: str, a: Attention) -> None:
+    with fake_gpu():
+        assert devices(factored_by(method, to_gpu(a))) == {"cuda"}
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS.values(), ids=ALLOCATIONS)
+@pytest.mark.parametrize("method", LATENT)
+def test_latents_of_any_allocation_are_made_on_the_gpu(method: str, allocation: Allocation) -> None:
+    with fake_gpu(False):
+        assert devices(factored_by(method, to_gpu(GQA), allocation)) == {"cuda"}
+
+
+@pytest.mark.parametrize("method", ["aligned", *LATENT])
+def test_statistics_may_be_assumed(method: str) -> None:
+    with fake_gpu():
+        made = (
+            merged(method, to_gpu(GQA), 1, ASSUMED)
+            if method in GROUPED
+            else factored_by(method, to_gpu(GQA), COMPONENTS, ASSUMED)
+        )
+        assert devices(made) == {"cuda"}
+
+
+@pytest.mark.parametrize("statistics", [SURVEYED, ASSUMED], ids=["surveyed", "assumed"])
+@pytest.mark.parametrize("method", LATENT)
+def test_frequencies_are_chosen_on_the_gpu(method: str, statistics: Statistics) -> None:
+    chosen = load_latent(method)
+    with fake_gpu():
+        found = [chosen.measure(to_gpu(GQA), statistics, 1)] if chosen.measure else []
+        for count in (1, 4):
+            for allocation in chosen.allocate(found, count, Allocation(5, (), rotary=GQA.rotary)):
+                assert len(allocation.pairs) == count
+
+
+# ---- what goes wrong is noticed ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unmoved(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make `Statistics.to` forget one of its parts."""
+    move = Statistics.to
+
+    def forget(part: str) -> None:
+        monkeypatch.setattr(Statistics, "to", lambda self, device: replace(move(self, device), **{part: getattr(self, part)}))
+
+    return forget
+
+
+@pytest.mark.parametrize("part", ["second", "mean", "sample"])
+def test_statistics_left_on_the_cpu_are_noticed(unmoved: Callable[[str], None], part: str) -> None:
+    unmoved(part)
+    users: list[Callable[[Attention], object]] = [
+        lambda a: factored_by("weighted", a),
+        lambda a: load_latent("weighted").measure(a, SURVEYED, 1),  # type: ignore[misc]
+    ]
+    if part != "sample":  # which `aligned` does not look at
+        users.append(lambda a: merged("aligned", a))
+    with fake_gpu():
+        for use in users:
+            with pytest.raises(RuntimeError, match=REFUSED):
+                use(to_gpu(GQA))
+
+
+@pytest.mark.parametrize("part", [field.name for field in fields(GQA) if isinstance(getattr(GQA, field.name), torch.Tensor)])
+@pytest.mark.parametrize("make", [partial(merged, "mean"), partial(merged, "aligned"), partial(factored_by, "weighted")])
+def test_a_part_of_the_record_left_on_the_cpu_is_noticed(make: Callable[[Attention], object], part: str) -> None:
+    with fake_gpu():
+        assert is_noticed(lambda: make(replace(to_gpu(GQA), **{part: getattr(GQA, part)})))
+
+
+# ---- surveys -------------------------------------------------------------------------------------------------------
+
+
+def test_moments_are_taken_on_the_gpu() -> None:
+    with fake_gpu():
+        moments = Moments(0, 4, X.shape[1])
+        moments.see(X.to(GPU))
+        moments.see(X.to(GPU))
+        assert devices(moments.statistics()) == {"cuda"}
+        with pytest.raises(RuntimeError, match=REFUSED):
+            moments.see(X)
+
+
+def test_statistics_move_whole() -> None:
+    with fake_gpu():
+        assert devices(SURVEYED.to(GPU)) == devices(SURVEYED.shrunk().to(GPU)) == devices(ASSUMED.to(GPU)) == {"cuda"}
+        assert devices(SURVEYED.to(GPU).shrunk()) == {"cuda"}
+
+
+# ---- fits ----------------------------------------------------------------------------------------------------------
+
+RESULTS: dict[str, tuple[Attention, Record]] = {
+    "GQA": (record(2, 1), record(1, 2, seed=1)),
+    "GQA, partial, unbiased": (record(2, 1, nope=2, biased=False), record(1, 2, nope=2, biased=False, seed=1)),
+    "GQA, no RoPE": (record(2, 1, pairs=0, nope=6), record(1, 2, pairs=0, nope=6, seed=1)),
+    "latent": (record(2, 1), factored(2)),
+    "latent, unbiased": (record(2, 1, nope=2, biased=False), factored(2, dim=8, biased=False)),
+}
+
+
+@pytest.fixture(params=RESULTS.values(), ids=RESULTS)
+def pair(request: pytest.FixtureRequest) -> tuple[Attention, Record]:
+    return request.param
+
+
+def test_queries_are_refitted_on_the_gpu(pair: tuple[Attention, Record]) -> None:
+    with fake_gpu():
+        before, after = map(to_gpu, pair)
+        fitted = refitted_queries(before, after, X[:1].to(GPU))
+        assert fitted is not after
+        assert devices(fitted) == {"cuda"}
+
+
+@pytest.mark.parametrize("part", range(3), ids=["source", "result", "inputs"])
+def test_a_part_of_the_refit_left_on_the_cpu_is_noticed(part: int) -> None:
+    parts: list[Any] = [*RESULTS["latent"], X[:1]]
+    with fake_gpu(), pytest.raises(RuntimeError, match=REFUSED):
+        refitted_queries(*(value if i == part else to_gpu(value) for i, value in enumerate(parts)))
+
+
+@pytest.mark.parametrize("truths", [True, False])
+def test_outputs_are_fitted_on_the_gpu(pair: tuple[Attention, Record], truths: bool) -> None:
+    _, after = pair
+    read, target = torch.ones(2, 6, after.o[0].numel()), torch.ones(2, 6, 20)
+    with fake_gpu(truths):
+        fit = OutputFit(to_gpu(after))
+        for _ in range(2):
+            fit.see(read.to(GPU), target.to(GPU))
+        assert devices(fit.record()) == {"cuda"}
+        for misplaced in ((read, target.to(GPU)), (read.to(GPU), target)):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                fit.see(*misplaced)
+
+
+class Stream:
+    """A layer that adds what its weights sum up to, in place of a model's."""
+
+    blocks = (4, 6)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def select(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
+        return X[[block % len(X) for block in blocks]].to(self._device)
+
+    @contextlib.contextmanager
+    def opened(self, layer: int) -> Iterator[Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]]:
+        yield lambda hidden, weights: hidden + torch.stack([weight.sum() for weight in weights.values()]).sum()
+
+
+@pytest.fixture
+def without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are taken along zeros: fakes have no gradients."""
+
+    def zero_grad(self: torch.optim.Optimizer) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", zero_grad)
+    monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
+
+
+def written(record: Record) -> dict[str, torch.Tensor]:
+    found = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_a_layer_is_refined_on_the_gpu(pair: tuple[Attention, Record]) -> None:
+    _, after = pair
+    streams: Any = Stream(GPU), Stream(torch.device("cpu"))
+    with fake_gpu():
+        found, errors = refined(to_gpu(after), written, streams[0], streams[0], 0, 3, 0)
+        assert devices(found) == {"cuda"}
+        assert errors["layer_error_refined"] < errors["layer_error"]
+        with pytest.raises(RuntimeError, match=REFUSED):
+            refined(to_gpu(after), written, streams[0], streams[1], 0, 3, 0)

@@ -1,0 +1,75 @@
+"""The stand-in for a GPU refuses what a GPU refuses, allows what it allows, and leaves the CPU alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fake_gpu import GPU, REFUSED, fake_gpu
+
+Operation = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def assigned(target: torch.Tensor, index: object, value: object) -> torch.Tensor:
+    target[index] = value  # type: ignore[index]
+    return target
+
+
+MIXED: dict[str, Operation] = {
+    "add": lambda gpu, cpu: gpu + cpu,
+    "add in place": lambda gpu, cpu: cpu.add_(gpu),
+    "product": lambda gpu, cpu: gpu @ cpu,
+    "products": lambda gpu, cpu: torch.linalg.multi_dot([gpu, cpu, gpu]),
+    "einsum": lambda gpu, cpu: torch.einsum("ij,jk->ik", gpu, cpu),
+    "cat": lambda gpu, cpu: torch.cat((gpu, cpu)),
+    "where": lambda gpu, cpu: torch.where(gpu > 0, cpu, 0.0),
+    "mask": lambda gpu, cpu: gpu.masked_fill(cpu > 0, 0.0),
+    "gather": lambda gpu, cpu: gpu.gather(0, cpu.long()),
+    "index": lambda gpu, cpu: cpu[gpu[0].long()],
+    "index assigned": lambda gpu, cpu: assigned(gpu, [0, 1], cpu[:2]),
+    "solve": lambda gpu, cpu: torch.linalg.solve(gpu, cpu),
+    "attention": lambda gpu, cpu: torch.nn.functional.scaled_dot_product_attention(gpu[None], cpu[None], gpu[None]),
+    "generator": lambda gpu, cpu: torch.randn(3, device=gpu.device, generator=torch.Generator()),
+}
+ALLOWED: dict[str, Operation] = {
+    "number": lambda gpu, cpu: gpu * cpu.sum(),
+    "moved": lambda gpu, cpu: gpu + cpu.to(gpu),
+    "index on the CPU": lambda gpu, cpu: gpu[torch.tensor([0, 2])],
+    "list": lambda gpu, cpu: gpu[[0, 2], :2],
+    "mask on the CPU": lambda gpu, cpu: gpu[torch.tensor([True, False, True, False])],
+    "assigned": lambda gpu, cpu: assigned(gpu, slice(1, 3), cpu[1:3]),
+    "eigenvectors": lambda gpu, cpu: torch.linalg.eigh(gpu).eigenvectors,
+    "singular vectors": lambda gpu, cpu: torch.linalg.svd(gpu).U,
+    "made of numbers": lambda gpu, cpu: gpu.new_tensor([1.0, 2.0]),
+    "made of the like": lambda gpu, cpu: gpu.new_zeros(3),
+    "made on the GPU": lambda gpu, cpu: torch.tensor([1.0, 2.0], device="cuda"),
+}
+
+
+@pytest.mark.parametrize("operation", MIXED.values(), ids=MIXED)
+def test_a_meeting_of_devices_is_refused(operation: Operation) -> None:
+    with fake_gpu(), pytest.raises(RuntimeError, match=REFUSED):
+        operation(torch.ones(4, 4).to(GPU), torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("operation", ALLOWED.values(), ids=ALLOWED)
+def test_what_a_gpu_does_is_done(operation: Operation) -> None:
+    with fake_gpu():
+        found = operation(torch.ones(4, 4).to(GPU), torch.ones(4, 4))
+        assert isinstance(found, torch.Tensor)
+        assert found.device == GPU
+
+
+def test_a_mask_on_the_cpu_selects_what_it_says() -> None:
+    with fake_gpu():
+        assert torch.ones(4, 3).to(GPU)[torch.tensor([True, False, True, False])].shape == (2, 3)
+
+
+def test_values_are_made_up_on_the_gpu_alone() -> None:
+    with fake_gpu([True, False]):
+        gpu, cpu = torch.ones(3).to(GPU), torch.tensor([0.25, 0.5])
+        assert (float(cpu[0]), cpu.tolist(), bool((cpu > 0).all())) == (0.25, [0.25, 0.5], True)
+        assert (bool((gpu > 0).all()), bool(gpu.any()), int(gpu.argmax())) == (True, False, 1)
+        first, second = float(gpu[1]), float(gpu.sum())
+        assert 0 < second < first
