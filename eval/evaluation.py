@@ -266,12 +266,27 @@ def _identity(source: Source) -> dict[str, Any]:
 
 
 def _made(source: Source) -> dict[str, Any]:
-    """The model's own conversion.json, or {} if no conversion of ours made it."""
+    """The model's own conversion.json, or {} if no conversion of ours made it.
+
+    Raises:
+        Failure: It is ours, and a value has a type that no conversion writes.
+    """
     try:
         made = json.loads((source.files / "conversion.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    return made if isinstance(made, dict) and "kvfold" in made else {}  # another tool's file of that name says nothing
+    if not isinstance(made, dict) or "kvfold" not in made:
+        return {}  # another tool's file of that name says nothing
+    calibration = made.get("calibration") or {}
+    tokens = calibration.get("tokens") if isinstance(calibration, dict) else "none"
+    types = {"method": made.get("method"), "calibration_hash": made.get("calibration_hash")}
+    wrong = [key for key, value in types.items() if not isinstance(value, str | None)]
+    if wrong or not isinstance(tokens, int | None):
+        raise Failure(
+            f"conversion.json of {source.reference} is damaged: its {(wrong or ['calibration'])[0]} is of another type",
+            hint="restore it, or take it away: it only says how the model was made",
+        )
+    return made
 
 
 def _overlap(source: Source, tokens: Tokens, whole: Tokens, calibrated_on: Tokens | None) -> float | None:
