@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from attention.errors import Failure, GateMissed, Refusal
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, dtype_bytes
 from eval.cost import cache_figures
 from eval.device import require_device
 from eval.overlap import shared_share
@@ -150,6 +150,8 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> Protocol:
         )
     for source in sources:
         AttentionSpec.from_config(source.config).bytes_per_token(source.dtype)
+    if settings.dtype != "auto":
+        dtype_bytes(settings.dtype)
     if settings.max_tokens is not None and settings.max_tokens < 2:
         raise Refusal(f"perplexity needs at least 2 tokens, not {settings.max_tokens}")
     (context,) = require_contexts(sources, () if settings.context is None else (settings.context,))
