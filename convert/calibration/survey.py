@@ -106,9 +106,9 @@ def survey(stream: LayerStream, shelf: Shelf, progress: Progress = silent) -> Ca
 def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
     found = moments.statistics()
     assert found.sample is not None
-    shelf.put(layer, {"second": found.second, "mean": found.mean, "sample": found.sample}, {"tokens": found.tokens})
+    shelf.put(layer, {"second_moment": found.second, "expectation": found.mean, "sample": found.sample}, {"tokens": found.tokens})
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     found, note = shelf.get(layer)
-    return Statistics(found["second"], found["mean"], note["tokens"], found["sample"])
+    return Statistics(found["second_moment"], found["expectation"], note["tokens"], found["sample"])

@@ -411,7 +411,7 @@ def test_a_record_of_other_types_fails_in_one_line(pair: list[Source], changes: 
     assert pair[1].directory is not None
     (pair[1].directory / "conversion.json").write_text(json.dumps({"kvfold": "0.1.0", "method": "svd"} | changes))
     with pytest.raises(Failure, match=f"conversion.json of .* is damaged: its {next(iter(changes))} is of another type"):
-        evaluate(pair, TEXT, SHORT)
+        report_of(pair, TEXT, SHORT)
 
 
 @pytest.mark.parametrize("model_type", ["t5", "vit"])

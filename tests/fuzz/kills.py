@@ -11,6 +11,7 @@ into the work and not into the imports.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -137,13 +138,8 @@ def wrong(work: Work, output: Path, expected: dict[str, dict[str, str]], after: 
 
 def main(count: int = 50, seed: int = 0) -> list[str]:
     """Kill each command `count` times; what went wrong."""
-    import torch
-    import transformers
-
-    import convert.execute.run
-    import convert.sweeping
-
-    assert torch and transformers and convert.execute.run and convert.sweeping, "imported before any fork"
+    for name in ("torch", "transformers", "convert.execute.run", "convert.sweeping"):
+        importlib.import_module(name)  # before any fork
     draw, found = random.Random(seed), list[str]()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
