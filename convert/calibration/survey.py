@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -104,11 +105,12 @@ def survey(stream: LayerStream, shelf: Shelf, progress: Progress = silent) -> Ca
 
 
 def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
-    found = moments.statistics()
-    assert found.sample is not None
-    shelf.put(layer, {"second": found.second, "mean": found.mean, "sample": found.sample}, {"tokens": found.tokens})
+    found = dict(vars(moments.statistics()))
+    note = {"tokens": found.pop("tokens")}
+    shelf.put(layer, found, note)
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
-    found, note = shelf.get(layer)
-    return Statistics(found["second"], found["mean"], note["tokens"], found["sample"])
+    tensors, note = shelf.get(layer)
+    values: dict[str, Any] = {**tensors, **note}
+    return Statistics(**values)
