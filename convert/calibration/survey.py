@@ -105,10 +105,11 @@ def survey(stream: LayerStream, shelf: Shelf, progress: Progress = silent) -> Ca
 
 def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
     found = moments.statistics()
-    assert found.sample is not None
-    shelf.put(layer, {"second_moment": found.second, "expectation": found.mean, "sample": found.sample}, {"tokens": found.tokens})
+    assert found.sample is not None, "a survey takes samples"
+    tensors = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample}
+    shelf.put(layer, tensors, {"tokens": found.tokens})
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
-    found, note = shelf.get(layer)
-    return Statistics(found["second_moment"], found["expectation"], note["tokens"], found["sample"])
+    tensors, note = shelf.get(layer)
+    return Statistics(tensors["second_moment"], tensors["first_moment"], note["tokens"], tensors["sample"])
