@@ -64,8 +64,8 @@ def layer_cost(
     for name in LATENT:
         how = load_latent(name)
         size = Allocation(rank, pairs_by_stride(rope, HEAD_DIM), max(1, HEAD_DIM // rope) if how.folds else 1, rotary)
-        if how.survey:
-            yield f"{name}, survey", _cost(partial(how.survey, layer, known, rope // 2), device, rounds)
+        if how.measure:
+            yield f"{name}, measure", _cost(partial(how.measure, layer, known, rope // 2), device, rounds)
         for pursued in (False, True) if name == "weighted" else (False,):
             size = dataclasses.replace(size, pursued=pursued)
             kind = f"{name}, pursuit" if pursued else name
@@ -107,7 +107,7 @@ def survey_only(model: Path, work: Path) -> None:
     paths = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
     reader, inputs = Reader(model), work / "inputs"
     stream = LayerStream(source.config, paths, reader.__getitem__, reader.infos, blocks, inputs, torch.device("cpu"))
-    survey(stream, Shelf(work, "source"), quiet=True)
+    survey(stream, Shelf(work, "source"))
 
 
 def main() -> None:

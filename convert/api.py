@@ -6,13 +6,14 @@ and warn through the logger "kvfold".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
 from convert.sizes import parse_budget, parse_bytes, parse_latent
 from eval.api import read_text
@@ -352,7 +353,12 @@ def plan(
     from eval.capacity import GPUS
 
     source = Source.parse(str(model), trust_remote_code)
-    size = context or source.max_positions or 2048
+    size = source.max_positions or 2048 if context is None else context
+    _require_range("batch", batch, 1)
+    _require_range("context", size, 1)
+    _require_range("gpu_share", gpu_share, 1e-6, 1)
+    for name, gigabytes in (gpus or {}).items():
+        _require_range(f"memory of {name}", gigabytes, 1e-6, 1e9)
     return capacity(source, dtype or source.dtype, batch, size, gpus or GPUS, gpu_share)
 
 
@@ -374,6 +380,9 @@ def _output(output: str | Path, dtype: str | None, max_shard_size: int | str, ov
     from convert.planning.base import Output
 
     size = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    _require_range("max_shard_size", size, 1)
+    if dtype is not None:
+        dtype_bytes(dtype)
     return Output(Path(output), dtype, size, overwrite, resume)
 
 
@@ -388,6 +397,8 @@ def _calibration(
 ) -> CalibrationOptions:
     from convert.planning.calibration import CalibrationOptions
 
+    for name, value, least in (("calibration_tokens", tokens, 1), ("calibration_context", context, 2), ("refine", refine, 1)):
+        _require_range(name, least if value is None else value, least)
     if text is not None and dataset is not None:
         raise Refusal("give either a text or a dataset to calibrate on", hint="--text FILE or --dataset NAME")
     given = {}
@@ -396,6 +407,12 @@ def _calibration(
     if dataset is not None:
         given["dataset"] = dataset
     return CalibrationOptions(given, tokens, context, propagate, refit, refine or 0)
+
+
+def _require_range(name: str, value: float, least: float, most: float = math.inf) -> None:
+    """Refuse what the command line's options refuse."""
+    if not least <= value <= most:
+        raise Refusal(f"{name} is {value}; it must be at least {least}" + (f" and at most {most}" if most < math.inf else ""))
 
 
 def _calibration_text(text: TextGiven | None, dataset: str | None) -> Text | None:

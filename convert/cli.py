@@ -179,11 +179,11 @@ def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """
     from eval import evaluate, report
 
-    progress, output = _console(given), given["output"]
+    quiet, output, progress = given["quiet"], given["output"], _console(given)
 
     def show(found: Any) -> None:
         _show(found, report.to_markdown(found), as_json)
-        _written(output, "report.html")
+        _written(output, "report.html", quiet)
 
     try:
         found = evaluate(models, progress=progress, **given)
@@ -224,10 +224,10 @@ def bench(models: tuple[str, ...], as_json: bool, batch: tuple[int, ...], **give
     """
     from eval import bench, bench_report
 
-    progress, output = _console(given), given["output"]
+    quiet, output, progress = given["quiet"], given["output"], _console(given)
     found = bench(models, batch=batch or (1,), progress=progress, **given)
     _show(found, bench_report.to_markdown(found), as_json)
-    _written(output, "bench.md")
+    _written(output, "bench.md", quiet)
 
 
 @main.command(name="sweep")
@@ -274,7 +274,7 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
     done = api.sweep(model, output, progress=progress, made=made, **given)
     _show(done.as_dict(), str(done), as_json)
     if done.report is not None:
-        _written(done.report_directory, "report.html")
+        _written(done.report_directory, "report.html", quiet)
 
 
 @main.command()
@@ -388,9 +388,9 @@ def demo(output: Path, as_json: bool, **given: Any) -> None:
     click.echo(f"report: {page}", err=True)
 
 
-def _written(directory: Path | None, page: str) -> None:
+def _written(directory: Path | None, page: str, quiet: bool) -> None:
     """Say where a report is."""
-    if directory is not None:
+    if directory is not None and not quiet:
         click.echo(f"report: {printable(str(directory / page))}", err=True)
 
 

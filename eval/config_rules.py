@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import reprlib
@@ -202,6 +201,7 @@ def check_config(config: Any, where: str) -> None:
         if key in values and values[key] is None:
             _refuse(where, key, None, RULES[key].says)
     _check_heads(values, where)
+    _check_latent(values, text, where)
     _check_window(values, where)
     _check_padding(values, where)
     _check_lengths(values, where)
@@ -222,14 +222,16 @@ def _text_config(config: Any, where: str) -> Any:
     return text
 
 
+def _read(text: Any, name: str) -> Any:
+    """A setting; None where there is none, and where layers differ in it, since reading that raises."""
+    return None if name in (getattr(text, "per_layer_attributes", None) or ()) else getattr(text, name, None)
+
+
 def _settings(text: Any) -> dict[str, Any]:
-    """The declared settings of a config, older names under the common ones too; without those that differ by layer."""
+    """The declared settings that all layers share, older names under the common ones too."""
     names = [field.name for field in dataclasses.fields(text)] if dataclasses.is_dataclass(text) else []
-    values = {}
-    for name in (*names, *getattr(text, "attribute_map", {})):
-        with contextlib.suppress(AttributeError, RuntimeError):
-            values[name] = getattr(text, name)
-    return values
+    varying = getattr(text, "per_layer_attributes", None) or ()
+    return {name: getattr(text, name, None) for name in (*names, *getattr(text, "attribute_map", {})) if name not in varying}
 
 
 def _check(values: Mapping[str, Any], rules: Mapping[str, Rule], where: str, path: str) -> None:
@@ -249,6 +251,15 @@ def _check_heads(values: Mapping[str, Any], where: str) -> None:
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int) and heads > width and not values.get("head_dim"):
         _refuse(where, "num_attention_heads", heads, f"at most hidden_size, which is {width}, unless there is a head_dim")
+
+
+def _check_latent(values: Mapping[str, Any], text: Any, where: str) -> None:
+    rank = _read(text, "kv_lora_rank")
+    if rank and "kv_lora_rank" not in values and type(text).__module__.startswith("transformers."):
+        _refuse(where, "kv_lora_rank", rank, f"left out: model type {text.model_type!r} has no latent attention")
+    for key in ("qk_rope_head_dim", "v_head_dim") if rank else ():
+        if key in values and not values[key]:
+            _refuse(where, key, values[key], f"above 0 where kv_lora_rank is {rank}")
 
 
 def _check_window(values: Mapping[str, Any], where: str) -> None:
@@ -274,7 +285,7 @@ def _check_lengths(values: Mapping[str, Any], where: str) -> None:
 
 def _check_activation(text: Any, where: str) -> None:
     for field in dataclasses.fields(text) if dataclasses.is_dataclass(text) else ():
-        name = getattr(text, field.name, None) if field.name in ("hidden_act", "hidden_activation") else None
+        name = _read(text, field.name) if field.name in ("hidden_act", "hidden_activation") else None
         if isinstance(name, str) and name != field.default:
             from transformers.activations import ACT2FN
 
@@ -299,10 +310,10 @@ def _check_rope(parameters: Mapping[str, Any], where: str, path: str) -> None:
 
 def _check_factor_lists(parameters: Mapping[str, Any], text: Any, where: str, path: str) -> None:
     """LongRoPE has one factor for each pair of rotary dims."""
-    heads, width = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    heads, width = _read(text, "num_attention_heads"), _read(text, "hidden_size")
     if not isinstance(heads, int) or not isinstance(width, int):
         return
-    dims = int((getattr(text, "head_dim", None) or width // heads) * (parameters.get("partial_rotary_factor") or 1.0))
+    dims = int((_read(text, "head_dim") or width // heads) * (parameters.get("partial_rotary_factor") or 1.0))
     for key in ("short_factor", "long_factor"):
         if len(parameters[key]) != (dims + 1) // 2:
             rule = f"a list of {(dims + 1) // 2} factors for {dims} rotary dims, and has {len(parameters[key])}"

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from attention.errors import Failure, GateMissed, Refusal
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, dtype_bytes
 from eval.cost import cache_figures
 from eval.device import require_device
 from eval.overlap import shared_share
@@ -150,6 +150,8 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> Protocol:
         )
     for source in sources:
         AttentionSpec.from_config(source.config).bytes_per_token(source.dtype)
+    if settings.dtype != "auto":
+        dtype_bytes(settings.dtype)
     if settings.max_tokens is not None and settings.max_tokens < 2:
         raise Refusal(f"perplexity needs at least 2 tokens, not {settings.max_tokens}")
     (context,) = require_contexts(sources, () if settings.context is None else (settings.context,))
@@ -266,12 +268,27 @@ def _identity(source: Source) -> dict[str, Any]:
 
 
 def _made(source: Source) -> dict[str, Any]:
-    """The model's own conversion.json, or {} if no conversion of ours made it."""
+    """The model's own conversion.json, or {} if no conversion of ours made it.
+
+    Raises:
+        Failure: It is ours, and a value has a type that no conversion writes.
+    """
     try:
         made = json.loads((source.files / "conversion.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    return made if isinstance(made, dict) and "kvfold" in made else {}  # another tool's file of that name says nothing
+    if not isinstance(made, dict) or "kvfold" not in made:
+        return {}  # another tool's file of that name says nothing
+    calibration = made.get("calibration") or {}
+    tokens = calibration.get("tokens") if isinstance(calibration, dict) else "none"
+    types = {"method": made.get("method"), "calibration_hash": made.get("calibration_hash")}
+    wrong = [key for key, value in types.items() if not isinstance(value, str | None)]
+    if wrong or not isinstance(tokens, int | None):
+        raise Failure(
+            f"conversion.json of {source.reference} is damaged: its {(wrong or ['calibration'])[0]} is of another type",
+            hint="restore it, or take it away: it only says how the model was made",
+        )
+    return made
 
 
 def _overlap(source: Source, tokens: Tokens, whole: Tokens, calibrated_on: Tokens | None) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,16 @@ def logits() -> Callable[..., torch.Tensor]:
             return model(ids).logits
 
     return run
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What the library has warned of so far, as a program hears it that has set up no logging."""
+    logger = logging.getLogger("kvfold")
+    for name, value in (("handlers", []), ("level", logging.NOTSET), ("propagate", True)):  # a command sets up its own
+        monkeypatch.setattr(logger, name, value)
+    caplog.set_level(logging.WARNING)
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "kvfold"]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_config, tiny_model
 
 import attention
 
@@ -80,6 +81,20 @@ def run(name: str, *arguments: str) -> list[list[str]]:
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line.startswith("|")]
     return rows[2:]
+
+
+def test_layers_are_timed_and_surveyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    benchmark = script("convert_layers")
+    monkeypatch.setattr(benchmark, "CONTEXT", 32)
+    for groups, merged in ((2, ["aligned, to 1 KV heads"]), (1, ["aligned, to 1 KV heads"])):
+        rows = dict(benchmark.layer_cost(256, groups, 64, 32, "cpu", 1))
+        latent = ["weighted, measure", "weighted", "weighted, pursuit", "svd, measure", "svd", "pca"]
+        assert list(rows) == [*merged, *latent, "queries of weighted refitted"]
+        assert all(seconds > 0 for seconds, _ in rows.values())
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path / "model")
+    benchmark.survey_only(tmp_path / "model", tmp_path)
+    assert len(list(tmp_path.glob("source-0000?.safetensors"))) == 3
 
 
 def test_grouped_decoding_is_measured_both_ways() -> None:

@@ -1,6 +1,6 @@
-"""Carry out a plan: shard by shard, layer by layer, read, transform, write, verify, publish.
+"""Carries out a plan: shard by shard, layer by layer, read, transform, write, verify, publish.
 
-It knows the order of work and nothing of heads, names or formulas: those are the family's, the method's and the output class's.
+It knows the order of the work, but no heads, names or formulas: those belong to the family, the method and the host.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Executed:
     """A conversion that has been carried out.
 
     Attributes:
-        plan: With what the text had to decide.
-        record: What conversion.json says.
+        plan: The plan, with the choices that the text decided.
+        record: The content of conversion.json.
     """
 
     plan: Plan
@@ -74,18 +74,18 @@ def execute(
 
     Args:
         plan: From `convert.planning`.
-        calibrate_on: The text that `plan.calibration` speaks of.
-        evaluate_on: Held-out text whose perplexity goes into the model card.
-        progress: Told how far each stage is.
-        statistics_in: Where statistics of the source are kept for other conversions; None to keep none.
-        published: Called when OUTPUT is whole, before what `--resume` knows it by is removed.
+        calibrate_on: The text that `plan.calibration` refers to.
+        evaluate_on: Held-out text; its perplexity goes into the model card.
+        progress: Called with the progress of each stage.
+        statistics_in: A directory that keeps statistics of the source for other conversions; None to keep none.
+        published: Called when OUTPUT is complete, before the work directory, by which `--resume` recognises it, is removed.
 
     Raises:
-        KvfoldError: With nothing new at OUTPUT; the work directory stays only if `--resume` can use it.
+        KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
     """
     where = plan.output
     with exclusive(where.path):
-        check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # of what others have left by now
+        check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # again, now that no other run writes
         return _execute(plan, calibrate_on, evaluate_on, progress, statistics_in, published)
 
 
@@ -99,7 +99,7 @@ def _execute(
 ) -> Executed:
     clock, settings = Clock(), EvaluationSettings(device=plan.device)
     if evaluate_on:
-        prepare([plan.source], evaluate_on, settings)  # whatever is wrong with the text is wrong before the work
+        prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
     text = CalibrationText.of(plan.source, plan.calibration, calibrate_on) if plan.calibration and calibrate_on else None
     if done := _finished_already(plan, text):
         published()
@@ -111,7 +111,7 @@ def _execute(
     inputs = inputs_of(plan, reader, text)
     try:
         with WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite) as work:
-            if work.published:  # a run ended between OUTPUT's appearance and its own end
+            if work.published:  # an earlier run was stopped after OUTPUT appeared
                 done = _carried_out(plan, recorded(plan.output.path))
             else:
                 kept = _statistics_directory(plan, reader, work, text, statistics_in)
@@ -136,7 +136,7 @@ def _execute(
 
 
 def _finished_already(plan: Plan, text: CalibrationText | None) -> Executed | None:
-    """What `--resume` finds done."""
+    """The finished conversion that `--resume` finds at OUTPUT, or None."""
     if not plan.output.resume or plan.output.overwrite:
         return None
     recipes = [one.recipe() for one in (*_splits(plan), plan)]
@@ -147,19 +147,19 @@ def _finished_already(plan: Plan, text: CalibrationText | None) -> Executed | No
 
 
 def _carried_out(plan: Plan, record: dict[str, Any]) -> Executed:
-    """The plan as a record says that it was carried out."""
+    """The plan with the choices that a record states, and the record."""
     return Executed(next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan), record)
 
 
 def _splits(plan: Plan) -> list[Plan]:
-    """Plans among which the text decides."""
+    """The plans among which the text decides."""
     return [plan.choosing(split) for split in plan.target.splits] if isinstance(plan.target, LatentTarget) else []
 
 
 def _check_source(plan: Plan, reader: Reader) -> None:
-    """Compare names and shapes with the classes of source and result: nothing that transformers cannot load is begun."""
+    """Compare names and shapes with the classes of source and result: start no work that transformers could not load."""
     trusted = plan.source.trust_remote_code
-    manifest = manifest_of(plan, reader)  # its messages on attention say more
+    manifest = manifest_of(plan, reader)  # first, since its messages on attention are more specific
     require_loadable(plan.source.config, reader.infos, plan.source.reference, trusted)
     if not plan.target.copies:
         sized = plan.target.host.sized(plan.source.raw, plan.source.config, plan.target.spec)
@@ -167,16 +167,16 @@ def _check_source(plan: Plan, reader: Reader) -> None:
 
 
 def _check_result(plan: Plan, work: WorkDirectory) -> None:
-    """Hold the files that were written against the class that will load them."""
+    """Check the written files against the class that will load them."""
     written = Source.parse(str(work.path), plan.source.trust_remote_code)
     require_loadable(written.config, Reader(work.path).infos, "the result", plan.source.trust_remote_code)
 
 
 def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
-    """Decide, and write everything but the record. A device without memory leaves what there is for `--resume`.
+    """Decide, then write everything but the record. If the device runs out of memory, the work stays for `--resume`.
 
     Returns:
-        The plan with what was decided, and its record.
+        The plan with the choices made, and its record.
     """
     try:
         statistics = _statistics(job)
@@ -189,7 +189,7 @@ def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
         _check_result(decision.plan, job.work)
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
         return decision.plan, record_of(decision, job.reader, manifest, layers, job.text)
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
             hint="the model's weights or activations are extreme; please report it",
@@ -208,7 +208,7 @@ def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
 
 
 def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[str, Any]:
-    """Everything that the bytes depend on, for `--resume` to compare."""
+    """Everything that the result's bytes depend on, which `--resume` compares."""
     return {
         **_settings(plan),
         "splits": [_settings(split) for split in _splits(plan)],
@@ -221,7 +221,7 @@ def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    """Its recipe, but for where the text lies: which text it is, the hash of its tokens says."""
+    """The recipe without the text's path: the hash of its tokens identifies the text."""
     ((command, options),) = plan.recipe().items()
     return {"command": command, **{name: value for name, value in options.items() if name != "text"}}
 
@@ -229,25 +229,25 @@ def _settings(plan: Plan) -> dict[str, Any]:
 def _device(plan: Plan) -> torch.device:
     pooling = isinstance(plan.target, GroupedTarget) and plan.target.method.text is TextUse.IGNORED
     if plan.device == "auto" and pooling and not plan.calibration:
-        return torch.device("cpu")  # pooling heads is too little work to move weights for
+        return torch.device("cpu")  # pooling heads is too little work to be worth moving weights
     return torch.device(compute_device(plan.device))
 
 
 def _statistics_directory(
     plan: Plan, reader: Reader, work: WorkDirectory, text: CalibrationText | None, shared: Path | None
 ) -> Path:
-    """Where statistics of this source on this text lie."""
+    """The directory of the statistics of this source on this text."""
     if shared is None or text is None:
         return work.survey
     found_in = [str(plan.source.files), plan.source.raw, reader.fingerprint(), text.tokens.hash, text.plan.context]
-    seen = [*found_in, str(_device(plan)), versions()]  # which round differently
+    seen = [*found_in, str(_device(plan)), versions()]  # these affect rounding
     directory = shared / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
 def _statistics(job: Job) -> StatisticsOf:
-    """What is known of each layer's input: surveyed, if there is text."""
+    """Maps a layer to the statistics of its input: measured by a survey if there is text, else assumed."""
     if job.text is None:
         return job.assumed
     plan, spool = job.plan, job.statistics_in / "source-inputs"
@@ -257,7 +257,7 @@ def _statistics(job: Job) -> StatisticsOf:
 
 
 def _layers(job: Job, manifest: Manifest, decision: Decision, statistics: StatisticsOf) -> MakeLayer:
-    """Layer → what is written of it."""
+    """Maps a layer's index to the converted layer."""
     change = decision.change
     if job.text is not None and job.text.plan.in_sequence and change is not None:
         return in_sequence(job, job.text, manifest, decision, change, statistics)
@@ -276,7 +276,7 @@ def _shards(plan: Plan, manifest: Manifest) -> dict[str, list[Unit]]:
 
 
 def _require_space(job: Job, manifest: Manifest) -> None:
-    """Refuse before the first byte what the disk cannot hold: shards, statistics, and the inputs of two layers at a time."""
+    """Fail before the first byte if the disk cannot hold shards, statistics, and the inputs of two layers at a time."""
     shards = _shards(job.plan, manifest)
     needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
     if job.text and needed:
@@ -286,7 +286,7 @@ def _require_space(job: Job, manifest: Manifest) -> None:
 
 
 def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> int:
-    """What statistics, samples, the inputs of two layers at a time and layers converted in sequence take on the disk."""
+    """Disk space for statistics, samples, the inputs of two layers at a time, and layers converted in sequence."""
     plan = job.plan
     width, inputs = plan.source.config.hidden_size, 2 * 4 * len(text.tokens.ids) * plan.source.config.hidden_size
     sample = 2 * width * max(text.plan.context, SAMPLE)
@@ -301,10 +301,10 @@ def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> i
 
 
 def _write_weights(job: Job, manifest: Manifest, make_layer: MakeLayer) -> list[dict[str, Any]]:
-    """Write every shard that is not there yet.
+    """Write every missing shard.
 
     Returns:
-        Per layer, what the conversion changed.
+        The note of each layer.
     """
     work, shards = job.work, _shards(job.plan, manifest)
     notes: list[dict[str, Any]] = []
@@ -325,7 +325,7 @@ def _write_weights(job: Job, manifest: Manifest, make_layer: MakeLayer) -> list[
 
 
 def _fill(job: Job, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """One shard's tensors, mapped where they are copied, computed where they are not, and the notes of its layers."""
+    """One shard's tensors (mapped if copied, else computed) and the notes of its layers."""
     tensors: dict[str, torch.Tensor] = {}
     notes = []
     for unit in shard:
@@ -345,7 +345,7 @@ def _fill(job: Job, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str,
 def _evaluate(
     plan: Plan, work: WorkDirectory, text: CalibrationText | None, on: Text, settings: EvaluationSettings, progress: Progress
 ) -> dict[str, Any]:
-    work.keep()  # the weights are whole, whatever is wrong with the evaluation
+    work.keep()  # the weights are complete even if the evaluation fails
     result = Source.parse(str(work.path), plan.source.trust_remote_code)
     try:
         report = report_of([plan.source, result], on, settings, text.tokens if text else None, progress)
@@ -355,7 +355,7 @@ def _evaluate(
             hint="the same command with --resume and without --evaluate publishes it",
         ) from error
     source, converted = report["models"]
-    # The work directory's own name means nothing later, and conversion.json is not there yet to name method and text.
+    # The work directory's name must not get into the report, and conversion.json does not exist yet to give method and text.
     source |= {"name": "source", "path": plan.source.reference}
     converted |= {
         "name": "converted",

@@ -1,6 +1,6 @@
 """Stock DeepSeek-V3 without experts: the output class of MLA for sources whose blocks are Llama's.
 
-Its tensors, and the constant channels that neutralise its latent norm, are those of `convert.families.latent`.
+`convert.families.latent` writes its tensors and the constant channels that neutralise its latent norm.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from attention.spec import AttentionSpec
     from convert.families import Family
 
-# Blocks of RMSNorm, attention, RMSNorm and SwiGLU with plain residuals, under Llama's names; each is tested to be exact.
+# Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
 _LIKE_LLAMA = ("llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "deepseek_v3")
-# Frequencies that are a list, or two (LongRoPE); `dynamic` makes them a function of the length.
+# RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 _CARRIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
@@ -28,7 +28,7 @@ _CARRIED = (
 
 
 class DeepseekV3:
-    """Writes `deepseek_v3` configs."""
+    """The stock class `deepseek_v3`."""
 
     name = "deepseek_v3"
     loads_in = "transformers"
@@ -87,7 +87,7 @@ class DeepseekV3:
             "attention_bias": True,
             "rope_interleave": True,
             **({} if rotary is None else {"rope_parameters": rope_parameters(rotary, config)}),
-            # All layers dense: no expert is ever built.
+            # All layers are dense, so no expert is built.
             "first_k_dense_replace": target.num_layers,
             "n_routed_experts": 1,
             "n_shared_experts": 1,
@@ -105,9 +105,9 @@ class DeepseekV3:
 
 
 def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
-    """The config's entry for any list of frequencies: the default formula's, if they are that, else LongRoPE's factors.
+    """The config's entry for any list of frequencies: the default formula if it gives them, else LongRoPE's factors.
 
-    LongRoPE computes 1 / (factor · θ^(2i/P)); with θ = 1 a factor is one over a frequency, rounded once.
+    LongRoPE computes 1 / (factor · θ^(2i/P)); with θ = 1 each factor is the inverse of a frequency, rounded once.
     """
     import torch
 
@@ -129,10 +129,10 @@ def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
 
 
 def _refuses_window(beyond: Mapping[str, Any], config: Any) -> str | None:
-    """Why a source's peculiarities (`Traits.beyond`) do not fit; a window that no position exceeds is none."""
+    """Why the class cannot carry a source's extras (`Traits.beyond`), or None; a window that covers all positions is fine."""
     for field, value in beyond.items():
         if field != "sliding_window":
-            return f"config.json sets {field} to {value}, which the class does not know"
+            return f"config.json sets {field} to {value}, which the class does not support"
         if value < config.max_position_embeddings:
             return (
                 f"the sliding window of {value} tokens is shorter than the {config.max_position_embeddings} positions, and the "

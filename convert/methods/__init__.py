@@ -6,7 +6,9 @@ Each method is the module of the same name. Modules are loaded on first use, so 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from attention.errors import Refusal
 
 if TYPE_CHECKING:
     from convert.methods.grouped import GroupedMethod
@@ -18,12 +20,26 @@ CONTROLS = ("random",)  # they ruin every model, and run only when asked for by 
 
 
 def load_grouped(name: str) -> GroupedMethod:
-    """The method called `name`, one of `GROUPED`."""
-    method: GroupedMethod = import_module(f"convert.methods.{name}").METHOD
+    """The method called `name`, one of `GROUPED`.
+
+    Raises:
+        Refusal: There is none of that name.
+    """
+    method: GroupedMethod = _load(name, GROUPED, "merges heads")
     return method
 
 
 def load_latent(name: str) -> LatentMethod:
-    """The method called `name`, one of `LATENT`."""
-    method: LatentMethod = import_module(f"convert.methods.{name}").METHOD
+    """The method called `name`, one of `LATENT`.
+
+    Raises:
+        Refusal: There is none of that name.
+    """
+    method: LatentMethod = _load(name, LATENT, "makes a latent")
     return method
+
+
+def _load(name: str, known: tuple[str, ...], what: str) -> Any:
+    if name not in known:
+        raise Refusal(f"no method {name!r} {what} (choose {', '.join(known)})")
+    return import_module(f"convert.methods.{name}").METHOD

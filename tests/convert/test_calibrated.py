@@ -81,7 +81,7 @@ def test_as_many_groups_as_heads_copies_every_bit_with_text_too(
     ok(convert("gqa", source, tmp_path / "out", "--groups", 4, *on, *way))
     before, after = weights(source), weights(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"][1] == "the calibration text is not looked at"
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"][1] == "the calibration text is not used"
 
 
 def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_plan_says_that_normalised_queries_are_not_refitted(
     way: list[Any], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
 ) -> None:
     command = ["gqa", checkpoint("qwen3"), tmp_path / "out", "--groups", 2, "--dry-run", *on, *way]
-    note = "queries are not refitted, outputs are: they are normalised behind their projection"
+    note = "queries are not refitted, outputs are: they are normalised after their projection"
     assert note in ok(convert(*command)).stdout.splitlines()
     command[1] = checkpoint("qwen2", name="other")
     assert "not refitted" not in ok(convert(*command)).stdout

@@ -43,10 +43,11 @@ def test_gqa_prints_what_it_did_on_stdout_alone(checkpoint: Make, convert: Conve
     assert result.stdout.splitlines() == [
         "GQA-4 → GQA-2, method aligned (heads aligned with each other)",
         "KV cache: 768 → 384 bytes per token (50.0%, kept in float32)",
-        "without calibration text, which aligned is better with: it goes by weights and norm gains alone",
+        "no calibration text: aligned uses weights and norm gains alone, and loses more than with --text",
         f"written to {tmp_path / 'out'}, loads in transformers as llama",
     ]
-    assert result.stderr == ""
+    assert result.stderr == "convert: 247,552 bytes\n"
+    assert convert("gqa", tmp_path / "source", tmp_path / "out", "--groups", 2, "--overwrite", "-q").stderr == ""
 
 
 def test_a_dry_run_writes_nothing_and_reads_no_weights(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_inspect_reads_only_the_config(checkpoint: Make, convert: Convert) -> No
     assert facts["attention"] == "GQA-4"
     assert facts["qk_norm"] == "rms, shared gains"
     assert facts["groups_possible"] == [4, 2, 1]
-    assert facts["hosts"]["gqa"] == "its own class, loads in transformers"
+    assert facts["output_classes"]["gqa"] == "its own class, loads in transformers"
     assert "| qk norm" in convert("inspect", source).stdout
 
 
@@ -110,9 +111,9 @@ def test_what_cannot_become_mla_is_told_why(checkpoint: Make, convert: Convert) 
     source = checkpoint("qwen2")
     facts = json.loads(convert("plan", source, "--json").stdout)
     assert not any(row["kind"].startswith("MLA") for row in facts["targets"])
-    assert facts["mla"].startswith("none: no host carries MLA of")
+    assert facts["mla"].startswith("none: no output class carries MLA of")
     assert "\n\nMLA: none: " in convert("plan", source).stdout
-    assert "mla: none (no host carries MLA of" in convert("inspect", source).stdout
+    assert "mla: none (no output class carries MLA of" in convert("inspect", source).stdout
 
 
 def test_a_float16_source_is_told_what_it_can_become_in_bfloat16(checkpoint: Make, convert: Convert) -> None:
@@ -123,7 +124,7 @@ def test_a_float16_source_is_told_what_it_can_become_in_bfloat16(checkpoint: Mak
     assert any(row["kind"].startswith("MLA") for row in facts["targets"])
 
 
-def test_the_matrix_names_the_host_of_each_target(convert: Convert) -> None:
+def test_the_matrix_names_the_output_class_of_each_target(convert: Convert) -> None:
     rows = {row["family"]: row for row in json.loads(convert("families", "--json").stdout)}
     assert (rows["llama"]["gqa"], rows["llama"]["mla"]) == ("its own class", "deepseek_v3")
     assert rows["gemma2"]["mla"] == "-"
@@ -167,7 +168,7 @@ def test_bench_measures_and_writes(checkpoint: Make, convert: Convert, tmp_path:
     refused(convert("bench", source, *sizes, "--output", out), 2, "bench.json exists")
     again = convert("bench", source, "--context", 8, "--rounds", 1, "--steps", 1, "--output", out, "--overwrite")
     assert again.stdout == (out / "bench.md").read_text() + "\n"
-    assert f"written: {out / 'bench.json'}" in again.stderr
+    assert f"report: {out / 'bench.md'}" in again.stderr
 
 
 def test_an_interrupted_bench_writes_nothing(
@@ -273,7 +274,7 @@ def test_groups_that_do_not_fit(groups: int, message: str, checkpoint: Make, con
     [
         ({"model_type": "bert"}, "model type 'bert' is not supported"),
         ({"model_type": "t5"}, "model type 't5' is not supported"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "is multi-head latent attention already (kv_lora_rank 512)"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "its queries have a latent of their own (q_lora_rank 1536)"),
         ({"auto_map": {"AutoConfig": "evil.Config"}}, "wants to run code of its own"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantised (gptq)"),
         ({"num_key_value_heads": 3}, "8 query heads cannot share 3 KV heads"),
@@ -316,7 +317,7 @@ def test_texts_that_cannot_be_evaluated(checkpoint: Make, convert: Convert, text
     (tmp_path / "empty.txt").write_text(" \n")
     refused(convert("eval", source, "--text", tmp_path / "empty.txt"), 1, "empty.txt is empty")
     refused(convert("eval", source, "--text", tmp_path / "missing.txt"), 2, "does not exist")
-    refused(convert("eval", source), 2, "give either --text FILE or --dataset NAME")
+    refused(convert("eval", source), 2, "give either a text or a dataset to evaluate on\nhint: --text FILE or --dataset NAME")
     refused(convert("eval", source, "--text", text, "--context", 4096), 2, "a context of 4096 tokens exceeds the 128 positions")
 
 
@@ -342,10 +343,14 @@ def test_an_empty_text_is_seen_before_a_conversion(checkpoint: Make, convert: Co
 # ---- help ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["gqa", "--help"], ["eval", "--help"], ["--version"]], ids=" ".join)
-def test_help_imports_no_torch(arguments: list[str]) -> None:
+NO_MODEL = [["--help"], ["gqa", "--help"], ["eval", "--help"], ["--version"], ["families"], ["families", "--json"]]
+
+
+@pytest.mark.parametrize("arguments", NO_MODEL, ids=" ".join)
+def test_what_reads_no_model_imports_no_torch(arguments: list[str]) -> None:
     script = (
-        f"import sys; from convert.cli import main; main({arguments}, standalone_mode=False); assert 'torch' not in sys.modules"
+        f"import sys; from convert.cli import main; main({arguments}, standalone_mode=False); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -786,7 +786,8 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
         "(choose 4)",
     ),
     "text and dataset": (
-        [*SMALL, "--method", "pca", "--text", "TEXT", "--dataset", "wikitext"], "give either --text FILE or --dataset NAME"
+        [*SMALL, "--method", "pca", "--text", "TEXT", "--dataset", "wikitext"],
+        "give either a text or a dataset to calibrate on\nhint: --text",
     ),
     "context too long": (
         [*SMALL, "--method", "pca", "--text", "TEXT", "--calibration-context", 129],
@@ -830,7 +831,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_sources_that_no_host_carries_are_refused(case: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+def test_sources_that_no_output_class_carries_are_refused(
+    case: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
     model_type, changes, message = CONFIGS[case]
     source = checkpoint(model_type, num_hidden_layers=1, **{k: v for k, v in changes.items() if k != "dtype"})
     if "dtype" in changes:
@@ -838,7 +841,7 @@ def test_sources_that_no_host_carries_are_refused(case: str, checkpoint: Make, c
         (source / "config.json").write_text(json.dumps(raw))
     result = convert("mla", source, tmp_path / "out", *SMALL)
     refused(result, 2, message, tmp_path / "out")
-    assert "no host carries MLA of" in result.stderr
+    assert "no output class carries MLA of" in result.stderr
     assert len(result.stderr.splitlines()) <= 2
     # Whether any latent fits comes before its size.
     refused(convert("mla", source, tmp_path / "out", "--kv-lora-rank", 9999, "--qk-rope-head-dim", 3), 2, message,
@@ -1017,7 +1020,7 @@ def test_a_fold_is_called_inexact_and_a_large_result_large(
     ]
     assert "latent channels carry keys and values" in note
     _, note = json.loads(ok(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json")).stdout)["notes"]
-    assert note == "without calibration text, which weighted is better with: it goes by weights and norm gains alone"
+    assert note == "no calibration text: weighted uses weights and norm gains alone, and loses more than with --text"
 
 
 def test_a_rank_that_the_kernel_does_not_serve_is_remarked(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ def test_a_source_that_cannot_become_mla_is_swept_without(
     assert results(tmp_path / "out") == ["gqa-1-mean", "gqa-2-mean", "report"]
     ok(convert("sweep", tmp_path / "source", tmp_path / "all", *held_out))
     assert not list((tmp_path / "all").glob("mla*"))
-    refused(convert("sweep", tmp_path / "source", tmp_path / "no", "--mla", "16+8", *held_out), 2, "no host carries MLA of")
+    named = convert("sweep", tmp_path / "source", tmp_path / "no", "--mla", "16+8", *held_out)
+    refused(named, 2, "no output class carries MLA of")
 
 
 # ---- interruption --------------------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     owner, name, count = {
         "between conversions": (module, "execute", 3),
         "within one": (execute, "write_shard", 3),
-        "while it evaluates": (module, "evaluate", 1),
+        "while it evaluates": (module, "report_of", 1),
     }[place]
     function, left = getattr(owner, name), [count]
 
@@ -236,7 +237,7 @@ def test_a_killed_sweep_uses_its_survey_again(
     assert results(out) == ["gqa-1-aligned.partial", "gqa-2-aligned", "survey"]
     monkeypatch.setattr(Moments, "statistics", lambda self: pytest.fail("surveyed again"))
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.run._versions", lambda: {"torch": "another"})
+        patch.setattr("convert.execute.run.versions", lambda: {"torch": "another"})
         with pytest.raises(pytest.fail.Exception, match="surveyed again"):
             convert(*command, "--resume", "--overwrite")
     shutil.rmtree(out / "gqa-1-aligned.partial")
@@ -351,7 +352,9 @@ MISTAKES: dict[str, tuple[list[Any], str]] = {
         ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--propagate"],
         "no method of this sweep has any use for --propagate and --refine",
     ),
-    "text and dataset": (["--text", "TEXT", "--dataset", "wikitext"], "give either --text FILE or --dataset NAME"),
+    "text and dataset": (
+        ["--text", "TEXT", "--dataset", "wikitext"], "give either a text or a dataset to calibrate on\nhint: --text",
+    ),
 }  # fmt: skip
 
 

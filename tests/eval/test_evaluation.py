@@ -17,7 +17,7 @@ import torch
 
 from attention.errors import Failure, GateMissed, Refusal
 from eval import evaluation as module
-from eval.evaluation import EvaluationSettings, check, evaluate, load, require_ratio, run, tokens_of
+from eval.evaluation import EvaluationSettings, check, load, report_of, require_ratio, tokens_of
 from eval.overlap import shared_share
 from eval.source import Source
 from eval.text import Text
@@ -25,7 +25,7 @@ from eval.text import Text
 Checkpoint = Callable[..., Path]
 
 TEXT = Text("novel.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
-SHORT = EvaluationSettings(context=32, device="cpu", quiet=True)
+SHORT = EvaluationSettings(context=32, device="cpu")
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ NUMBERS: dict[str, type] = {
 
 
 def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
-    report = json.loads(json.dumps(evaluate(pair, TEXT, SHORT), allow_nan=False))
+    report = json.loads(json.dumps(report_of(pair, TEXT, SHORT), allow_nan=False))
     assert set(report) == {"kvfold", "protocol", "models"}
     assert report["protocol"] == {
         "name": "paper",
@@ -86,7 +86,7 @@ def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
 
 
 def test_the_source_comes_first_and_is_at_no_distance_from_itself(pair: list[Source]) -> None:
-    source, converted = evaluate(pair, TEXT, SHORT)["models"]
+    source, converted = report_of(pair, TEXT, SHORT)["models"]
     assert (source["name"], source["path"], source["kind"]) == ("source", pair[0].reference, "GQA-4")
     assert (source["kl_to_source"], source["top1_agreement"], source["loss_nats"], source["cache_ratio"]) == (0, 1, 0, 1)
     assert (converted["name"], converted["path"], converted["kind"]) == ("small", pair[1].reference, "GQA-2")
@@ -97,27 +97,27 @@ def test_the_source_comes_first_and_is_at_no_distance_from_itself(pair: list[Sou
 
 
 def test_caches_are_counted_at_the_checkpoints_own_dtype(pair: list[Source]) -> None:
-    source, converted = evaluate(pair, TEXT, SHORT)["models"]
+    source, converted = report_of(pair, TEXT, SHORT)["models"]
     assert (source["cache_dtype"], source["kv_bytes_per_token"], source["kv_bytes_measured"]) == ("float32", 768, 768)
     assert (converted["cache_dtype"], converted["kv_bytes_per_token"], converted["kv_bytes_measured"]) == ("bfloat16", 192, 192)
     assert converted["cache_ratio"] == 0.25
 
 
 def test_a_source_alone_scores_as_it_does_in_company(pair: list[Source]) -> None:
-    (alone,) = evaluate(pair[:1], TEXT, SHORT)["models"]
-    assert alone == evaluate(pair, TEXT, SHORT)["models"][0]
+    (alone,) = report_of(pair[:1], TEXT, SHORT)["models"]
+    assert alone == report_of(pair, TEXT, SHORT)["models"][0]
 
 
 def test_every_model_is_compared_with_the_first(pair: list[Source], checkpoint: Checkpoint) -> None:
     third = Source.parse(str(checkpoint(name="third", num_key_value_heads=1)))
-    report = evaluate([*pair, third], TEXT, SHORT)
+    report = report_of([*pair, third], TEXT, SHORT)
     assert [entry["name"] for entry in report["models"]] == ["source", "small", "third"]
-    assert report["models"][1] == evaluate(pair, TEXT, SHORT)["models"][1]
-    assert report["models"][2] == evaluate([pair[0], third], TEXT, SHORT)["models"][1]
+    assert report["models"][1] == report_of(pair, TEXT, SHORT)["models"][1]
+    assert report["models"][2] == report_of([pair[0], third], TEXT, SHORT)["models"][1]
 
 
 def test_a_copy_of_the_source_is_at_no_distance(pair: list[Source], checkpoint: Checkpoint) -> None:
-    source, copy = evaluate([pair[0], Source.parse(str(checkpoint(name="copy")))], TEXT, SHORT)["models"]
+    source, copy = report_of([pair[0], Source.parse(str(checkpoint(name="copy")))], TEXT, SHORT)["models"]
     assert (copy["kl_to_source"], copy["top1_agreement"], copy["perplexity"]) == (0, 1, source["perplexity"])
 
 
@@ -125,21 +125,21 @@ def test_how_a_model_was_made_is_taken_from_its_own_record(pair: list[Source]) -
     assert pair[1].directory is not None
     made = {"kvfold": "0.1.0", "method": "mean", "calibration_hash": "sha256:0"}
     (pair[1].directory / "conversion.json").write_text(json.dumps(made), encoding="utf-8")
-    source, converted = evaluate(pair, TEXT, SHORT)["models"]
+    source, converted = report_of(pair, TEXT, SHORT)["models"]
     assert (source["method"], source["calibration_hash"]) == (None, None)
     assert (converted["method"], converted["calibration_hash"]) == ("mean", "sha256:0")
 
 
 def test_only_so_many_tokens_are_evaluated(pair: list[Source]) -> None:
-    report = evaluate(pair, TEXT, replace(SHORT, max_tokens=64))
+    report = report_of(pair, TEXT, replace(SHORT, max_tokens=64))
     assert report["protocol"]["tokens"] == 64
     assert [entry["tokens"] for entry in report["models"]] == [62, 62]
-    assert report == evaluate(pair, TEXT, replace(SHORT, max_tokens=64))
-    begun = evaluate(pair, Text("novel.txt", TEXT.text[:64]), SHORT)
+    assert report == report_of(pair, TEXT, replace(SHORT, max_tokens=64))
+    begun = report_of(pair, Text("novel.txt", TEXT.text[:64]), SHORT)
     assert (
         report["protocol"]["text_hash"]
         == begun["protocol"]["text_hash"]
-        != evaluate(pair, TEXT, SHORT)["protocol"]["text_hash"]
+        != report_of(pair, TEXT, SHORT)["protocol"]["text_hash"]
     )
     assert report["models"][0]["perplexity"] == begun["models"][0]["perplexity"]
 
@@ -148,20 +148,6 @@ def test_only_so_many_tokens_are_evaluated(pair: list[Source]) -> None:
 def test_too_few_tokens_are_refused(pair: list[Source], max_tokens: int) -> None:
     with pytest.raises(Refusal, match=f"perplexity needs at least 2 tokens, not {max_tokens}"):
         check(pair, EvaluationSettings(max_tokens=max_tokens))
-
-
-def test_a_file_is_read_once_the_configs_are_accepted(pair: list[Source], tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="a context of 1 predicts nothing"):
-        run(pair, tmp_path / "missing.txt", EvaluationSettings(context=1))
-    with pytest.raises(Failure, match=r"cannot read .*missing\.txt"):
-        run(pair, tmp_path / "missing.txt", SHORT)
-    (tmp_path / "novel.txt").write_text(TEXT.text, encoding="utf-8")
-    assert run(pair, tmp_path / "novel.txt", SHORT) == evaluate(pair, TEXT, SHORT)
-
-
-def test_a_dataset_is_asked_for_by_name(pair: list[Source]) -> None:
-    with pytest.raises(Refusal, match="no dataset 'wikitxt'"):
-        run(pair, "wikitxt", SHORT)
 
 
 @pytest.mark.parametrize(("limits", "context"), [((128, 128), 128), ((4096, 4096), 2048), ((4096, 64), 64), ((64, 4096), 64)])
@@ -181,7 +167,7 @@ def test_a_context_above_the_models_positions_is_refused_before_weights_are_read
     for source in pair:
         forget_weights(source)
     with pytest.raises(Refusal, match="a context of 65 tokens exceeds the 64 positions of the model") as caught:
-        evaluate(pair, TEXT, EvaluationSettings(context=65))
+        report_of(pair, TEXT, EvaluationSettings(context=65))
     assert caught.value.hint == "use --context 64 or less"
     assert check(pair, EvaluationSettings(context=64)).context == 64
 
@@ -198,7 +184,7 @@ def test_different_vocabularies_are_refused_before_weights_are_read(pair: list[S
     for source in pair:
         forget_weights(source)
     with pytest.raises(Refusal, match="models with different vocabularies cannot be compared: source 96, small 97"):
-        evaluate(pair, TEXT, SHORT)
+        report_of(pair, TEXT, SHORT)
 
 
 def test_a_dtype_that_no_cache_is_kept_in_is_refused_before_weights_are_read(pair: list[Source]) -> None:
@@ -235,7 +221,7 @@ def test_missing_weights_fail_instead_of_being_random(pair: list[Source], broken
     with pytest.raises(
         Failure, match=r"lacks 1 of its model's weights .* model\.layers\.1\.self_attn\.k_proj\.weight"
     ) as caught:
-        evaluate(pair, TEXT, SHORT)
+        report_of(pair, TEXT, SHORT)
     assert str(caught.value).startswith(pair[broken].reference)
 
 
@@ -243,13 +229,13 @@ def test_weights_of_another_shape_fail(pair: list[Source]) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     edit_weights(pair[1], lambda tensors: tensors.update({name: tensors[name][:8].clone()}))
     with pytest.raises(Failure, match=r"small"):
-        evaluate(pair, TEXT, SHORT)
+        report_of(pair, TEXT, SHORT)
 
 
 def test_a_damaged_file_fails_with_its_model(pair: list[Source]) -> None:
     forget_weights(pair[1])
     with pytest.raises(Failure, match=f"cannot load {pair[1].reference}: "):
-        evaluate(pair, TEXT, SHORT)
+        report_of(pair, TEXT, SHORT)
 
 
 def test_a_checkpoint_without_a_tokenizer_fails_with_its_model(pair: list[Source]) -> None:
@@ -257,18 +243,18 @@ def test_a_checkpoint_without_a_tokenizer_fails_with_its_model(pair: list[Source
     for file in pair[0].directory.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(Failure, match=f"cannot load the tokenizer of {pair[0].reference}: "):
-        evaluate(pair, TEXT, SHORT)
+        report_of(pair, TEXT, SHORT)
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_fails(checkpoint: Checkpoint) -> None:
     source = Source.parse(str(checkpoint(vocab_size=50)))
     with pytest.raises(Failure, match=r"the tokenizer of .*source makes ids up to \d+, its model knows 50"):
-        evaluate([source], TEXT, SHORT)
+        report_of([source], TEXT, SHORT)
 
 
 def test_the_bos_protocol_needs_a_tokenizer_that_adds_one(pair: list[Source]) -> None:
     with pytest.raises(Failure, match="opens every block with a BOS token"):
-        evaluate(pair, TEXT, replace(SHORT, protocol="bos"))
+        report_of(pair, TEXT, replace(SHORT, protocol="bos"))
 
 
 def judged(**perplexities: float) -> dict[str, Any]:
@@ -295,7 +281,7 @@ def test_models_run_in_the_dtype_asked_for_and_in_fp32_on_a_cpu(pair: list[Sourc
     with load(pair[1], EvaluationSettings(dtype=dtype, device="cpu")) as model:
         assert model.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         assert not model.training
-    report = evaluate(pair, TEXT, replace(SHORT, dtype=dtype))
+    report = report_of(pair, TEXT, replace(SHORT, dtype=dtype))
     assert report["protocol"]["dtype"] == ("bfloat16" if dtype == "bfloat16" else "float32")
 
 
@@ -316,7 +302,7 @@ def test_models_are_in_memory_together_only_while_they_are_small(
     monkeypatch.setattr(module, "load", watched)
     assert pair[1].directory is not None
     monkeypatch.setattr(module, "_SMALL", small * (pair[1].directory / "model.safetensors").stat().st_size)
-    report = evaluate([pair[0], pair[1], pair[1], pair[1]], TEXT, SHORT)
+    report = report_of([pair[0], pair[1], pair[1], pair[1]], TEXT, SHORT)
     assert alive == expected, "models that are there while another is loaded"
     source, *others = report["models"]
     assert source["kl_to_source"] == 0
@@ -355,7 +341,7 @@ def test_a_model_spread_by_a_device_map_scores_as_one_in_memory(
 
     source = Source.parse(str(checkpoint(tie_word_embeddings=tied)))
     small = Source.parse(str(checkpoint(name="small", num_key_value_heads=2, tie_word_embeddings=tied)))
-    expected = evaluate([source, small], TEXT, SHORT)
+    expected = report_of([source, small], TEXT, SHORT)
     whole, placed, places = AutoModelForCausalLM.from_pretrained, [], dict(PLACEMENTS[placement])
     if tied and "lm_head" in places:
         places["lm_head"] = places["model.embed_tokens"]  # as accelerate's own maps keep tied weights together
@@ -369,7 +355,7 @@ def test_a_model_spread_by_a_device_map_scores_as_one_in_memory(
     # There need be no GPU for the path that one would open: accelerate computes on the CPU what lies on disk.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spread)
-    found = evaluate([source, small], TEXT, replace(SHORT, device="auto"))
+    found = report_of([source, small], TEXT, replace(SHORT, device="auto"))
     assert placed == [("auto", True), ("auto", True)]
     assert not list((tmp_path / "temporary").iterdir())
     for ours, theirs in zip(found["models"], expected["models"], strict=True):
@@ -396,24 +382,43 @@ def test_a_model_on_a_cpu_is_loaded_whole(pair: list[Source], monkeypatch: pytes
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
 def test_a_gpu_scores_as_a_cpu_does(pair: list[Source], device: str) -> None:
-    on_gpu = evaluate(pair, TEXT, replace(SHORT, dtype="float32", device=device))
-    on_cpu = evaluate(pair, TEXT, replace(SHORT, dtype="float32"))
+    on_gpu = report_of(pair, TEXT, replace(SHORT, dtype="float32", device=device))
+    on_cpu = report_of(pair, TEXT, replace(SHORT, dtype="float32"))
     for ours, theirs in zip(on_gpu["models"], on_cpu["models"], strict=True):
         assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-3)
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"method": "theirs"}'])
+@pytest.mark.parametrize("content", ["[]", "{", '{"method": "theirs"}', '{"a":' * 5000])
 def test_another_tools_record_says_nothing(pair: list[Source], content: str) -> None:
     assert pair[1].directory is not None
     (pair[1].directory / "conversion.json").write_text(content, encoding="utf-8")
-    assert evaluate(pair, TEXT, SHORT)["models"][1]["method"] is None
+    assert report_of(pair, TEXT, SHORT)["models"][1]["method"] is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": 5},
+        {"method": ["svd"]},
+        {"calibration_hash": 5},
+        {"calibration": 5},
+        {"calibration": ["a"]},
+        {"calibration": {"tokens": "100"}},
+    ],
+    ids=str,
+)
+def test_a_record_of_other_types_fails_in_one_line(pair: list[Source], changes: dict[str, Any]) -> None:
+    assert pair[1].directory is not None
+    (pair[1].directory / "conversion.json").write_text(json.dumps({"kvfold": "0.1.0", "method": "svd"} | changes))
+    with pytest.raises(Failure, match=f"conversion.json of .* is damaged: its {next(iter(changes))} is of another type"):
+        report_of(pair, TEXT, SHORT)
 
 
 @pytest.mark.parametrize("model_type", ["t5", "vit"])
 def test_what_is_no_decoder_is_refused(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
     with pytest.raises(Refusal, match="is no decoder-only language model"):
-        evaluate([Source.parse(str(tmp_path))], TEXT, SHORT)
+        report_of([Source.parse(str(tmp_path))], TEXT, SHORT)
 
 
 def test_a_model_calibrated_on_this_text_is_found_out(pair: list[Source]) -> None:
@@ -422,24 +427,16 @@ def test_a_model_calibrated_on_this_text_is_found_out(pair: list[Source]) -> Non
     seen = replace(tokens, ids=tokens.ids[:100])
     made = {"kvfold": "0.1.0", "calibration": {"text": "a", "tokens": 100}, "calibration_hash": seen.hash}
     (pair[1].directory / "conversion.json").write_text(json.dumps(made))
-    source, converted = evaluate(pair, TEXT, SHORT)["models"]
+    source, converted = report_of(pair, TEXT, SHORT)["models"]
     assert source["calibration_overlap"] is None
     assert converted["calibration_overlap"] == shared_share(tokens.ids[: SHORT.max_tokens], seen.ids) > 0
     (pair[1].directory / "conversion.json").write_text(json.dumps(made | {"calibration_hash": "sha256:0"}))
-    assert evaluate(pair, TEXT, SHORT)["models"][1]["calibration_overlap"] is None
-    assert evaluate(pair, TEXT, SHORT, tokens)["models"][1]["calibration_overlap"] == 1
-
-
-def test_runs_are_found_at_any_place() -> None:
-    ids = torch.randint(1000, (320,), generator=torch.Generator().manual_seed(0))
-    assert shared_share(ids, ids) == 1
-    assert shared_share(ids, torch.cat((ids[:5], ids[32:96], ids[:3]))) == 0.2
-    assert shared_share(ids, ids.flip(0)) == 0
-    assert shared_share(ids[:10], ids[:30]) == 1
+    assert report_of(pair, TEXT, SHORT)["models"][1]["calibration_overlap"] is None
+    assert report_of(pair, TEXT, SHORT, tokens)["models"][1]["calibration_overlap"] == 1
 
 
 def test_a_model_without_weights_is_named(pair: list[Source]) -> None:
     assert pair[1].directory is not None
     (pair[1].directory / "model.safetensors").unlink()
     with pytest.raises(Failure, match="cannot load"):
-        evaluate(pair, TEXT, SHORT)
+        report_of(pair, TEXT, SHORT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -338,7 +339,7 @@ def test_nothing_of_a_layer_is_kept(tmp_path: Path) -> None:
 
     stream = stream_of(model, tmp_path / "spool", blocks_of(), read)
     stream.embed()
-    moments = Moments(0, 3 * 2 * 7, 12)
+    moments = Moments(0, of_blocks(3 * 2 * 7, 12, 64))
 
     def see(x: torch.Tensor) -> None:
         alive.append(weakref.ref(x))
@@ -387,7 +388,12 @@ def test_another_stream_goes_on_where_one_was_cut_off(tmp_path: Path) -> None:
 
 
 def run_survey(model: Any, directory: Path, blocks: torch.Tensor) -> Callable[[int], Statistics]:
-    return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"), True)
+    return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"))
+
+
+def of_blocks(count: int, context: int, width: int) -> Any:
+    """As much of a stream as sums have to know."""
+    return types.SimpleNamespace(blocks=(count, context), width=width, device=CPU)
 
 
 def direct(x: torch.Tensor) -> Statistics:
@@ -418,13 +424,13 @@ def test_the_last_layer_need_not_run(tmp_path: Path) -> None:
         assert ".layers.2." not in name or "self_attn" not in name, "its inputs are all that is wanted"
         return weights[name]
 
-    survey(stream_of(model, tmp_path / "inputs", blocks_of(), read), Shelf(tmp_path, "source"), True)
+    survey(stream_of(model, tmp_path / "inputs", blocks_of(), read), Shelf(tmp_path, "source"))
     assert len(list(tmp_path.iterdir())) == 3, "no inputs are left"
 
 
 def test_moments_are_sums_whatever_the_pieces() -> None:
     x = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0)) + 3
-    pieces = Moments(0, 6, 5)
+    pieces = Moments(0, of_blocks(6, 5, 8))
     for part in x.split([1, 3, 2]):
         pieces.see(part)
     found, expected = pieces.statistics(), direct(x)
@@ -438,7 +444,7 @@ def test_moments_are_sums_whatever_the_pieces() -> None:
 def test_the_sample_is_whole_blocks_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.calibration.survey.SAMPLE", 8)
     for context, blocks in ((3, 2), (8, 1), (20, 1)):
-        moments = Moments(0, 6, context)
+        moments = Moments(0, of_blocks(6, context, 4))
         moments.see(torch.ones(6, context, 4))
         sample = moments.statistics().sample
         assert sample is not None
@@ -450,7 +456,7 @@ def test_moments_that_are_not_finite_fail_with_their_layer(value: float) -> None
     x = torch.ones(2, 3, 4)
     x[1, 2, 3] = value
     with pytest.raises(Failure, match="the input of layer 17's attention is not finite on the calibration text"):
-        Moments(17, 2, 3).see(x)
+        Moments(17, of_blocks(2, 3, 4)).see(x)
 
 
 def test_a_survey_of_damaged_weights_names_the_first_layer_that_sees_it(tmp_path: Path) -> None:
@@ -511,7 +517,7 @@ def test_a_finished_survey_reads_nothing(tmp_path: Path) -> None:
     model, blocks = model_of(), blocks_of()
     run_survey(model, tmp_path, blocks)
     stream = stream_of(model, tmp_path / "inputs", blocks, lambda name: pytest.fail(name))
-    survey(stream, Shelf(tmp_path, "source"), True)
+    survey(stream, Shelf(tmp_path, "source"))
 
 
 def test_lost_inputs_are_made_again_and_statistics_stay_the_same(tmp_path: Path) -> None:

@@ -159,8 +159,8 @@ def test_the_stock_module_computes_the_record(rank: int, channels: int, biased: 
     target = AttentionSpec.from_config(source).latent(rank, 8)
     config = type(tiny_config("deepseek_v3"))(**HOST.config({}, source, target, a.rotary), attn_implementation="eager")
     module = DeepseekV3Attention(config, 0)
-    tensors = HOST.tensors(family, a, target, 0)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == HOST.shapes(family, source, target, 0)
+    tensors, sized = HOST.layout(family).join(a, target, 0), HOST.sized({}, source, target)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == HOST.layout(family).shapes(sized, 0)
     own = len(constants(rank))
     norm, up = (tensors[f"model.layers.0.self_attn.{name}.weight"] for name in ("kv_a_layernorm", "kv_b_proj"))
     assert norm.tolist() == [2.0**20] * (rank - own) + [0.0] * own, "constants are cached as zeros"

@@ -410,7 +410,7 @@ def test_the_registry_names_each_method_by_its_module(name: str) -> None:
     method = load_latent(name)
     assert method.name == name
     assert method.summary
-    assert (method.survey is None) == method.folds
+    assert (method.measure is None) == method.folds
 
 
 # ---- weighted ------------------------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ def test_weighted_needs_one_component_for_heads_that_are_turned_copies(
 def test_weighted_allocates_as_many_frequencies_as_there_are_pairs_to_keep(text: bool) -> None:
     method, size = load_latent("weighted"), Allocation(8, ())
     layers = [record(groups=2, pairs=4, width=30, seed=seed) for seed in range(3)]
-    found = [method.survey(a, measured(inputs(30)) if text else Statistics.assumed(30), 1) for a in layers]  # type: ignore[misc]
+    found = [method.measure(a, measured(inputs(30)) if text else Statistics.assumed(30), 1) for a in layers]  # type: ignore[misc]
     for count in range(1, 9):
         sizes = method.allocate(found, count, size)
         assert [len(s.pairs) for s in sizes] == [count] * len(sizes)
@@ -477,9 +477,9 @@ def test_weighted_loses_less_than_the_others_on_the_text_that_it_saw() -> None:
     for seed in range(4):
         a = record(groups=4, pairs=4, width=60, seed=seed)
         x = inputs(60, tokens=64, seed=seed) * torch.logspace(0, -2, 60)
-        survey, allocate = load_latent("weighted").survey, load_latent("weighted").allocate
-        assert survey
-        (own, *_) = allocate([survey(a, measured(x), 6)], 6, Allocation(10, ()))
+        measure, allocate = load_latent("weighted").measure, load_latent("weighted").allocate
+        assert measure
+        (own, *_) = allocate([measure(a, measured(x), 6)], 6, Allocation(10, ()))
         weighted = loss(a, factor("weighted", a, own, x), x)
         for other, pairs in (("pca", pairs_by_stride(12, 8)), ("svd", pairs_by_loss([energies(a)], 6))):
             assert weighted < loss(a, factor(other, a, Allocation(10, pairs), x), x), (seed, other)

@@ -1,0 +1,321 @@
+"""The functions of `convert` as programs call them: what they return, raise and say, and that the commands are their shell."""
+
+from __future__ import annotations
+
+import inspect as python
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+from written import same_but_for_the_run, weights
+
+from attention.errors import Failure, Refusal
+from convert import api, gqa, inspect, mla, mqa, plan, sweep
+from convert.cli import main
+from convert.planning.describe import Facts
+from eval import api as eval_api
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Told = list[tuple[str, int, int, str]]
+
+CALIBRATION: dict[str, Any] = {"calibration_tokens": 256, "calibration_context": 32}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Characters in an order that never repeats."""
+    return written_text(tmp_path / "text.txt", 0)
+
+
+def written_text(path: Path, seed: int) -> Path:
+    drawn = torch.randint(97, 123, (1500,), generator=torch.Generator().manual_seed(seed)).tolist()
+    path.write_text("".join(map(chr, drawn)))
+    return path
+
+
+class Listener:
+    """A progress callback that remembers, and holds what it is told to the rules."""
+
+    def __init__(self) -> None:
+        self.told: Told = []
+
+    def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
+        self.told.append((stage, done, total, unit))
+
+    def stages(self) -> list[tuple[str, int, str]]:
+        """Every stage with its total, in order; each went from nothing to all, and never back."""
+        begun = [i for i, (_, done, _, _) in enumerate(self.told) if done == 0]
+        assert begun[0] == 0
+        for start, end in zip(begun, [*begun[1:], len(self.told)], strict=True):
+            part = self.told[start:end]
+            assert len({(stage, total, unit) for stage, _, total, unit in part}) == 1
+            assert [done for _, done, _, _ in part] == sorted(done for _, done, _, _ in part)
+            assert part[-1][1] == part[-1][2], part[-1]
+        return [(stage, total, unit) for stage, _, total, unit in (self.told[i] for i in begun)]
+
+
+# ---- what a conversion returns -------------------------------------------------------------------------------------
+
+
+def test_a_conversion_says_what_it_was(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = checkpoint(num_key_value_heads=8), tmp_path / "out"
+    done = gqa(source, out, groups=2)
+    assert (done.output, done.before.kind, done.after.kind) == (out, "MHA", "GQA-2")
+    assert done.after.bytes_per_token("float32") * 4 == done.before.bytes_per_token("float32")
+    assert done.record == json.loads((out / "conversion.json").read_text())
+    assert [layer["layer"] for layer in done.layers] == [0, 1, 2]
+    assert all(layer["score_error"] > 0 for layer in done.layers)
+    assert done.report is None
+    facts = json.loads(json.dumps(done.as_dict()))
+    assert (facts["kv_heads_before"], facts["kv_heads_after"], facts["conversion"]) == (8, 2, done.record)
+    assert str(done).splitlines()[0].startswith("MHA → GQA-2, method aligned")
+    assert str(done).splitlines()[-1] == f"written to {out}, loads in transformers as llama"
+    assert capsys.readouterr().out == ""
+
+
+def test_an_evaluation_is_part_of_the_conversion(
+    checkpoint: Make, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listener, held_out = Listener(), written_text(tmp_path / "held-out.txt", 1)
+    done = mqa(checkpoint(), tmp_path / "out", text=text, **CALIBRATION, evaluate=held_out, device="cpu", progress=listener)
+    assert done.report is not None
+    source, converted = done.report["models"]
+    assert (source["kind"], converted["kind"], converted["method"]) == ("GQA-4", "MQA", "aligned")
+    assert f"perplexity: {source['perplexity']:.4g} → {converted['perplexity']:.4g}" in str(done)
+    assert done.report == done.as_dict()["conversion"]["evaluation"]
+    written = sum(tensor.nbytes for tensor in weights(done.output).values())
+    assert listener.stages() == [
+        ("survey", 3, "layer"), ("fit", 3, "layer"), ("convert", written, "byte"),
+        ("evaluate checkpoint", converted["tokens"], "token"),
+    ]  # fmt: skip
+    assert capsys.readouterr().out == ""
+
+
+def test_a_latent_is_made_of_sizes_or_of_a_budget(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = checkpoint()
+    done = mla(source, tmp_path / "out", kv_lora_rank=24, qk_rope_head_dim=8)
+    assert (done.after.kind, done.after.kv_lora_rank, done.after.qk_rope_head_dim) == ("MLA-24+8", 24, 8)
+    for budget in ("50%", 0.5, 384, "384", "384B"):  # the source caches 3 layers × 64 values × 4 bytes
+        planned = mla(source, tmp_path / "other", kv_budget=budget, dry_run=True)
+        assert planned.after.bytes_per_token("float32") == 384, budget
+    with pytest.raises(Refusal, match="give either --kv-budget or"):
+        mla(source, tmp_path / "other", kv_lora_rank=24, qk_rope_head_dim=8, kv_budget=0.5)
+    for budget in (1.5, -0.25, "much"):
+        with pytest.raises(Refusal, match="is no budget"):
+            mla(source, tmp_path / "other", kv_budget=budget)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("convert", [gqa, mqa, mla], ids=lambda function: function.__name__)
+def test_a_dry_run_reads_no_weights_and_writes_nothing(convert: Any, checkpoint: Make, tmp_path: Path) -> None:
+    source = checkpoint()
+    (source / "model.safetensors").unlink()
+    listener, size = Listener(), {"gqa": {"groups": 2}, "mqa": {}, "mla": {"kv_budget": "50%"}}[convert.__name__]
+    planned = convert(source, tmp_path / "out", **size, dry_run=True, progress=listener)
+    assert (planned.output, planned.record, planned.layers, planned.report) == (tmp_path / "out", None, [], None)
+    assert str(planned).splitlines()[-1].startswith(f"would be written to {tmp_path / 'out'}")
+    assert json.loads(json.dumps(planned.as_dict()))["target"] == planned.after.kind
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+    assert listener.told == []
+
+
+def test_text_is_a_path_or_strings(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    source, given = checkpoint(), {"path": text, "name": str(text), "strings": [text.read_text()]}
+    for name, what in given.items():
+        gqa(source, tmp_path / name, groups=2, text=what, **CALIBRATION)
+    same_but_for_the_run(tmp_path / "path", tmp_path / "name")
+    path, strings = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("path", "strings"))
+    assert path["calibration_hash"] == strings["calibration_hash"]
+    assert strings["calibration"] == {"text": "1 strings", "tokens": 256}
+    assert strings["recipe"]["gqa"]["text"] == "1 strings", "strings have no path that could be read again"
+    whole, listed = weights(tmp_path / "path"), weights(tmp_path / "strings")
+    assert all(torch.equal(whole[name], listed[name]) for name in whole)
+    several = mqa(source, tmp_path / "several", text=[text.read_text()[:700], text.read_text()[700:]], **CALIBRATION)
+    assert several.record is not None
+    assert several.record["calibration"]["text"] == "2 strings"
+
+
+def test_a_finished_conversion_is_returned_as_it_was(checkpoint: Make, tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    source, listener = checkpoint(), Listener()
+    first = gqa(source, tmp_path / "out", groups=2)
+    again = gqa(source, tmp_path / "out", groups=2, resume=True, progress=listener)
+    assert again.record == first.record
+    assert again.after == first.after
+    assert listener.told == []
+    assert warned() == [f"{tmp_path / 'out'} is finished already, there is nothing to do"]
+
+
+def test_warnings_go_to_the_logger(
+    checkpoint: Make, text: Path, tmp_path: Path, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = mqa(checkpoint(), tmp_path / "out", text=text, **CALIBRATION, evaluate=text)
+    few, flattered = warned()
+    assert few.startswith("256 tokens of calibration text are few for 64 channels")
+    assert flattered == "text.txt shares 17% of its runs with the calibration text: its perplexity is flattered"
+    assert done.record is not None
+    assert few in done.record["notes"]
+    assert capsys.readouterr().out == ""
+
+
+def test_mistakes_are_refusals_and_bad_data_is_a_failure(checkpoint: Make, tmp_path: Path) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    with pytest.raises(Refusal, match="cannot make 3 groups from 4 KV heads") as caught:
+        gqa(source, out, groups=3)
+    assert caught.value.exit_code == 2
+    for name in ("best", "algebra", "svd"):
+        with pytest.raises(Refusal, match=f"no method '{name}' merges heads \\(choose aligned, mean, first, random\\)"):
+            gqa(source, out, groups=2, method=name)
+    with pytest.raises(Refusal, match=r"no method 'mean' makes a latent \(choose weighted, svd, pca\)"):
+        mla(source, out, kv_budget="50%", method="mean")
+    with pytest.raises(Refusal, match="no grouping 'alike'"):
+        gqa(source, out, groups=2, grouping="alike")
+    with pytest.raises(Refusal, match="give either a text or a dataset to calibrate on"):
+        mqa(source, out, text=["a"], dataset="wikitext")
+    with pytest.raises(Refusal, match="--refine is about calibration text, and there is none"):
+        mqa(source, out, refine=3)
+    with pytest.raises(Refusal, match="no model directory"):
+        mqa(tmp_path / "nowhere", out)
+    with pytest.raises(Refusal, match="lie inside each other"):
+        mqa(source, source)
+    with pytest.raises(Failure, match=r"cannot read .*nowhere\.txt") as failed:
+        mqa(source, out, text=tmp_path / "nowhere.txt")
+    assert failed.value.exit_code == 1
+    (source / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(Failure, match=r"model\.safetensors"):
+        mqa(source, out)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out.lock"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int8"}, "no KV cache is kept in 'int8'"),
+        ({"max_shard_size": 0}, "max_shard_size is 0; it must be at least 1"),
+        ({"max_shard_size": "large"}, "'large' is no size"),
+        ({"text": ["a"], "calibration_tokens": 0}, "calibration_tokens is 0; it must be at least 1"),
+        ({"text": ["a"], "calibration_context": 1}, "calibration_context is 1; it must be at least 2"),
+        ({"text": ["a"], "refine": 0}, "refine is 0; it must be at least 1"),
+        ({"device": "quantum"}, "no device 'quantum'"),
+    ],
+)
+def test_values_that_options_refuse_are_refused(
+    changes: dict[str, Any], message: str, checkpoint: Make, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    with pytest.raises(Refusal, match=message):
+        mqa(source, tmp_path / "out", **changes)
+    with pytest.raises(Refusal, match=message):
+        sweep(source, tmp_path / "out", evaluate=["a"], **changes)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+# ---- sweep, plan, inspect ------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_returns_its_plans_and_report(
+    checkpoint: Make, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listener, made, out = Listener(), list[str](), tmp_path / "out"
+    wanted: dict[str, Any] = {"groups": [2], "mla": [(16, 8), "50%"], "methods": ["mean", "svd"], "evaluate": text}
+
+    def finished(plan: Any) -> None:
+        made.append(plan.output.path.name)
+
+    planned = sweep(checkpoint(), out, **wanted, dry_run=True)
+    names = ["gqa-2-mean", "mla-16+8-svd", "mla-50%-svd"]
+    assert ([p.output.path.name for p in planned.plans], planned.report) == (names, None)
+    assert [facts["output"] for facts in planned.as_dict()] == [str(out / name) for name in names]
+    assert "would be written to" in str(planned)
+    assert not out.exists()
+    done = sweep(tmp_path / "source", out, **wanted, max_tokens=256, progress=listener, made=finished)
+    assert made == names
+    assert [plan.target.spec.kind for plan in done.plans] == ["GQA-2", "MLA-16+8", "MLA-24+8"]
+    assert done.report == json.loads((done.report_directory / "report.json").read_text()) == done.as_dict()
+    assert str(done) == (done.report_directory / "report.md").read_text()
+    assert [stage for stage, _, _ in listener.stages()] == [
+        "convert", *["measure", "convert"] * 2, "evaluate " + ", ".join(names)
+    ]  # fmt: skip
+    assert capsys.readouterr().out == ""
+    with pytest.raises(Refusal, match="exists already"):
+        sweep(tmp_path / "source", out, **wanted)
+
+
+def test_facts_are_numbers_for_programs_and_a_table_for_people(
+    checkpoint: Make, convert: Convert, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = checkpoint()
+    (source / "model.safetensors").unlink()
+    found, sizes = inspect(source), plan(str(source), batch=3, context=10, gpus={"tiny": 0.001})
+    assert isinstance(found, Facts)
+    assert (found["attention"], found["kv_bytes_per_token"], found["groups_possible"]) == ("GQA-4", 768, [4, 2, 1])
+    assert [row["kind"] for row in sizes["targets"][:3]] == ["GQA-4", "GQA-2", "MQA"]
+    assert list(sizes["targets"][0]["longest_context"]) == ["tiny"]
+    assert capsys.readouterr().out == ""
+    for facts, command in ((found, ["inspect"]), (sizes, ["plan", "--batch", 3, "--context", 10, "--gpu", "tiny=0.001"])):
+        assert convert(*command, source).stdout == f"{facts}\n"
+        assert json.loads(convert(*command, source, "--json").stdout) == json.loads(json.dumps(facts)) == facts
+    with pytest.raises(Refusal, match="no model directory"):
+        inspect("./nowhere")
+    with pytest.raises(Refusal, match="no model directory"):
+        plan("./nowhere")
+    for changes in ({"batch": 0}, {"context": 0}, {"gpu_share": 1.5}, {"gpus": {"tiny": float("inf")}}, {"gpus": {"tiny": 0}}):
+        with pytest.raises(Refusal, match="it must be at least"):
+            plan(source, **changes)
+    with pytest.raises(Refusal, match="no KV cache is kept in 'int8'"):
+        plan(source, dtype="int8")
+
+
+# ---- the command line is a shell -----------------------------------------------------------------------------------
+
+COMMANDS: dict[str, tuple[Any, Any, list[str]]] = {
+    "gqa": (api, "gqa", ["MODEL", "OUTPUT", "--groups", "2"]),
+    "mqa": (api, "mqa", ["MODEL", "OUTPUT"]),
+    "mla": (api, "mla", ["MODEL", "OUTPUT"]),
+    "sweep": (api, "sweep", ["MODEL", "OUTPUT", "--evaluate", "TEXT"]),
+    "plan": (api, "plan", ["MODEL"]),
+    "inspect": (api, "inspect", ["MODEL"]),
+    "eval": (eval_api, "evaluate", ["MODEL"]),
+    "bench": (eval_api, "bench", ["MODEL"]),
+}
+
+
+class Called(Exception):
+    """What a command called its function with."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_function_has_the_words_and_defaults_of_its_command(name: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, function, arguments = COMMANDS[name]
+    signature = python.signature(getattr(module, function)).parameters
+    options = {p.name for p in main.commands[name].params if isinstance(p, click.Option)}
+    assert options - {"as_json", "verbose", "quiet"} == {p.name for p in signature.values() if p.kind is p.KEYWORD_ONLY} - {
+        "progress",
+        "made",
+    }
+
+    def called(*given: Any, **named: Any) -> None:
+        raise Called(given, named)
+
+    monkeypatch.setattr(module, function, called)
+    result = CliRunner().invoke(main, [name, *(str(text) if argument == "TEXT" else argument for argument in arguments)])
+    assert isinstance(result.exception, Called), result.output
+    positional, named = result.exception.args
+    model = ("MODEL",) if name in ("eval", "bench") else "MODEL"
+    assert list(positional) == [model, *([Path("OUTPUT")] * ("OUTPUT" in arguments))]
+    for option, value in named.items():
+        default = signature[option].default
+        if default is python.Parameter.empty:
+            assert value in (2, text)
+        elif option not in ("progress", "made"):
+            assert (value or None if option == "gpus" else value) == default, option
+
+
+@pytest.mark.parametrize("name", [name for name in main.commands if name not in COMMANDS])
+def test_what_is_a_command_only_is_known(name: str) -> None:
+    assert name in ("families", "run", "demo")

@@ -1,0 +1,153 @@
+"""`evaluate` and `bench` as programs call them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attention.errors import Failure, GateMissed, Refusal
+from eval import bench, evaluate
+from eval.evaluation import EvaluationSettings, report_of
+from eval.source import Source
+from eval.text import Text
+
+Checkpoint = Callable[..., Path]
+
+WORDS = "It was a bright cold day in April, and the clocks were striking thirteen. " * 5
+
+
+@pytest.fixture
+def pair(checkpoint: Checkpoint) -> list[Path]:
+    return [checkpoint(), checkpoint(name="small", num_key_value_heads=2)]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "novel.txt").write_text(WORDS, encoding="utf-8")
+    return tmp_path / "novel.txt"
+
+
+@pytest.fixture
+def seen() -> list[tuple[str, int, int, str]]:
+    """What a progress callback was told."""
+    return []
+
+
+def note(seen: list[tuple[str, int, int, str]]) -> Callable[[str, int, int, str], None]:
+    return lambda *told: seen.append(told)
+
+
+# ---- evaluate ------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_returned_and_nothing_is_printed(
+    pair: list[Path], text: Path, seen: list[tuple[str, int, int, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = evaluate(pair, text=text, context=32, device="cpu", progress=note(seen))
+    settings = EvaluationSettings(context=32, device="cpu")
+    assert found == report_of([Source.parse(str(path)) for path in pair], Text("novel.txt", WORDS), settings)
+    assert capsys.readouterr().out == ""
+    tokens = found["models"][0]["tokens"]
+    assert seen[0] == ("evaluate small", 0, tokens, "token")
+    assert seen[-1] == ("evaluate small", tokens, tokens, "token")
+    assert [done for _, done, _, _ in seen] == sorted(done for _, done, _, _ in seen)
+
+
+def test_text_is_a_path_or_strings(pair: list[Path], text: Path) -> None:
+    whole, named, strings = (evaluate(pair[:1], text=given, device="cpu") for given in (text, str(text), [WORDS]))
+    assert named == whole
+    assert strings["protocol"].pop("text") == "1 strings"
+    del whole["protocol"]["text"]
+    assert strings == whole
+
+
+def test_the_report_is_written_where_it_is_wanted(pair: list[Path], text: Path, tmp_path: Path) -> None:
+    found = evaluate(pair, text=text, max_tokens=64, device="cpu", output=tmp_path / "report")
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.md", "report.html"}
+    assert json.loads((tmp_path / "report" / "report.json").read_text()) == found
+
+
+def test_a_missed_gate_is_raised_with_the_report_written(pair: list[Path], text: Path, tmp_path: Path) -> None:
+    with pytest.raises(GateMissed, match=r"the limit is 0\.01 ×") as caught:
+        evaluate(pair, text=text, max_tokens=64, device="cpu", max_perplexity_ratio=0.01, output=tmp_path / "report")
+    assert json.loads((tmp_path / "report" / "report.json").read_text()) == caught.value.report
+    for models, limit in ((pair[:1], 1.5), (pair, 0.0), (pair, float("nan"))):
+        with pytest.raises(Refusal, match="needs two models or more, and a ratio above 0"):
+            evaluate(models, text=text, max_perplexity_ratio=limit)
+
+
+def test_a_file_is_read_once_the_configs_are_accepted(pair: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="a context of 1 predicts nothing"):
+        evaluate(pair, text=tmp_path / "missing.txt", context=1)
+    with pytest.raises(Failure, match=r"cannot read .*missing\.txt"):
+        evaluate(pair, text=tmp_path / "missing.txt", context=32)
+
+
+def test_a_dataset_is_asked_for_by_name(pair: list[Path]) -> None:
+    with pytest.raises(Refusal, match="no dataset 'wikitxt'"):
+        evaluate(pair, dataset="wikitxt")
+
+
+def test_a_dtype_that_no_model_runs_in_is_refused(pair: list[Path], text: Path) -> None:
+    with pytest.raises(Refusal, match="no KV cache is kept in 'int8'"):
+        evaluate(pair, text=text, dtype="int8")
+    with pytest.raises(Refusal, match="no KV cache is kept in 'int8'"):
+        bench(pair, context=[8], dtype="int8")
+
+
+def test_there_is_one_text_and_a_model(pair: list[Path], text: Path) -> None:
+    for given in ({}, {"text": text, "dataset": "wikitext"}):
+        with pytest.raises(Refusal, match="give either a text or a dataset to evaluate on"):
+            evaluate(pair, **given)
+    with pytest.raises(Refusal, match="there is no model to evaluate"):
+        evaluate([], text=text)
+
+
+def test_what_a_model_has_no_use_for_is_warned_of(checkpoint: Checkpoint, text: Path, warned: Callable[[], list[str]]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = checkpoint() / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "model.extra": tensors["model.norm.weight"].clone()}, path, {"format": "pt"})
+    evaluate([path.parent], text=text, max_tokens=64, device="cpu")
+    assert warned() == ["LlamaForCausalLM has no use for 1 tensors of source: model.extra, …"]
+
+
+# ---- bench ---------------------------------------------------------------------------------------------------------
+
+
+SHORT: dict[str, Any] = {"context": [16], "steps": 1, "rounds": 2, "device": "cpu"}
+
+
+def test_measurements_are_returned_and_nothing_is_printed(
+    pair: list[Path], seen: list[tuple[str, int, int, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = bench([pair[0], str(pair[1])], batch=[1, 2], **SHORT, output=tmp_path / "speed", progress=note(seen))
+    assert [entry["kind"] for entry in found["models"]] == ["GQA-4", "GQA-2"]
+    assert [(row["batch"], row["context"]) for row in found["models"][0]["cases"]] == [(1, 16), (2, 16)]
+    assert {path.name for path in (tmp_path / "speed").iterdir()} == {"bench.json", "bench.md", "bench.svg"}
+    assert json.loads((tmp_path / "speed" / "bench.json").read_text()) == found
+    assert capsys.readouterr().out == ""
+    assert seen == [("bench", done, 8, "round") for done in range(9)]
+
+
+def test_earlier_measurements_are_not_replaced_unasked(pair: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text("mine")
+    with pytest.raises(Refusal, match=r"bench\.json exists"):
+        bench(pair[:1], **SHORT, output=tmp_path)
+    assert (tmp_path / "bench.json").read_text() == "mine"
+    found = bench(pair[:1], **SHORT, output=tmp_path, overwrite=True)
+    assert json.loads((tmp_path / "bench.json").read_text()) == found
+
+
+def test_there_is_a_model_and_a_size_to_measure(pair: list[Path]) -> None:
+    with pytest.raises(Refusal, match="there is no model to measure"):
+        bench([])
+    with pytest.raises(Refusal, match="a context of 4096 tokens exceeds the 128 positions"):
+        bench(pair, context=[4096])
+    with pytest.raises(Failure, match="this machine has no device 'cuda:99'"):
+        bench(pair, device="cuda:99")
