@@ -1,4 +1,4 @@
-"""The command line: arguments → one call of the API → print. Data goes to stdout, all else to stderr."""
+"""The command line: each command makes one call of the API and prints the result. Data goes to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Commands(click.Group):
             ctx.exit(error.exit_code)
         except OSError as error:
             if error.errno == errno.EPIPE:
-                raise  # the reader of a pipe has gone; click ends quietly
+                raise  # the reader of a pipe has closed it; click ends quietly
             click.echo(f"error: {printable(str(error))}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
@@ -41,13 +41,13 @@ class Commands(click.Group):
             ctx.exit(Interrupted.exit_code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order of this file: the main ones first
+        return list(self.commands)  # in the order of this file, with the main ones first
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="kvfold", prog_name="kvfold")
 def main() -> None:
-    """Convert a Hugging Face checkpoint to a smaller KV cache, and measure what it cost.
+    """Convert a Hugging Face checkpoint to a smaller KV cache, and measure the loss.
 
     MODEL is a checkpoint directory or a Hub id, with an optional @revision.
     """
@@ -63,7 +63,7 @@ def _show(facts: Any, text: str, as_json: bool) -> None:
 
 
 def _console(given: dict[str, Any]) -> Any:
-    """Take the options of stderr out of `given`; who is told of progress."""
+    """Remove the options for stderr from `given`, and return the progress callback."""
     from convert.console import console
 
     verbose, quiet = given.pop("verbose"), given.pop("quiet")
@@ -72,7 +72,7 @@ def _console(given: dict[str, Any]) -> Any:
 
 
 def _converted(convert: Any, given: dict[str, Any]) -> None:
-    """Call one of the API's conversions with a command's options, and print what it did."""
+    """Call a conversion of the API with a command's options, and print its result."""
     as_json, progress = given.pop("as_json"), _console(given)
     done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
     _show(done.as_dict(), str(done), as_json)
@@ -358,7 +358,7 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
 
     for arguments in command_lines(read(recipe), settings, main):
         click.echo(shlex.join(["convert", *arguments]), err=True)
-        # Outside standalone mode click returns the code that a command exits with.
+        # Outside standalone mode click returns a command's exit code.
         if code := main.main(arguments, prog_name="convert", standalone_mode=False):
             click.get_current_context().exit(code)
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the types of their values. No heavy import: `--help` waits for nothing."""
+"""Options that several commands share, and their value types. It imports nothing heavy, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only from click 8.4 on
-    """Bytes with a unit: 5GB, 500MB, 1.5GiB."""
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A number of bytes with a unit: 5GB, 500MB, 1.5GiB."""
 
     name = "size"
 
@@ -31,7 +31,7 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only from 
 
 
 class Budget(click.ParamType):  # type: ignore[type-arg]
-    """A share of the source's cache, 12.5%, or bytes per token, 4096 or 4KB; as it was typed."""
+    """A share of the source's cache (12.5%) or bytes per token (4096, 4KB); stays the checked string."""
 
     name = "budget"
 
@@ -47,7 +47,7 @@ def _parsed(
     param: click.Parameter | None,
     ctx: click.Context | None,
 ) -> Any:
-    """What `parse` makes of a value; its refusal is click's."""
+    """The value that `parse` returns; its refusal becomes a click error."""
     try:
         return parse(str(value))
     except Refusal as refusal:
@@ -66,12 +66,12 @@ class Gpu(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             gigabytes = 0.0
         if not name or not 0 < gigabytes < math.inf:
-            self.fail(f"{value!r} is no GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
+            self.fail(f"{value!r} is not a GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
         return name, gigabytes
 
 
 class Latent(click.ParamType):  # type: ignore[type-arg]
-    """A size of MLA, R+P or a budget; as it was typed."""
+    """A size of MLA: R+P or a budget; stays the checked string."""
 
     name = "latent"
 
@@ -81,7 +81,7 @@ class Latent(click.ParamType):  # type: ignore[type-arg]
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]
-    """Values of one type with commas between them."""
+    """Comma-separated values of one type."""
 
     name = "list"
 
@@ -95,7 +95,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
 
 
 def listed(name: str, each: click.IntRange, help_text: str) -> Decorator:
-    """An option that takes values with commas between them, may be given again, and is a tuple of them all, none twice."""
+    """An option with comma-separated values that may be repeated; its value is a tuple of all of them without duplicates."""
 
     def flat(ctx: click.Context, param: click.Parameter, value: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(itertools.chain(*value)))

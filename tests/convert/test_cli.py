@@ -307,8 +307,8 @@ def test_devices_and_sizes_that_do_not_exist(checkpoint: Make, convert: Convert,
     refused(convert("gqa", source, out, "--groups", 1, "--device", "quantum"), 2, "no device 'quantum'")
     refused(convert("gqa", source, out, "--groups", 1, "--device", "cuda:99"), 1, "this machine has no device 'cuda:99'")
     refused(convert("gqa", source, out, "--groups", 1, "--max-shard-size", "5 parsecs"), 2, "is no size")
-    refused(convert("plan", source, "--gpu", "large"), 2, "is no GPU")
-    refused(convert("plan", source, "--gpu", "large=inf"), 2, "is no GPU")
+    refused(convert("plan", source, "--gpu", "large"), 2, "is not a GPU")
+    refused(convert("plan", source, "--gpu", "large=inf"), 2, "is not a GPU")
     refused(convert("gqa", source, out, "--groups", 1, "--device", "cpu:3"), 2, "device 'cpu:3' is not supported")
 
 
