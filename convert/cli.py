@@ -1,4 +1,4 @@
-"""The command line: arguments → one call of the API → print. Data goes to stdout, all else to stderr."""
+"""The command line: each command makes one call of the API and prints the result. Data goes to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Commands(click.Group):
             ctx.exit(error.exit_code)
         except OSError as error:
             if error.errno == errno.EPIPE:
-                raise  # the reader of a pipe has gone; click ends quietly
+                raise  # the reader of a pipe has closed it; click ends quietly
             click.echo(f"error: {printable(str(error))}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
@@ -41,13 +41,13 @@ class Commands(click.Group):
             ctx.exit(Interrupted.exit_code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order of this file: the main ones first
+        return list(self.commands)  # in the order of this file, with the main ones first
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="kvfold", prog_name="kvfold")
 def main() -> None:
-    """Convert a Hugging Face checkpoint to a smaller KV cache, and measure what it cost.
+    """Convert a Hugging Face checkpoint to a smaller KV cache, and measure the loss.
 
     MODEL is a checkpoint directory or a Hub id, with an optional @revision.
     """
@@ -63,7 +63,7 @@ def _show(facts: Any, text: str, as_json: bool) -> None:
 
 
 def _console(given: dict[str, Any]) -> Any:
-    """Take the options of stderr out of `given`; who is told of progress."""
+    """Remove the options for stderr from `given`, and return the progress callback."""
     from convert.console import console
 
     verbose, quiet = given.pop("verbose"), given.pop("quiet")
@@ -72,21 +72,21 @@ def _console(given: dict[str, Any]) -> Any:
 
 
 def _converted(convert: Any, given: dict[str, Any]) -> None:
-    """Call one of the API's conversions with a command's options, and print what it did."""
+    """Call a conversion of the API with a command's options, and print its result."""
     as_json, progress = given.pop("as_json"), _console(given)
     done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
     _show(done.as_dict(), str(done), as_json)
 
 
 @main.command()
-@click.option("--groups", type=int, required=True, metavar="N", help="KV heads of the result; divides those of MODEL.")
+@click.option("--groups", type=int, required=True, metavar="N", help="KV heads of the result; must divide MODEL's.")
 @_method
 @click.option(
     "--grouping",
     type=click.Choice(("contiguous", "similar")),
     default="contiguous",
     show_default=True,
-    help="Which heads share a group: neighbours, or those that lose least together.",
+    help="Which heads share a group: neighbours, or heads that lose least when merged.",
 )
 @options.calibration
 @options.conversion
@@ -119,7 +119,7 @@ def mqa(**given: Any) -> None:
 
 
 @main.command()
-@click.option("--kv-lora-rank", type=int, metavar="R", help="Channels of the latent, the host's constant included.")
+@click.option("--kv-lora-rank", type=int, metavar="R", help="Channels of the latent, including the constant.")
 @click.option("--qk-rope-head-dim", type=int, metavar="P", help="Dims of the rotary key that all heads share.")
 @click.option(
     "--kv-budget", type=options.Budget(), metavar="SIZE", help="Instead of both: a share of MODEL's cache, or bytes per token."
@@ -127,16 +127,16 @@ def mqa(**given: Any) -> None:
 @click.option(
     "--method", type=click.Choice(LATENT), default=LATENT[0], show_default=True, help="How keys and values are factored."
 )
-@click.option("--freqfold", type=int, metavar="F", help="pca: take F neighbouring frequencies for one.  [default: fewest]")
-@click.option("--pad-rank", is_flag=True, help="Allow a rank beyond full size, filled up with channels of zeros.")
+@click.option("--freqfold", type=int, metavar="F", help="pca: count F neighbouring frequencies as one.  [default: fewest]")
+@click.option("--pad-rank", is_flag=True, help="Allow a rank beyond full size; zeros fill it up.")
 @options.calibration
 @options.conversion
 def mla(**given: Any) -> None:
     """Convert MODEL to multi-head latent attention.
 
     Keys and values are factored through a latent of R channels, and a rotary key of P dims is kept beside it. The result
-    is written to OUTPUT as DeepSeek-V3 without experts, which stock transformers loads and caches at that size. MODEL may
-    be such a result itself, which then gets a smaller latent.
+    is written to OUTPUT as DeepSeek-V3 without experts, which stock transformers loads and caches at that size. If MODEL is
+    such a result itself, it gets a smaller latent.
 
     Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 --dtype bfloat16 meta-llama/Llama-2-7b-hf llama-2-7b-mla
     """
@@ -151,7 +151,7 @@ def mla(**given: Any) -> None:
 @click.option("--dataset", type=click.Choice(DATASETS), help="A named text; needs pip install 'kvfold[data]'.")
 @options.measuring
 @click.option(
-    "--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × the first's."
+    "--max-perplexity-ratio", type=float, metavar="X", help="Exit with code 3 if a perplexity exceeds X × the first's."
 )
 @click.option(
     "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write report.json, .md and .html."
@@ -162,7 +162,7 @@ def mla(**given: Any) -> None:
 def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Perplexity and KV bytes per token of MODELs.
 
-    The first MODEL is the source: the others are compared with it (loss in nats, KL, top-1 agreement).
+    The first MODEL is the source; the others are compared with it (loss in nats, KL, top-1 agreement).
 
     Example: convert eval ./my-model my-model-gqa8 --text held-out.txt --output report
     """
@@ -187,16 +187,16 @@ def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
 @options.listed("--batch", click.IntRange(1), "Sequences at once.  [default: 1]")
 @options.listed("--context", click.IntRange(2), "Tokens that a step attends over.  [default: 2048, or the models' limit]")
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Decode steps per round.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Of each model, batch and context.")
-@click.option("--stock", is_flag=True, help="Measure MLA and GQA models as transformers runs them, too.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds per model, batch and context.")
+@click.option("--stock", is_flag=True, help="Also measure MLA and GQA models as transformers runs them.")
 @click.option("--compile/--no-compile", default=False, show_default=True, help="Run decode steps through torch.compile.")
 @click.option(
-    "--largest-batch/--no-largest-batch", default=True, show_default=True, help="On a GPU: find it, by filling its memory."
+    "--largest-batch/--no-largest-batch", default=True, show_default=True, help="On a GPU: find it by filling the memory."
 )
 @click.option(
     "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write bench.json, .md and .svg."
 )
-@click.option("--overwrite", is_flag=True, help="Replace those in DIR.")
+@click.option("--overwrite", is_flag=True, help="Replace those files in DIR.")
 @options.arithmetic
 @options.device
 @options.common
@@ -219,7 +219,7 @@ def bench(models: tuple[str, ...], as_json: bool, batch: tuple[int, ...], **give
 @main.command(name="sweep")
 @click.argument("model")
 @click.argument("output", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--groups", type=options.Listed(int), metavar="N,…", help="KV heads of GQA targets, as in 8,4,2,1.")
+@click.option("--groups", type=options.Listed(int), metavar="N,…", help="KV heads of GQA targets: 8,4,2,1.")
 @click.option("--mla", type=options.Listed(options.Latent()), metavar="R+P,…", help="MLA targets: 512+64, or 12.5%.")
 @click.option(
     "--methods", type=options.Listed(click.Choice((*GROUPED, *LATENT))), metavar="NAME,…", help="[default: all but random]"
@@ -238,9 +238,9 @@ def bench(models: tuple[str, ...], as_json: bool, batch: tuple[int, ...], **give
 def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None:
     """Convert MODEL to many targets by many methods, and compare them.
 
-    One survey of the text serves all of them, and one report in DIR/report draws perplexity against KV bytes per token.
+    All share one survey of the text, and one report in DIR/report draws perplexity against KV bytes per token.
     Without --groups and --mla: halves of MODEL's KV heads, and MLA at 25 % and 12.5 % of its cache.
-    Methods that use text get it; --propagate, --refit and --refine go to aligned and weighted alone.
+    Methods that use text get it; --propagate, --refit and --refine apply to aligned and weighted only.
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """
@@ -261,15 +261,15 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
 @main.command()
 @options.model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once.")
-@click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens of each.  [default: the model's limit]")
-@click.option("--dtype", type=click.Choice(options.DTYPES), help="Of weights and cache.  [default: as in MODEL]")
+@click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens per sequence.  [default: the model's limit]")
+@click.option("--dtype", type=click.Choice(options.DTYPES), help="Dtype of weights and cache.  [default: as in MODEL]")
 @click.option(
     "--gpu", "gpus", type=options.Gpu(), multiple=True, metavar="NAME=GB", help="Instead of the known GPUs; repeatable."
 )
-@click.option("--gpu-share", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="Usable memory.")
+@click.option("--gpu-share", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="Usable share.")
 @options.common
 def plan(model: str, as_json: bool, gpus: tuple[tuple[str, float], ...], **given: Any) -> None:
-    """KV memory of each target, and where it fits.
+    """KV memory of each target, and the GPUs that it fits on.
 
     Reads only the config of MODEL.
 
@@ -286,7 +286,7 @@ def plan(model: str, as_json: bool, gpus: tuple[tuple[str, float], ...], **given
 @options.model
 @options.common
 def inspect(model: str, as_json: bool, **given: Any) -> None:
-    """What MODEL is and what it can become.
+    """Show MODEL's attention and what it can be converted to.
 
     Heads, rotary embedding, biases, family, output classes and cache, from its config alone.
 
@@ -328,7 +328,7 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
 
     for arguments in command_lines(read(recipe), settings, main):
         click.echo(shlex.join(["convert", *arguments]), err=True)
-        # Outside standalone mode click returns the code that a command exits with.
+        # Outside standalone mode click returns a command's exit code.
         if code := main.main(arguments, prog_name="convert", standalone_mode=False):
             click.get_current_context().exit(code)
 
@@ -339,7 +339,7 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
     type=click.Path(file_okay=False, path_type=Path),
     default="kvfold-demo",
     show_default=True,
-    help="Where everything goes.",
+    help="The directory for the results.",
 )
 @options.plain
 def demo(output: Path, as_json: bool, **given: Any) -> None:
@@ -358,7 +358,7 @@ def demo(output: Path, as_json: bool, **given: Any) -> None:
 
 
 def _written(directory: Path | None, page: str) -> None:
-    """Say where a report is."""
+    """Print the path of a report."""
     if directory is not None:
         click.echo(f"report: {printable(str(directory / page))}", err=True)
 

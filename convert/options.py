@@ -1,4 +1,4 @@
-"""Options that several commands share, and the types of their values. No heavy import: `--help` waits for nothing."""
+"""Options that several commands share, and their value types. It imports nothing heavy, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only from click 8.4 on
-    """Bytes with a unit: 5GB, 500MB, 1.5GiB."""
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A number of bytes with a unit: 5GB, 500MB, 1.5GiB."""
 
     name = "size"
 
@@ -31,7 +31,7 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only from 
 
 
 class Budget(click.ParamType):  # type: ignore[type-arg]
-    """A share of the source's cache, 12.5%, or bytes per token, 4096 or 4KB; as it was typed."""
+    """A share of the source's cache (12.5%) or bytes per token (4096, 4KB); stays the checked string."""
 
     name = "budget"
 
@@ -47,7 +47,7 @@ def _parsed(
     param: click.Parameter | None,
     ctx: click.Context | None,
 ) -> Any:
-    """What `parse` makes of a value; its refusal is click's."""
+    """The value that `parse` returns; its refusal becomes a click error."""
     try:
         return parse(str(value))
     except Refusal as refusal:
@@ -66,12 +66,12 @@ class Gpu(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             gigabytes = 0.0
         if not name or not 0 < gigabytes < math.inf:
-            self.fail(f"{value!r} is no GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
+            self.fail(f"{value!r} is not a GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
         return name, gigabytes
 
 
 class Latent(click.ParamType):  # type: ignore[type-arg]
-    """A size of MLA, R+P or a budget; as it was typed."""
+    """A size of MLA: R+P or a budget; stays the checked string."""
 
     name = "latent"
 
@@ -81,7 +81,7 @@ class Latent(click.ParamType):  # type: ignore[type-arg]
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]
-    """Values of one type with commas between them."""
+    """Comma-separated values of one type."""
 
     name = "list"
 
@@ -95,7 +95,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
 
 
 def listed(name: str, each: click.IntRange, help_text: str) -> Decorator:
-    """An option that takes values with commas between them, may be given again, and is a tuple of them all, none twice."""
+    """An option with comma-separated values that may be repeated; its value is a tuple of all of them without duplicates."""
 
     def flat(ctx: click.Context, param: click.Parameter, value: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(itertools.chain(*value)))
@@ -129,9 +129,9 @@ calibration = _all(
         "--text",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="UTF-8 text to calibrate on, for methods that do; never the text that you evaluate on.",
+        help="UTF-8 text to calibrate on, for methods that use it; never the text that you evaluate on.",
     ),
-    click.option("--dataset", type=click.Choice(DATASETS), help="Or its training split; needs pip install 'kvfold[data]'."),
+    click.option("--dataset", type=click.Choice(DATASETS), help="Or a training split; needs pip install 'kvfold[data]'."),
     click.option(
         "--calibration-tokens", type=click.IntRange(1), metavar="N", help="Use the first N tokens.  [default: 131072]"
     ),
@@ -139,13 +139,13 @@ calibration = _all(
         "--calibration-context",
         type=click.IntRange(2),
         metavar="N",
-        help="Of one block.  [default: 2048, or MODEL's limit]",
+        help="Tokens per block.  [default: 2048, or MODEL's limit]",
     ),
-    click.option("--propagate", is_flag=True, help="Calibrate each layer behind the converted ones, not behind the source's."),
+    click.option("--propagate", is_flag=True, help="Calibrate each layer behind converted layers, not the source's."),
     click.option(
         "--refit/--no-refit",
         default=None,
-        help="Fit queries and outputs by least squares.  [default: with text, for methods that use it]",
+        help="Refit queries and outputs by least squares.  [default: with text, for methods that use it]",
     ),
     click.option("--refine", type=click.IntRange(1), metavar="STEPS", help="Then fit each layer to its source by gradient."),
 )
@@ -169,13 +169,13 @@ writing = _all(
         help="For methods that draw numbers, and the order in which --refine takes blocks of text.",
     ),
     click.option(
-        "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Begin a new weight file beyond this."
+        "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Start a new weight file beyond this."
     ),
-    click.option("--overwrite", is_flag=True, help="Replace what is there once the new one is whole."),
+    click.option("--overwrite", is_flag=True, help="Replace an existing result once the new one is complete."),
     click.option(
         "--resume",
         is_flag=True,
-        help="Finish an interrupted run of the same command; with --overwrite, begin anew if it was another.",
+        help="Finish an interrupted run of the same command; with --overwrite, start again if it was another one.",
     ),
     click.option("--dry-run", is_flag=True, help="Print the plan and stop; reads no weights."),
 )

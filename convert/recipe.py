@@ -1,4 +1,4 @@
-"""Recipes: commands and their options from a YAML file, or from a conversion.json, turned into command lines.
+"""Recipes: turns commands and options from a YAML file or a conversion.json into command lines.
 
 A recipe is `{command: {option: value, …}}`, or a list of such steps. Keys are option names, with _ or -.
 """
@@ -19,7 +19,7 @@ def read(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """The steps of a recipe file.
 
     Raises:
-        Refusal: It is no recipe.
+        Refusal: The file is not a recipe.
     """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -38,12 +38,12 @@ def read(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def command_lines(steps: list[tuple[str, dict[str, Any]]], settings: Sequence[str], group: click.Group) -> Iterator[list[str]]:
-    """Arguments of each step, after overriding.
+    """The arguments of each step, after `settings` have overridden them.
 
     Args:
         steps: From `read`.
         settings: "KEY=VALUE", applied to every step that has the option.
-        group: Whose commands they are.
+        group: The click group with the commands.
 
     Raises:
         Refusal: A command or an option does not exist.
@@ -91,6 +91,6 @@ def _arguments(parameter: click.Parameter, value: Any) -> list[str]:
         return values
     flag = max(parameter.opts, key=len)
     if isinstance(parameter, click.Option) and parameter.is_flag:
-        negative = parameter.secondary_opts[:1]  # --no-…, where there is one
+        negative = parameter.secondary_opts[:1]  # --no-…, if the option has one
         return [flag] if click.BOOL.convert(value, parameter, None) else negative
     return [part for v in values for part in (flag, v)]
