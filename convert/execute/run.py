@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +16,21 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from convert.calibration.memory import release
-from convert.calibration.survey import SAMPLE, survey
+from convert.calibration.survey import survey
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.shelf import Shelf
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded
-from convert.checkpoint.writer import shard_names, write_index, write_shard
 from convert.execute.card import model_card
 from convert.execute.deciding import Decision, StatisticsOf, decide
 from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.loadable import require_loadable
-from convert.execute.manifest import Manifest, Unit, deal, manifest_of
+from convert.execute.manifest import Manifest, manifest_of
 from convert.execute.publish import Clock, copy_companions, write_config, write_record
 from convert.execute.record import record_of, versions
 from convert.execute.sequence import in_sequence
-from convert.methods.latent import LatentMethod
+from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
@@ -41,12 +38,11 @@ from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.device import compute_device, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.overlap import WARN_ABOVE
-from eval.progress import Progress, silent, stage
+from eval.progress import Progress, silent
 from eval.source import Source
 from eval.text import Text
 
 _log = logging.getLogger("kvfold")
-MakeLayer = Callable[[int], Layer]
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def _execute(
     for remark in text.remarks(plan.source.config.hidden_size) if text else ():
         _log.warning(remark)
     reader = Reader(plan.source.files)
-    _check_source(plan, reader)
+    manifest = _checked(plan, reader)
     inputs = inputs_of(plan, reader, text)
     try:
         with WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite) as work:
@@ -116,7 +112,7 @@ def _execute(
             else:
                 kept = _statistics_directory(plan, reader, work, text, statistics_in)
                 job = Job(plan, reader, work, text, _device(plan), progress, kept)
-                decided, record = _convert(job)
+                decided, record = _convert(job, manifest)
                 if evaluate_on:
                     record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
                 card = model_card(decided, record, plan.source.files)
@@ -156,14 +152,15 @@ def _splits(plan: Plan) -> list[Plan]:
     return [plan.choosing(split) for split in plan.target.splits] if isinstance(plan.target, LatentTarget) else []
 
 
-def _check_source(plan: Plan, reader: Reader) -> None:
-    """Compare names and shapes with the classes of source and result: start no work that transformers could not load."""
+def _checked(plan: Plan, reader: Reader) -> Manifest:
+    """What will be written. Its names and shapes are those of the class: no work starts that transformers could not load."""
     trusted = plan.source.trust_remote_code
     manifest = manifest_of(plan, reader)  # first, since its messages on attention are more specific
     require_loadable(plan.source.config, reader.infos, plan.source.reference, trusted)
     if not plan.target.copies:
         sized = plan.target.host.sized(plan.source.raw, plan.source.config, plan.target.spec)
         require_loadable(sized, manifest.outputs, f"the {plan.target.spec.kind} of {plan.source.reference}", trusted)
+    return manifest
 
 
 def _check_result(plan: Plan, work: WorkDirectory) -> None:
@@ -172,18 +169,18 @@ def _check_result(plan: Plan, work: WorkDirectory) -> None:
     require_loadable(written.config, Reader(work.path).infos, "the result", plan.source.trust_remote_code)
 
 
-def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
+def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
     """Decide, then write everything but the record. If the device runs out of memory, the work stays for `--resume`.
 
     Returns:
         The plan with the choices made, and its record.
     """
     try:
+        require_space(job, manifest)
         statistics = _statistics(job)
         decision = decide(job, statistics)
-        manifest = manifest_of(decision.plan, job.reader)
-        _require_space(job, manifest)
-        layers = _write_weights(job, manifest, _layers(job, manifest, decision, statistics))
+        manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
+        layers = write_weights(job, manifest, _layers(job, manifest, decision, statistics))
         config = decision.plan.target.config(job.plan.source, decision.rotary)
         write_config(job.work.path, config, job.plan.output.dtype)
         _check_result(decision.plan, job.work)
@@ -268,78 +265,6 @@ def _layers(job: Job, manifest: Manifest, decision: Decision, statistics: Statis
         return Layer.of(decision.plan, index, tensors, *change(before, index, statistics(index)))
 
     return make
-
-
-def _shards(plan: Plan, manifest: Manifest) -> dict[str, list[Unit]]:
-    shards = deal(manifest.units, plan.output.max_shard_size)
-    return dict(zip(shard_names(len(shards)), shards, strict=True))
-
-
-def _require_space(job: Job, manifest: Manifest) -> None:
-    """Fail before the first byte if the disk cannot hold shards, statistics, and the inputs of two layers at a time."""
-    shards = _shards(job.plan, manifest)
-    needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
-    if job.text and needed:
-        there = {file: file.stat().st_size for place in {job.statistics_in, job.work.survey} for file in place.iterdir()}
-        needed += max(0, _calibration_bytes(job, job.text, manifest) - sum(there.values()))
-    job.work.require_space(needed)
-
-
-def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> int:
-    """Disk space for statistics, samples, the inputs of two layers at a time, and layers converted in sequence."""
-    plan = job.plan
-    width, inputs = plan.source.config.hidden_size, 2 * 4 * len(text.tokens.ids) * plan.source.config.hidden_size
-    sample = 2 * width * max(text.plan.context, SAMPLE)
-    needed = plan.before.num_layers * (8 * width * (width + 1) + sample) + inputs
-    method = plan.target.method
-    if isinstance(method, LatentMethod) and method.measured_bytes:
-        needed += plan.before.num_layers * method.measured_bytes(plan.before)
-    if not text.plan.in_sequence:
-        return needed
-    converted = (unit for unit in manifest.units if unit.layer is not None)
-    return needed + inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
-
-
-def _write_weights(job: Job, manifest: Manifest, make_layer: MakeLayer) -> list[dict[str, Any]]:
-    """Write every missing shard.
-
-    Returns:
-        The note of each layer.
-    """
-    work, shards = job.work, _shards(job.plan, manifest)
-    notes: list[dict[str, Any]] = []
-    with stage(job.progress, "convert", manifest.nbytes, "byte") as done:
-        for name, shard in shards.items():
-            note = work.done(name)
-            if note is not None:
-                done(sum(unit.nbytes for unit in shard))
-            else:
-                tensors, note = _fill(job, shard, make_layer)
-                dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
-                work.note(name, note, write_shard(work.path / name, tensors, dtypes, done))
-            notes += note
-    if len(shards) > 1:
-        contents = {name: [tensor for unit in shard for tensor in unit.outputs] for name, shard in shards.items()}
-        write_index(work.path, contents, manifest.nbytes)
-    return sorted(notes, key=lambda entry: entry["layer"])
-
-
-def _fill(job: Job, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """One shard's tensors (mapped if copied, else computed) and the notes of its layers."""
-    tensors: dict[str, torch.Tensor] = {}
-    notes = []
-    for unit in shard:
-        if unit.layer is None:
-            tensors |= unit.make(job.reader.__getitem__)
-            continue
-        converted = make_layer(unit.layer)
-        for name, info in unit.outputs.items():
-            found = converted.tensors[name].shape
-            assert found == info.shape, f"{name} came out as {list(found)}, and config.json will say {list(info.shape)}"
-        tensors |= converted.tensors
-        notes.append(dict(converted.note))
-        release()
-    return tensors, notes
 
 
 def _evaluate(
