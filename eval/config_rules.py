@@ -101,8 +101,8 @@ RULES: dict[str, Rule] = {
     "layer_types": _list_of(lambda entry: isinstance(entry, str), "strings, one for each layer"),
     **_all(Rule(lambda v: isinstance(v, dict), "an object"), "rope_parameters", "rope_scaling"),
     "partial_rotary_factor": _PARTIAL_ROTARY,
-    # Latent attention; 0 means that there is none.
-    **_all(_integer(0, 2**20), "kv_lora_rank", "q_lora_rank"),
+    # Latent attention. Configs that switch it off (DeepSeek-VL2) have a rank of null and dims of 0.
+    **_all(_integer(1, 2**20), "kv_lora_rank", "q_lora_rank"),
     **_all(_integer(0, 2**16), "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     # Experts.
     **_all(_integer(0, 2**20, per_layer=True), "moe_intermediate_size", "shared_expert_intermediate_size"),

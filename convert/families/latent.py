@@ -38,7 +38,7 @@ class LatentProjections(Family):
     def unreadable(self, config: Any) -> str | None:
         if config.q_lora_rank is not None:
             return f"its queries have a latent of their own (q_lora_rank {config.q_lora_rank}), which kvfold does not read yet"
-        if config.first_k_dense_replace < config.num_hidden_layers:
+        if (config.first_k_dense_replace or 0) < config.num_hidden_layers:
             return "it has experts: of DeepSeek-V3 checkpoints, kvfold reads only those that it wrote"
         if not config.attention_bias or not config.rope_interleave:
             return "it lacks attention biases or interleaved rotary dims: of its class, kvfold reads only what it wrote"
