@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from attention.rope import Rotary
 
 EXPONENT = 20  # k
+_LARGE = 2.0**12  # a gain from which on latents of root mean square 1 change the norm by less than one ulp of fp32
 
 
 class LatentProjections(Family):
@@ -42,6 +43,8 @@ class LatentProjections(Family):
             return "it has experts: of DeepSeek-V3 checkpoints, kvfold reads only those that it wrote"
         if not config.attention_bias or not config.rope_interleave:
             return "it lacks attention biases or interleaved rotary dims: of its class, kvfold reads only what it wrote"
+        if scaled := (config.rope_parameters or {}).get("mscale_all_dim"):
+            return f"its RoPE also scales logits (mscale_all_dim {scaled}): of its class, kvfold reads only what it wrote"
         return None
 
     def traits(self, config: Any) -> Traits:
@@ -170,7 +173,8 @@ def _is_neutral(gain: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> b
         return False
     root = float((bias[constant].double().square().sum() / len(gain)).sqrt())
     # Constants that were rounded to bfloat16 are off by up to 2⁻⁹.
-    return not bool(down[constant].any()) and math.isclose(root, float(kept[0]), rel_tol=2**-8)
+    neutral = float(kept[0]) >= _LARGE and math.isclose(root, float(kept[0]), rel_tol=2**-8)
+    return neutral and not bool(down[constant].any())
 
 
 def _bfloat16(value: float) -> float:
