@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shlex
 import traceback
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import click
 from attention.errors import GateMissed, Interrupted, KvfoldError
 from convert import options
 from convert.methods import GROUPED, LATENT
-from eval.escapes import printable
+from eval.escapes import printable, printable_lines, shell_line
 from eval.text import DATASETS
 
 
@@ -59,7 +58,7 @@ _method = click.option(
 
 
 def _show(facts: Any, text: str, as_json: bool) -> None:
-    click.echo(json.dumps(facts, indent=2) if as_json else text)
+    click.echo(json.dumps(facts, indent=2) if as_json else printable_lines(text))
 
 
 def _console(given: dict[str, Any]) -> Any:
@@ -357,7 +356,7 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
     from convert.recipe import command_lines, read
 
     for arguments in command_lines(read(recipe), settings, main):
-        click.echo(shlex.join(["convert", *arguments]), err=True)
+        click.echo(shell_line(["convert", *arguments]), err=True)
         # Outside standalone mode click returns a command's exit code.
         if code := main.main(arguments, prog_name="convert", standalone_mode=False):
             click.get_current_context().exit(code)

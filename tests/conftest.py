@@ -75,7 +75,7 @@ def convert() -> Callable[..., Result]:
     """Run the command line in this process: `convert("gqa", path, out, "--groups", 2)`."""
     from convert.cli import main
 
-    def run(*arguments: object) -> Result:
-        return CliRunner().invoke(main, [str(a) for a in arguments])
+    def run(*arguments: object, color: bool = False) -> Result:
+        return CliRunner().invoke(main, [str(a) for a in arguments], color=color)
 
     return run

@@ -151,6 +151,11 @@ def readable(source: Source) -> Family:
         kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation
         raise Refusal(f"{source.reference} is quantised ({kind})", hint="convert the original checkpoint, then quantise")
     family = family_of(source.model_type)
+    if source.raw.get("per_layer_config"):
+        raise Refusal(
+            f"{source.reference} has layers with settings of their own (per_layer_config), which kvfold does not read yet",
+            hint="`convert eval` measures it all the same",
+        )
     if reason := family.unreadable(source.config):
         raise Refusal(f"{source.reference} cannot be read: {reason}", hint="`convert eval` measures it all the same")
     return family

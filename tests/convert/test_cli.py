@@ -340,6 +340,46 @@ def test_an_empty_text_is_seen_before_a_conversion(checkpoint: Make, convert: Co
     assert not (tmp_path / "out").exists()
 
 
+HOSTILE = "x\x1b[31m\u202e\nb"
+
+
+def test_names_never_steer_the_terminal(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, out, text = checkpoint(name=HOSTILE), tmp_path / f"out{HOSTILE}", tmp_path / f"text{HOSTILE}"
+    text.write_text(TEXT)
+    recipe = tmp_path / f"recipe{HOSTILE}"
+    recipe.write_text(json.dumps({"inspect": {"model": str(source)}}))
+    for arguments in [
+        ("inspect", source),
+        ("plan", source, "--gpu", f"{HOSTILE}=3"),
+        ("plan", source, "--gpu", HOSTILE),
+        ("gqa", source, out, "--groups", 2, "--dry-run"),
+        ("gqa", source, out, "--groups", 2, "--text", text, "--evaluate", text),
+        ("gqa", source, out, "--groups", 2),
+        ("gqa", source, tmp_path / "new", "--groups", 2, "--text", f"{text}.none"),
+        ("gqa", source, tmp_path / "new", "--groups", HOSTILE),
+        ("eval", source, out, "--text", text, "--output", tmp_path / f"report{HOSTILE}"),
+        ("run", recipe),
+        ("run", recipe, "--set", f"{HOSTILE}=1"),
+        ("inspect", tmp_path / f"none{HOSTILE}"),
+        (HOSTILE,),
+        (f"--{HOSTILE}",),
+    ]:
+        result = convert(*arguments, color=True)
+        assert "Traceback" not in result.output
+        steering = [line for line in result.output.split("\n") if not line.isprintable()]
+        assert steering == [], arguments
+
+
+def test_layers_with_settings_of_their_own_are_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = edit(checkpoint(), per_layer_config={"0": {"intermediate_size": 16}})
+    refused(convert("inspect", source), 2, "has layers with settings of their own (per_layer_config)")
+    refused(convert("mqa", source, tmp_path / "out"), 2, "has layers with settings of their own (per_layer_config)")
+
+
+def test_experts_are_refused_where_the_config_counts_no_dense_layers(checkpoint: Make, convert: Convert) -> None:
+    refused(convert("inspect", edit(checkpoint("deepseek_v3"), first_k_dense_replace=None)), 2, "it has experts")
+
+
 # ---- help ----------------------------------------------------------------------------------------------------------
 
 
