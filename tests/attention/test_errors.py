@@ -1,0 +1,15 @@
+"""Errors are one line, whatever names they carry."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention.errors import Failure, KvfoldError, Refusal
+
+
+@pytest.mark.parametrize("kind", [Refusal, Failure])
+def test_nothing_in_an_error_reaches_a_terminal_raw(kind: type[KvfoldError]) -> None:
+    error = kind("tensor a\x1b[31m\n lacks é → 12 %", hint="see \u202efile\udce9")
+    assert str(error) == "tensor a\\x1b[31m\\n lacks é → 12 %"
+    assert error.hint == "see \\u202efile\\udce9"
+    assert kind("plain").hint is None
