@@ -46,9 +46,15 @@ def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Recor
     if error(after) <= _ROUNDING * float(expected.double().square().sum()):
         return after
     blocks = [(heads_of(before, block), heads_of(after, block)) for block in x.float()]
-    change = torch.stack([_solved(_HeadFit.of(blocks, head)) for head in range(len(before.q))])
+    shut = _shut(before, after)
+    change = torch.stack([_solved(_HeadFit.of(blocks, head), shut) for head in range(len(before.q))])
     results = [after, *(_applied(before, after, share * change) for share in _SHARES)]
     return min(results, key=error)
+
+
+def _shut(before: Attention, after: Record) -> int:
+    """The first dims of queries that no map takes to the latent: those that rotated in the source and still do."""
+    return before.q.shape[1] - after.q_nope.shape[1] if isinstance(after, FactoredAttention) else 0
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,8 @@ class _HeadFit:
         return queries.mT @ queries, torch.block_diag(spread[:nope, :nope], variance.diag())
 
 
-def _solved(fit: _HeadFit) -> torch.Tensor:
-    """`[D, N + P]`, the change of A after a few steps of conjugate gradients."""
+def _solved(fit: _HeadFit, shut: int) -> torch.Tensor:
+    """`[D, N + P]`, the change of A after a few steps of conjugate gradients; zero from the first `shut` dims to the N kept."""
     queries, kept = fit.moments()
     if not (queries.any() and kept.any()):  # a head without queries, or that meets nothing
         return kept.new_zeros(len(queries), len(kept))
@@ -147,11 +153,15 @@ def _solved(fit: _HeadFit) -> torch.Tensor:
     left = torch.linalg.inv(queries.double()).float()
     right = torch.linalg.inv((kept + (ridge + 1e-9 * diagonal).diag()).double()).float()
 
-    def applied(change: torch.Tensor) -> torch.Tensor:
-        return fit.curvature(change) + queries @ change * ridge
+    change = torch.zeros(len(queries), len(kept)).to(queries)
+    free = torch.ones_like(change)  # projecting gradients and steps keeps them conjugate
+    free[:shut, : fit.spans[0].nope.shape[1]] = 0
 
-    change, residual = torch.zeros(len(queries), len(kept)).to(queries), fit.wanted()
-    direction = step = left @ residual @ right
+    def applied(change: torch.Tensor) -> torch.Tensor:
+        return free * (fit.curvature(change) + queries @ change * ridge)
+
+    residual = free * fit.wanted()
+    direction = step = free * (left @ residual @ right)
     energy = (residual * step).sum()
     for _ in range(_STEPS):
         if not energy > 0:
@@ -159,7 +169,7 @@ def _solved(fit: _HeadFit) -> torch.Tensor:
         image = applied(direction)
         length = energy / (direction * image).sum()
         change, residual = change + length * direction, residual - length * image
-        step = left @ residual @ right
+        step = free * (left @ residual @ right)
         last, energy = energy, (residual * step).sum()
         direction = step + energy / last * direction
     return change
@@ -172,7 +182,7 @@ def _applied(before: Attention, after: Record, change: torch.Tensor) -> Record:
         maps = change[..., rank:].mT
         return replace(
             after,
-            up_k=after.up_k + change[..., :rank],
+            up_k=after.up_k + change[:, _shut(before, after) :, :rank],
             q_rope=after.q_rope + maps @ q,
             q_rope_bias=None if bias is None or after.q_rope_bias is None else after.q_rope_bias + _times(maps, bias),
         )

@@ -12,7 +12,7 @@ from records import factored, inputs, loss, measured, random, record, run
 
 from attention.forward import causal_softmax, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
-from convert.calibration.refit import OutputFit, _HeadFit, refitted_queries
+from convert.calibration.refit import OutputFit, _HeadFit, _solved, refitted_queries
 from convert.methods import load_grouped, load_latent
 from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
@@ -108,6 +108,71 @@ def test_queries_of_mla_that_were_spoilt_are_restored(biased: bool) -> None:
         if getattr(fitted, field.name) is not getattr(spoilt, field.name)
     }  # fmt: skip
     assert changed == {"up_k", "q_rope"} | ({"q_rope_bias"} if biased else set())
+
+
+def smaller(a: FactoredAttention, rank: int, pairs: tuple[int, ...], method: str = "weighted") -> FactoredAttention:
+    """A latent made of a latent: nope keys keep their dims, and get those that do not rotate any more."""
+    nope = a.q_nope.shape[1] + (0 if len(pairs) == len(a.rotary.frequencies) else a.rotary.dims)
+    size = Allocation(rank, pairs, rotary=a.rotary, nope_dims=nope, rotary_keys=1)
+    return load_latent(method).factor(a.expanded(), size, measured(X))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_queries_of_a_latent_made_of_a_latent_that_were_spoilt_are_restored(biased: bool) -> None:
+    """What can be absorbed into it is restored: the rope queries are spoilt by all dims, the latent's by nope dims alone."""
+    a = factored(4, 6, 2, 9, 20, biased)
+    source, whole = a.expanded(), smaller(a, 9, (0, 1))
+    assert whole.q_nope.shape[1] < source.q.shape[1]
+    assert loss(a, whole, X) < 1e-5
+    maps, every = perturbed_heads(4, 4), 0.05 * random(4, 4, 10, seed=4) * whole.q_rope.norm() / a.q_rope.norm()
+    spoilt = dataclasses.replace(
+        whole, q_rope=maps @ whole.q_rope + every @ source.q, up_k=perturbed_heads(4, 6, 4) @ whole.up_k
+    )
+    if biased:
+        assert whole.q_rope_bias is not None
+        assert source.q_bias is not None
+        bias = maps @ whole.q_rope_bias[..., None] + every @ source.q_bias[..., None]
+        spoilt = dataclasses.replace(spoilt, q_rope_bias=bias[..., 0])
+    fitted = refitted_queries(source, spoilt, X)
+    assert isinstance(fitted, FactoredAttention)
+    assert output_error(source, spoilt, X) > 1e-3
+    assert output_error(source, fitted, X) < 0.05 * output_error(source, spoilt, X)
+    assert fitted.up_k.shape == whole.up_k.shape
+    changed = {f.name for f in dataclasses.fields(fitted) if getattr(fitted, f.name) is not getattr(spoilt, f.name)}
+    assert changed == {"up_k", "q_rope"} | ({"q_rope_bias"} if biased else set())
+
+
+@pytest.mark.parametrize("method", ["weighted", "svd"])
+@pytest.mark.parametrize("pairs", [(0, 1, 2), (0, 2)], ids=["all rotate", "some rotate"])
+def test_a_latent_made_of_a_latent_is_fitted(pairs: tuple[int, ...], method: str) -> None:
+    for seed in range(3):
+        a = factored(4, 6, 3, 12, 20, seed=seed, value=5)
+        source = a.expanded()
+        after = smaller(a, 5, pairs, method)
+        fitted = refitted_queries(source, after, X)
+        assert output_error(source, fitted, X) < 0.98 * output_error(source, after, X), (seed, output_error(source, after, X))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_is_exact_of_a_latent_made_of_a_latent_stays_exact(biased: bool) -> None:
+    a = factored(4, 6, 3, 9, 20, biased, value=5)
+    whole = smaller(a, 9, (0, 1, 2))
+    assert loss(a, refitted_queries(a.expanded(), whole, X), X) < 1e-5
+
+
+def test_no_query_that_rotates_is_mapped_onto_the_latent() -> None:
+    """The change is what least squares give for the nope queries alone: rope queries of the source are no regressors."""
+    a = factored(2, 4, 2, 6, 20)
+    source, whole = a.expanded(), smaller(a, 6, (0, 1))
+    spoilt = dataclasses.replace(whole, up_k=perturbed_heads(2, 4, 4) @ whole.up_k)
+    blocks = [(heads_of(source, x), heads_of(spoilt, x)) for x in X]
+    for head in range(2):
+        change = _solved(_HeadFit.of(blocks, head), 4)
+        assert change.shape == (8, 6 + 4)
+        assert not change[:4, :6].any()
+        assert change[4:, :6].abs().min() > 0
+        assert change[:, 6:].abs().min() > 0
+        assert _solved(_HeadFit.of(blocks, head), 0)[:4, :6].abs().min() > 0, "it would be used if it could"
 
 
 def test_only_queries_of_gqa_change() -> None:

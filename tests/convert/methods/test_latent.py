@@ -9,13 +9,15 @@ import torch
 from factoring import PAIRINGS, energies, every_pair, factor, full_rank
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from records import inputs, loss, random, record, run
+from records import factored, inputs, loss, measured, random, record, run
 
-from attention.record import Attention
+from attention.record import Attention, FactoredAttention
 from attention.rope import Pairing, Rotary
-from convert.methods import LATENT
+from convert.methods import LATENT, load_latent
+from convert.methods.atoms import RopeKeys
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
 from convert.methods.latent import Allocation, keys_of
+from convert.methods.statistics import Statistics
 
 # ---- full size -----------------------------------------------------------------------------------------------------
 
@@ -119,6 +121,107 @@ def test_less_is_lost_with_more_of_either(method: str) -> None:
         assert losses_seen == sorted(losses_seen, reverse=True)
         assert losses_seen[0] > 0.05
         assert losses_seen[-1] < 1e-5
+
+
+# ---- from latent attention -----------------------------------------------------------------------------------------
+
+ALL = (0, 1, 2)  # frequencies of the sources
+
+
+def smaller(a: FactoredAttention, rank: int, pairs: tuple[int, ...] = ALL) -> Allocation:
+    """What a latent source is brought to: nope keys as they are, with the dims that do not rotate any more before them."""
+    dims = a.q_nope.shape[1] + (0 if len(pairs) == len(a.rotary.frequencies) else a.rotary.dims)
+    return Allocation(rank, pairs, rotary=a.rotary, nope_dims=dims, rotary_keys=1)
+
+
+@pytest.mark.parametrize("method", LATENT)
+@settings(max_examples=25, deadline=None)
+@given(
+    heads=st.integers(1, 4), dim=st.integers(1, 6), pairs=st.integers(1, 4), rank=st.integers(1, 9), value=st.integers(1, 7),
+    width=st.integers(3, 30), biased=st.booleans(), text=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_latent_of_the_sources_size_is_the_same_function(
+    method: str, heads: int, dim: int, pairs: int, rank: int, value: int, width: int, biased: bool, text: bool, seed: int
+) -> None:
+    rank = min(rank, width, heads * (dim + value))
+    a = factored(heads, dim, pairs, rank, width, biased, seed, value=value)
+    known = measured(inputs(width)) if text else Statistics.assumed(width)
+    found = load_latent(method).factor(a.expanded(), smaller(a, rank, tuple(range(pairs))), known)
+    assert found.q_nope.shape == a.q_nope.shape
+    assert found.up_k.shape == (heads, dim, rank)
+    assert found.up_v.shape == (heads, value, rank)
+    assert found.k_rope.shape == (2 * pairs, width)
+    assert torch.equal(found.rotary.frequencies, a.rotary.frequencies)
+    assert loss(a, found, inputs(width)) < 1e-5
+
+
+@pytest.mark.parametrize("method", LATENT)
+def test_a_smaller_latent_with_every_frequency_loses_less_with_more_rank(method: str) -> None:
+    a = factored(4, 6, 3, 12, 40, value=5)
+    lost = [loss(a, factor(method, a.expanded(), smaller(a, rank))) for rank in (1, 3, 6, 9, 11, 12)]
+    assert lost == sorted(lost, reverse=True)
+    assert lost[-2] > 1e-2
+    assert lost[-1] < 1e-5
+
+
+def unrotated(a: FactoredAttention, pairs: tuple[int, ...], share: torch.Tensor) -> Attention:
+    """A latent source in which only `pairs` go on rotating, and head h has `share [H, P/2]` of the keys of the others."""
+    whole = a.expanded()
+    assert whole.rotary is not None
+    first = torch.cat([torch.tensor([2 * pair, 2 * pair + 1]) for pair in pairs])
+    others = [pair for pair in range(len(a.rotary.frequencies)) if pair not in pairs]
+    keys, _ = whole.rotary.to_complex(whole.k)
+    scaled = whole.rotary.from_complex(keys * share.to(keys.dtype)[..., None])
+    last = torch.cat([torch.tensor([2 * pair, 2 * pair + 1]) for pair in others])
+    nope = slice(a.rotary.dims, None)
+    # A bias of keys that do not rotate cancels in the softmax.
+    assert whole.q_bias is not None
+    assert whole.k_bias is not None
+    return dataclasses.replace(
+        whole,
+        q=torch.cat((whole.q[:, first], whole.q[:, last], whole.q[:, nope]), 1),
+        q_bias=torch.cat((whole.q_bias[:, first], whole.q_bias[:, last], whole.q_bias[:, nope]), 1),
+        k=torch.cat((whole.k[:, first], scaled[:, last], whole.k[:, nope]), 1),
+        k_bias=torch.cat((whole.k_bias[:, first], torch.zeros_like(whole.k_bias[:, len(first) :])), 1),
+        rotary=whole.rotary.select(list(pairs), "interleaved"),
+    )
+
+
+@pytest.mark.parametrize("pairs", [(0,), (1,), (0, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("method", LATENT)
+def test_fewer_rotary_dims_lose_what_not_rotating_loses_and_nothing_else(method: str, pairs: tuple[int, ...]) -> None:
+    """At full rank: true channels, and the dims that do not rotate any more."""
+    a, x = factored(4, 6, 3, 12, 40, value=5), inputs(40)
+    source, rank = a.expanded(), 12 + 2 * (3 - len(pairs))
+    found = factor(method, source, smaller(a, rank, pairs))
+    assert found.q_nope.shape[1] == 6 + 6, "all dims of the source's queries"
+    share = torch.ones(4, 3, dtype=torch.complex128)
+    if method == "weighted":  # the mean over the distances at which a head attends
+        share = RopeKeys.of(source, measured(x)).phase
+        assert (share.abs() < 0.9).any(), "there is something to be weighed"
+    expected = unrotated(a, pairs, share)
+    assert loss(expected, found, x) < 1e-5
+    assert loss(a, expected, x) > 1e-2, "not rotating loses something"
+    lost = [
+        loss(expected, factor(method, source, smaller(a, less, pairs)), x) for less in (rank // 4, rank // 2, rank - 1, rank)
+    ]
+    assert lost == sorted(lost, reverse=True)
+    assert lost[-2] > 1e-3
+
+
+@pytest.mark.parametrize("method", LATENT)
+def test_one_key_at_each_frequency_has_one_component(method: str) -> None:
+    """Its other components are nothing but rounding, which is more than what a dead frequency loses, or one of zero."""
+    how = load_latent(method)
+    a = factored(4, 6, 4, 12, 40, biased=False)
+    rotary = Rotary(torch.tensor([1.3, 0.0, 0.2, 0.0], dtype=torch.float64), "interleaved")
+    alive = torch.tensor([1.0, 1, 1, 1, 0, 0, 1, 1])[:, None]
+    source, known = dataclasses.replace(a, rotary=rotary, k_rope=a.k_rope * alive).expanded(), measured(inputs(40))
+    found = [how.measure(source, known, 1)] if how.measure else []
+    for count in range(1, 5):
+        (chosen, *_) = how.allocate(found, count, smaller(a, 12))
+        assert len(set(chosen.pairs)) == count, chosen.pairs
+        assert (chosen.rank, chosen.rotary_keys) == (12, 1)
 
 
 # ---- whatever comes ------------------------------------------------------------------------------------------------
