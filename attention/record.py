@@ -60,7 +60,7 @@ class FactoredAttention:
         q_nope: `[H, N, E]`, queries for the nope keys.
         q_rope: `[H, P, E]`, queries for the rope key.
         k_rope: `[P, E]`, the rope key of all heads.
-        down: `[R, E]`, makes the latent of a token; R does not count channels that a host adds.
+        down: `[R, E]`, makes the latent of a token; R does not count channels that the output class adds.
         up_k: `[H, N, R]`.
         up_v: `[H, D, R]`.
         o: `[E, H, D]`.

@@ -1,4 +1,4 @@
-"""How to get from MHA to GQA, MQA or MLA: `from convert import gqa, mqa, mla, sweep, plan, inspect`."""
+"""Converts MHA checkpoints to GQA, MQA or MLA: `from convert import gqa, mqa, mla, sweep, plan, inspect`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Conversion", "Sweep", "gqa", "inspect", "mla", "mqa", "plan", "sweep
 
 
 def __getattr__(name: str) -> Any:
-    """They are imported when first asked for: neither torch nor transformers is needed to read an option."""
+    """Import the public functions on first use: parsing options needs neither torch nor transformers."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from convert import api

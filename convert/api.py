@@ -1,6 +1,6 @@
-"""What the command line calls, and programs may: `from convert import gqa, mqa, mla, sweep, plan, inspect`.
+"""The Python API, which the command line calls too: `from convert import gqa, mqa, mla, sweep, plan, inspect`.
 
-Arguments have the names and defaults of the options. Functions return objects, raise `Refusal` or `Failure`, print nothing,
+Arguments have the names and defaults of the options. Functions return objects, raise `Refusal` or `Failure`, print nothing
 and warn through the logger "kvfold".
 """
 
@@ -33,11 +33,11 @@ MAX_SHARD_SIZE = 5 * 10**9
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion, done or (after `dry_run=True`) planned.
+    """A conversion that was done or, after `dry_run=True`, planned.
 
     Attributes:
-        plan: What was done.
-        record: What conversion.json says; None if nothing was done.
+        plan: The plan of the conversion.
+        record: The content of conversion.json; None after a dry run.
     """
 
     plan: Plan
@@ -80,12 +80,12 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Several conversions of one source.
+    """Several conversions of one source, done or planned.
 
     Attributes:
-        plans: One for each result, as it was carried out.
-        report: Their evaluation beside the source; None after `dry_run=True`.
-        report_directory: Where report.json, report.md and report.html are.
+        plans: The plan of each result, with the choices made on the way.
+        report: The evaluation of the source and all results; None after `dry_run=True`.
+        report_directory: The directory of report.json, report.md and report.html.
     """
 
     plans: list[Plan]
@@ -93,7 +93,7 @@ class Sweep:
     report_directory: Path
 
     def as_dict(self) -> Any:
-        """The report; of a dry run the plans."""
+        """The report; after a dry run, the plans."""
         return [plan.as_dict() for plan in self.plans] if self.report is None else self.report
 
     def __str__(self) -> str:
@@ -132,25 +132,25 @@ def gqa(
 
     Args:
         model: Directory or Hub id, with an optional `@revision`.
-        output: The directory to make.
-        groups: KV heads of the result; divides those of the model.
+        output: The directory to create.
+        groups: KV heads of the result; must divide those of the model.
         method: How heads are merged, one of `convert.methods.GROUPED`.
         grouping: Which heads share a group: "contiguous" or "similar".
-        text: What to calibrate on: a UTF-8 file, or a list of strings.
-        dataset: Or a named text's training split.
-        calibration_tokens: Use so many from its start; None for 131072.
-        calibration_context: Tokens of one block; None for min(2048, the model's limit).
-        propagate: Calibrate each layer behind the converted ones.
-        refit: Fit queries and outputs by least squares; None: with text, for methods that use it.
-        refine: Steps of gradient descent that each layer then takes towards its source.
-        evaluate: Held-out text, likewise, to measure perplexity on.
+        text: Calibration text: a UTF-8 file, or a list of strings.
+        dataset: Instead of `text`: a named dataset, whose training split is used.
+        calibration_tokens: Tokens to use from the text's start; None for 131072.
+        calibration_context: Tokens per block; None for min(2048, the model's limit).
+        propagate: Calibrate each layer on the outputs of the converted layers before it.
+        refit: Refit queries and outputs by least squares; None: if there is text and the method uses it.
+        refine: Steps of gradient descent that then fit each layer to its source.
+        evaluate: Held-out text to measure perplexity on: a UTF-8 file, or a list of strings.
         dtype: "float32", "bfloat16" or "float16" to store floats in; None keeps each tensor's own.
         device: "auto", "cpu", "cuda", "cuda:1", …
         seed: For methods that draw numbers, and the order in which refinement takes blocks of text.
         max_shard_size: Bytes of a weight file, or "5GB".
         overwrite: Replace a checkpoint at `output`.
         resume: Finish an interrupted run with the same arguments.
-        dry_run: Plan only; reads no weights.
+        dry_run: Only plan; read no weights.
         trust_remote_code: Run Python code that comes with the checkpoint.
         progress: Called as `progress(stage, done, total, unit)`.
 
@@ -191,7 +191,7 @@ def mqa(
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> Conversion:
-    """Convert a checkpoint to multi-query attention: one KV head. Arguments and errors as of `gqa`."""
+    """Convert a checkpoint to multi-query attention: one KV head. Arguments and errors as for `gqa`."""
     from convert.planning.grouped import plan_grouped
 
     source = Source.parse(str(model), trust_remote_code)
@@ -229,15 +229,15 @@ def mla(
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> Conversion:
-    """Convert a checkpoint to multi-head latent attention; an MLA checkpoint of kvfold's own to a smaller one.
+    """Convert a checkpoint to multi-head latent attention, or one that kvfold made to a smaller latent.
 
     Args as of `gqa`, and:
-        kv_lora_rank: Channels of the latent, the output class's constant included.
+        kv_lora_rank: Channels of the latent, including the constant ones of the output class.
         qk_rope_head_dim: Dims of the rotary key that all heads share.
-        kv_budget: Instead of both: "12.5%" or 0.125 of the model's cache, or bytes per token ("4KB", 4096).
+        kv_budget: Instead of both: a share of the model's cache ("12.5%", 0.125), or bytes per token ("4KB", 4096).
         method: How keys and values are factored, one of `convert.methods.LATENT`.
-        freqfold: For methods that fold: take so many neighbouring frequencies for one; None for the fewest.
-        pad_rank: Allow a rank beyond full size, filled up with channels of zeros.
+        freqfold: For methods that fold: how many neighbouring frequencies count as one; None for the fewest.
+        pad_rank: Allow a rank beyond full size; channels of zeros fill it up.
 
     Raises:
         Refusal: Wrong as seen from the arguments and the config.
@@ -286,13 +286,13 @@ def sweep(
     """Convert a checkpoint to many targets by many methods, and compare them in one report.
 
     Args as of `gqa` and `eval.evaluate`, and:
-        output: A directory that receives one directory per result, and `report/`.
+        output: A directory for one subdirectory per result, and `report/`.
         evaluate: Held-out text that all results are measured on.
         groups: KV heads of GQA targets.
         mla: MLA targets: "512+64" or (512, 64), or budgets such as "12.5%". With no groups either: halves of the model's KV
             heads, and 25 % and 12.5 % of its cache.
-        methods: Names; None for all that can run, but for controls.
-        made: Called with each result's plan when it is there.
+        methods: Names; None for all that can run, without controls.
+        made: Called with the plan of each result when it is complete.
 
     Raises:
         Refusal: Wrong as seen from the arguments and the config.
@@ -332,15 +332,15 @@ def plan(
     gpu_share: float = 0.9,
     trust_remote_code: bool = False,
 ) -> Facts:
-    """KV memory of each target, and where it fits; reads only the config.
+    """KV memory of each target, and the GPUs that it fits on; reads only the config.
 
     Args:
         model: Directory or Hub id.
         batch: Sequences at once.
-        context: Tokens of each; None for the model's limit.
-        dtype: Of weights and cache; None for the model's own.
-        gpus: Name to gigabytes; None for the known ones.
-        gpu_share: Of a GPU's memory that may be used.
+        context: Tokens per sequence; None for the model's limit.
+        dtype: The dtype of weights and cache; None for the model's own.
+        gpus: Gigabytes by name; None for the known GPUs.
+        gpu_share: The share of a GPU's memory that may be used.
         trust_remote_code: Run Python code that comes with the checkpoint.
 
     Returns:
@@ -363,7 +363,7 @@ def plan(
 
 
 def inspect(model: str | Path, *, trust_remote_code: bool = False) -> Facts:
-    """What a model is and what it can become; reads only the config.
+    """A model's attention and what it can be converted to; reads only the config.
 
     Returns:
         A dict of numbers; `str()` of it is a table for people.
@@ -433,7 +433,7 @@ def _carried_out(
 
 
 def _budget(given: str | int | float | None) -> tuple[float | None, int | None]:
-    """(share, bytes) of a budget."""
+    """A budget as (share, bytes); one of them is None."""
     if given is None:
         return None, None
     return parse_budget(f"{100 * given:.12g}%" if isinstance(given, float) else str(given))

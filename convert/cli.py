@@ -1,4 +1,4 @@
-"""The command line: arguments → one call of the API → print. Data goes to stdout, all else to stderr."""
+"""The command line: each command makes one call of the API and prints the result. Data goes to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Commands(click.Group):
             ctx.exit(error.exit_code)
         except OSError as error:
             if error.errno == errno.EPIPE:
-                raise  # the reader of a pipe has gone; click ends quietly
+                raise  # the reader of a pipe has closed it; click ends quietly
             click.echo(f"error: {printable(str(error))}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
@@ -41,20 +41,20 @@ class Commands(click.Group):
             ctx.exit(Interrupted.exit_code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order of this file: the main ones first
+        return list(self.commands)  # in the order of this file, with the main ones first
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="kvfold", prog_name="kvfold")
 def main() -> None:
-    """Convert a Hugging Face checkpoint to a smaller KV cache, and measure what it cost.
+    """Convert a Hugging Face checkpoint to a smaller KV cache, and measure the loss.
 
     MODEL is a checkpoint directory or a Hub id, with an optional @revision.
     """
 
 
 _method = click.option(
-    "--method", type=click.Choice(GROUPED), default=GROUPED[0], show_default=True, help="How heads are merged."
+    "--method", type=click.Choice(GROUPED), default=GROUPED[0], show_default=True, help="How to merge KV heads."
 )
 
 
@@ -63,7 +63,7 @@ def _show(facts: Any, text: str, as_json: bool) -> None:
 
 
 def _console(given: dict[str, Any]) -> Any:
-    """Take the options of stderr out of `given`; who is told of progress."""
+    """Remove the options for stderr from `given`, and return the progress callback."""
     from convert.console import console
 
     verbose, quiet = given.pop("verbose"), given.pop("quiet")
@@ -72,28 +72,28 @@ def _console(given: dict[str, Any]) -> Any:
 
 
 def _converted(convert: Any, given: dict[str, Any]) -> None:
-    """Call one of the API's conversions with a command's options, and print what it did."""
+    """Call a conversion of the API with a command's options, and print its result."""
     as_json, progress = given.pop("as_json"), _console(given)
     done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
     _show(done.as_dict(), str(done), as_json)
 
 
 @main.command()
-@click.option("--groups", type=int, required=True, metavar="N", help="KV heads of the result; divides those of MODEL.")
+@click.option("--groups", type=int, required=True, metavar="N", help="KV heads of the result. Must divide those of MODEL.")
 @_method
 @click.option(
     "--grouping",
     type=click.Choice(("contiguous", "similar")),
     default="contiguous",
     show_default=True,
-    help="Which heads share a group: neighbours, or those that lose least together.",
+    help="Which heads share a group: neighbours, or heads that lose little when merged.",
 )
 @options.calibration
 @options.conversion
 def gqa(**given: Any) -> None:
     """Convert MODEL to grouped-query attention.
 
-    Its KV heads are merged into N, and the result is written to OUTPUT, which loads in stock transformers.
+    Merges its KV heads into N heads, and writes the result to OUTPUT. OUTPUT loads in stock transformers.
 
     Example: convert gqa --groups 8 meta-llama/Llama-2-7b-hf llama-2-7b-gqa8
     """
@@ -119,24 +119,29 @@ def mqa(**given: Any) -> None:
 
 
 @main.command()
-@click.option("--kv-lora-rank", type=int, metavar="R", help="Channels of the latent, the host's constant included.")
-@click.option("--qk-rope-head-dim", type=int, metavar="P", help="Dims of the rotary key that all heads share.")
 @click.option(
-    "--kv-budget", type=options.Budget(), metavar="SIZE", help="Instead of both: a share of MODEL's cache, or bytes per token."
+    "--kv-lora-rank", type=int, metavar="R", help="Rank of the latent. Includes the constant channel of the output class."
+)
+@click.option("--qk-rope-head-dim", type=int, metavar="P", help="Dims of the RoPE key that all heads share.")
+@click.option(
+    "--kv-budget",
+    type=options.Budget(),
+    metavar="SIZE",
+    help="Choose both: from a share of MODEL's cache (12.5%), or bytes per token (4KB).",
 )
 @click.option(
-    "--method", type=click.Choice(LATENT), default=LATENT[0], show_default=True, help="How keys and values are factored."
+    "--method", type=click.Choice(LATENT), default=LATENT[0], show_default=True, help="How to factor keys and values."
 )
-@click.option("--freqfold", type=int, metavar="F", help="pca: take F neighbouring frequencies for one.  [default: fewest]")
-@click.option("--pad-rank", is_flag=True, help="Allow a rank beyond full size, filled up with channels of zeros.")
+@click.option("--freqfold", type=int, metavar="F", help="For pca: treat F neighbouring frequencies as one.  [default: fewest]")
+@click.option("--pad-rank", is_flag=True, help="Allow a rank beyond full size, and fill it with zeros.")
 @options.calibration
 @options.conversion
 def mla(**given: Any) -> None:
     """Convert MODEL to multi-head latent attention.
 
-    Keys and values are factored through a latent of R channels, and a rotary key of P dims is kept beside it. The result
-    is written to OUTPUT as DeepSeek-V3 without experts, which stock transformers loads and caches at that size. MODEL may
-    be such a result itself, which then gets a smaller latent.
+    Factors its keys and values through a latent of rank R, and keeps a RoPE key of P dims. Writes the result to OUTPUT as
+    DeepSeek-V3 without experts, which stock transformers loads, and caches at that size. MODEL may be such a result; it then
+    gets a smaller latent.
 
     Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 --dtype bfloat16 meta-llama/Llama-2-7b-hf llama-2-7b-mla
     """
@@ -147,22 +152,28 @@ def mla(**given: Any) -> None:
 
 @main.command(name="eval")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="UTF-8 text.")
-@click.option("--dataset", type=click.Choice(DATASETS), help="A named text; needs pip install 'kvfold[data]'.")
-@options.measuring
 @click.option(
-    "--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × the first's."
+    "--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="UTF-8 text to evaluate on."
 )
 @click.option(
-    "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write report.json, .md and .html."
+    "--dataset",
+    type=click.Choice(DATASETS),
+    help="Evaluate on the test split of this dataset. Needs pip install 'kvfold[data]'.",
+)
+@options.measuring
+@click.option(
+    "--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × that of the first."
+)
+@click.option(
+    "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write report.json, .md and .html to DIR."
 )
 @options.arithmetic
 @options.device
 @options.common
 def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
-    """Perplexity and KV bytes per token of MODELs.
+    """Measure perplexity and KV bytes per token of MODELs.
 
-    The first MODEL is the source: the others are compared with it (loss in nats, KL, top-1 agreement).
+    The first MODEL is the source. The others are compared with it: loss in nats, KL and top-1 agreement.
 
     Example: convert eval ./my-model my-model-gqa8 --text held-out.txt --output report
     """
@@ -184,27 +195,30 @@ def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
 
 @main.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@options.listed("--batch", click.IntRange(1), "Sequences at once.  [default: 1]")
-@options.listed("--context", click.IntRange(2), "Tokens that a step attends over.  [default: 2048, or the models' limit]")
+@options.listed("--batch", click.IntRange(1), "Batch sizes to measure.  [default: 1]")
+@options.listed("--context", click.IntRange(2), "Context lengths to measure.  [default: 2048, or the models' limit]")
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Decode steps per round.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Of each model, batch and context.")
-@click.option("--stock", is_flag=True, help="Measure MLA and GQA models as transformers runs them, too.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each model, batch and context.")
+@click.option("--stock", is_flag=True, help="Also measure MLA and GQA models as stock transformers runs them.")
 @click.option("--compile/--no-compile", default=False, show_default=True, help="Run decode steps through torch.compile.")
 @click.option(
-    "--largest-batch/--no-largest-batch", default=True, show_default=True, help="On a GPU: find it, by filling its memory."
+    "--largest-batch/--no-largest-batch",
+    default=True,
+    show_default=True,
+    help="On a GPU, find the largest batch. Fills its memory.",
 )
 @click.option(
-    "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write bench.json, .md and .svg."
+    "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write bench.json, .md and .svg to DIR."
 )
-@click.option("--overwrite", is_flag=True, help="Replace those in DIR.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier benchmark in DIR.")
 @options.arithmetic
 @options.device
 @options.common
 def bench(models: tuple[str, ...], as_json: bool, batch: tuple[int, ...], **given: Any) -> None:
-    """Speed and memory of MODELs side by side.
+    """Measure speed and memory of MODELs side by side.
 
     Prefill and decode tokens per second, time per step, bandwidth over the cache, peak memory and the largest batch that fits,
-    on random tokens. The others are compared with the first MODEL. MLA models decode over their latent.
+    on random tokens. Compares the others with the first MODEL. MLA models decode over their latent, GQA models packed.
 
     Example: convert bench ./my-model my-model-mla --context 512,2048,8192 --output speed
     """
@@ -219,28 +233,33 @@ def bench(models: tuple[str, ...], as_json: bool, batch: tuple[int, ...], **give
 @main.command(name="sweep")
 @click.argument("model")
 @click.argument("output", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--groups", type=options.Listed(int), metavar="N,…", help="KV heads of GQA targets, as in 8,4,2,1.")
-@click.option("--mla", type=options.Listed(options.Latent()), metavar="R+P,…", help="MLA targets: 512+64, or 12.5%.")
+@click.option("--groups", type=options.Listed(int), metavar="N,…", help="KV heads of the GQA targets, such as 8,4,2,1.")
 @click.option(
-    "--methods", type=options.Listed(click.Choice((*GROUPED, *LATENT))), metavar="NAME,…", help="[default: all but random]"
+    "--mla", type=options.Listed(options.Latent()), metavar="R+P,…", help="Sizes of the MLA targets, such as 512+64 or 12.5%."
+)
+@click.option(
+    "--methods",
+    type=options.Listed(click.Choice((*GROUPED, *LATENT))),
+    metavar="NAME,…",
+    help="Methods to compare.  [default: all but random]",
 )
 @click.option(
     "--evaluate",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     required=True,
     metavar="FILE",
-    help="Held-out text that all results are measured on.",
+    help="Held-out text to evaluate all results on.",
 )
 @options.measuring
 @options.calibration
 @options.writing
 @options.common
 def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None:
-    """Convert MODEL to many targets by many methods, and compare them.
+    """Convert MODEL to many targets with many methods, and compare them.
 
-    One survey of the text serves all of them, and one report in DIR/report draws perplexity against KV bytes per token.
-    Without --groups and --mla: halves of MODEL's KV heads, and MLA at 25 % and 12.5 % of its cache.
-    Methods that use text get it; --propagate, --refit and --refine go to aligned and weighted alone.
+    Collects the statistics of the text once for all of them. DIR/report plots perplexity against KV bytes per token.
+    Without --groups and --mla, the targets are a half, a quarter, … of MODEL's KV heads, and MLA at 25 % and 12.5 % of its
+    cache. Text goes to the methods that use it; --propagate, --refit and --refine go to aligned and weighted only.
 
     Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
     """
@@ -260,16 +279,27 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
 
 @main.command()
 @options.model
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once.")
-@click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens of each.  [default: the model's limit]")
-@click.option("--dtype", type=click.Choice(options.DTYPES), help="Of weights and cache.  [default: as in MODEL]")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Batch size.")
+@click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens per sequence.  [default: the model's limit]")
+@click.option("--dtype", type=click.Choice(options.DTYPES), help="Dtype of weights and cache.  [default: as in MODEL]")
 @click.option(
-    "--gpu", "gpus", type=options.Gpu(), multiple=True, metavar="NAME=GB", help="Instead of the known GPUs; repeatable."
+    "--gpu",
+    "gpus",
+    type=options.Gpu(),
+    multiple=True,
+    metavar="NAME=GB",
+    help="A GPU and its memory, instead of the known GPUs; repeatable.",
 )
-@click.option("--gpu-share", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="Usable memory.")
+@click.option(
+    "--gpu-share",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="Share of GPU memory that may be used.",
+)
 @options.common
 def plan(model: str, as_json: bool, gpus: tuple[tuple[str, float], ...], **given: Any) -> None:
-    """KV memory of each target, and where it fits.
+    """Show the KV memory of each target, and the GPUs that it fits on.
 
     Reads only the config of MODEL.
 
@@ -286,9 +316,9 @@ def plan(model: str, as_json: bool, gpus: tuple[tuple[str, float], ...], **given
 @options.model
 @options.common
 def inspect(model: str, as_json: bool, **given: Any) -> None:
-    """What MODEL is and what it can become.
+    """Show what MODEL is and what it can become.
 
-    Heads, rotary embedding, biases, family, output classes and cache, from its config alone.
+    Heads, RoPE, biases, family, output classes and cache. Reads only the config.
 
     Example: convert inspect Qwen/Qwen2.5-7B@main
     """
@@ -304,7 +334,7 @@ def inspect(model: str, as_json: bool, **given: Any) -> None:
 def families(as_json: bool, **given: Any) -> None:
     """List the families that can be converted.
 
-    And, for each target, the class that carries the result.
+    For each target, shows the class that holds the result.
 
     Example: convert families
     """
@@ -320,7 +350,7 @@ def families(as_json: bool, **given: Any) -> None:
 def run(recipe: Path, settings: tuple[str, ...]) -> None:
     """Run commands from a YAML file.
 
-    RECIPE is one step or a list of steps, each {command: {option: value}}; or the conversion.json of a checkpoint.
+    RECIPE is one step or a list of steps, each {command: {option: value}}. It may also be the conversion.json of a checkpoint.
 
     Example: convert run my-model-gqa8/conversion.json --set output=again
     """
@@ -328,7 +358,7 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
 
     for arguments in command_lines(read(recipe), settings, main):
         click.echo(shlex.join(["convert", *arguments]), err=True)
-        # Outside standalone mode click returns the code that a command exits with.
+        # Outside standalone mode click returns a command's exit code.
         if code := main.main(arguments, prog_name="convert", standalone_mode=False):
             click.get_current_context().exit(code)
 
@@ -339,13 +369,14 @@ def run(recipe: Path, settings: tuple[str, ...]) -> None:
     type=click.Path(file_okay=False, path_type=Path),
     default="kvfold-demo",
     show_default=True,
-    help="Where everything goes.",
+    help="Directory for the results and the report.",
 )
 @options.plain
 def demo(output: Path, as_json: bool, **given: Any) -> None:
     """Convert and evaluate the bundled model.
 
-    A small MHA checkpoint goes through every conversion, evaluation and report; offline, in about two minutes.
+    Converts a small MHA checkpoint to GQA, MQA and MLA, evaluates the results and writes a report. Needs no network, and
+    takes about two minutes.
 
     Example: convert demo
     """

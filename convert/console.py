@@ -1,4 +1,4 @@
-"""What a command says on stderr while it works: progress, and the library's warnings."""
+"""The output of a command on stderr while it works: progress, and the library's warnings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eval.progress import Progress, silent
 
 
 def console(verbose: bool, quiet: bool) -> Progress:
-    """Set up stderr for one command: who is told of progress. transformers' own warnings and bars only come with `verbose`."""
+    """Set up stderr for one command, and return its progress callback. Only `verbose` shows transformers' warnings and bars."""
     if not verbose:
         from transformers.utils import logging as of_transformers
 
@@ -29,14 +29,14 @@ def console(verbose: bool, quiet: bool) -> Progress:
 
 
 def one_line(stage: str, done: int, total: int, unit: str) -> None:
-    """Where stderr is no terminal: a line when a stage begins."""
+    """Progress if stderr is not a terminal: one line when a stage begins."""
     if done == 0:
         count = f"{total:,} {unit}{'' if total == 1 else 's'}"
         click.echo(f"{printable(stage)}: {count}", err=True)
 
 
 class Bars:
-    """Where stderr is a terminal: a bar for the stage that is under way."""
+    """Progress if stderr is a terminal: a bar for the current stage."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -54,7 +54,7 @@ class Bars:
 
 
 class _Handler(logging.Handler):
-    """Warnings as lines on stderr."""
+    """Prints warnings as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"{record.levelname.lower()}: {printable(record.getMessage())}", err=True)

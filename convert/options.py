@@ -1,4 +1,4 @@
-"""Options that several commands share, and the types of their values. No heavy import: `--help` waits for nothing."""
+"""Options that several commands share, and their value types. It imports nothing heavy, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only from click 8.4 on
-    """Bytes with a unit: 5GB, 500MB, 1.5GiB."""
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A number of bytes with a unit: 5GB, 500MB, 1.5GiB."""
 
     name = "size"
 
@@ -31,7 +31,7 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only from 
 
 
 class Budget(click.ParamType):  # type: ignore[type-arg]
-    """A share of the source's cache, 12.5%, or bytes per token, 4096 or 4KB; as it was typed."""
+    """A share of the source's cache (12.5%) or bytes per token (4096, 4KB); stays the checked string."""
 
     name = "budget"
 
@@ -47,7 +47,7 @@ def _parsed(
     param: click.Parameter | None,
     ctx: click.Context | None,
 ) -> Any:
-    """What `parse` makes of a value; its refusal is click's."""
+    """The value that `parse` returns; its refusal becomes a click error."""
     try:
         return parse(str(value))
     except Refusal as refusal:
@@ -66,12 +66,12 @@ class Gpu(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             gigabytes = 0.0
         if not name or not 0 < gigabytes < math.inf:
-            self.fail(f"{value!r} is no GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
+            self.fail(f"{value!r} is not a GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
         return name, gigabytes
 
 
 class Latent(click.ParamType):  # type: ignore[type-arg]
-    """A size of MLA, R+P or a budget; as it was typed."""
+    """A size of MLA: R+P or a budget; stays the checked string."""
 
     name = "latent"
 
@@ -81,7 +81,7 @@ class Latent(click.ParamType):  # type: ignore[type-arg]
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]
-    """Values of one type with commas between them."""
+    """Comma-separated values of one type."""
 
     name = "list"
 
@@ -95,7 +95,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
 
 
 def listed(name: str, each: click.IntRange, help_text: str) -> Decorator:
-    """An option that takes values with commas between them, may be given again, and is a tuple of them all, none twice."""
+    """An option with comma-separated values that may be repeated; its value is a tuple of all of them without duplicates."""
 
     def flat(ctx: click.Context, param: click.Parameter, value: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(itertools.chain(*value)))
@@ -113,45 +113,60 @@ remote_code = click.option(
     "--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint. Read it first."
 )
 _verbosity = _all(
-    click.option("-v", "--verbose", is_flag=True, help="Show libraries' warnings, and tracebacks of known errors."),
-    click.option("-q", "--quiet", is_flag=True, help="No progress bars and no remarks."),
+    click.option("-v", "--verbose", is_flag=True, help="Show warnings of libraries, and tracebacks of known errors."),
+    click.option("-q", "--quiet", is_flag=True, help="Show no progress and no warnings."),
 )
 common = _all(json_output, remote_code, _verbosity)
 plain = _all(json_output, _verbosity)
 
 arithmetic = click.option(
-    "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", show_default=True, help="Arithmetic."
+    "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", show_default=True, help="Compute in this dtype."
 )
-device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, …")
+device = click.option("--device", default="auto", show_default=True, help="Where to compute: auto, cpu, cuda, cuda:1, …")
 
 calibration = _all(
     click.option(
         "--text",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="UTF-8 text to calibrate on, for methods that do; never the text that you evaluate on.",
+        help="UTF-8 text to calibrate on. Never use the text that you evaluate on.",
     ),
-    click.option("--dataset", type=click.Choice(DATASETS), help="Or its training split; needs pip install 'kvfold[data]'."),
     click.option(
-        "--calibration-tokens", type=click.IntRange(1), metavar="N", help="Use the first N tokens.  [default: 131072]"
+        "--dataset",
+        type=click.Choice(DATASETS),
+        help="Calibrate on the training split of this dataset. Needs pip install 'kvfold[data]'.",
+    ),
+    click.option(
+        "--calibration-tokens", type=click.IntRange(1), metavar="N", help="Calibrate on the first N tokens.  [default: 131072]"
     ),
     click.option(
         "--calibration-context",
         type=click.IntRange(2),
         metavar="N",
-        help="Of one block.  [default: 2048, or MODEL's limit]",
+        help="Tokens per calibration block.  [default: 2048, or MODEL's limit]",
     ),
-    click.option("--propagate", is_flag=True, help="Calibrate each layer behind the converted ones, not behind the source's."),
+    click.option(
+        "--propagate",
+        is_flag=True,
+        help="Compute the statistics of each layer in the partly converted model, not in the source.",
+    ),
     click.option(
         "--refit/--no-refit",
         default=None,
-        help="Fit queries and outputs by least squares.  [default: with text, for methods that use it]",
+        help="Fit queries and output projections by least squares.  [default: with text, for methods that use it]",
     ),
-    click.option("--refine", type=click.IntRange(1), metavar="STEPS", help="Then fit each layer to its source by gradient."),
+    click.option(
+        "--refine",
+        type=click.IntRange(1),
+        metavar="STEPS",
+        help="Train each converted layer for STEPS steps to match the source's layer.",
+    ),
 )
 
 measuring = _all(
-    click.option("--protocol", type=click.Choice(PROTOCOLS), default=PROTOCOLS[0], show_default=True, help="How text is cut."),
+    click.option(
+        "--protocol", type=click.Choice(PROTOCOLS), default=PROTOCOLS[0], show_default=True, help="How to cut the text."
+    ),
     click.option(
         "--context", type=click.IntRange(2), metavar="N", help="Tokens per block.  [default: 2048, or the models' limit]"
     ),
@@ -166,18 +181,18 @@ writing = _all(
         type=click.IntRange(0, 2**32 - 1),
         default=0,
         show_default=True,
-        help="For methods that draw numbers, and the order in which --refine takes blocks of text.",
+        help="For methods that draw random numbers, and for the order in which --refine reads blocks of text.",
     ),
     click.option(
-        "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Begin a new weight file beyond this."
+        "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Start a new weight file beyond this size."
     ),
-    click.option("--overwrite", is_flag=True, help="Replace what is there once the new one is whole."),
+    click.option("--overwrite", is_flag=True, help="Replace an existing result, once the new one is complete."),
     click.option(
         "--resume",
         is_flag=True,
-        help="Finish an interrupted run of the same command; with --overwrite, begin anew if it was another.",
+        help="Finish an interrupted run of the same command. With --overwrite, start again if it was another command.",
     ),
-    click.option("--dry-run", is_flag=True, help="Print the plan and stop; reads no weights."),
+    click.option("--dry-run", is_flag=True, help="Print the plan and stop. Reads no weights."),
 )
 
 conversion = _all(
@@ -188,7 +203,7 @@ conversion = _all(
         "--evaluate",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="Measure perplexity on this held-out text and put it into the model card.",
+        help="Measure perplexity on this held-out text, and add it to the model card.",
     ),
     common,
 )

@@ -1,4 +1,4 @@
-"""Recipes: commands and their options from a YAML file, or from a conversion.json, turned into command lines.
+"""Recipes: turns commands and options from a YAML file or a conversion.json into command lines.
 
 A recipe is `{command: {option: value, …}}`, or a list of such steps. Keys are option names, with _ or -.
 """
@@ -46,7 +46,7 @@ def read(path: Path) -> list[Step]:
     """The steps of a recipe file.
 
     Raises:
-        Refusal: It is no recipe.
+        Refusal: The file is not a recipe.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def command_lines(steps: Sequence[Step], settings: Sequence[str], group: click.G
     Args:
         steps: From `read`.
         settings: "KEY=VALUE", applied to every step that has the option.
-        group: Whose commands they are.
+        group: The click group with the commands.
 
     Raises:
         Refusal: A command or an option does not exist, an argument is missing, or a value is none that the option takes.

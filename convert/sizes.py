@@ -1,4 +1,4 @@
-"""Sizes as people write them: 5GB, 12.5%, 512+64."""
+"""Parses sizes as users write them: 5GB, 12.5%, 512+64."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 
 def parse_bytes(text: str) -> int:
-    """5GB, 500MB, 1.5GiB as bytes.
+    """Parse 5GB, 500MB, 1.5GiB, … as bytes.
 
     Raises:
-        Refusal: It is no size.
+        Refusal: `text` is not a size.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMG]?i?B)\s*", text, re.IGNORECASE | re.ASCII)
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_budget(text: str) -> tuple[float, None] | tuple[None, int]:
-    """A share of the source's cache, 12.5%, or bytes per token, 4096 or 4KB; as (share, None) or (None, bytes).
+    """Parse a share of the source's cache (12.5%) or bytes per token (4096, 4KB) as (share, None) or (None, bytes).
 
     Raises:
         Refusal: It is neither.
@@ -43,7 +43,7 @@ def parse_budget(text: str) -> tuple[float, None] | tuple[None, int]:
 
 
 def parse_latent(text: str) -> tuple[int | None, int | None, float | None, int | None]:
-    """A size of MLA, R+P or a budget, as (R, P, share, bytes).
+    """Parse a size of MLA, R+P or a budget, as (R, P, share, bytes); what is not given is None.
 
     Raises:
         Refusal: It is neither.

@@ -1,4 +1,4 @@
-"""Many targets and methods from one source: one survey, one evaluation, one report."""
+"""Converts one source to many targets by many methods, with one survey, one evaluation and one report."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from eval.source import Source
 from eval.text import Text
 
 _log = logging.getLogger("kvfold")
-_SHARES = (0.25, 0.125)  # of the source's cache, if no latent is named
+_SHARES = (0.25, 0.125)  # of the source's cache, if no latent is given
 _LEDGER, REPORT = "sweep.json", "report"  # in DIR
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a sweep is to make.
+    """What a sweep should make.
 
     Attributes:
-        groups: KV heads of GQA; None, with no latents either, for halves of the source's.
-        latents: Sizes of MLA; None, with no groups either, for shares of the source's cache.
-        methods: Names; None for all of them that can run, but for the control.
-        calibration: Text for those that use it, one at least. Steps beyond a method (`--refine`, …) go to methods of our own
-            alone.
-        output: DIR, and how it is written.
+        groups: KV heads of GQA; if None and `latents` is None too, halves of the source's.
+        latents: Sizes of MLA; if None and `groups` is None too, shares of the source's cache.
+        methods: Names; None for all that can run, without the control.
+        calibration: Text for methods that use it; at least one must. Steps beyond a method (`--refine`, …) apply to our own
+            methods only.
+        output: DIR, and how to write it.
         device: As on the command line.
-        seed: Likewise.
+        seed: As on the command line.
     """
 
     groups: tuple[int, ...] | None
@@ -62,11 +62,11 @@ class Wanted:
 
 
 def plans_for(source: Source, wanted: Wanted) -> list[Plan]:
-    """One plan for each target and method, in the order of the report.
+    """One plan per target and method, in the order of the report.
 
     Raises:
-        Refusal: Something that was asked for by name cannot be done. What was not asked for, and does not go with the source,
-            is left out.
+        Refusal: Something that the user named cannot be done. Defaults that do not fit the source are
+            left out.
     """
     require_device(wanted.device)
     require_consistent(source, wanted.calibration)
@@ -92,9 +92,7 @@ def plans_for(source: Source, wanted: Wanted) -> list[Plan]:
         raise Refusal(f"there is nothing to convert {source.reference} to", hint="see `convert inspect`")
     there = wanted.output.path / REPORT
     if there.exists() and not (wanted.output.overwrite or wanted.output.resume):
-        raise Refusal(
-            f"{there} exists: an earlier sweep's report", hint="choose another DIR, or have it written anew with --overwrite"
-        )
+        raise Refusal(f"{there} exists: an earlier sweep's report", hint="choose another DIR, or replace it with --overwrite")
     return plans
 
 
@@ -106,24 +104,24 @@ def sweep(
     progress: Progress = silent,
     made: Callable[[Plan], object] = lambda plan: None,
 ) -> dict[str, Any]:
-    """Convert by every plan, evaluate the results beside their source, and write the report.
+    """Carry out every plan, evaluate the results beside their source, and write the report.
 
     Args:
-        plans: From `plans_for`. Results that an earlier sweep finished by the same plan stay.
-        calibrate_on: The text that their calibration speaks of.
+        plans: From `plans_for`. Results that an earlier sweep finished with the same plan stay.
+        calibrate_on: The text that the plans' calibration refers to.
         evaluate_on: Held-out text.
-        settings: Of the evaluation.
-        progress: Told how far each stage is.
-        made: Called with each plan when its result is there, decided as it was carried out.
+        settings: How to evaluate.
+        progress: Called with the progress of each stage.
+        made: Called with each plan, as carried out, when its result is complete.
 
     Returns:
-        The report, as it is written to DIR/report.
+        The report that is written to DIR/report.
 
     Raises:
-        KvfoldError: What is finished stays, for a resumed sweep.
+        KvfoldError: Finished results stay, for a resumed sweep.
     """
     directory, source = plans[0].output.path.parent, plans[0].source
-    prepare([source], evaluate_on, settings)  # whatever is wrong with a text is wrong before the work
+    prepare([source], evaluate_on, settings)  # errors in a text should come before the work
     try:
         with exclusive(directory):
             return _swept(directory, plans, calibrate_on, evaluate_on, settings, progress, made)
@@ -160,12 +158,12 @@ def _swept(
 
 
 class _Candidate(NamedTuple):
-    """A result that may be made.
+    """A possible result of a sweep.
 
     Attributes:
-        name: Of its directory.
-        method: What makes it.
-        plan: Its plan for an output of that name.
+        name: The name of its directory.
+        method: The method that makes it.
+        plan: Maps an output to its plan.
     """
 
     name: str
@@ -193,7 +191,7 @@ def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
 
 
 def _require_use(wanted: CalibrationOptions, made_by: Iterable[GroupedMethod | LatentMethod]) -> None:
-    """Refuse text that no method of the sweep looks at, and steps that none takes."""
+    """Refuse text that no method of the sweep uses, and steps that none takes."""
     uses = {method.text for method in made_by}
     steps = wanted.steps.flags
     for idle, enough in ((wanted.flags, TextUse.USED in uses or TextUse.NEEDED in uses), (steps, TextUse.USED in uses)):
@@ -205,7 +203,7 @@ def _require_use(wanted: CalibrationOptions, made_by: Iterable[GroupedMethod | L
 
 
 def _ours() -> list[str]:
-    """Methods that go on with steps of ours where there is text."""
+    """Our own methods: with text, they can take the steps beyond a method."""
     found: list[GroupedMethod | LatentMethod] = [methods.load_grouped(name) for name in methods.GROUPED]
     found += [methods.load_latent(name) for name in methods.LATENT]
     return [method.name for method in found if method.text is TextUse.USED]
@@ -245,7 +243,7 @@ def _size_name(size: LatentRequest) -> str:
 
 
 def _output(output: Output, name: str) -> Output:
-    """That of one result: a resumed sweep may replace what a sweep made."""
+    """The output of one result; a resumed sweep may replace results of a sweep."""
     path = output.path / name
     return replace(output, path=path, overwrite=output.overwrite or (output.resume and name in _noted(output.path)))
 
@@ -256,12 +254,12 @@ def _noted(directory: Path) -> dict[str, Any]:
 
 
 class _Ledger:
-    """What the finished results of a sweep were made from, in DIR, so that a resumed one makes none of them twice.
+    """A file in DIR with the inputs of a sweep's finished results, so that a resumed sweep makes none of them again.
 
     Args:
-        directory: DIR, which need not be there yet.
-        plans: Of the sweep.
-        calibrate_on: The text that they speak of.
+        directory: DIR, which need not exist yet.
+        plans: The plans of the sweep.
+        calibrate_on: The calibration text of the plans.
 
     Raises:
         Failure: The text is shorter than one block.
@@ -271,12 +269,12 @@ class _Ledger:
         self._path, self._entries = directory / _LEDGER, _noted(directory)
         source, calibration = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
         reader = Reader(source.files)
-        text = CalibrationText.of(source, calibration, calibrate_on) if calibration and calibrate_on else None  # of all
+        text = CalibrationText.of(source, calibration, calibrate_on) if calibration and calibrate_on else None  # one for all
         inputs = {plan.output.path.name: inputs_of(plan, reader, text if plan.calibration else None) for plan in plans}
-        self._inputs = json.loads(json.dumps(inputs))  # as a file gives it back
+        self._inputs = json.loads(json.dumps(inputs))  # as read back from a file
 
     def has(self, plan: Plan) -> bool:
-        """Whether a resumed sweep finds what the plan would make."""
+        """Whether the result of the plan is finished, so that a resumed sweep can skip it."""
         path = plan.output.path
         return (
             plan.output.resume

@@ -1,4 +1,4 @@
-"""What a converted model loses and costs: perplexity, KL and live cache bytes; speed and memory; the reports.
+"""Measures the quality and the cost of converted models: perplexity, KL, live cache bytes, speed, memory; writes reports.
 
 `from eval import evaluate, bench`. Import names, never the package: `eval` is a builtin.
 """
@@ -14,7 +14,7 @@ __all__ = ["bench", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
-    """They are imported when first asked for: neither torch nor transformers is needed to read an option."""
+    """Import the public functions on first use: parsing options needs neither torch nor transformers."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from eval import api

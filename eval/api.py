@@ -1,4 +1,4 @@
-"""What `convert eval` and `convert bench` call, and programs may: `from eval import evaluate, bench`."""
+"""The Python API, which `convert eval` and `convert bench` call too: `from eval import evaluate, bench`."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def evaluate(
     max_perplexity_ratio: float | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Perplexity and KV bytes per token of checkpoints, the first being what the others are compared with.
+    """Measure perplexity and KV bytes per token of checkpoints; the first is the source that the others are compared with.
 
     Args:
         models: Directories or Hub ids.
         text: A UTF-8 file, or a list of strings.
-        dataset: Or a named text, one of `eval.text.DATASETS`.
+        dataset: Instead of `text`: a named dataset, one of `eval.text.DATASETS`.
         protocol: One of `eval.protocol.PROTOCOLS`.
         context: Tokens per block; None for min(2048, the smallest position limit of the models).
-        max_tokens: Evaluate on so many tokens from the text's start; None for all.
-        dtype: Arithmetic of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
+        max_tokens: How many tokens to evaluate on, from the text's start; None for all.
+        dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", …
         trust_remote_code: Run Python code that comes with a checkpoint.
-        output: Write report.json, report.md and report.html there.
-        max_perplexity_ratio: Raise `GateMissed` if a model's perplexity exceeds so many times the first's.
+        output: A directory for report.json, report.md and report.html.
+        max_perplexity_ratio: Raise `GateMissed` if a model's perplexity exceeds the first's times this ratio.
         progress: Called as `progress(stage, done, total, unit)`.
 
     Returns:
-        The report, as report.json holds it: `{"kvfold", "protocol", "models"}`.
+        The content of report.json: `{"kvfold", "protocol", "models"}`.
 
     Raises:
         Refusal: The arguments or the models' configs do not allow it.
         Failure: A model or the text cannot be read, or figures cannot be trusted.
-        GateMissed: See `max_perplexity_ratio`; the report has been written by then.
+        GateMissed: See `max_perplexity_ratio`; the report is written first.
     """
     from eval import report
     from eval.evaluation import EvaluationSettings, check, report_of, require_ratio
@@ -63,7 +63,7 @@ def evaluate(
         raise Refusal("--max-perplexity-ratio needs two models or more, and a ratio above 0")
     sources = [Source.parse(str(model), trust_remote_code) for model in models]
     settings = EvaluationSettings(protocol, context, max_tokens, dtype, device)
-    check(sources, settings)  # configs are refused before a text is read
+    check(sources, settings)  # refuse configs before reading a text
     found = report_of(sources, read_text(text, dataset, "test"), settings, progress=progress)
     if output is not None:
         report.write(found, Path(output))
@@ -88,30 +88,30 @@ def bench(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Speed and memory of checkpoints side by side, the first being what the others are compared with.
+    """Measure speed and memory of checkpoints side by side; the others are compared with the first.
 
     Args:
         models: Directories or Hub ids.
-        batch: Sequences at once; each is measured.
-        context: Tokens that a decode step attends over; empty for min(2048, the smallest position limit of the models).
+        batch: Batch sizes; each is measured.
+        context: Tokens that a decode step attends over; each is measured. Empty for min(2048, the models' limit).
         steps: Decode steps per round.
-        rounds: Of each model, batch and context.
-        stock: Measure MLA and GQA models as transformers runs them, too.
+        rounds: Rounds per model, batch and context.
+        stock: Also measure MLA and GQA models as transformers runs them.
         compile: Run decode steps through torch.compile.
-        largest_batch: On a GPU, find it, by filling its memory.
-        dtype: Of weights and cache; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
+        largest_batch: On a GPU, find it by filling the memory.
+        dtype: Dtype of weights and cache; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", …
         trust_remote_code: Run Python code that comes with a checkpoint.
-        output: Write bench.json, bench.md and bench.svg there.
-        overwrite: Replace those.
+        output: A directory for bench.json, bench.md and bench.svg.
+        overwrite: Replace these files.
         progress: Called as `progress(stage, done, total, unit)`.
 
     Returns:
-        The measurements, as bench.json holds them: `{"kvfold", "setup", "models"}`. Seconds, bytes, tokens, 10⁹ bytes/s.
+        The content of bench.json: `{"kvfold", "setup", "models"}`. Units: seconds, bytes, tokens, 10⁹ bytes/s.
 
     Raises:
         Refusal: The arguments or the models' configs do not allow it.
-        Failure: A model cannot be loaded, or memory does not suffice.
+        Failure: A model cannot be loaded, or there is not enough memory.
     """
     from eval import bench_report
     from eval.speed import BenchSettings, run
@@ -129,5 +129,5 @@ def bench(
 
 
 def read_text(text: str | Path | Sequence[str] | None, dataset: str | None, split: str) -> Text:
-    """The text that a caller named, by a file, by its words or by a dataset."""
+    """The text that a caller gives as a file, as strings or by the name of a dataset."""
     return load_dataset(str(dataset), "train" if split == "train" else "test") if text is None else text_of(text)

@@ -1,4 +1,4 @@
-"""Renders what `eval.speed` found as JSON, Markdown and an SVG of step time against context. It measures nothing."""
+"""Renders the results of `eval.speed` as JSON, Markdown and an SVG of step time against context. It measures nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ("bench.json", "bench.md", "bench.svg")
 
 
 class Column(NamedTuple):
-    """One column of the table; `cell` gives "" where there is no figure, and a column of those alone is left out."""
+    """One column of the table; `cell` returns "" if there is no figure, and a column without any figure is left out."""
 
     header: str
     numeric: bool
@@ -34,7 +34,7 @@ class Column(NamedTuple):
 
 
 def _rate(value: float | None) -> str:
-    """Three significant digits, more only before the point: 0.0123, 4.56, 78.9, 12,345."""
+    """`value` with three significant digits, or more before the point: 0.0123, 4.56, 78.9, 12,345."""
     return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
 
 
@@ -80,7 +80,7 @@ def to_json(report: Report) -> str:
 
 
 def to_markdown(report: Report) -> str:
-    """One GitHub table, the models of each batch and context together, and lines that say what it was measured on."""
+    """One GitHub table, grouped by batch and context, and lines that describe the setup."""
     cases = zip(*([(model, row) for row in model["cases"]] for model in report["models"]), strict=True)
     cells = [[printable(column.cell(*pair)) for column in COLUMNS] for case in cases for pair in case]
     kept = [i for i in range(len(COLUMNS)) if any(row[i] for row in cells)]
@@ -98,7 +98,7 @@ def _lines(report: Report) -> list[str]:
         lines.append(f"Models ran in different dtypes ({', '.join(dtypes)}), which --dtype makes equal.")
     cut = [f"{model['name']} {row['prefill_chunk']:,}" for model, row in rows if row["prefill_chunk"] < row["context"]]
     if cut:
-        lines.append(f"For want of memory prefills were cut into chunks of so many tokens: {', '.join(dict.fromkeys(cut))}.")
+        lines.append(f"For lack of memory, prefills were cut into chunks of so many tokens: {', '.join(dict.fromkeys(cut))}.")
     lines += [f"A warning: {reason}." for reason in dict.fromkeys(row["backend_reason"] for _, row in rows) if reason]
     for what, key in (("Peak memory", "peak_reason"), ("The largest batch", "largest_batch_reason")):
         lines += [f"{what}: {reason}." for reason in dict.fromkeys(row[key] for _, row in rows) if reason]
@@ -132,11 +132,11 @@ def _protocol(setup: dict[str, Any]) -> str:
 
 
 def to_svg(report: Report) -> str:
-    """Step time against context: one line a model and batch, bars from the least to the largest round."""
+    """Step time against context: one line per model and batch, with bars from the fastest to the slowest round."""
     import matplotlib.style
     from matplotlib.figure import Figure
 
-    # The curve's style without its colours, which belong to the page it is drawn for.
+    # The style of the quality curve without its colours, which belong to the HTML page.
     style = {key: value for key, value in curve.STYLE.items() if value not in curve.COLOURS.values()}
     with matplotlib.style.context(["default", {**style, "grid.color": "#d9dde2", "svg.hashsalt": "bench"}]):
         figure = Figure(figsize=(760 / 72, 440 / 72), dpi=72, layout="constrained")
@@ -174,10 +174,10 @@ def _plot(axes: Axes, report: Report) -> None:
 
 
 def require_room(directory: Path, overwrite: bool) -> None:
-    """Refuse a `directory` that cannot be written, or holds figures already that may not be replaced; other files may stay.
+    """Refuse a `directory` that cannot be written or that holds results which may not be replaced; other files do not matter.
 
     Raises:
-        Refusal: It is such a one.
+        Refusal: It cannot be written, or it holds results and `overwrite` is false.
     """
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

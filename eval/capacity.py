@@ -1,6 +1,6 @@
-"""What fits where: KV memory and weights of each attention kind, from a config alone, against the memory of GPUs.
+"""Compares KV memory and weights of each attention kind, from a config alone, with the memory of GPUs.
 
-A gigabyte is 10⁹ bytes throughout, as on the box of a GPU. No weight is read: parameters are counted on the meta device.
+A gigabyte is 10⁹ bytes throughout, as on the box of a GPU. It reads no weights: it counts parameters on the meta device.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True)
 class Fit:
-    """One attention kind of one model on one GPU, or on several.
+    """The memory of one attention kind of one model, and the GPUs that it fits on.
 
     Attributes:
         kind: "MHA", "GQA-8", …
-        kv_bytes_per_token: One sequence, all layers.
-        kv_bytes: At the batch and context asked for.
-        weight_bytes: All parameters.
-        longest_context: Per GPU, the tokens per sequence that fit beside the weights at this batch; 0 if the weights do not.
-        fits: Per GPU, whether the context asked for does.
+        kv_bytes_per_token: Bytes of KV cache per token and sequence, all layers.
+        kv_bytes: Bytes of KV cache at the given batch and context.
+        weight_bytes: Bytes of all parameters.
+        longest_context: Per GPU, the most tokens per sequence that fit beside the weights at this batch; 0 if those do not fit.
+        fits: Per GPU, whether the given context fits.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Fit:
 
 
 def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
-    """Parameters of the causal LM that `config` describes, tied ones once; allocates nothing.
+    """Count the parameters of the causal LM that `config` describes, tied ones once, without allocating memory.
 
     Raises:
         Refusal: transformers cannot build a model from `config`.
@@ -56,7 +56,7 @@ def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
         # accelerate's `init_empty_weights` allocates each tensor before it moves it: a large one may not fit.
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each class fails in its own way on settings that it does not know
+    except Exception as error:  # classes raise errors of many kinds on settings that they do not know
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise Refusal(f"transformers cannot build a model from this config of type {config.model_type!r}: {reason}") from error
     model.tie_weights()
@@ -66,16 +66,16 @@ def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
 def fit(
     spec: AttentionSpec, parameters: int, dtype: str, batch: int, context: int, gpus: Mapping[str, float], share: float
 ) -> Fit:
-    """Size one attention kind.
+    """Compute the memory of one attention kind.
 
     Args:
-        spec: Its numbers.
-        parameters: Of the whole model with it.
-        dtype: Of weights and cache.
+        spec: Its sizes.
+        parameters: Parameters of the whole model with it.
+        dtype: Dtype of weights and cache.
         batch: Sequences at once.
-        context: Tokens of each.
-        gpus: Name to gigabytes.
-        share: Of a GPU's memory that weights and cache may take; the rest is for activations and the CUDA context.
+        context: Tokens per sequence.
+        gpus: Gigabytes by name.
+        share: The share of a GPU's memory for weights and cache; the rest is for activations and the CUDA context.
     """
     per_token = spec.bytes_per_token(dtype)
     weights = parameters * dtype_bytes(dtype)

@@ -1,4 +1,4 @@
-"""Timing work on a device: a clock that waits for it, medians with their spread, and what the machine is."""
+"""Times work on a device: a clock that waits for the device, medians with their spread, and facts about the machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import transformers
 
 
 def timed(device: torch.device, work: Callable[[], Any], before: Callable[[], Any], times: int) -> list[float]:
-    """Seconds of each of `times` runs of `work`; `before` runs in front of each, outside the clock.
+    """The seconds of each of `times` runs of `work`; `before` runs ahead of each and is not timed.
 
-    On a GPU, CUDA events mark begin and end in the order of its own work, and the host waits for it once, at the end.
+    On a GPU, CUDA events mark begin and end in the order of its own work, and the CPU waits for it once, at the end.
     """
     if device.type != "cuda":
         return [_seconds(work, before) for _ in range(times)]
@@ -43,12 +43,12 @@ def _seconds(work: Callable[[], Any], before: Callable[[], Any]) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """The median of `values` with the least and the largest, and `values` themselves as "rounds"."""
+    """The median, minimum and maximum of `values`, and `values` themselves as "rounds"."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": list(values)}
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What timings depend on beside the model: the processor that `device` is, cores, threads, versions, the load now."""
+    """What timings depend on besides the model: the processor of `device`, cores, threads, versions, the current load."""
     is_gpu = device.type == "cuda"
     return {
         "device": str(device),

@@ -1,12 +1,11 @@
-"""What the values of a config.json may be: one table of rules, checked before anything is computed from them.
+"""Rules for the values of a config.json, checked before anything is computed from them.
 
-`check_raw` looks at the JSON, before transformers builds a config from it; what it lets through cannot make that hang.
-`check_config` looks at the built config, with the defaults of its class, and at values that have to fit each other.
+`check_raw` checks the JSON before transformers builds a config from it, so that building cannot hang.
+`check_config` checks the built config, with the defaults of its class, and values that have to fit each other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import reprlib
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from attention.errors import Refusal
 
-_MAX_DEPTH = 32  # objects and lists within each other; real configs have about six
+_MAX_DEPTH = 32  # nested objects and lists; real configs have about six levels
 _MAX_LAYERS = 2048
 
 _REPR = reprlib.Repr()
@@ -24,11 +23,11 @@ _REPR.maxlist, _REPR.maxdict, _REPR.maxlevel = 4, 3, 2
 
 
 class Rule(NamedTuple):
-    """What a value must be.
+    """A rule that a value must satisfy.
 
     Attributes:
-        holds: Tells whether it is.
-        says: What must hold, after "it must be".
+        holds: Whether a value satisfies it.
+        says: The rule in words, after "it must be".
         per_layer: Whether the value may also be a list of such values, one for each layer.
     """
 
@@ -37,7 +36,7 @@ class Rule(NamedTuple):
     per_layer: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Whether the rule holds. Null is left to the class, which knows what may be left open."""
+        """Whether the rule holds. Null always passes: the class knows what may be null."""
         if self.per_layer and isinstance(value, list):
             return all(map(self.accepts, value))
         return value is None or self.holds(value)
@@ -53,7 +52,7 @@ def _integer(low: int, high: int, per_layer: bool = False) -> Rule:
 
 
 def _number(low: float, high: float) -> Rule:
-    """From `low` to `high`, both included; NaN is in no range."""
+    """A number from `low` to `high`, both included; NaN is in no range."""
     return Rule(lambda v: _is_number(v) and low <= v <= high, f"a number from {low:g} to {high:g}")
 
 
@@ -75,7 +74,7 @@ _ANY_NUMBER = _number(-1e30, 1e30)
 _ORIGINAL_POSITIONS = _number(2, 2.0**40)
 _PARTIAL_ROTARY = _above_zero(1)
 
-# Of the JSON alone: a built config holds objects of classes here.
+# Only for the JSON: in a built config these values are objects.
 RAW_RULES: dict[str, Rule] = {
     **_all(
         Rule(
@@ -96,14 +95,14 @@ RULES: dict[str, Rule] = {
     "vocab_size": _integer(1, 2**28),
     "max_position_embeddings": _integer(1, 2**40),
     "original_max_position_embeddings": _ORIGINAL_POSITIONS,
-    "sliding_window": _integer(0, 2**40, per_layer=True),  # `_check_window` says where 0 may stand
+    "sliding_window": _integer(0, 2**40, per_layer=True),  # see `_check_window` for 0
     "pad_token_id": _integer(-(2**28), 2**28),  # a negative one counts from the end of the vocabulary
     "tie_word_embeddings": Rule(lambda v: isinstance(v, bool), "true or false"),
     "layer_types": _list_of(lambda entry: isinstance(entry, str), "strings, one for each layer"),
     **_all(Rule(lambda v: isinstance(v, dict), "an object"), "rope_parameters", "rope_scaling"),
     "partial_rotary_factor": _PARTIAL_ROTARY,
-    # Latent attention; 0 says that there is none.
-    **_all(_integer(0, 2**20), "kv_lora_rank", "q_lora_rank"),
+    # Latent attention. Configs that switch it off (DeepSeek-VL2) have a rank of null and dims of 0.
+    **_all(_integer(1, 2**20), "kv_lora_rank", "q_lora_rank"),
     **_all(_integer(0, 2**16), "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     # Experts.
     **_all(_integer(0, 2**20, per_layer=True), "moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -128,7 +127,7 @@ ROPE_RULES: dict[str, Rule] = {
     **_all(_list_of(_POSITIVE.holds, "numbers above 0"), "short_factor", "long_factor"),
 }
 
-# What each type of scaling cannot do without. The class fills in `original_max_position_embeddings`.
+# The keys that each type of scaling needs. The class fills in `original_max_position_embeddings`.
 _REQUIRED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -137,7 +136,7 @@ _REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 
-# Classes make a list of so many entries, whatever part of the config these stand in.
+# Classes make lists of so many entries, in whatever part of the config these keys are.
 _MOST: dict[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks"), _MAX_LAYERS),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"), _MAX_LAYERS),
@@ -146,14 +145,14 @@ _MOST: dict[str, int] = {
 
 
 def check_raw(raw: Mapping[str, Any], where: str) -> None:
-    """Hold a config.json, as it was read, to the rules.
+    """Check the values of a config.json as it was read.
 
     Args:
         raw: Its values.
-        where: What it is called in messages: "config.json of MODEL".
+        where: The file's name in messages: "config.json of MODEL".
 
     Raises:
-        Refusal: A value breaks a rule, or values are nested too deeply; one line with key, value and rule.
+        Refusal: A value breaks a rule (the message has key, value and rule), or values are nested too deeply.
     """
     for path, values in _objects(raw, where):
         for key, most in _MOST.items():
@@ -173,7 +172,7 @@ def check_keys(raw: Mapping[str, Any], config_class: type, where: str) -> None:
     """Refuse keys that would replace a method of the config's class: every key becomes an attribute of the config.
 
     Raises:
-        Refusal: There is one.
+        Refusal: There is such a key.
     """
     for key in raw:
         found = getattr(config_class, key, None)
@@ -186,14 +185,14 @@ def check_keys(raw: Mapping[str, Any], config_class: type, where: str) -> None:
 
 
 def check_config(config: Any, where: str) -> None:
-    """Hold a built config to the rules; of a model with several parts, its text part.
+    """Check a built config; if the model has several parts, its text part.
 
     Args:
-        config: From transformers.
-        where: What its file is called in messages.
+        config: The config from transformers.
+        where: The file's name in messages.
 
     Raises:
-        Refusal: A value breaks a rule, or does not fit another.
+        Refusal: A value breaks a rule, or does not fit another value.
     """
     text = _text_config(config, where)
     values = _settings(text)
@@ -202,6 +201,7 @@ def check_config(config: Any, where: str) -> None:
         if key in values and values[key] is None:
             _refuse(where, key, None, RULES[key].says)
     _check_heads(values, where)
+    _check_latent(values, text, where)
     _check_window(values, where)
     _check_padding(values, where)
     _check_lengths(values, where)
@@ -222,14 +222,16 @@ def _text_config(config: Any, where: str) -> Any:
     return text
 
 
+def _read(text: Any, name: str) -> Any:
+    """A setting; None where there is none, and where layers differ in it, since reading that raises."""
+    return None if name in (getattr(text, "per_layer_attributes", None) or ()) else getattr(text, name, None)
+
+
 def _settings(text: Any) -> dict[str, Any]:
-    """The declared settings of a config, older names under the common ones too; without those that differ by layer."""
+    """The declared settings that all layers share, older names under the common ones too."""
     names = [field.name for field in dataclasses.fields(text)] if dataclasses.is_dataclass(text) else []
-    values = {}
-    for name in (*names, *getattr(text, "attribute_map", {})):
-        with contextlib.suppress(AttributeError, RuntimeError):
-            values[name] = getattr(text, name)
-    return values
+    varying = getattr(text, "per_layer_attributes", None) or ()
+    return {name: getattr(text, name, None) for name in (*names, *getattr(text, "attribute_map", {})) if name not in varying}
 
 
 def _check(values: Mapping[str, Any], rules: Mapping[str, Rule], where: str, path: str) -> None:
@@ -239,7 +241,7 @@ def _check(values: Mapping[str, Any], rules: Mapping[str, Rule], where: str, pat
 
 
 def _rope_sets(parameters: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """RoPE's parameters and the path to them: one set, or one for each type of layer."""
+    """The sets of RoPE parameters with the path to each: one set, or one per layer type."""
     if isinstance(parameters, dict):
         yield path, parameters
         yield from ((f"{path}.{key}", inner) for key, inner in parameters.items() if isinstance(inner, dict))
@@ -251,6 +253,15 @@ def _check_heads(values: Mapping[str, Any], where: str) -> None:
         _refuse(where, "num_attention_heads", heads, f"at most hidden_size, which is {width}, unless there is a head_dim")
 
 
+def _check_latent(values: Mapping[str, Any], text: Any, where: str) -> None:
+    rank = _read(text, "kv_lora_rank")
+    if rank and "kv_lora_rank" not in values and type(text).__module__.startswith("transformers."):
+        _refuse(where, "kv_lora_rank", rank, f"left out: model type {text.model_type!r} has no latent attention")
+    for key in ("qk_rope_head_dim", "v_head_dim") if rank else ():
+        if key in values and not values[key]:
+            _refuse(where, key, values[key], f"above 0 where kv_lora_rank is {rank}")
+
+
 def _check_window(values: Mapping[str, Any], where: str) -> None:
     if values.get("sliding_window") == 0 and values.get("use_sliding_window") is not False:
         _refuse(where, "sliding_window", 0, "an integer above 0, or null")
@@ -258,7 +269,7 @@ def _check_window(values: Mapping[str, Any], where: str) -> None:
 
 def _check_padding(values: Mapping[str, Any], where: str) -> None:
     pad, vocabulary = values.get("pad_token_id"), values.get("vocab_size")
-    # Classes since Llama hand the id to their embedding, which refuses it; older ones ignore it.
+    # Classes since Llama pass the id to their embedding, which refuses it; older ones ignore it.
     if "num_key_value_heads" in values and isinstance(pad, int) and vocabulary and not -vocabulary <= pad < vocabulary:
         _refuse(where, "pad_token_id", pad, f"below vocab_size, which is {vocabulary:,}")
 
@@ -274,7 +285,7 @@ def _check_lengths(values: Mapping[str, Any], where: str) -> None:
 
 def _check_activation(text: Any, where: str) -> None:
     for field in dataclasses.fields(text) if dataclasses.is_dataclass(text) else ():
-        name = getattr(text, field.name, None) if field.name in ("hidden_act", "hidden_activation") else None
+        name = _read(text, field.name) if field.name in ("hidden_act", "hidden_activation") else None
         if isinstance(name, str) and name != field.default:
             from transformers.activations import ACT2FN
 
@@ -283,7 +294,7 @@ def _check_activation(text: Any, where: str) -> None:
 
 
 def _check_rope(parameters: Mapping[str, Any], where: str, path: str) -> None:
-    """Parameters that a type of scaling needs, and that have to fit each other."""
+    """Check the parameters that a type of scaling needs, and those that have to fit each other."""
     kind = str(parameters.get("rope_type"))
     if "rope_type" in parameters and parameters.get("rope_theta", 1) is None:
         _refuse(where, f"{path}.rope_theta", None, ROPE_RULES["rope_theta"].says)
@@ -299,10 +310,10 @@ def _check_rope(parameters: Mapping[str, Any], where: str, path: str) -> None:
 
 def _check_factor_lists(parameters: Mapping[str, Any], text: Any, where: str, path: str) -> None:
     """LongRoPE has one factor for each pair of rotary dims."""
-    heads, width = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    heads, width = _read(text, "num_attention_heads"), _read(text, "hidden_size")
     if not isinstance(heads, int) or not isinstance(width, int):
         return
-    dims = int((getattr(text, "head_dim", None) or width // heads) * (parameters.get("partial_rotary_factor") or 1.0))
+    dims = int((_read(text, "head_dim") or width // heads) * (parameters.get("partial_rotary_factor") or 1.0))
     for key in ("short_factor", "long_factor"):
         if len(parameters[key]) != (dims + 1) // 2:
             rule = f"a list of {(dims + 1) // 2} factors for {dims} rotary dims, and has {len(parameters[key])}"
@@ -310,7 +321,7 @@ def _check_factor_lists(parameters: Mapping[str, Any], text: Any, where: str, pa
 
 
 def _objects(raw: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every object of a config with the path to its keys. Not recursive, since JSON may nest deeper than Python calls."""
+    """Every object of a config with the path to its keys. Not recursive, since JSON may nest deeper than Python's stack."""
     waiting: list[tuple[int, str, Any]] = [(1, "", raw)]
     for depth, path, value in waiting:
         if depth > _MAX_DEPTH:

@@ -1,4 +1,4 @@
-"""What a model's KV cache takes: predicted by the one formula, and measured from a live cache object."""
+"""The size of a model's KV cache: predicted by the one formula, and measured on a live cache object."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PROMPT = 16
 
 
 def measured_bytes_per_token(model: Any, dtype: str) -> float:
-    """Bytes per token of the cache that `model` itself fills over a short prompt, scaled to be kept in `dtype`.
+    """Bytes per token of the cache that `model` fills over a short prompt, converted to storage in `dtype`.
 
-    The model may run in another dtype than its checkpoint is kept in (fp32 on a CPU): values are counted, and priced
+    The model may run in another dtype than its checkpoint's (fp32 on a CPU): values are counted, and converted to bytes
     in `dtype`.
     """
     window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or _PROMPT + 1
-    prompt = max(1, min(_PROMPT, window - 1))  # within the window every layer keeps every token
+    prompt = max(1, min(_PROMPT, window - 1))  # within the window every layer caches every token
     ids = torch.zeros(1, prompt, dtype=torch.long, device=input_device(model))
     with torch.inference_mode():
         cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
@@ -34,10 +34,10 @@ def measured_bytes_per_token(model: Any, dtype: str) -> float:
 
 
 def cache_figures(model: Any, spec: AttentionSpec, dtype: str, source_bytes: int) -> dict[str, Any]:
-    """The cost part of one report entry; `source_bytes` are the source's per token.
+    """The cost part of one report entry; `source_bytes` is the source's KV bytes per token.
 
     Raises:
-        Failure: Prediction and measurement disagree: then neither may be reported.
+        Failure: Prediction and measurement differ, so neither can be reported.
     """
     predicted, measured = spec.bytes_per_token(dtype), measured_bytes_per_token(model, dtype)
     if measured != predicted:

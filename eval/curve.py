@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 Model = dict[str, Any]
 
-# What the page's style sheet colours, in light and dark. Each is drawn in a stand-in, which `var(--role)` replaces.
+# Roles that the page's style sheet colours, in light and dark. Each is drawn in a placeholder, which `var(--role)` replaces.
 ROLES = ("ink", "muted", "grid", *(f"series-{i}" for i in range(8)))
 COLOURS = {role: f"#0102{index:02x}" for index, role in enumerate(ROLES)}
-MARKERS = "osD^vPX"  # seven shapes beside eight colours: 56 methods before a pair repeats
+MARKERS = "osD^vPX"  # seven shapes with eight colours: 56 methods before a pair repeats
 STYLE = {
     **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), COLOURS["grid"]),
     **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), COLOURS["muted"]),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "text.color": COLOURS["ink"],
-    "text.parse_math": False,  # a `$` in a name is a dollar
+    "text.parse_math": False,  # a `$` in a name is a dollar sign
     "font.size": 12,
     "axes.titlesize": "medium",
     "axes.grid": True,
-    "svg.fonttype": "none",  # real text: the page's font and colours, selectable
+    "svg.fonttype": "none",  # real text, which is selectable and takes the page's font and colours
 }
 
 
 def draw(models: list[Model], salt: str, width: int, height: int) -> str:
-    """The inside of an SVG of `width` by `height`: perplexity against KV bytes per token, one series a method."""
+    """The inside of an SVG of `width` by `height`: perplexity against KV bytes per token, one series per method."""
     import matplotlib.style
     from matplotlib.figure import Figure
 
-    # "default" undoes the reader's matplotlibrc; a salt per drawing keeps the ids apart that share a page.
+    # "default" overrides the user's matplotlibrc; a salt per drawing keeps ids on one page distinct.
     with matplotlib.style.context(["default", {**STYLE, "svg.hashsalt": salt}]):
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
         axes = figure.add_subplot()
@@ -45,22 +45,22 @@ def draw(models: list[Model], salt: str, width: int, height: int) -> str:
         names = [line.get_label() for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
         columns = min(len(names), max(1, width // (9 * max(len(str(name)) for name in names) + 30)))
         figure.legend(loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.2)
-        figure.draw_without_rendering()  # fixes where everything lies, so that labels can avoid each other
+        figure.draw_without_rendering()  # fixes the layout, so that labels can avoid each other
         figure.set_layout_engine("none")
         kinds = [printable(model["kind"]) for model in models]
         _label(axes, [f"{kinds[0]} (source)", *kinds[1:]], points)
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True)
     svg = stream.getvalue()
-    svg = svg[svg.index("<g id=") : svg.rindex("</svg>")]  # before it: the document type and a dated note
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # numbered the same in both drawings, and nothing refers to them
+    svg = svg[svg.index("<g id=") : svg.rindex("</svg>")]  # what precedes it is the document type and a dated note
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # both drawings use the same numbers, and nothing refers to them
     for role, colour in COLOURS.items():
         svg = svg.replace(colour, f"var(--{role})")
     return svg
 
 
 def _plot(axes: Axes, models: list[Model]) -> list[tuple[float, float]]:
-    """Draws axes, guide line and series; returns the point of each model in data coordinates."""
+    """Draw axes, guide line and series; return the point of each model in data coordinates."""
     smallest = min(model["kv_bytes_per_token"] for model in models)
     unit, name = next((u, n) for u, n in ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes")) if smallest >= u or u == 1)
     points = [(model["kv_bytes_per_token"] / unit, float(model["perplexity"])) for model in models]
@@ -84,7 +84,7 @@ def series_label(text: str) -> str:
 
 
 def scale(axes: Axes, which: int, values: list[float]) -> bool:
-    """Sets limits and ticks of axis `which` (0: x, 1: y), logarithmic from a span of four on."""
+    """Set limits and ticks of axis `which` (0: x, 1: y), logarithmic if the values span a factor of four; whether it is."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
     axis, low, high = (axes.xaxis, axes.yaxis)[which], min(values), max(values)
@@ -92,12 +92,12 @@ def scale(axes: Axes, which: int, values: list[float]) -> bool:
     if log:
         (axes.set_xscale, axes.set_yscale)[which]("log")
         pad = (high / low) ** 0.12
-        low, high = low / pad**1.5, high * pad  # labels find room below the source
+        low, high = low / pad**1.5, high * pad  # room for labels below the source
         # Caches come in powers of two.
         subs = (1, 2, 3, 5, 7) if high < 15 * low else (1, 2, 5) if high < 300 * low else (1,)
         axis.set_major_locator(LogLocator(2, numticks=7) if which == 0 else LogLocator(10, subs, numticks=12))
     else:
-        # A cache is read as a share of the source's, hence from 0; perplexities that agree must not be torn apart.
+        # A cache is read as a share of the source's, so the axis starts at 0; nearly equal perplexities must look so.
         pad = 0.15 * max(high - low, 0.02 * high)
         low, high = (0.0, 1.12 * high) if which == 0 else (low - 1.5 * pad, high + pad)
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 5, 8, 10] if which == 0 else [1, 2, 2.5, 5, 10]))
@@ -108,7 +108,7 @@ def scale(axes: Axes, which: int, values: list[float]) -> bool:
 
 
 def _label(axes: Axes, labels: list[str], points: list[tuple[float, float]]) -> None:
-    """Puts a label beside each point, where it hides no label and no point, and as little of the lines as can be."""
+    """Put a label beside each point, where it covers no label, no point, and as little of the lines as possible."""
     from matplotlib.transforms import Bbox
 
     pixels = axes.transData.transform(points)
@@ -116,7 +116,7 @@ def _label(axes: Axes, labels: list[str], points: list[tuple[float, float]]) -> 
     inked = [p for line in axes.get_lines() for p in _along(line.get_transform().transform(line.get_xydata()))]
     for index, (label, point, (x, y)) in enumerate(zip(labels, points, pixels, strict=True)):
         if any(label == labels[other] and math.dist((x, y), pixels[other]) < 12 for other in range(index)):
-            continue  # one label serves all points of its kind that lie on each other
+            continue  # one label serves all coinciding points of its kind
         text = axes.annotate(label, point, fontsize=11)
         width, height = text.get_window_extent().size
         text.remove()
@@ -132,7 +132,7 @@ def _label(axes: Axes, labels: list[str], points: list[tuple[float, float]]) -> 
             cost += 10_000 * (place.count_overlaps(boxes) + outside)
             if cost < best:
                 best, offset, box, leader = cost, shift, place, line
-        # A label far from its point needs a line to it.
+        # A label far from its point gets a line to it.
         arrow = {"arrowstyle": "-", "color": COLOURS["muted"], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 4}
         text = axes.annotate(label, point, offset, textcoords="offset points", arrowprops=arrow if leader else None)
         text.set(ha="center", va="center", fontsize=11)

@@ -1,4 +1,4 @@
-"""Which device a command may use, what memory it has left or lacked, and where a loaded model takes its input."""
+"""Devices: checks of `--device`, free memory, out-of-memory errors, and the input device of a loaded model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from attention.errors import Failure, Refusal
 
-# As the CUDA runtime, Triton's driver and torch's allocator say it; torch on a CPU; cuBLAS.
+# Messages of the CUDA runtime, Triton's driver and torch's allocator; of torch on a CPU; of cuBLAS.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -17,7 +17,7 @@ def require_device(name: str) -> None:
     """Check a `--device` argument: "auto", "cpu", "cuda", "cuda:1", ….
 
     Raises:
-        Refusal: It is no device name.
+        Refusal: It is not a device name.
         Failure: This machine has no such device.
     """
     import torch
@@ -35,7 +35,7 @@ def require_device(name: str) -> None:
 
 
 def compute_device(name: str) -> Any:
-    """The `torch.device` of a `--device` argument that has been checked; "auto" is a GPU if there is one."""
+    """The `torch.device` of a checked `--device` argument; "auto" is a GPU if there is one."""
     import torch
 
     if name == "auto":
@@ -44,25 +44,25 @@ def compute_device(name: str) -> Any:
 
 
 def free_memory(device: Any) -> int:
-    """Bytes that tensors may still take on `device`: what a GPU has free, or what this machine has available."""
+    """Bytes still available to tensors on `device`: a GPU's free memory, or this machine's."""
     import torch
 
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, for later
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # reserved by torch
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # not Linux: all there is
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # not Linux: all memory
 
 
 def input_device(model: Any) -> Any:
-    """Where the token ids of `model` go: to its device or, if its embedding is offloaded, to where its hooks compute."""
+    """The device for the token ids of `model`: its own or, if its embedding is offloaded, the one where its hooks compute."""
     return model.device if model.device.type != "meta" else model._hf_hook.execution_device
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether memory was asked for in vain: only torch's own allocator on a GPU has an exception class for that."""
+    """Whether `error` means a lack of memory: only torch's own allocator on a GPU has an exception class for that."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -1,4 +1,4 @@
-"""A model in one runtime, as `eval.speed` measures it: what it will take, loading it and letting it go, what it is then."""
+"""A model in one runtime, as `eval.speed` measures it: its memory, loading and freeing it, and its description."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("kvfold")
 
 
 class Entrant(NamedTuple):
-    """A model in one runtime, ours (as far as it knows the class) or transformers': a row at every batch and context."""
+    """A model in one runtime, ours (if it supports the class) or transformers'; it gets one row per batch and context."""
 
     source: Source
     spec: AttentionSpec
@@ -37,9 +37,9 @@ class Entrant(NamedTuple):
 
 
 def entrants(source: Source, dtype: str, device: torch.device, stock: bool) -> list[Entrant]:
-    """`source` in each runtime it is measured in, from its config alone; `stock` adds that of transformers to ours.
+    """`source` in each runtime to measure, from its config alone; `stock` adds transformers' runtime to ours.
 
-    MHA has only that of transformers.
+    MHA only runs in transformers' runtime.
     """
     spec = AttentionSpec.from_config(source.config)
     if dtype == "auto":
@@ -51,7 +51,7 @@ def entrants(source: Source, dtype: str, device: torch.device, stock: bool) -> l
 
 @contextlib.contextmanager
 def loaded(entered: Sequence[Entrant], device: torch.device) -> Iterator[list[Any]]:
-    """The models of `entered` on `device`, each in its runtime. When the block ends they and their memory are given back."""
+    """The models of `entered` on `device`, each in its runtime. The end of the block frees them and their memory."""
     try:
         with contextlib.ExitStack() as stack:
             models = [stack.enter_context(_loaded(entrant, device)) for entrant in entered]
@@ -60,14 +60,14 @@ def loaded(entered: Sequence[Entrant], device: torch.device) -> Iterator[list[An
             finally:
                 models.clear()
     finally:
-        torch.compiler.reset()  # what has been compiled holds its model, and CUDA graphs their memory
+        torch.compiler.reset()  # compiled code holds its model, and CUDA graphs hold their memory
         gc.collect()
-        torch.cuda.empty_cache()  # nothing without a GPU
+        torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 @contextlib.contextmanager
 def _loaded(entrant: Entrant, device: torch.device) -> Iterator[Any]:
-    """The model alone, in our runtime or, where that does not know its class, as it is: the report names what it ran in."""
+    """One model, in our runtime or, if that does not support its class, unchanged; the report names the runtime."""
     how = EvaluationSettings(dtype=entrant.dtype, device=str(device))
     with load(entrant.source, how) as model:
         if entrant.ours:
@@ -79,14 +79,14 @@ def _loaded(entrant: Entrant, device: torch.device) -> Iterator[Any]:
 
 
 def _runtime(model: Any) -> str:
-    """What runs the attention of `model`: "absorbed", "packed" or "transformers"."""
+    """The runtime of the attention of `model`: "absorbed", "packed" or "transformers"."""
     if any(isinstance(module, LatentAttention) for module in model.modules()):
         return "absorbed"
     return "packed" if any(map(is_packed, model.modules())) else "transformers"
 
 
 def describe(entrant: Entrant, model: Any) -> dict[str, Any]:
-    """An entry of "models" in bench.json, without cases."""
+    """An entry of "models" in bench.json, without its measurements."""
     return {
         "name": entrant.source.name,
         "path": entrant.source.reference,

@@ -1,4 +1,4 @@
-"""Models and a text in, a report out: loads each model, scores it beside its source, measures its cache."""
+"""Evaluates models on a text: loads each model, scores it beside its source, measures its cache, returns a report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from eval.text import Text, Tokens, tokenize
 
 _log = logging.getLogger("kvfold")
 _DEFAULT_CONTEXT = 2048
-_SMALL = 250 * 10**6  # bytes of weights beside the source that matter to no machine that holds one model
+_SMALL = 250 * 10**6  # bytes of weights that fit beside the source on any machine
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class EvaluationSettings:
     Attributes:
         protocol: One of `eval.protocol.PROTOCOLS`.
         context: Tokens per block; None for min(2048, the smallest position limit of the models).
-        max_tokens: Evaluate on so many tokens from the text's start; None for all.
-        dtype: Arithmetic of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
-        device: "auto", "cpu", "cuda", "cuda:1", …; "auto" spreads over what there is with accelerate's device map.
+        max_tokens: How many tokens to evaluate on, from the text's start; None for all.
+        dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
+        device: "auto", "cpu", "cuda", "cuda:1", …; "auto" spreads a model with accelerate's device map.
     """
 
     protocol: str = "paper"
@@ -47,10 +47,10 @@ class EvaluationSettings:
 
 
 def require_ratio(report: dict[str, Any], limit: float | None) -> None:
-    """Hold every model's perplexity to `limit` times the source's.
+    """Require every model's perplexity to be at most `limit` times the source's.
 
     Raises:
-        GateMissed: One exceeds it.
+        GateMissed: A model exceeds it.
     """
     source, *others = report["models"]
     for entry in others if limit is not None else []:
@@ -68,21 +68,21 @@ def report_of(
     calibrated_on: Tokens | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Evaluate the first model as the source and the others against it.
+    """Evaluate the first model as the source, and compare the others with it.
 
-    In memory at a time are the source and one other, or several others if they are small; the source runs once beside
-    each such group.
+    Memory holds the source and one other model at a time, or several if they are small; the source runs once for
+    each group.
 
     Args:
-        sources: The source first.
-        text: What to evaluate on.
-        settings: How.
-        calibrated_on: What the others are known to have been calibrated on. Otherwise their own conversion.json tells
+        sources: The models; the source comes first.
+        text: The text to evaluate on.
+        settings: How to evaluate.
+        calibrated_on: The text that the others were calibrated on, if known. Otherwise their own conversion.json tells
             whether it was the start of this text.
-        progress: Told how many tokens have been scored.
+        progress: Called with the number of scored tokens.
 
     Returns:
-        The report: `{"kvfold", "protocol", "models"}` as DESIGN.md gives it.
+        The report: `{"kvfold", "protocol", "models"}`, the content of report.json.
 
     Raises:
         Refusal: The models' configs do not allow the comparison.
@@ -96,7 +96,7 @@ def report_of(
     entries: list[dict[str, Any]] = []
     with load(first, settings) as source:
         record = protocol_record(protocol, tokens, str(source.dtype).removeprefix("torch."))
-        # What can fail for reasons in a model's config or files comes before the long part.
+        # Do everything that a model's config or files can make fail before the long part.
         fixed = [{**_identity(first), **_cost(first, source)}]
         for group in _groups(others) or [[]]:
             with contextlib.ExitStack() as stack:
@@ -108,14 +108,14 @@ def report_of(
                 name = ", ".join(other.name for other in group or [first])
                 with stage(progress, f"evaluate {name}", total, "token") as done:
                     scores = compare(source, models, blocks, done)
-                del models  # or they would still be there while the next ones are loaded
+                del models  # or they would stay in memory while the next ones are loaded
             new = scores if not entries else scores[1:]
             entries += [fixed[len(entries) + i] | score.as_figures(tokens, scores[0]) for i, score in enumerate(new)]
     return {"kvfold": version("kvfold"), "protocol": record, "models": entries}
 
 
 def _groups(others: Sequence[Source]) -> list[list[Source]]:
-    """Models in order, as many together as have weight files of `_SMALL` bytes, or one."""
+    """The models in order, grouped: as many as have weight files of `_SMALL` bytes together, or a single one."""
     groups: list[list[Source]] = []
     room = 0
     for other in others:
@@ -129,7 +129,7 @@ def _groups(others: Sequence[Source]) -> list[list[Source]]:
 
 
 def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[Protocol, Tokens]:
-    """Everything that can go wrong before a model is loaded: configs, tokenizer, text. The whole text's tokens."""
+    """Check configs, tokenizer and text before a model is loaded. Returns the protocol and the whole text's tokens."""
     protocol = check(sources, settings)
     tokens = tokens_of(sources[0], text)
     protocol.blocks(tokens)
@@ -137,7 +137,7 @@ def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings)
 
 
 def check(sources: Sequence[Source], settings: EvaluationSettings) -> Protocol:
-    """Everything that can be refused from configs: the protocol at the context that all models allow."""
+    """Check everything that configs can show. Returns the protocol at a context that all models allow."""
     require_device(settings.device)
     for source in sources:
         require_causal(source)
@@ -146,7 +146,7 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> Protocol:
         listed = ", ".join(f"{s.name} {s.config.get_text_config(decoder=True).vocab_size}" for s in sources)
         raise Refusal(
             f"models with different vocabularies cannot be compared: {listed}",
-            hint="evaluate each by itself, bits/byte compares",
+            hint="evaluate each by itself and compare bits/byte",
         )
     for source in sources:
         AttentionSpec.from_config(source.config).bytes_per_token(source.dtype)
@@ -159,10 +159,10 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> Protocol:
 
 
 def require_contexts(sources: Sequence[Source], wanted: Sequence[int]) -> tuple[int, ...]:
-    """`wanted`, or min(2048, the smallest position limit of the models) where it is empty.
+    """`wanted`, or min(2048, the smallest position limit of the models) if it is empty.
 
     Raises:
-        Refusal: One exceeds a model's positions.
+        Refusal: A context exceeds a model's positions.
     """
     limits = [limit for source in sources if (limit := source.max_positions)]
     if limits and max(wanted, default=0) > min(limits):
@@ -174,7 +174,7 @@ def require_contexts(sources: Sequence[Source], wanted: Sequence[int]) -> tuple[
 
 
 def require_causal(source: Source) -> None:
-    """Raise `Refusal` for what is no decoder-only language model."""
+    """Raise `Refusal` if the model is not a decoder-only language model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     known = type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
@@ -189,7 +189,7 @@ def require_causal(source: Source) -> None:
 def load(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
     """The model of `source` in eval mode, freed when the block ends.
 
-    With "cpu" it is loaded whole. Otherwise accelerate's device map spreads it over GPUs, main memory and, beyond those,
+    On "cpu" it is loaded into main memory. Otherwise accelerate's device map spreads it over GPUs, main memory and, if needed,
     a temporary directory.
     """
     import torch
@@ -209,14 +209,14 @@ def load(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
             )
         except Failure:
             raise
-        except Exception as error:  # safetensors, torch, transformers and the file system all have their own
+        except Exception as error:  # safetensors, torch, transformers and the file system raise different classes
             reason = " ".join(str(error).split())[:300]
             raise Failure(
                 f"cannot load {source.reference}: {type(error).__name__}: {reason}", hint="is it whole? -v shows more"
             ) from error
         if info["missing_keys"] or info["mismatched_keys"]:
             bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-            # transformers fills such weights with random numbers and carries on; a figure from that would be false.
+            # transformers fills such weights with random numbers and continues, so figures would be wrong.
             raise Failure(
                 f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …",
                 hint="config.json and the weights are not of the same model",
@@ -228,10 +228,10 @@ def load(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
 
 
 def tokens_of(source: Source, text: Text, first: int | None = None) -> Tokens:
-    """A text, or its first tokens, under a model's own tokenizer.
+    """The tokens of a text, or its first ones, from a model's own tokenizer.
 
     Raises:
-        Failure: The tokenizer cannot be loaded, or makes ids that the model does not know.
+        Failure: The tokenizer cannot be loaded, or gives ids that the model does not know.
     """
     from transformers import AutoTokenizer
 
@@ -268,16 +268,31 @@ def _identity(source: Source) -> dict[str, Any]:
 
 
 def _made(source: Source) -> dict[str, Any]:
-    """The model's own conversion.json, or {} if no conversion of ours made it."""
+    """The model's own conversion.json, or {} if no conversion of ours made it.
+
+    Raises:
+        Failure: It is ours, and a value has a type that no conversion writes.
+    """
     try:
         made = json.loads((source.files / "conversion.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    return made if isinstance(made, dict) and "kvfold" in made else {}  # another tool's file of that name says nothing
+    if not isinstance(made, dict) or "kvfold" not in made:
+        return {}  # another tool's file of that name says nothing
+    calibration = made.get("calibration") or {}
+    tokens = calibration.get("tokens") if isinstance(calibration, dict) else "none"
+    types = {"method": made.get("method"), "calibration_hash": made.get("calibration_hash")}
+    wrong = [key for key, value in types.items() if not isinstance(value, str | None)]
+    if wrong or not isinstance(tokens, int | None):
+        raise Failure(
+            f"conversion.json of {source.reference} is damaged: its {(wrong or ['calibration'])[0]} is of another type",
+            hint="restore it, or take it away: it only says how the model was made",
+        )
+    return made
 
 
 def _overlap(source: Source, tokens: Tokens, whole: Tokens, calibrated_on: Tokens | None) -> float | None:
-    """The share of the evaluated `tokens` that calibration has seen; None where there was none, or on an unknown text."""
+    """The share of the evaluated `tokens` that calibration has seen; None without calibration or if its text is unknown."""
     made = _made(source)
     if calibrated_on is not None:
         return shared_share(tokens.ids, calibrated_on.ids)

@@ -1,4 +1,4 @@
-"""The largest batch over which a model runs a decode step, found by running it: it fills the memory of a GPU."""
+"""Finds the largest batch for which a model can run a decode step, by trying; this fills the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from eval.entrant import Entrant, loaded
 from eval.workload import Workload, fits
 
 MOST_SEQUENCES = 4096  # where the search ends
-Largest = tuple[int | None, str | None]  # a batch, and why there is none or no more
+Largest = tuple[int | None, str | None]  # a batch, and why there is none or no larger one
 
 
 def search(entrant: Entrant, contexts: Sequence[int], device: torch.device) -> dict[int, Largest]:
-    """The largest batch at each context. Everything else has been measured by now: no error may lose it."""
+    """The largest batch at each context. No error may escape, so that the earlier measurements are kept."""
     sizes: dict[int, Largest] = {}
     failed = None
     try:
         with loaded([entrant], device) as models:
             for context in contexts:
                 sizes[context] = _largest(entrant, models[0], context, device)
-    except Exception as error:  # a GPU that an earlier search has upset can neither load nor free memory
+    except Exception as error:  # after a failed search a GPU may neither load nor free memory
         failed = _failed(entrant, error)
     return {context: sizes.get(context, (None, failed)) for context in contexts}
 
@@ -32,7 +32,7 @@ def search(entrant: Entrant, contexts: Sequence[int], device: torch.device) -> d
 def _largest(entrant: Entrant, model: Any, context: int, device: torch.device) -> Largest:
     try:
         size = largest_batch(model, context, free_memory(device), entrant.cache_bytes(1, context))
-    except Exception as error:  # kernels, their compilers and the driver have limits and classes of their own
+    except Exception as error:  # kernels, their compilers and the driver have their own limits and exception classes
         return None, _failed(entrant, error)
     return size, f"the search ends at {MOST_SEQUENCES}" if size == MOST_SEQUENCES else None
 
@@ -42,21 +42,21 @@ def _failed(entrant: Entrant, error: Exception) -> str:
 
 
 def largest_batch(model: Any, context: int, room: int, bytes_per_sequence: int) -> int:
-    """The most sequences of `context` tokens over which `model` runs a decode step, found by running it; 0 if none.
+    """The most sequences of `context` tokens for which `model` can run a decode step, found by trying; 0 if none.
 
-    The cache is written by steps alone: a prefill can go sequence by sequence.
+    Only decode steps write the cache, since a prefill can go sequence by sequence.
 
     Args:
-        model: On a GPU, with nothing else there that could be removed.
-        context: Tokens of each sequence, the new one among them.
-        room: Bytes that are free.
-        bytes_per_sequence: Of the cache of one sequence.
+        model: A model on a GPU that holds nothing else that could be freed.
+        context: Tokens per sequence, including the new one.
+        room: Free bytes.
+        bytes_per_sequence: Bytes of the cache of one sequence.
     """
 
     def runs(batch: int) -> bool:
         def twice() -> None:
             workload = Workload(model, batch, context)
-            for _ in range(2):  # the first allocates
+            for _ in range(2):  # the first one allocates
                 workload.to_last()
                 workload.step()
 
@@ -66,11 +66,11 @@ def largest_batch(model: Any, context: int, room: int, bytes_per_sequence: int) 
 
 
 def most(runs: Callable[[int], bool], guess: int, limit: int = MOST_SEQUENCES) -> int:
-    """The largest number up to `limit` for which `runs` is true, as it is for all below; 0 if there is none.
+    """The largest number up to `limit` for which `runs` is true; 0 if there is none. `runs` must be true below it.
 
-    Looks near `guess` first, in strides of a tenth, and halves the last one down to one.
+    Searches near `guess` first, in strides of a tenth, then halves the last stride down to one.
     """
-    low, high = 0, limit + 1  # runs, does not
+    low, high = 0, limit + 1  # the largest that runs, the smallest that does not
     probe = min(max(guess, 1), limit)
     while high - low > 1:
         if runs(probe):

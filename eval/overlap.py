@@ -1,4 +1,4 @@
-"""Whether a text was seen before: a perplexity on the text that a model was calibrated on flatters it."""
+"""Measures the overlap of texts: perplexity on the text that a model was calibrated on is too low."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     import torch
 
 WARN_ABOVE = 0.01  # texts of one language share some runs
-_RUN = 32  # tokens that texts of one language hardly share by chance
+_RUN = 32  # tokens; different texts hardly share a run of this length
 
 
 def shared_share(evaluated: torch.Tensor, seen: torch.Tensor) -> float:
-    """The share of `evaluated` ids `[n]`, in runs of 32 tokens, that occurs anywhere in `seen` ids `[m]`.
+    """The share of `evaluated` ids `[n]`, cut into runs of 32 tokens, that occurs anywhere in `seen` ids `[m]`.
 
-    A text of fewer tokens is one run. Memory grows with n alone.
+    A text of fewer tokens is one run. Memory grows with n only.
     """
     run = min(_RUN, len(evaluated))
     runs = list(_runs(evaluated, run, run))

@@ -1,4 +1,4 @@
-"""Perplexity under a named protocol, and how far a model has moved from its source (KL, top-1 agreement).
+"""Perplexity under a named protocol, and the distance of a model from its source (KL, top-1 agreement).
 
 Sums of nats are accumulated in fp64 over fp32 log-probabilities and divided once; nothing is averaged per sequence.
 """
@@ -18,15 +18,15 @@ from eval.device import input_device
 from eval.protocol import Block, Protocol
 from eval.text import Tokens
 
-# Logits of one forward pass, in values (128 MB in fp32): decides how many blocks go through together.
+# Most logits per forward pass, in values (128 MB in fp32): limits the blocks per batch.
 _LOGITS_AT_ONCE = 2**25
-# Logits that are made log-probabilities and compared at a time: those steps need several fp32 copies.
+# Most logits per comparison, which needs several fp32 copies.
 _ROWS_AT_ONCE = 2**24
 
 
 @dataclass
 class Score:
-    """Running sums over scored tokens: nats, KL(source ‖ model) and argmax agreement with the source."""
+    """Running sums over scored tokens: nats, KL(source ‖ model), argmax agreement with the source."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -34,9 +34,9 @@ class Score:
     agreed: int = 0
 
     def add(self, found: torch.Tensor, expected: torch.Tensor | None, targets: torch.Tensor) -> None:
-        """Count fp32 log-probabilities `[N, vocabulary]` of `targets [N]`, `found` against what the source `expected`.
+        """Add fp32 log-probabilities `found [N, vocabulary]` at `targets [N]`, compared with the source's, `expected`.
 
-        None means that `found` are the source's own.
+        If `expected` is None, `found` is the source's own.
         """
         self.nats += nll_loss(found, targets.to(found.device), reduction="none").double().sum().item()
         self.tokens += targets.numel()
@@ -59,7 +59,7 @@ class Score:
             raise Failure(f"perplexity overflows at {self.loss:.0f} nats per token: the model's output is garbage") from None
 
     def bits_per_byte(self, tokens: Tokens) -> float:
-        """Mean loss in bits times tokens per byte of the whole text: comparable between tokenizers."""
+        """Mean loss in bits times tokens per byte of text: comparable between tokenizers."""
         return self.loss / math.log(2) * tokens.per_byte
 
     def as_figures(self, tokens: Tokens, source: Score) -> dict[str, Any]:
@@ -77,16 +77,16 @@ class Score:
 def compare(
     source: Any, models: Sequence[Any], blocks: list[Block], progress: Callable[[int], object] = lambda tokens: None
 ) -> list[Score]:
-    """Score the source and, on the same blocks, converted models.
+    """Score the source and converted models on the same blocks.
 
     Args:
         source: A causal LM in eval mode.
-        models: Others with the same vocabulary, or none.
+        models: Other models with the same vocabulary; may be empty.
         blocks: From `Protocol.blocks`.
-        progress: Called with the number of further tokens scored.
+        progress: Called with the number of tokens newly scored.
 
     Returns:
-        The source's score, and each model's against it.
+        The source's score, then each model's score against it.
 
     Raises:
         Failure: A model's logits are not finite.
@@ -98,7 +98,7 @@ def compare(
             targets = ids[:, first:].flatten()
             expected = _logits(source, ids, first)
             _add(scores[0], source, expected, None, targets, vocabulary)
-            for score, model in zip(scores[1:], models, strict=True):  # one model's logits at a time
+            for score, model in zip(scores[1:], models, strict=True):  # hold one model's logits at a time
                 _add(score, model, _logits(model, ids, first), (source, expected), targets, vocabulary)
             progress(targets.numel())
     return scores
@@ -112,7 +112,7 @@ def _add(
     targets: torch.Tensor,
     vocabulary: int,
 ) -> None:
-    """Add the score of `logits [N, vocabulary]` against those that the source `expected`, some rows at a time."""
+    """Add `logits [N, vocabulary]` to the score, compared with the source's, `expected`, some rows at a time."""
     for start in range(0, len(targets), rows := max(1, _ROWS_AT_ONCE // vocabulary)):
         part = slice(start, start + rows)
         found = _log_probabilities(logits[part], model)
@@ -121,7 +121,7 @@ def _add(
 
 
 def _batches(blocks: list[Block], vocabulary: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Blocks of one shape stacked to `[B, T]`, as many as logits allow, with the index of the first scored token."""
+    """Blocks of one shape stacked to `[B, T]`, as many as the limit allows, with the index of the first scored token."""
     waiting: list[Block] = []
     for block in [*blocks, None]:
         full = waiting and (len(waiting) + 1) * len(waiting[0].ids) * vocabulary > _LOGITS_AT_ONCE
@@ -134,7 +134,7 @@ def _batches(blocks: list[Block], vocabulary: int) -> Iterator[tuple[torch.Tenso
 
 
 def _logits(model: Any, ids: torch.Tensor, first: int) -> torch.Tensor:
-    """Logits `[N, vocabulary]`, in the model's dtype, at the N positions of `ids [B, T]` that are scored."""
+    """Logits `[N, vocabulary]`, in the model's dtype, at the N scored positions of `ids [B, T]`."""
     return model(input_ids=ids.to(input_device(model)), use_cache=False).logits[:, first - 1 : -1].flatten(0, 1)
 
 
@@ -150,7 +150,7 @@ def _log_probabilities(logits: torch.Tensor, model: Any) -> torch.Tensor:
 
 
 def protocol_record(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:
-    """The protocol part of a report: everything that a figure depends on beside the model."""
+    """The protocol part of a report: everything that a figure depends on besides the model."""
     return {
         **asdict(protocol),
         "dtype": dtype,

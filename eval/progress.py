@@ -1,30 +1,30 @@
-"""How long work says how far it is: one callback, called for each stage of it."""
+"""Progress of long work: one callback, which is called for each stage."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 
-# (stage, done, total, unit): first with 0 done, last with all of it.
+# Called as (stage, done, total, unit): first with done = 0, last with done = total.
 Progress = Callable[[str, int, int, str], object]
 
 
 def silent(stage: str, done: int, total: int, unit: str) -> None:
-    """Says nothing."""
+    """Ignores progress."""
 
 
 @contextlib.contextmanager
 def stage(progress: Progress, name: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """One stage of the work, for as long as the block lasts.
+    """Report one stage of the work during the block.
 
     Args:
-        progress: Who is told.
-        name: What is done, a verb: "survey".
-        total: How many units there are.
-        unit: What is counted, in the singular: "layer", "token", "byte".
+        progress: The callback.
+        name: A verb for the stage: "survey".
+        total: The number of units.
+        unit: The unit in the singular: "layer", "token", "byte".
 
     Yields:
-        A function to be called with the number of further units that are done.
+        A function to call with the number of units newly done.
     """
     count = 0
     progress(name, 0, total, unit)

@@ -1,4 +1,4 @@
-"""Protocols: how a text becomes scored tokens. A perplexity without its protocol is not comparable to anything."""
+"""Protocols: how a text becomes scored tokens. Perplexities are comparable only under the same protocol."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PROTOCOLS = ("paper", "bos", "sliding")
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a text becomes scored tokens.
+    """A rule for how a text becomes scored tokens.
 
     Attributes:
-        name: "paper": consecutive blocks, as the tables of papers have it. "bos": the same, each block opened by BOS.
+        name: "paper": consecutive blocks, as in papers. "bos": the same, but each block begins with BOS.
             "sliding": blocks overlap by half, so that every token has context.
-        context: Tokens of one block, BOS included.
-        stride: New tokens that each block scores; `context` where blocks do not overlap.
-        bos: "start": the text begins with BOS if the tokenizer wants one. "block": every block does.
+        context: Tokens per block, BOS included.
+        stride: New tokens that each block scores; `context` if blocks do not overlap.
+        bos: "start": the text begins with BOS if the tokenizer adds one. "block": every block begins with BOS.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Protocol:
         return cls(name, context, context, "block" if name == "bos" else "start")
 
     def blocks(self, tokens: Tokens) -> list[Block]:
-        """Cut `tokens` into blocks. A last shorter block is dropped, unless it is the only one, or blocks overlap.
+        """Cut `tokens` into blocks. A shorter last block is dropped, unless it is the only one or blocks overlap.
 
         Raises:
-            Failure: The protocol opens every block with BOS, and the tokenizer has none.
+            Failure: The protocol begins every block with BOS, and the tokenizer has none.
         """
         import torch
 
@@ -64,7 +64,7 @@ class Protocol:
             ids = torch.cat((opening, tokens.ids))
             starts = range(0, max(1, len(ids) - self.context + self.stride), self.stride)
             overlap = self.context - self.stride
-            # The very first token of the text has nothing before it; later blocks score what is new in them.
+            # The first token of the text has no context; later blocks score only their new tokens.
             blocks = [Block(ids[s : s + self.context], max(1, overlap) if s else 1) for s in starts]
         if self.stride == self.context and len(blocks) > 1 and len(blocks[-1].ids) < self.context:
             blocks.pop()
@@ -73,7 +73,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Block:
-    """`ids` of one forward pass, of which those from index `first` on are scored."""
+    """The `ids` of one forward pass; those from index `first` on are scored."""
 
     ids: torch.Tensor
     first: int

@@ -1,7 +1,7 @@
-"""Renders a report (DESIGN.md, section 8) as JSON, Markdown and one self-contained HTML page.
+"""Renders a report (`eval.evaluate` returns one) as JSON, Markdown and one self-contained HTML page.
 
-A report is a plain dict; this module measures nothing and knows neither models nor tokenizers. One list of columns
-feeds the Markdown and the HTML table, so the two cannot drift apart.
+A report is a plain dict; this module measures nothing and loads neither models nor tokenizers. One list of columns
+gives both the Markdown and the HTML table, so they always agree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Report = dict[str, Any]
 
 
 class Column(NamedTuple):
-    """One column of every table; everything but plain text is right-aligned."""
+    """One column of every table; numbers are right-aligned."""
 
     header: str
     numeric: bool
@@ -33,19 +33,19 @@ class Column(NamedTuple):
 
 
 def _perplexity(value: float) -> str:
-    """Four significant digits as long as they read well: 5.472, 30.12, 412.6, 8,103, 3.2e+07."""
+    """`value` with four significant digits while that is readable: 5.472, 30.12, 412.6, 8,103, 3.2e+07."""
     if value >= 1e6:
         return f"{value:.2g}"
     return f"{value:,.{max(0, 3 - int(math.log10(value)))}f}" if value >= 1 else f"{value:.3f}"
 
 
 def _fixed(value: float, spec: str = ".4f") -> str:
-    """Fixed decimals; what rounds to nothing bears no sign, so that no row reads `-0.0000`."""
+    """`value` with fixed decimals; one that rounds to zero has no sign, so that no row reads `-0.0000`."""
     return format(value, spec) if round(value, 4) else f"{0:.4f}"
 
 
 def _divergence(value: float) -> str:
-    # An exact conversion has KL 0; a nearly exact one must not look the same.
+    # An exact conversion has KL 0; a nearly exact one must look different.
     return "<0.0001" if 0 < value < 5e-5 else _fixed(value)
 
 
@@ -79,20 +79,20 @@ def to_json(report: Report) -> str:
         except ValueError:
             raise Failure(
                 f"cannot write the report: {key} of {owner} is {value}, but every number must be finite",
-                hint="overflowing or NaN logits give this: evaluate with --dtype float32; if it stays, convert again",
+                hint="overflowing or NaN logits cause this: evaluate with --dtype float32; if it remains, convert again",
             ) from None
     return json.dumps(report, indent=2, allow_nan=False) + "\n"
 
 
 def to_markdown(report: Report) -> str:
-    """One GitHub table and one line naming the protocol; padded, so that it also reads well on a terminal."""
+    """One GitHub table and one line with the protocol; cells are padded, so that it is readable on a terminal."""
     numbers = [i for i, column in enumerate(COLUMNS) if column.numeric]
     lines = [_protocol_line(report), *map(markdown, _warnings(report))]
     return f"{table([c.header for c in COLUMNS], _rows(report), numbers)}\n\n" + "\n\n".join(lines) + "\n"
 
 
 def _warnings(report: Report) -> list[str]:
-    """One sentence for each model that has seen this text before."""
+    """One sentence for each model that was calibrated on parts of this text."""
     return [
         f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
         "which flatters its figures."
@@ -117,7 +117,7 @@ def _protocol_line(report: Report) -> str:
 
 
 def _protocol_items(report: Report) -> list[tuple[str, str]]:
-    """Every scalar of the protocol as (term, description), for the page."""
+    """Every scalar of the protocol as (term, description), for the HTML page."""
     labels = {"bos": "BOS rule", "name": "protocol"}
     items = [("tokens scored", _tokens(report))]
     for key, value in report["protocol"].items():
@@ -129,7 +129,7 @@ def _protocol_items(report: Report) -> list[tuple[str, str]]:
 
 
 def _summary(report: Report) -> str:
-    """The result in one plain sentence; no-break spaces keep a number with what belongs to it."""
+    """The result in one sentence; no-break spaces keep numbers with their units."""
     source, *others = report["models"]
     before = f"perplexity\N{NO-BREAK SPACE}{_perplexity(source['perplexity'])}"
     name = printable(source["name"])
@@ -145,7 +145,7 @@ def _summary(report: Report) -> str:
     def loss(model: Model) -> str:
         return f"{_fixed(model['loss_nats'], '+.3f')}\N{NO-BREAK SPACE}nats"
 
-    # A model that saves nothing is no result, unless there is nothing else.
+    # Skip models that save nothing, unless there are no others.
     smaller = [model for model in others if model["cache_ratio"] < 1] or others
     best = min(smaller, key=lambda m: (m["loss_nats"], m["cache_ratio"]))
     least = min(smaller, key=lambda m: (m["cache_ratio"], m["loss_nats"]))
@@ -161,12 +161,12 @@ def _summary(report: Report) -> str:
 
 
 def to_html(report: Report) -> str:
-    """One page without any outside reference; byte-identical for the same report."""
+    """One HTML page without external references; the same report gives the same bytes."""
     from jinja2 import Environment, StrictUndefined
 
     text = resources.files(__package__).joinpath("report.html.j2").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    # Two drawings, one shown: chart text cannot be legible both at 360 and at 1600 pixels from one.
+    # Two drawings, of which one is shown: no single one has legible text at both 360 and 1600 pixels.
     sizes = {"narrow": (328, 340), "wide": (760, 440)}
     page = environment.from_string(text).render(
         source=printable(report["models"][0]["name"]),
@@ -182,14 +182,14 @@ def to_html(report: Report) -> str:
 
 
 def write(report: Report, directory: Path) -> dict[str, Path]:
-    """Writes report.json, report.md and report.html, each whole or not at all; returns their paths by name."""
+    """Write report.json, report.md and report.html, each completely or not at all; return their paths by name."""
     return write_pages(
         {"report.json": to_json(report), "report.md": to_markdown(report), "report.html": to_html(report)}, directory
     )
 
 
 def write_pages(pages: dict[str, str], directory: Path) -> dict[str, Path]:
-    """Writes each of `pages`, text by file name, whole or not at all; returns their paths by name."""
+    """Write each of `pages`, text by file name, completely or not at all; return their paths by name."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         temporary = directory / f".{name}.{os.getpid()}"

@@ -1,4 +1,4 @@
-"""Where a MODEL argument lives: a directory, or a Hub id with an optional `@revision`. Reads configs, no weights."""
+"""Resolves a MODEL argument: a directory, or a Hub id with an optional `@revision`. Reads configs, no weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 from attention.errors import Failure, Refusal
 from eval import config_rules
 
-# What a conversion or an evaluation needs of a Hub repository: no other formats, no folders of other models.
+# The files of a Hub repository that a conversion or an evaluation needs: no other formats, no folders of other models.
 _WANTED = [
     "model*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken",
     "additional_chat_templates/*.jinja", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*", "README.md",
 ]  # fmt: skip
-_UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # folders but additional_chat_templates; variants
+_UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # all folders except additional_chat_templates; variants
 _PICKLES = ["pytorch_model*.bin"]
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _LARGEST_CONFIG = 2**26  # bytes
@@ -27,14 +27,14 @@ _LARGEST_CONFIG = 2**26  # bytes
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint as its user named it.
+    """A checkpoint as the user named it.
 
     Attributes:
         reference: The argument as typed.
         directory: The local directory, or None for a Hub id.
         repository: The Hub id, or None.
-        revision: What followed the `@`, or None.
-        trust_remote_code: Whether code beside the weights may run.
+        revision: The part after the `@`, or None.
+        trust_remote_code: Whether Python code that comes with the checkpoint may run.
     """
 
     reference: str
@@ -45,13 +45,13 @@ class Source:
 
     @classmethod
     def parse(cls, reference: str, trust_remote_code: bool = False) -> Source:
-        """Tell a directory from a Hub id; touches neither network nor weights.
+        """Distinguish a directory from a Hub id, without network access and without reading weights.
 
         Raises:
             Refusal: It looks like a path, and no such directory exists.
         """
         path = Path(reference)
-        with contextlib.suppress(RuntimeError):  # ~ of a user that this machine does not know
+        with contextlib.suppress(RuntimeError):  # ~ of an unknown user
             path = path.expanduser()
         if reference and path.is_dir():
             return cls(reference, path, None, None, trust_remote_code)
@@ -65,15 +65,15 @@ class Source:
     def name(self) -> str:
         """The last part of the path or id, for tables."""
         if self.directory:
-            return self.directory.name or self.directory.resolve().name  # "." and ".." have none of their own
+            return self.directory.name or self.directory.resolve().name  # "." and ".." have no name
         return str(self.repository).split("/")[-1] + (f"@{self.revision}" if self.revision else "")
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        """config.json as it stands.
+        """The content of config.json.
 
         Raises:
-            Refusal: There is none, it is no config, or one of its values breaks a rule of `eval.config_rules`.
+            Refusal: It is missing, is not a config, or has a value that breaks a rule of `eval.config_rules`.
         """
         path = self._config_path
         try:
@@ -95,7 +95,7 @@ class Source:
         return str(self.raw["model_type"])
 
     def refuse_remote_code(self) -> None:
-        """Raise if the checkpoint brings its own code and the user has not agreed to run it."""
+        """Raise `Refusal` if the checkpoint needs its own code and the user has not allowed it."""
         if self.raw.get("auto_map") and not self.trust_remote_code:
             raise Refusal(
                 f"{self.reference} wants to run code of its own (auto_map in config.json)",
@@ -104,10 +104,10 @@ class Source:
 
     @cached_property
     def config(self) -> Any:
-        """The transformers config, with its defaults filled in.
+        """The transformers config, with defaults filled in.
 
         Raises:
-            Refusal: It wants to run code, transformers does not accept it, or a value breaks a rule of `eval.config_rules`.
+            Refusal: It needs its own code, transformers does not accept it, or a value breaks a rule of `eval.config_rules`.
         """
         config = self._built_config()
         config_rules.check_config(config, self._where)
@@ -119,7 +119,7 @@ class Source:
         self.refuse_remote_code()
         values = {key: value for key, value in self.raw.items() if key != "model_type"}
         try:
-            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of keys that have newer names
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
                 if self.raw.get("auto_map"):
                     return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
                 # By type and values, not by path: a Hub config needs no second look at the network.
@@ -128,10 +128,10 @@ class Source:
             raise
         except KeyError as error:
             raise Refusal(f"config.json of {self.reference} lacks {error}", hint="complete it") from None
-        except Exception as error:  # transformers validates configs with several exception types of its own
+        except Exception as error:  # transformers raises several exception types of its own
             reason = " ".join(str(error).split())[:300]
             raise Refusal(
-                f"transformers does not accept the config of {self.reference}: {reason}", hint="mend that in its config.json"
+                f"transformers does not accept the config of {self.reference}: {reason}", hint="correct its config.json"
             ) from error
 
     def _config_class(self) -> type:
@@ -149,12 +149,12 @@ class Source:
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype of the weights: what the config says, else what the first weight file holds, else float32."""
+        """The dtype of the weights: from the config, else from the first weight file, else float32."""
         named = self.raw.get("dtype") or self.raw.get("torch_dtype") or self._dtype_of_weights() or "float32"
         return str(named).removeprefix("torch.")
 
     def _dtype_of_weights(self) -> str | None:
-        """From the header of a local safetensors file; other sources are not opened for this."""
+        """The dtype in the header of a local safetensors file; None for other sources."""
         path = next(iter(sorted(self.directory.glob("model*.safetensors"))), None) if self.directory else None
         if path is None:
             return None
@@ -168,16 +168,16 @@ class Source:
 
     @property
     def max_positions(self) -> int | None:
-        """The most positions that the model has been made for, or None if its config does not say."""
+        """The most positions that the model supports, or None if its config does not say."""
         value = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return value if isinstance(value, int) and value > 0 else None  # XLNet says -1
+        return value if isinstance(value, int) and value > 0 else None  # XLNet has -1
 
     @cached_property
     def files(self) -> Path:
-        """The directory with all its files, downloaded if need be.
+        """The directory with all files, downloaded if necessary.
 
         Raises:
-            Failure: The Hub could not be reached, or has no such repository, revision or weights.
+            Failure: The Hub cannot be reached, or has no such repository, revision or weights.
         """
         if self.directory:
             return self.directory
@@ -185,7 +185,7 @@ class Source:
 
     @property
     def commit(self) -> str | None:
-        """The Hub commit that `raw` was read at, or None for a directory."""
+        """The Hub commit that `raw` was read from, or None for a directory."""
         return self._config_path.parent.name if self.repository else None
 
     @property
@@ -196,7 +196,7 @@ class Source:
     def _config_path(self) -> Path:
         if self.directory:
             return self.directory / "config.json"
-        code = ["*.py"] if self.trust_remote_code else []  # a config of its own class needs that class
+        code = ["*.py"] if self.trust_remote_code else []  # a custom config needs its class
         return self._download(["config.json", *code], self.revision) / "config.json"
 
     def _has_safetensors(self) -> bool:
@@ -204,7 +204,7 @@ class Source:
 
         try:
             files = HfApi().list_repo_files(str(self.repository), revision=self.commit)
-        except Exception:  # offline, or the network fails: then the local cache decides what there is
+        except Exception:  # offline or a network error: use what is in the local cache
             return True
         return any(name.endswith(".safetensors") for name in files)
 
@@ -228,6 +228,6 @@ class Source:
 
 
 def _number(value: dict[str, Any]) -> Any:
-    """What JSON has no number for, as transformers writes it: {"__float__": "Infinity"}."""
+    """Decode a number that JSON cannot hold, as transformers writes it: {"__float__": "Infinity"}."""
     tag = value.get("__float__") if len(value) == 1 else None
     return float(tag) if tag in ("Infinity", "-Infinity", "NaN") else value

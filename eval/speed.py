@@ -1,6 +1,6 @@
-"""Models in, their speed and memory out: prefill and decode of each at every batch and context, beside the first.
+"""Measures speed and memory of models: prefill and decode at every batch and context, compared with the first model.
 
-The figures are those of a forward pass: no tokenizer, no sampling, random token ids.
+Figures are for forward passes only: no tokenizer, no sampling, random token ids.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from eval.progress import Progress, silent, stage
 from eval.source import Source
 from eval.workload import Workload, weight_bytes
 
-_WARM_UP = 3  # steps; CUDA graphs are recorded in the second
+_WARM_UP = 3  # steps; the second one records CUDA graphs
 _NO_PEAK = "not measured on a CPU"
 _NO_LARGEST = "not searched for on a CPU, where memory that is not there is lent and the process killed"
 
@@ -36,16 +36,16 @@ class BenchSettings:
     """What to measure.
 
     Attributes:
-        batches: Sequences at once.
-        contexts: Tokens of each that a decode step attends over; empty for min(2048, the models' smallest limit).
+        batches: Batch sizes.
+        contexts: Tokens per sequence that a decode step attends over; empty for min(2048, the models' smallest limit).
         steps: Decode steps per round.
-        rounds: Of each model at every batch and context.
-        dtype: Of weights and cache; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
+        rounds: Rounds per model, batch and context.
+        dtype: Dtype of weights and cache; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", …
         compile: Run decode steps through torch.compile.
-        stock: Measure models with latent or grouped attention once more, as transformers runs them.
-        largest_batch: On a GPU, find the largest batch that fits, by filling its memory.
-        backend: Of torch.compile.
+        stock: Also measure models with latent or grouped attention as transformers runs them.
+        largest_batch: On a GPU, find the largest batch that fits by filling the memory.
+        backend: The backend of torch.compile.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -61,7 +61,7 @@ class BenchSettings:
 
 
 class Case(NamedTuple):
-    """Sequences at once, and tokens of each."""
+    """A batch size, and tokens per sequence."""
 
     batch: int
     context: int
@@ -73,24 +73,24 @@ class Case(NamedTuple):
 def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress = silent) -> dict[str, Any]:
     """Measure models side by side.
 
-    If all fit into half of the free memory together they take turns in every round; otherwise, and if they are compiled,
-    one is measured after another.
+    If all models fit into half of the free memory together, they take turns in every round; otherwise, or if compiled, they
+    are measured one after another.
 
     Args:
-        sources: The first is what the others are compared with.
-        settings: How.
-        progress: Told how many rounds are done.
+        sources: The models; the others are compared with the first.
+        settings: How to measure.
+        progress: Called with the number of finished rounds.
 
     Returns:
-        `{"kvfold", "setup", "models"}`, as docs/bench.md gives it. Seconds, bytes, tokens and 10⁹ bytes per second.
+        `{"kvfold", "setup", "models"}`, described in docs/bench.md. Units: seconds, bytes, tokens, 10⁹ bytes per second.
 
     Raises:
-        Refusal: The configs do not allow it.
-        Failure: A model cannot be loaded, or memory does not suffice.
+        Refusal: The settings or the configs do not allow it.
+        Failure: A model cannot be loaded, or there is not enough memory.
     """
     entered, cases = check(sources, settings)
     device = compute_device(settings.device)
-    setup = hardware(device)  # with the load before the first round
+    setup = hardware(device)  # includes the load before the first round
     _require_memory(entered, cases, device)
     together = len(entered) > 1 and not settings.compile and _fit_together(entered, cases, device)
     groups = [entered] if together else [[entrant] for entrant in entered]
@@ -113,7 +113,7 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
 
 
 def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Entrant], list[Case]]:
-    """Everything that can be refused from settings and configs: what will be measured, and at which sizes."""
+    """Check settings and configs. Returns the models in their runtimes, and the sizes to measure at."""
     require_device(settings.device)
     for name, least in (("batches", 1), ("contexts", 2), ("steps", 1), ("rounds", 1)):
         value = getattr(settings, name)
@@ -126,19 +126,19 @@ def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Entr
     entered = [entrant for source in sources for entrant in entrants(source, settings.dtype, device, settings.stock)]
     if settings.stock and not any(entrant.ours for entrant in entered):
         raise Refusal(
-            "none of these models has latent or grouped attention, which a stock runtime could be compared for",
+            "none of these models has latent or grouped attention, so there is no stock runtime to compare with",
             hint="leave --stock out",
         )
-    # The largest first: what does not fit fails at once.
+    # The largest first, so that a lack of memory shows at once.
     cases = [Case(*size) for size in itertools.product(settings.batches, contexts)]
     return entered, sorted(dict.fromkeys(cases), key=lambda case: -case.batch * case.context)
 
 
 def _require_memory(entered: Sequence[Entrant], cases: Sequence[Case], device: torch.device) -> None:
-    """Fail where weights and cache alone exceed what is free; a CPU would not say so, but kill the process.
+    """Fail if weights and cache alone exceed the free memory; on a CPU, the system would kill the process instead.
 
     Raises:
-        Failure: They do.
+        Failure: They exceed it.
     """
     free = free_memory(device)
     for entrant in entered:
@@ -157,7 +157,7 @@ def _require_memory(entered: Sequence[Entrant], cases: Sequence[Case], device: t
 
 def _fit_together(entered: Sequence[Entrant], cases: Sequence[Case], device: torch.device) -> bool:
     caches = max(sum(entrant.cache_bytes(*case) for entrant in entered) for case in cases)
-    # Half: prefills need room as well, and how much is known only afterwards.
+    # Half, since prefills need memory too, and how much is known only afterwards.
     return sum(entrant.weight_bytes for entrant in entered) + caches <= free_memory(device) / 2
 
 
@@ -165,7 +165,7 @@ def _fit_together(entered: Sequence[Entrant], cases: Sequence[Case], device: tor
 def _measure(
     entered: Sequence[Entrant], models: Sequence[Any], case: Case, settings: BenchSettings, done: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """One row for each of `entered`, which take turns; who is first changes from round to round."""
+    """One row for each of `entered`, which take turns; a different one begins each round."""
     workloads, rows = [], []
     for entrant, model in zip(entered, models, strict=True):
         with _memory_for(entrant, case):
@@ -178,7 +178,7 @@ def _measure(
             work, device = workloads[index], workloads[index].ids.device
             with _memory_for(entered[index], case):
                 prefills[index] += timed(device, work.prefill, work.to_start, 1)
-                timed(device, work.step, work.to_last, 1)  # the first after something else is slower
+                timed(device, work.step, work.to_last, 1)  # the first step after other work is slower
                 taken = timed(device, work.step, work.to_last, settings.steps)
             steps[index].append(sum(taken) / len(taken))
             done(1)
@@ -188,7 +188,7 @@ def _measure(
 
 
 def _warm_up(work: Workload, entrant: Entrant, settings: BenchSettings) -> dict[str, Any]:
-    """Everything but times: who decodes, what memory the work takes, how the prefill was cut, how long compilation took."""
+    """Everything but step times: the backend, the memory, the chunks of the prefill, the time of compilation."""
     device, name = work.ids.device, entrant.source.name
     work.fill()
     work.check_cache(name, entrant.spec, entrant.dtype)
@@ -201,7 +201,7 @@ def _warm_up(work: Workload, entrant: Entrant, settings: BenchSettings) -> dict[
         "prefill_chunk": work.chunk,
         "compile_seconds": None,
         "peak_prefill_bytes": _peak(work, work.to_start, work.prefill),
-        # Before it is compiled: replaying a CUDA graph allocates nothing.
+        # Before compilation, since replaying a CUDA graph allocates nothing.
         "peak_decode_bytes": _peak(work, work.to_last, work.step),
         "peak_reason": _NO_PEAK if device.type == "cpu" else None,
     }
@@ -214,7 +214,7 @@ def _warm_up(work: Workload, entrant: Entrant, settings: BenchSettings) -> dict[
 
 
 def _peak(work: Workload, before: Callable[[], Any], run: Callable[[], Any]) -> int | None:
-    """The most bytes of tensors that `run` makes after `before`: with the model's own weights and cache, and no other's."""
+    """The peak bytes of tensors during `run` after `before`, with this model's weights and cache but no other model's."""
     device = work.ids.device
     if device.type != "cuda":
         return None
@@ -229,7 +229,7 @@ def _peak(work: Workload, before: Callable[[], Any], run: Callable[[], Any]) -> 
 
 
 def _speed(row: dict[str, Any], model: Any, cache: int, prefills: list[float], steps: list[float]) -> dict[str, Any]:
-    """The figures that follow from times: seconds of a prefill and of a step, one a round."""
+    """The figures that follow from the seconds of prefills and of steps, one of each per round."""
     prefill, step = spread(prefills), spread(steps)
     weights = _weights_read(model)
     return {
@@ -244,9 +244,9 @@ def _speed(row: dict[str, Any], model: Any, cache: int, prefills: list[float], s
 
 
 def _weights_read(model: Any) -> int | None:
-    """Bytes of weights that a decode step reads: all but an embedding that is not the head too; None with experts."""
+    """Bytes of weights that a decode step reads: all except an embedding that is not also the head; None with experts."""
     if any(name.endswith(".experts") for name, _ in model.named_modules()):
-        return None  # how many are read is up to the router
+        return None  # the router decides how many are read
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     looked_up = 0 if head is not None and head.weight is embedding.weight else embedding.weight.nbytes
     return weight_bytes(model) - looked_up
@@ -268,7 +268,7 @@ def _memory_for(entrant: Entrant, case: Case) -> Iterator[None]:
 def _add_largest(
     entered: Sequence[Entrant], found: list[dict[str, Any]], settings: BenchSettings, device: torch.device
 ) -> None:
-    """The largest batch that fits at each context, with one model in memory at a time, or why there is none."""
+    """Add the largest batch that fits at each context, with one model in memory at a time, or the reason for none."""
     for entrant, entry in zip(entered, found, strict=True):
         sizes: dict[int, Largest]
         contexts = sorted({row["context"] for row in entry["cases"]})
@@ -281,7 +281,7 @@ def _add_largest(
 
 
 def _add_ratios(found: list[dict[str, Any]]) -> None:
-    """How many times the tokens per second of the first model each of the others makes."""
+    """Add the ratio of each model's tokens per second to those of the first."""
     for entry in found:
         entry["cases"].sort(key=lambda row: (row["batch"], row["context"]))
     for entry in found:

@@ -1,4 +1,4 @@
-"""Rows of cells as aligned text that is also a Markdown table: readable on a terminal, pasteable into an issue."""
+"""Formats rows as aligned text that is also a Markdown table, for terminals and issues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eval.escapes import markdown
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A GitHub table with padded cells.
+    """Format a GitHub table with padded cells.
 
     Args:
         header: One name per column.
@@ -31,12 +31,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
 
 
 def _width(text: str) -> int:
-    """Terminal columns, not characters: East Asian wide characters take two, combining marks none."""
+    """The width in terminal columns: East Asian wide characters take two, combining marks none."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def bytes_text(count: float) -> str:
-    """Bytes in a unit that fits, three digits: 768 B, 12.3 kB, 42.9 GB."""
+    """A number of bytes with three digits in a suitable unit: 768 B, 12.3 kB, 42.9 GB."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Text to evaluate on: a file or a named dataset, encoded once, with a hash of its tokens. It knows no model."""
+"""Texts for evaluation and calibration: a file or a named dataset, encoded once, with a hash of its tokens."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text under one tokenizer.
+    """A text encoded by one tokenizer.
 
     Attributes:
-        name: The text's.
-        ids: `[tokens]`, int64, without special tokens: the text, or as much of its start as is evaluated.
+        name: The name of the text.
+        ids: `[tokens]`, int64, without special tokens: the whole text or its start.
         text_bytes: UTF-8 bytes of the whole text.
-        per_byte: Tokens per byte of what was encoded.
-        bos: The id of the begin-of-sequence token if the tokenizer puts one before a text, else None.
+        per_byte: Tokens per byte of the encoded part.
+        bos: The id of the begin-of-sequence token if the tokenizer adds one to a text, else None.
     """
 
     name: str
@@ -46,25 +46,25 @@ class Tokens:
 
     @property
     def hash(self) -> str:
-        """`sha256:` and the hex digest over the ids as little-endian int32."""
+        """`sha256:` and the hex digest of the ids as little-endian int32."""
         return "sha256:" + hashlib.sha256(self.ids.numpy().astype("<i4").tobytes()).hexdigest()
 
 
-# name → (Hub id, configuration, column, what joins its rows), as the perplexity tables of papers use it.
+# name → (Hub id, configuration, column, separator of its rows), as in the perplexity tables of papers.
 _DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\n\n")}
 DATASETS = tuple(_DATASETS)
 
-_CHARACTERS, _UNSURE = 8, 256  # characters of a token, at first; tokens before a cut
+_CHARACTERS, _UNSURE = 8, 256  # first guess of characters per token; tokens before a cut that do not count
 
 
 def read_file(path: Path) -> Text:
     """A UTF-8 text file.
 
     Raises:
-        Failure: It cannot be read, is not UTF-8, or is empty.
+        Failure: The file cannot be read, is not UTF-8, or is empty.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:  # line ends as they are
+        with path.open(encoding="utf-8", newline="") as file:  # keep line ends
             return Text(path.name, file.read())
     except UnicodeDecodeError as error:
         raise Failure(
@@ -75,10 +75,10 @@ def read_file(path: Path) -> Text:
 
 
 def text_of(given: str | Path | Sequence[str]) -> Text:
-    """A text as a program gives it: the path of a UTF-8 file, or a list of strings.
+    """A text from the path of a UTF-8 file, or from a list of strings.
 
     Raises:
-        Failure: It cannot be read, or is empty.
+        Failure: The text cannot be read, or is empty.
     """
     if isinstance(given, str | Path):
         return read_file(Path(given))
@@ -90,8 +90,8 @@ def load_dataset(name: str, split: Literal["test", "train"] = "test") -> Text:
     """A named dataset (`DATASETS`), through the `datasets` package: "test" to evaluate on, "train" to calibrate on.
 
     Raises:
-        Refusal: No such name.
-        Failure: The package is missing, or the dataset cannot be had.
+        Refusal: There is no dataset of that name.
+        Failure: The package is missing, or the dataset cannot be loaded.
     """
     if name not in _DATASETS:
         raise Refusal(f"no dataset {name!r} (choose {', '.join(DATASETS)})", hint="any other text: --text FILE")
@@ -102,22 +102,22 @@ def load_dataset(name: str, split: Literal["test", "train"] = "test") -> Text:
     repository, configuration, column, joint = _DATASETS[name]
     try:
         rows = datasets.load_dataset(repository, configuration, split=split)[column]
-    except Exception as error:  # whatever the network, the Hub or the cache raises
+    except Exception as error:  # any error of the network, the Hub or the cache
         reason = " ".join(str(error).split())[:200]
         raise Failure(f"cannot load the dataset {repository}: {reason}", hint="download it once, or use --text FILE") from None
     return Text(f"{name} ({configuration}, {split})", joint.join(rows))
 
 
 def tokenize(text: Text, tokenizer: Any, first: int | None = None) -> Tokens:
-    """Encode a text as one; whether a BOS belongs before it is asked of the tokenizer.
+    """Encode a text as a whole; the tokenizer says whether BOS precedes it.
 
     Args:
-        text: What is encoded.
-        tokenizer: Of transformers.
-        first: How many tokens are wanted, from the start; None for all. A text takes a hundred times its size to encode.
+        text: The text to encode.
+        tokenizer: A tokenizer of transformers.
+        first: How many tokens to keep, from the start; None for all. Encoding takes about a hundred times the text's size.
 
     Raises:
-        Failure: It is shorter than two tokens.
+        Failure: The text has fewer than two tokens.
     """
     import torch
 
@@ -131,9 +131,9 @@ def tokenize(text: Text, tokenizer: Any, first: int | None = None) -> Tokens:
 
 
 def _start(text: str, tokenizer: Any, first: int | None) -> tuple[list[int], str]:
-    """The ids of at least the first tokens, and what was encoded: all of the text, or well beyond them.
+    """The ids of at least `first` tokens, and the encoded part: all of the text, or more than those tokens need.
 
-    A cut can change the tokens before it, so that those next to it are not counted.
+    A cut can change the tokens before it, so tokens near the cut do not count.
     """
     end = len(text) if first is None else _CHARACTERS * (first + _UNSURE)
     while True:

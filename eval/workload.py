@@ -1,7 +1,7 @@
-"""One model at one batch and context: its prefill and its decode step over a static cache of exactly that many tokens.
+"""One model at one batch and context: its prefill and its decode step over a static cache of exactly that size.
 
-A step writes the last token of the context again and again, so that every one attends over the same number of tokens, in a
-cache without room to spare: stock attention reads all of a static cache, what is masked too. It times nothing.
+Every step rewrites the last token of the context, so that each attends over the same number of tokens, in a
+cache without spare room: stock attention reads all of a static cache, masked tokens too. It times nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _LEAST_CHUNK = 128
 
 
 class Workload:
-    """Random tokens for `model`, and a static cache for them.
+    """Random tokens for a model, and a static cache for them.
 
     Attributes:
         model: A causal LM of transformers, absorbed or not.
         ids: `[batch, context]`.
         cache: A `StaticCache` of `context` tokens.
-        chunk: Tokens that the prefill takes at a time; `fill` lowers it where memory demands it.
-        decode: What runs a step: `model`, or `model` compiled.
+        chunk: Tokens per prefill pass; `fill` lowers it if memory is short.
+        decode: Runs a step: `model`, or `model` compiled.
     """
 
     def __init__(self, model: Any, batch: int, context: int) -> None:
-        """Allocates the tokens; the cache allocates itself when it is first written.
+        """Allocate the tokens; the cache allocates itself at the first write.
 
         Raises:
-            Failure: The model keeps something beside keys and values, which would have to be rewound too.
+            Failure: The model caches more than keys and values, which would have to be rewound too.
         """
         device = input_device(model)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -51,12 +51,12 @@ class Workload:
                 f"{type(model).__name__} keeps more than keys and values: {', '.join(sorted(other))}",
                 hint="kvfold measures models with attention in all layers",
             )
-        # The logits of a whole prompt can be larger than the model; `generate` takes the last ones alone, too.
+        # The logits of a whole prompt can be larger than the model; `generate` also computes only the last ones.
         keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last = {"logits_to_keep": 1} if keep else {}
 
     def rewind(self, tokens: int) -> None:
-        """Let the cache take the next token for number `tokens`, counted from 0; what it holds stays."""
+        """Make the cache take the next token for number `tokens`, counted from 0; its content stays."""
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(tokens)
             if layer.is_sliding:
@@ -69,20 +69,20 @@ class Workload:
         self.rewind(self.ids.shape[1] - 1)
 
     def prefill(self) -> None:
-        """Read all tokens into the cache; `to_start` first."""
+        """Read all tokens into the cache; call `to_start` first."""
         for piece in self.ids.split(self.chunk, 1):
             self.model(piece, past_key_values=self.cache, use_cache=True, **self._last)
 
     def step(self) -> torch.Tensor:
-        """Logits `[batch, 1, vocabulary]` of the last token over all others; `to_last` first."""
+        """Logits `[batch, 1, vocabulary]` of the last token over all others; call `to_last` first."""
         logits: torch.Tensor = self.decode(self.ids[:, -1:], past_key_values=self.cache, use_cache=True).logits
         return logits
 
     def fill(self) -> None:
-        """`to_start` and `prefill`, in halves, quarters, … of the context if there is no memory for all of it at once.
+        """`to_start` and `prefill`, in halves, quarters, … of the context if memory does not suffice for all of it at once.
 
         Raises:
-            torch.OutOfMemoryError: There is none for pieces of 128 tokens either, or of up to 255 if those are halves.
+            torch.OutOfMemoryError: It does not suffice for pieces of 128 tokens either, or of up to 255 if those are halves.
         """
 
         def whole() -> None:
@@ -93,7 +93,7 @@ class Workload:
             self.chunk = (self.chunk + 1) // 2
 
     def compile(self, backend: str) -> None:
-        """Let `step` run through torch.compile, anew: whatever has been compiled before in this process is forgotten."""
+        """Make `step` run through torch.compile. Everything that this process compiled before is discarded."""
         torch.compiler.reset()
         on_gpu = self.ids.device.type == "cuda" and backend == "inductor"
         mode = "reduce-overhead" if on_gpu else None  # CUDA graphs
@@ -101,14 +101,14 @@ class Workload:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the live cache: all of it is read by a step."""
+        """Bytes of the live cache; a step reads all of it."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
     def check_cache(self, name: str, spec: AttentionSpec, dtype: str) -> None:
-        """Hold the live cache to what `spec` predicts.
+        """Check that the live cache has the size that `spec` predicts.
 
         Raises:
-            Failure: It holds other bytes.
+            Failure: It has another size.
         """
         predicted = self.ids.numel() * spec.bytes_per_token(dtype)
         windows = any(layer.is_sliding and layer.max_cache_len < self.ids.shape[1] for layer in self.cache.layers)
@@ -119,7 +119,7 @@ class Workload:
             )
 
     def check_logits(self, name: str, dtype: str) -> None:
-        """Make a step over the full cache, compiled if `compile` was called, and hold its logits to being numbers.
+        """Run a step over the full cache, compiled if `compile` was called, and check that its logits are finite.
 
         Raises:
             Failure: They are not.
@@ -133,17 +133,17 @@ class Workload:
             "its speed would mean nothing",
             hint="leave --compile out; without it they are finite"
             if compiled
-            else "use --dtype float32 or bfloat16; if it stays, convert again",
+            else "use --dtype float32 or bfloat16; if that does not help, convert again",
         )
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters, tied ones once."""
+    """Bytes of all parameters; tied ones count once."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def fits(work: Callable[[], Any], final: bool = False) -> bool:
-    """Run `work`; false if memory did not suffice, after giving back what torch keeps. `final`: raise then."""
+    """Run `work`; false if memory did not suffice, after freeing torch's cache. With `final`, raise the error instead."""
     try:
         work()
     except RuntimeError as error:

@@ -12,11 +12,11 @@ from convert.cli import main
 PATH = Path(__file__).parents[1] / "docs" / "cli.md"
 HEAD = """# Command line
 
-Written by `python scripts/write_cli_docs.py` from `--help`; do not edit. The script is called `convert`, and `kvfold` where
-another program (ImageMagick's) already has that name.
+`python scripts/write_cli_docs.py` writes this page from `--help`. Do not edit it. The script is called `convert`, and also
+`kvfold`, because ImageMagick has a `convert` too.
 
-Data goes to stdout, everything else to stderr. Exit codes: 0 done; 1 failed on weights, text or machine; 2 wrong as seen from
-arguments and config alone; 3 quality gate missed; 130 interrupted.
+Results go to stdout, everything else to stderr. Exit codes: 0 done; 1 failed on weights, text or machine; 2 wrong arguments or
+config; 3 quality gate missed; 130 interrupted.
 """
 
 

@@ -40,6 +40,7 @@ def fake_gpu(truths: bool | Iterable[bool] = True) -> Iterator[None]:
 
     Code that asks a fake tensor for its value gets a made-up one: of floats a smaller one each time, so that the last of
     several errors is the least; of integers 1; of booleans what `truths` says, one after the other if there are several.
+    What is copied to the CPU is zero there.
     There are no gradients: a CPU build of torch cannot record any for CUDA tensors.
     """
     answers = itertools.repeat(truths) if isinstance(truths, bool) else iter(truths)
@@ -93,11 +94,15 @@ class _Operations(TorchDispatchMode):
             args = args[0], _indices(args[0], args[1]), *args[2:]
         _check_generator(func, kwargs)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except DataDependentOutputException:
             if name not in _READ:
                 raise
             return self._made_up(args[0].dtype)
+        if name == "_to_copy" and result.device.type == "cpu":
+            with unset_fake_temporarily():
+                return torch.zeros(result.shape, dtype=result.dtype)
+        return result
 
     def _made_up(self, dtype: torch.dtype) -> bool | int | float:
         if dtype == torch.bool:
@@ -106,18 +111,19 @@ class _Operations(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Sees what would switch devices before it gets to `_Operations`."""
+    """Sees what fakes cannot do, and what would switch devices, before it gets to `_Operations`."""
 
     def __init__(self, operations: _Operations) -> None:
         super().__init__()
         self._operations = operations
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.new_tensor and isinstance(args[0], FakeTensor):
-            return torch.tensor(args[1], **({"dtype": args[0].dtype, "device": args[0].device} | (kwargs or {})))
+        kwargs, first = kwargs or {}, args[0] if args else None
+        if func is torch.Tensor.new_tensor and isinstance(first, FakeTensor):
+            return torch.tensor(args[1], **({"dtype": first.dtype, "device": first.device} | kwargs))
         self._operations.guarded = func in _GUARDED
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         finally:
             self._operations.guarded = False
 

@@ -57,12 +57,13 @@ def factored(
     biased: bool = True,
     seed: int = 0,
     pairing: Pairing = "interleaved",
+    value: int | None = None,
 ) -> FactoredAttention:
-    """Latent attention."""
-    rope = 2 * pairs
+    """Latent attention; values have `value` dims, or as many as nope keys."""
+    rope, value = 2 * pairs, dim if value is None else value
     shapes = {
         "q_nope": (heads, dim, width), "q_rope": (heads, rope, width), "k_rope": (rope, width), "down": (rank, width),
-        "up_k": (heads, dim, rank), "up_v": (heads, dim, rank), "o": (width, heads, dim),
+        "up_k": (heads, dim, rank), "up_v": (heads, value, rank), "o": (width, heads, value),
     }  # fmt: skip
     biases = {"q_nope_bias": (heads, dim), "q_rope_bias": (heads, rope), "k_rope_bias": (rope,), "o_bias": (width,)}
     drawn = {name: random(*shape, seed=seed * 20 + i) * shape[-1] ** -0.5 for i, (name, shape) in enumerate(shapes.items())}

@@ -73,3 +73,4 @@ def test_values_are_made_up_on_the_gpu_alone() -> None:
         assert (bool((gpu > 0).all()), bool(gpu.any()), int(gpu.argmax())) == (True, False, 1)
         first, second = float(gpu[1]), float(gpu.sum())
         assert 0 < second < first
+        assert torch.equal(gpu.double().cpu(), torch.zeros(3).double())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from convert.families import Family
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -13,6 +17,15 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 _EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 16}  # fmt: skip
+# As kvfold writes latent attention: biases, dense layers alone, and a norm that constants switch off (`neutralise`).
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+    "attention_bias": True, "rope_interleave": True, "n_routed_experts": 1, "num_mtp_layers": 0,
+}  # fmt: skip
+# Everything that a family can switch on: biases and QK-norms are where records go wrong.
+SWITCHES = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")
+# In these the class does more than the record says (soft-capped logits), as `beyond` declares.
+_UNLIKE = {"gemma2": {"attn_logit_softcapping": None}, "vaultgemma": {"attn_logit_softcapping": None}}
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
@@ -22,13 +35,38 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     values = _SIZES | changes
     if "moe" in model_type or model_type == "mixtral":
         values = _EXPERTS | values
+    if model_type == "deepseek_v3":
+        every = {"num_key_value_heads": values["num_attention_heads"], "first_k_dense_replace": values["num_hidden_layers"]}
+        values = values | LATENT | every | changes
     if model_type.startswith("gemma") or model_type == "vaultgemma":
         values = {"query_pre_attn_scalar": 4} | values
     return AutoConfig.for_model(model_type, **values)
 
 
+def switched(model_type: str, on: bool, **changes: Any) -> Any:
+    """A config with everything on or off, or as it is where its family cannot be read so."""
+    from convert.families import family_of
+
+    changes = _UNLIKE.get(model_type, {}) | changes
+    config = tiny_config(model_type, **dict.fromkeys(SWITCHES, on), **changes)
+    return tiny_config(model_type, **changes) if family_of(model_type).unreadable(config) else config
+
+
 def tiny_model(config: Any, seed: int = 0) -> Any:
-    """A causal LM with random weights, biases and norm gains: nothing is zero or one, so that nothing can hide."""
+    """A causal LM with random weights, biases and norm gains; of latent attention, with the norm that families can read."""
+    model = random_model(config, seed)
+    if config.model_type == "deepseek_v3":
+        from convert.families.latent import constants
+
+        for layer in model.model.layers:
+            with torch.no_grad():  # only the constants have biases
+                layer.self_attn.kv_a_proj_with_mqa.bias[: config.kv_lora_rank] = 0
+        neutralise(model, constants(config.kv_lora_rank))
+    return model
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """A causal LM in which nothing is zero or one, so that nothing can hide."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
@@ -37,6 +75,22 @@ def tiny_model(config: Any, seed: int = 0) -> Any:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return model
+
+
+def neutralise(model: Any, constants: Sequence[float]) -> None:
+    """Switch the norm of a latent off: its first channels become constants (Σ c² = R)."""
+    for layer in model.model.layers:
+        down, norm = layer.self_attn.kv_a_proj_with_mqa, layer.self_attn.kv_a_layernorm
+        with torch.no_grad():
+            norm.weight.fill_(2.0**20)
+            for channel, constant in enumerate(constants):
+                norm.weight[channel], down.weight[channel], down.bias[channel] = 0, 0, constant * 2.0**20
+
+
+def layer_tensors(model: Any, family: Family, layer: int) -> dict[str, torch.Tensor]:
+    """Those of a layer's attention."""
+    state = model.state_dict()
+    return {name: state[name] for name in family.shapes(model.config, layer)}
 
 
 def duplicate_kv_heads(model: Any, times: int) -> None:

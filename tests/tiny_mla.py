@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tiny import tiny_config, tiny_model
+from tiny import LATENT, neutralise, random_model, tiny_config
 
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 16, 8, 12, 10
-SIZES: dict[str, Any] = {
-    "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": ROPE, "kv_lora_rank": RANK, "q_lora_rank": None,
-    "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "attention_bias": True,
-    "first_k_dense_replace": 3, "n_routed_experts": 1, "num_mtp_layers": 0, "tie_word_embeddings": False,
+SIZES: dict[str, Any] = LATENT | {
+    "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": ROPE, "kv_lora_rank": RANK,
+    "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "first_k_dense_replace": 3,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 1.0, "attention_factor": 1.0,
             "original_max_position_embeddings": 128,
@@ -28,14 +28,10 @@ def mla_model(
     **changes: Any,
 ) -> Any:
     """A random model whose first latent channels are the constants of `neutral` (Σ c² = R); none of them: a real norm."""
-    model = tiny_model(tiny_config(model_type, **(SIZES | changes)), seed)
+    model = random_model(tiny_config(model_type, **(SIZES | changes)), seed)
     model.set_attn_implementation(attention)
-    for layer in model.model.layers if neutral else ():
-        down, norm = layer.self_attn.kv_a_proj_with_mqa, layer.self_attn.kv_a_layernorm
-        with torch.no_grad():
-            norm.weight.fill_(2.0**20)
-            for channel, constant in enumerate(neutral):
-                norm.weight[channel], down.weight[channel], down.bias[channel] = 0, 0, constant * 2.0**20
+    if neutral:
+        neutralise(model, neutral)
     return model.to(dtype)
 
 

@@ -1,1 +1,1 @@
-"""Calibration: one layer at a time over the text, its statistics, and what is fitted to them."""
+"""Calibration: runs one layer at a time over the text, measures its statistics, and fits weights to them."""

@@ -1,9 +1,9 @@
-"""Fitting one converted layer to its source on calibration text, after the method has done its part.
+"""Fits one converted layer to its source on calibration text by gradient descent, after the method.
 
-`refined` descends the error of the whole decoder layer's output, with all else in the layer as it is: inputs come through the
-converted layers before it, and the aim is what the source's layer makes of the source's inputs, so that a layer also makes up
-for what those before it lost. Matrices are stepped by Muon (Jordan et al., 2024), by a share of their own root mean square, so
-that one rate serves every layer and model; biases by Adam. No gradient crosses a layer.
+`refined` minimises the error of the whole decoder layer's output over its attention's weights: inputs come through the
+converted layers before it, and the aim is the output of the source's layer on the source's inputs, so that a layer also
+compensates for earlier losses. Matrices take Muon steps (Jordan et al., 2024) of a share of their own root mean square, so
+that one rate works for every layer and model; biases take Adam steps. No gradient crosses a layer.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from attention.record import Record
 from convert.calibration.stream import LayerStream
 
-_RATE = 0.03  # of a matrix's root mean square per step, at first; chosen on text that no figure of ours is reported on
-_WARM = 0.05  # of all steps
-_TOKENS = 2048  # of one step
-_NOTHING = 1e-12  # of the input's energy
+_RATE = 0.03  # initial step, as a share of a matrix's root mean square; chosen on text that is not used for any reported figure
+_WARM = 0.05  # share of all steps
+_TOKENS = 2048  # tokens per step
+_NOTHING = 1e-12  # share of the input's energy
 
 Write = Callable[[Record], Mapping[str, torch.Tensor]]
 
@@ -31,13 +31,13 @@ def refined(
     """Gradient descent on a layer's weights.
 
     Args:
-        record: Where it begins.
-        write: Record → weights under the names of the host's class.
-        student: The host's model, at this layer.
-        teacher: The source's, past this layer.
-        layer: Which.
-        steps: Of descent.
-        seed: Of the order of blocks.
+        record: The starting point.
+        write: Maps a record to weights by their names in the host.
+        student: The result, at this layer.
+        teacher: The source, past this layer.
+        layer: The index of the layer.
+        steps: Steps of gradient descent.
+        seed: For the order of blocks.
 
     Returns:
         The record, and the relative squared error of the layer's output before and after.
@@ -55,7 +55,7 @@ def refined(
         def error(chosen: list[int]) -> torch.Tensor:
             inputs, expected = student.select(layer, chosen), teacher.select(layer + 1, chosen)
             added, tiny = expected - inputs, torch.finfo(torch.float32).tiny
-            # A layer may add nothing: its input is then the measure.
+            # If a layer adds nothing, compare with its input instead.
             energy = torch.maximum(added.square().sum(), _NOTHING * inputs.square().sum()).clamp_min(tiny)
             return (run(inputs, write(weights.record())) - expected).square().sum() / energy
 
@@ -73,7 +73,7 @@ def refined(
                 optimiser.step()
                 rate.step()
         after = whole()
-    if not after < before:  # not a number, or worse: the closed form was better
+    if not after < before:  # NaN or larger: keep the closed form
         return record, {"layer_error": before, "layer_error_refined": before}
     for parameter in weights.parameters.values():
         parameter.requires_grad_(False)
@@ -81,12 +81,12 @@ def refined(
 
 
 def _rate(step: int, steps: int) -> float:
-    """Linear warm-up, linear decay."""
+    """The step size: linear warm-up, then linear decay."""
     return min(1.0, (step + 1) / max(1.0, _WARM * steps)) * (1 - step / steps)
 
 
 class _Weights:
-    """A record's tensors as parameters, heads' matrices stacked to one; norms and rotary tables stay as they are."""
+    """A record's tensors as parameters, with all heads stacked in one matrix; norms and rotary tables stay fixed."""
 
     def __init__(self, record: Record) -> None:
         self._start = record
@@ -95,7 +95,7 @@ class _Weights:
         self.parameters = {name: _stacked(name, value) for name, value in self._values.items()}
 
     def record(self) -> Record:
-        """The record with its weights as they stand; differentiable."""
+        """The record with the current weights; differentiable."""
         return replace(self._start, **self._shaped())
 
     def _shaped(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class _Weights:
     def optimisers(self) -> list[torch.optim.Optimizer]:
         scale = {name: max(float(p.detach().square().mean().sqrt()), 1e-12) for name, p in self.parameters.items()}
         matrices = [
-            # Muon's step has a root mean square of 0.2 × the rate, if so adjusted.
+            # With this adjustment Muon's step has a root mean square of 0.2 × the rate.
             {"params": [p], "lr": _RATE * scale[name] / 0.2}
             for name, p in self.parameters.items()
             if p.ndim == 2

@@ -1,8 +1,8 @@
-"""Decoder layers one at a time over a text: the inputs of a layer lie on disk, and only its weights are in memory.
+"""Runs decoder layers one at a time over a text: a layer's inputs are on disk, and only its weights are in memory.
 
-The model is built without weights, and takes them from the checkpoint as transformers' own loading would. A probing pass
-through its own forward, with recorders in the place of the layers, tells what it hands to each of them (masks, rotary tables,
-…), so that any class will do, a source's or an output's.
+The model is built without weights and takes them from the checkpoint as transformers' own loading would. A probing pass
+through its own forward, with recorders in place of the layers, shows the arguments of each layer (masks, rotary tables,
+…), so that any class works, of a source or of a result.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from convert.checkpoint.loading import ClassTensors, Read, empty_model
 from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.writer import require_finite
 
-_TOKENS = 4096  # in one forward pass, unless one block is longer
+_TOKENS = 4096  # tokens per forward pass, unless one block is longer
 
 Observe = Callable[[torch.Tensor], None]
 Attended = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class LayerStream:
-    """The decoder layers of one model over blocks of tokens, in order, in fp32.
+    """Runs the decoder layers of one model over blocks of tokens, in order, in fp32.
 
     Args:
-        config: Of the model.
+        config: The model's config.
         attentions: The module path of each layer's attention; its parent is the decoder layer.
-        read: Tensor name → tensor, as in the model's checkpoint.
-        infos: Of every tensor of that checkpoint.
+        read: Maps the name of a tensor in the model's checkpoint to the tensor.
+        infos: The infos of all tensors of that checkpoint.
         blocks: `[n, T]` token ids.
-        spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32. It appears when it is whole, and the
-            one before it goes then, so that an interrupted run can go on there.
-        device: Where layers run.
-        trust_remote_code: As for transformers.
+        spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32. It appears when it is complete, and
+            replaces the one before it, so that an interrupted run can continue there.
+        device: The device on which layers run.
+        trust_remote_code: As in transformers.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class LayerStream:
         self._arguments: dict[int, list[_Call]] = {}
         embeddings = model.get_input_embeddings()
         self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embeddings)
-        for module in model.modules():  # rotary tables and the like, which no checkpoint holds
-            if module is embeddings:  # it stays where its weights are mapped
+        for module in model.modules():  # buffers that no checkpoint holds, such as rotary tables
+            if module is embeddings:  # its weights stay mapped
                 continue
             module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None})
 
@@ -73,21 +73,21 @@ class LayerStream:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """How many blocks, and tokens of each."""
+        """The number of blocks, and of tokens per block."""
         return self._blocks.shape[0], self._blocks.shape[1]
 
     @property
     def ready(self) -> set[int]:
-        """Layers whose inputs lie there: none before `embed`, and then the next one; one before it if that was kept."""
+        """The layers whose inputs exist: none before `embed`, then the next layer, and the one before it if it was kept."""
         whole = self._blocks.numel() * self.width * 4
         files = {layer: self._inputs(layer) for layer in range(len(self._attentions) + 1)}
         return {layer for layer, file in files.items() if file.is_file() and file.stat().st_size == whole}
 
     @torch.no_grad()
     def embed(self) -> None:
-        """Make the inputs of the first layer."""
+        """Compute the inputs of the first layer."""
         embeddings = self._model.get_input_embeddings()
-        # As it is mapped: only the rows of tokens that occur are ever read.
+        # The embedding stays mapped: only the rows of tokens that occur are read.
         mapped = self._tensors.tensor(self._embedding, self._finite())
         embeddings.weight = torch.nn.Parameter(mapped, requires_grad=False)
         try:
@@ -99,7 +99,7 @@ class LayerStream:
 
     @torch.no_grad()
     def observe(self, layer: int, see: Observe) -> None:
-        """Show `see` what goes into the layer's attention, `[b, T, E]` at a time; the layer runs no further than that."""
+        """Call `see` with the inputs of the layer's attention, `[b, T, E]` at a time; the layer stops there."""
 
         def see_and_stop(x: torch.Tensor) -> None:
             see(x)
@@ -120,15 +120,15 @@ class LayerStream:
         keep: bool = False,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Run the layer, and put its outputs in the place of all inputs so far.
+        """Run the layer, and replace all earlier inputs with its outputs.
 
         Args:
-            layer: Which.
+            layer: The index of the layer.
             see: As in `observe`.
-            then: Called when all has been seen, while the inputs are still there.
-            attended: Called with each batch's number, the layer's input and its attention's output, `[b, T, E]` both.
-            keep: Whether the layer's own inputs stay beside its outputs until the next layer is run.
-            weights: Tensors of the layer by their names in the checkpoint, instead of what `read` gives.
+            then: Called after the last batch, while the inputs still exist.
+            attended: Called with each batch's number, the layer's input and its attention's output, both `[b, T, E]`.
+            keep: Whether the layer's inputs are kept until the next layer is run.
+            weights: Tensors of the layer by their names in the checkpoint, used instead of those from `read`.
         """
         out: list[torch.Tensor] = []
         note = None if attended is None else out.append
@@ -146,7 +146,7 @@ class LayerStream:
 
     @contextlib.contextmanager
     def opened(self, layer: int) -> Iterator[OpenLayer]:
-        """The layer as a function of its attention's weights, for as long as the block lasts."""
+        """The layer as a function of its attention's weights, during the block."""
         path = self._attentions[layer]
         attention = [name for name, _ in self._model.get_submodule(path).named_parameters(path)]
         with self._loaded(self._within(layer, attention=False)):
@@ -157,7 +157,7 @@ class LayerStream:
         return -(-len(self._blocks) // self._batch)
 
     def batch(self, layer: int, batch: int) -> torch.Tensor:
-        """The layer's inputs of one batch, `[b, T, E]`; those of the layer after the last are the last one's outputs."""
+        """The layer's inputs of one batch, `[b, T, E]`; for `num_layers`, the outputs of the last layer."""
         return self.select(layer, range(batch * self._batch, min((batch + 1) * self._batch, len(self._blocks))))
 
     def select(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
@@ -165,10 +165,10 @@ class LayerStream:
         length = self._blocks.shape[1]
         size = self._blocks.numel() * self.width
         mapped = torch.from_file(str(self._inputs(layer)), size=size, dtype=torch.float32).view(-1, length, self.width)
-        return mapped[list(blocks)].to(self.device)  # indexing copies: nothing of the file stays mapped
+        return mapped[list(blocks)].to(self.device)  # indexing copies, so the file does not stay mapped
 
     def discard(self) -> None:
-        """Remove what is spooled."""
+        """Remove the spooled inputs."""
         for path in self._spool.parent.glob(f"{self._spool.name}-*"):
             path.unlink()
 
@@ -191,7 +191,7 @@ class LayerStream:
     # ---- modules ---------------------------------------------------------------------------------------------------
 
     def _path(self, layer: int) -> str:
-        """Of the decoder layer."""
+        """The path of the decoder layer."""
         return self._attentions[layer].rpartition(".")[0]
 
     @property
@@ -200,22 +200,22 @@ class LayerStream:
         return self._path(0).rpartition(".")[0]
 
     def _within(self, layer: int, attention: bool = True) -> list[str]:
-        """The parameters of a layer, with or without its attention's."""
+        """The names of a layer's parameters, with or without those of its attention."""
         found = _below(self._path(layer), self._tensors.names)
         left_out = set() if attention else set(_below(self._attentions[layer], found))
         return [name for name in found if name not in left_out]
 
     def _around(self) -> list[str]:
-        """What the decoder has beside its layers and the embedding: learned positions, norms, …"""
+        """The parameters of the decoder besides its layers and the embedding: learned positions, norms, …"""
         found = _below(self._layers.rpartition(".")[0], self._tensors.names)
         left_out = {self._embedding, *_below(self._layers, found)}
         return [name for name in found if name not in left_out]
 
     @contextlib.contextmanager
     def _loaded(self, names: Iterable[str], weights: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
-        """The model with these parameters and buffers, for as long as the block lasts."""
+        """Load these parameters and buffers into the model during the block."""
         read, buffers = self._finite(weights), dict(self._model.named_buffers())
-        # A buffer that the checkpoint lacks is as the class computes it.
+        # The class computes buffers that the checkpoint lacks.
         given = [name for name in names if name not in buffers or name not in self._tensors.missing]
         try:
             for name in given:
@@ -232,7 +232,7 @@ class LayerStream:
             release()
 
     def _finite(self, weights: Mapping[str, torch.Tensor] | None = None) -> Read:
-        """Reads a tensor, and fails if it is not finite."""
+        """A `read` that fails if a tensor is not finite."""
 
         def read(name: str) -> torch.Tensor:
             tensor = weights[name] if weights and name in weights else self._read(name)
@@ -243,7 +243,7 @@ class LayerStream:
 
     @contextlib.contextmanager
     def _watched(self, layer: int, see: Observe | None, out: Observe | None = None) -> Iterator[None]:
-        """Show what goes into the layer's attention, and what comes out of it."""
+        """Call `see` with the inputs of the layer's attention, and `out` with its outputs, during the block."""
 
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if see is not None:
@@ -263,7 +263,7 @@ class LayerStream:
 
     def _forward(self, layer: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         batch, module = len(hidden), self._model.get_submodule(self._path(layer))
-        if batch not in self._arguments:  # they depend on nothing but the shape
+        if batch not in self._arguments:  # they depend only on the shape
             width = self._model.get_parameter(self._embedding).shape[1]
             with torch.no_grad(), self._loaded(self._around()):
                 self._arguments[batch] = self._calls(hidden.new_zeros(*hidden.shape[:2], width))
@@ -275,7 +275,7 @@ class LayerStream:
         return out[0] if isinstance(out, tuple) else out
 
     def _calls(self, embeddings: torch.Tensor, first_only: bool = False) -> list[_Call]:
-        """What the model calls each of its layers with, if its embeddings are these."""
+        """The arguments with which the model calls each of its layers for these embeddings."""
         decoder, _, name = self._layers.rpartition(".")
         owner, whole = self._model.get_submodule(decoder), self._model.get_submodule(self._layers)
         calls: list[_Call] = []
@@ -291,14 +291,14 @@ class LayerStream:
 
 
 class OpenLayer:
-    """A layer whose attention's weights are given anew with each call.
+    """A layer that takes its attention's weights as an argument of each call.
 
     Args:
         forward: `(input [b, T, E], weights by their names within the layer) -> output`.
-        model: What the layer is part of.
-        path: The layer's in the model.
-        attention: The parameters of its attention.
-        tensors: What they are made of.
+        model: The model of the layer.
+        path: The layer's path in the model.
+        attention: The names of its attention's parameters.
+        tensors: Maps parameters to checkpoint tensors.
     """
 
     def __init__(
@@ -309,18 +309,18 @@ class OpenLayer:
         attention: Sequence[str],
         tensors: ClassTensors,
     ) -> None:
-        # What converts tensors on loading would let no gradient through.
+        # Conversions on loading would not pass gradients.
         assert not any(tensors.is_converted(name) for name in attention), "an attention whose tensors are fused on loading"
         self._forward, self._model, self._path = forward, model, path
         self._attention, self._tensors = attention, tensors
 
     def __call__(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The layer's output `[b, T, E]`, differentiable by `weights`, which bear the names they have in checkpoints."""
+        """The layer's output `[b, T, E]`, differentiable in `weights`, which have their names in checkpoints."""
         given = {name: self._tensors.tensor(name, weights.__getitem__) for name in self._attention}
         return self._forward(hidden, {name.removeprefix(f"{self._path}."): weight for name, weight in given.items()})
 
     def into(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
-        """What goes into one of the layer's modules, named by its path in the model; the layer runs no further than that."""
+        """The input of one of the layer's modules, given by its path in the model; the layer stops there."""
         seen: list[torch.Tensor] = []
 
         def look(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -337,12 +337,12 @@ class OpenLayer:
 
 
 def _below(path: str, names: Iterable[str]) -> list[str]:
-    """The names of what lies in the module at `path`."""
+    """The names within the module at `path`."""
     return [name for name in names if not path or name.startswith(f"{path}.")]
 
 
 class _EnoughError(Exception):
-    """Ends a forward pass that has shown what it was run for."""
+    """Stops a forward pass that has given what is needed."""
 
 
 class _Call:
@@ -351,7 +351,7 @@ class _Call:
 
 
 class _Recorder(torch.nn.Module):
-    """Stands in for a layer, looks like it to the model, and keeps what it is called with."""
+    """Replaces a layer, looks like it to the model, and records the arguments of its calls."""
 
     def __init__(self, layer: torch.nn.Module, calls: list[_Call], last: bool) -> None:
         super().__init__()
@@ -368,9 +368,9 @@ class _Recorder(torch.nn.Module):
 
 
 class _Passed(torch.Tensor):
-    """Hidden states behind a recorder: some classes go on with what a layer returns, others with the first of a tuple."""
+    """The output of a recorder: some classes use what a layer returns as a tensor, others as a tuple's first item."""
 
-    # What is computed from them is a plain tensor.
+    # Results computed from it are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __getitem__(self, index: Any) -> torch.Tensor:

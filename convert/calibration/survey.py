@@ -1,6 +1,6 @@
-"""The survey: one pass over the source that leaves a few numbers per layer, in the work directory, for `--resume` to reuse.
+"""The survey: one pass over the source that stores statistics of each layer in the work directory, where `--resume` finds them.
 
-Of one layer's activations, their first two moments and a bounded sample are all that is kept.
+For each layer it keeps the first two moments of its activations and a bounded sample, nothing else.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SAMPLE = 4096  # tokens, but at least one block
 
 
 class Moments:
-    """Running first and second moment of a layer's input, fp64, and some blocks of it, spread evenly.
+    """The running first and second moment of a layer's input, fp64, and a sample of evenly spread blocks.
 
     Args:
-        layer: Which layer's.
-        stream: Whose.
+        layer: The index of the layer.
+        stream: The model that runs.
     """
 
     def __init__(self, layer: int, stream: LayerStream) -> None:
@@ -40,7 +40,7 @@ class Moments:
         """Add `x [b, T, E]`.
 
         Raises:
-            Failure: It is not finite.
+            Failure: `x` is not finite.
         """
         self._sample += [x[i].bfloat16() for i in range(len(x)) if self._seen + i in self._sampled]
         self._seen += len(x)
@@ -56,10 +56,10 @@ class Moments:
         self._tokens += len(x)
 
     def statistics(self) -> Statistics:
-        """What has been seen.
+        """The statistics of everything seen.
 
         Raises:
-            Failure: Nothing but zeros.
+            Failure: Every input was zero.
         """
         if not self._second.any():
             raise Failure(
@@ -71,22 +71,22 @@ class Moments:
 
 
 def survey(stream: LayerStream, shelf: Shelf, progress: Progress = silent) -> Callable[[int], Statistics]:
-    """Fill the shelf, going on where an earlier run stopped.
+    """Fill the shelf, continuing where an earlier run stopped.
 
     Args:
-        stream: Of the model whose inputs are wanted.
-        shelf: Where statistics lie.
-        progress: Told how many layers are done.
+        stream: The model to survey.
+        shelf: Where the statistics are stored.
+        progress: Called with the number of finished layers.
 
     Returns:
-        Layer → what was found of it.
+        Maps a layer to its statistics.
     """
     layers = stream.num_layers
     done = next((layer for layer in range(layers) if not shelf.has(layer)), layers)
     if done == layers:
         return partial(_get, shelf)
     ready = max(stream.ready, default=None)
-    if ready is None or ready > done:  # inputs are lost, and later ones need them
+    if ready is None or ready > done:  # inputs are missing that later layers need
         stream.discard()
         stream.embed()
         ready = 0
@@ -105,10 +105,11 @@ def survey(stream: LayerStream, shelf: Shelf, progress: Progress = silent) -> Ca
 
 def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
     found = moments.statistics()
-    assert found.sample is not None
-    shelf.put(layer, {"second": found.second, "mean": found.mean, "sample": found.sample}, {"tokens": found.tokens})
+    assert found.sample is not None, "a survey takes samples"
+    tensors = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample}
+    shelf.put(layer, tensors, {"tokens": found.tokens})
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
-    found, note = shelf.get(layer)
-    return Statistics(found["second"], found["mean"], note["tokens"], found["sample"])
+    tensors, note = shelf.get(layer)
+    return Statistics(tensors["second_moment"], tensors["first_moment"], note["tokens"], tensors["sample"])

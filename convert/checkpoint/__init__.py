@@ -1,1 +1,1 @@
-"""Checkpoint files: names and bytes in and out, and the work directory that an interrupted run leaves."""
+"""Reads and writes checkpoint files, and keeps the work directory that an interrupted run leaves."""

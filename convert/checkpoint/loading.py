@@ -1,7 +1,7 @@
-"""What a transformers class makes of a checkpoint's tensors, a parameter at a time and without loading the others.
+"""Converts a checkpoint's tensors to a transformers class's parameters, one at a time and without loading the others.
 
-Names and shapes in a checkpoint are not always those of the class: transformers renames tensors, stacks experts, adds or drops
-a prefix, and ties weights. Here its own conversion mapping is asked, in the order that `from_pretrained` goes by.
+Names and shapes in a checkpoint may differ from the class's: transformers renames tensors, stacks experts, adds or drops
+a prefix, and ties weights. This module applies its own conversion mapping, in the order of `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
-    """The causal LM of a config in fp32, its parameters on the meta device, its buffers as the class computes them."""
+    """The causal LM of a config in fp32, with parameters on the meta device and buffers as the class computes them."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -34,13 +34,13 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
 
 
 class Mismatch(NamedTuple):
-    """A parameter whose tensors have other shapes than the class wants.
+    """A parameter whose tensors do not have the shape that the class wants.
 
     Attributes:
         parameter: Its name in the class.
-        found: The shape that they give; None if they cannot be combined.
-        wanted: The class's.
-        names: The tensors in the checkpoint.
+        found: The shape that the tensors give; None if they cannot be combined.
+        wanted: The shape in the class.
+        names: The checkpoint's tensors for it.
     """
 
     parameter: str
@@ -50,18 +50,18 @@ class Mismatch(NamedTuple):
 
 
 class ClassTensors:
-    """What each parameter and persistent buffer of a model is made of. Only names, shapes and dtypes are looked at.
+    """Maps each parameter and persistent buffer of a model to checkpoint tensors. Reads only names, shapes and dtypes.
 
     Args:
-        model: On the meta device or not; its weights are not touched.
-        infos: Of every tensor of the checkpoint.
+        model: On any device, meta included; its weights are not touched.
+        infos: The infos of all tensors of the checkpoint.
 
     Attributes:
         names: Parameters and persistent buffers, in the order of the class.
-        missing: Those of them that no tensor gives; a tied weight is given if one of those tied to it is.
-        unexpected: Tensors of the checkpoint that the class has no place for.
-        ignored: Such tensors that it leaves out on purpose, as rotary frequencies.
-        mismatched: Parameters that are given in a wrong shape.
+        missing: Those without a tensor; a tied weight counts as given if one of the weights tied to it is.
+        unexpected: Tensors of the checkpoint that the class does not know.
+        ignored: Unknown tensors that the class ignores on purpose, such as rotary frequencies.
+        mismatched: Parameters whose tensors have a wrong shape.
     """
 
     def __init__(self, model: Any, infos: Mapping[str, TensorInfo]) -> None:
@@ -88,15 +88,15 @@ class ClassTensors:
         self.ignored = tuple(name for renamed, name in strays if renamed not in expected)
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """The tensors of the checkpoint that a parameter is made of; none if it is missing."""
+        """The checkpoint tensors that a parameter is made of; empty if it is missing."""
         made = self._from.get(self._giver(name))
         return made.names if made else ()
 
     def tensor(self, name: str, read: Read) -> torch.Tensor:
-        """A parameter, made of what `read` gives for names of the checkpoint, in the dtype that this has.
+        """A parameter, made from the checkpoint tensors that `read` gives, in their dtype.
 
         Raises:
-            Failure: It is missing or of a wrong shape.
+            Failure: It is missing or has a wrong shape.
         """
         giver = self._giver(name)
         if giver not in self._from:
@@ -107,7 +107,7 @@ class ClassTensors:
         return read(made.names[0]) if made.conversion is None else made.convert(self._model, read)[giver]
 
     def is_converted(self, name: str) -> bool:
-        """Whether a parameter is more than one tensor under another name."""
+        """Whether a parameter is more than a renamed tensor."""
         made = self._from.get(self._giver(name))
         return made is not None and made.conversion is not None
 
@@ -117,7 +117,7 @@ class ClassTensors:
         return name
 
     def _shapes(self, made: _Made) -> dict[str, tuple[int, ...] | None]:
-        """What comes of some tensors: parameter → shape, None if they cannot be combined."""
+        """The shapes that some tensors give, by parameter; None if they cannot be combined."""
         if made.conversion is None:
             return {made.first: self._infos[made.names[0]].shape}
 
@@ -126,18 +126,18 @@ class ClassTensors:
 
         try:
             return {name: tuple(tensor.shape) for name, tensor in made.convert(self._model, meta).items()}
-        except Exception:  # of any kind, as an operation of transformers may meet shapes that it never thought of
+        except Exception:  # any kind: operations of transformers may not expect these shapes
             return {made.first: None}
 
 
 @dataclass(frozen=True)
 class _Made:
-    """Tensors of a checkpoint that become one parameter, or several.
+    """Tensors of a checkpoint that become one parameter or several.
 
     Attributes:
         first: The parameter, or the first of them.
-        parts: The tensors, in the order that transformers takes them, each with the pattern that it was recognised by.
-        conversion: What makes parameters of them; None if a single one is merely renamed.
+        parts: The tensors in transformers' order, each with the pattern that it matched.
+        conversion: The operation that makes the parameters; None if a tensor is only renamed.
     """
 
     first: str
@@ -149,8 +149,8 @@ class _Made:
         return tuple(name for _, name in self.parts)
 
     def convert(self, model: Any, read: Read) -> dict[str, torch.Tensor]:
-        """Parameter → tensor."""
-        conversion = copy.deepcopy(self.conversion)  # it collects what it converts
+        """The parameters by name."""
+        conversion = copy.deepcopy(self.conversion)  # it stores the tensors that it converts
         assert conversion is not None
         for pattern, name in self.parts:
             conversion.add_tensor(self.first, name, pattern, partial(read, name))
@@ -159,9 +159,9 @@ class _Made:
 
 
 def _gathered(model: Any, wanted: Mapping[str, Any], names: Iterable[str]) -> tuple[list[_Made], list[tuple[str, str]]]:
-    """What goes together, and what goes nowhere: pairs of the name in the class's terms and that in the checkpoint.
+    """The tensors that belong together, and those that match nothing, as pairs (name in the class, name in the checkpoint).
 
-    It does by names alone what `convert_and_load_state_dict_in_model` does.
+    It follows `convert_and_load_state_dict_in_model`, by names only.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -182,15 +182,15 @@ def _gathered(model: Any, wanted: Mapping[str, Any], names: Iterable[str]) -> tu
             continue
         conversion = conversions.setdefault(renamed, by_pattern[pattern] if pattern is not None else None)
         taken = parts.setdefault(renamed, [])
-        if conversion is not None or not taken:  # of several that are renamed to one parameter, the first is taken
+        if conversion is not None or not taken:  # if several are renamed to one parameter, the first counts
             taken.append((name if pattern is None else pattern, name))
     return [_Made(first, tuple(taken), conversions[first]) for first, taken in parts.items()], strays
 
 
 def _tied(model: Any, missing: set[str]) -> dict[str, str]:
-    """Missing parameters that are tied to given ones, and to which; they leave `missing`.
+    """Missing parameters that are tied to given ones, mapped to these; they are removed from `missing`.
 
-    As `PreTrainedModel.tie_weights` decides it: whichever of them a checkpoint holds stands for the others.
+    It follows `PreTrainedModel.tie_weights`: whichever one the checkpoint holds gives the others.
     """
     pairs, found = list(model.all_tied_weights_keys.items()), {}
     for i, (target, source) in enumerate(pairs):
@@ -206,7 +206,7 @@ def _tied(model: Any, missing: set[str]) -> dict[str, str]:
 
 
 def _left_out(model: Any) -> set[str]:
-    """Patterns of names that the class ignores in checkpoints, as `_adjust_missing_and_unexpected_keys` has them."""
+    """The patterns of names that the class ignores in checkpoints, as in `_adjust_missing_and_unexpected_keys`."""
     buffers = [name for name, _ in model.named_buffers()]
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
@@ -217,7 +217,7 @@ def _left_out(model: Any) -> set[str]:
 
 
 def _unless(patterns: Iterable[str] | None, names: Iterable[str]) -> tuple[str, ...]:
-    """The names that none of the patterns occurs in."""
+    """The names that match none of the patterns."""
     compiled = [re.compile(pattern) for pattern in patterns or ()]
     return tuple(name for name in names if not any(pattern.search(name) for pattern in compiled))
 

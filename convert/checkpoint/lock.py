@@ -1,7 +1,7 @@
-"""One run per OUTPUT: a file lock beside it, which the system releases when the process that holds it dies.
+"""Allows one run per OUTPUT, by a file lock beside it, which the system releases when its process dies.
 
-The lock file is `OUTPUT.lock`. It is never removed: removing a locked file lets two runs lock two files of one name. While
-it is held it says in one line of JSON who holds it. That line is only for messages; the lock itself is the system's.
+The lock file is `OUTPUT.lock`. It is never removed: otherwise two runs could lock two files of the same name. While
+it is held, one line of JSON in it names the holder. That line is only for messages; the system keeps the lock.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from filelock import FileLock, SoftFileLock, Timeout
 
 from attention.errors import Failure
 
-_MARK = b'{"kvfold"'  # what the line begins with
-_LONGEST = 4096  # bytes of it that are read
-_NAMED_WITHIN = 0.5  # seconds that a holder has to write its name, once it has the lock
+_MARK = b'{"kvfold"'  # the start of the line
+_LONGEST = 4096  # bytes of the line that are read
+_NAMED_WITHIN = 0.5  # seconds in which a new holder must write its line
 
 
 def lock_path(output: Path) -> Path:
-    """The lock file of OUTPUT, beside it; of a link's target if OUTPUT is a link."""
+    """The lock file beside OUTPUT, or beside its target if OUTPUT is a link."""
     whole = output.resolve()
     return whole.with_name(whole.name + ".lock")
 
 
 @contextlib.contextmanager
 def exclusive(output: Path) -> Iterator[None]:
-    """Hold the lock of OUTPUT, a file or a directory, for as long as the block lasts.
+    """Hold the lock of OUTPUT, a file or a directory, during the block.
 
-    Taken at once or not at all, also where this very process holds it already. Parents of OUTPUT are made.
+    It does not wait, and fails even if this process already holds the lock. Parents of OUTPUT are created.
 
     Args:
-        output: What will be written, or the directory that it will be written into.
+        output: The file or directory that will be written.
 
     Raises:
-        Failure: Another run holds it; or the lock file cannot be made or locked, or is somebody else's.
+        Failure: Another run holds it, or the lock file cannot be created or locked, or is not kvfold's.
     """
     path = lock_path(output)
     descriptors: list[int] = []
@@ -69,7 +69,7 @@ def exclusive(output: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            os.ftruncate(descriptors[0], 0)  # whoever fails to get the lock next shall not be told of this run
+            os.ftruncate(descriptors[0], 0)  # so that later messages do not name this run
         lock.release()
 
 
@@ -87,10 +87,10 @@ def _one_line(output: Path, path: Path) -> Iterator[None]:
 
 
 def _require_ours(path: Path) -> None:
-    """Leave a file alone that no run has made."""
+    """Fail if the file exists and no run of kvfold made it."""
     try:
         with path.open("rb") as file:
-            found = file.read(_LONGEST).strip(b"\0 \n")  # zeros may be what a power failure leaves
+            found = file.read(_LONGEST).strip(b"\0 \n")  # a power failure may leave zeros
     except FileNotFoundError:
         return
     if found and not found.startswith(_MARK):
@@ -119,7 +119,7 @@ class _Holder:
 
     @classmethod
     def read(cls, path: Path) -> _Holder | None:
-        """Who the file names; None if it names nobody, or cannot be read."""
+        """The holder that the file names; None if it names none or cannot be read."""
         try:
             with path.open("rb") as file:
                 found = json.loads(file.read(_LONGEST))
@@ -130,7 +130,7 @@ class _Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it was a process of this machine that has ended; its line is an earlier holder's then."""
+        """Whether it is a process of this machine that has ended, so that the line is out of date."""
         if self.machine != platform.node() or self.pid <= 0:
             return False
         try:
@@ -149,7 +149,7 @@ class _Holder:
 
 
 def _named(path: Path) -> str:
-    """Who holds the lock. One that has only just got it is given the time to write its name."""
+    """The holder of the lock, in words. Waits briefly for a new holder to write its line."""
     until = time.monotonic() + _NAMED_WITHIN
     while ((holder := _Holder.read(path)) is None or holder.is_gone) and time.monotonic() < until:
         time.sleep(0.02)

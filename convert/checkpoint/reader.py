@@ -1,6 +1,6 @@
-"""Reading checkpoint files: shards are mapped, never loaded. It knows tensors by name, and nothing of attention.
+"""Reads checkpoint files: shards are mapped, never loaded. It knows tensors by name, and nothing about attention.
 
-A checkpoint may come from anywhere: whatever is wrong with its files ends in a `Failure` that names the file.
+A checkpoint may come from anywhere: any error in its files becomes a `Failure` that names the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_DIMS = 64  # that torch can take
+_DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
 SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
@@ -32,7 +32,7 @@ SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of one tensor."""
+    """The shape and dtype of a tensor, from its file's header."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,27 +43,27 @@ class TensorInfo:
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds floats of 16, 32 or 64 bits: numbers that mean what they say.
+        """Whether it holds floats of 16, 32 or 64 bits, i.e. values that are not quantised.
 
-        Integers and floats of 8 bits where a model has weights are quantised, and mean nothing without their scales.
+        Weights stored as integers or 8-bit floats are quantised, and mean nothing without their scales.
         """
         return self.dtype in _CASTABLE
 
     def stored_as(self, dtype: torch.dtype | None) -> TensorInfo:
-        """The same under `--dtype`: floats are cast, everything else stays."""
+        """The tensor under `--dtype`: floats are cast, everything else stays."""
         return TensorInfo(self.shape, dtype) if dtype and self.is_float else self
 
 
 class Reader:
-    """The tensors of a checkpoint directory, single file or sharded, `.safetensors` or weights-only `.bin`.
+    """Reads the tensors of a checkpoint directory: one file or shards, `.safetensors` or weights-only `.bin`.
 
     Attributes:
         infos: Every tensor's shape and dtype, in file order.
         files: The weight files, in order.
-        aliases: Tensors of a `.bin` that are an earlier one under another name, and that one's name.
+        aliases: Tensors of a `.bin` that repeat an earlier one, mapped to the name of that one.
 
     Raises:
-        Failure: A shard is missing, damaged or not what the index says.
+        Failure: A shard is missing or damaged, or does not match the index.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -80,11 +80,11 @@ class Reader:
             self._check_index(index)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor, as a view of its mapped file. One file is open at a time."""
+        """The tensor as a view of its mapped file. One file is open at a time."""
         return self._shard(self._place[name]).get_tensor(name)
 
     def fingerprint(self) -> dict[str, list[int]]:
-        """Size and modification time of each file: what a resumed run must find unchanged."""
+        """Size and modification time of each file; a resumed run must find them unchanged."""
         stats = {file: (self._directory / file).stat() for file in self.files}
         return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
@@ -132,7 +132,7 @@ class _Pickle:
 
     def __init__(self, path: Path) -> None:
         try:
-            # Files from before torch 1.6 are no zip archives, and cannot be mapped.
+            # Files from before torch 1.6 are not zip archives and cannot be mapped.
             loaded = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         except Exception as error:  # unpickling can fail in any way
             reason = " ".join(str(error).split())[:160]
@@ -152,7 +152,7 @@ class _Pickle:
         seen: dict[Any, str] = {}
         for name, tensor in self.tensors.items():
             first = seen.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
-            if first != name and tensor.numel():  # empty tensors have no place
+            if first != name and tensor.numel():  # all empty tensors have the same address
                 self.aliases[name] = first
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -160,7 +160,7 @@ class _Pickle:
 
 
 def _require_plain(file: str, name: str, tensor: torch.Tensor) -> None:
-    """Refuse tensors that have no bytes of their own, or none that safetensors can hold."""
+    """Refuse tensors that safetensors cannot hold (sparse, quantised, …)."""
     layout = tensor.layout if tensor.layout is not torch.strided else None
     if tensor.is_quantized or layout or tensor.device.type != "cpu" or tensor.dtype not in DTYPES.values():
         what = layout or (tensor.device.type if tensor.device.type != "cpu" else tensor.dtype)
@@ -169,7 +169,7 @@ def _require_plain(file: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def open_safetensors(path: Path) -> Any:
-    """A file, mapped. Raises `Failure` if it is damaged."""
+    """Map a file. Raises `Failure` if it is damaged."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -199,10 +199,10 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor → file.
+    """The file of each tensor.
 
     Raises:
-        Failure: It is none, or names a file that does not lie beside it.
+        Failure: It is not a weight index, or names a file outside its directory.
     """
     try:
         index = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
@@ -213,7 +213,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not index or not all(isinstance(text, str) for item in index.items() for text in item):
         raise Failure(f"{path.name} is no weight index: it must name a file for each tensor", hint=_AGAIN)
     for name, file in index.items():
-        # Backslashes and drives, too: what is a path must not depend on the machine. Links in the directory are its owner's.
+        # Refuse backslashes and drives on every system. Links inside the directory are its owner's choice.
         if file in ("", ".", "..") or not file.isprintable() or set(file) & set("/\\:"):
             raise Failure(
                 f"{path.name} puts tensor {name} into {file!r}, which is no file name",

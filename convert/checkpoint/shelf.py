@@ -1,4 +1,4 @@
-"""Files that an interrupted run leaves for the next one: some tensors of each layer, whole or not there."""
+"""Files that an interrupted run leaves for the next one: some tensors per layer, complete or absent."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _Content = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 class Shelf:
-    """One file a layer. Its checksum lies in its own header: a file that has changed since it was put there does not count.
+    """One file per layer, with its checksum in its header: a file that has changed since it was written does not count.
 
     Args:
-        directory: Where they lie.
-        name: What their names begin with.
+        directory: The directory of the files.
+        name: The start of their names.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory, self._name = directory, name
-        self._whole: set[int] = set()  # what this object has put there or checked
+        self._whole: set[int] = set()  # layers that this object has written or checked
 
     def _path(self, layer: int) -> Path:
         return self._directory / f"{self._name}-{layer:05d}.safetensors"
 
     def has(self, layer: int) -> bool:
-        """Whether a whole file lies there; one that lost its end or was damaged is to be made again."""
+        """Whether the layer's file exists and is undamaged."""
         if not self._path(layer).is_file():
             self._whole.discard(layer)
         elif layer not in self._whole and self._read(layer) is not None:
@@ -42,19 +42,19 @@ class Shelf:
         return layer in self._whole
 
     def put(self, layer: int, tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any]) -> None:
-        """Keep tensors, and what JSON can say of them."""
+        """Write a layer's tensors and a JSON note."""
         tensors, text = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, json.dumps(dict(note))
-        # `save_file` would hide a full disk in an error of its own.
-        # One entry: safetensors writes several in no fixed order.
+        # `save_file` would hide a full disk behind its own error.
+        # One metadata entry, because safetensors writes several in no fixed order.
         noted = json.dumps({"sha256": _checksum(tensors, text), "note": text})
         write_whole(self._path(layer), save(tensors, {"noted": noted}))
         self._whole.add(layer)
 
     def get(self, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What was put there.
+        """The tensors and the note of a layer.
 
         Raises:
-            Failure: It is damaged, or gone.
+            Failure: The file is damaged or missing.
         """
         found = self._read(layer)
         if found is None:
@@ -67,7 +67,7 @@ class Shelf:
     def _read(self, layer: int) -> _Content | None:
         try:
             with safe_open(self._path(layer), "pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
                 noted = json.loads(file.metadata()["noted"])
             text = noted["note"]
             if layer not in self._whole and noted["sha256"] != _checksum(tensors, text):
@@ -78,7 +78,7 @@ class Shelf:
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor], note: str) -> str:
-    """SHA-256 of all that `get` returns, in hexadecimal."""
+    """SHA-256 of everything that `get` returns, in hexadecimal."""
     digest = hashlib.sha256(note.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())

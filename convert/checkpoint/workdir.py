@@ -1,7 +1,7 @@
-"""Where a conversion happens until it is whole: `OUTPUT.partial`, whose checkpoint is renamed to OUTPUT at the end.
+"""The work directory of a conversion, `OUTPUT.partial`; its checkpoint is renamed to OUTPUT when it is complete.
 
-An interrupted run leaves it for `--resume`; a refused one removes it. Only what carries this file's own marks is ever
-deleted. Files in it may be damaged in any way: what is not known by its checksum to be whole is made again.
+An interrupted run leaves it for `--resume`; a refused one removes it. Only directories that kvfold marked are ever
+deleted. Files in it may be damaged in any way: any file whose checksum does not match is made again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.writer import checksum, sync_directory, sync_tree, write_whole
 
-# In the work directory: the plan, a note for each finished shard, the checkpoint as it grows, and what a survey found. When the
-# checkpoint goes to OUTPUT the plan gets another name, and what was at OUTPUT waits here.
+# In the work directory: the plan, a note for each finished shard, the growing checkpoint, and results of the survey. When the
+# checkpoint moves to OUTPUT, the plan is renamed, and a checkpoint that was at OUTPUT is moved here.
 _PLAN, _NOTES, _CHECKPOINT, _SURVEY = "plan.json", "notes", "checkpoint", "survey"
 _PUBLISHED, _REPLACED = "published.json", "replaced"
-_RECORD = "conversion.json"  # in OUTPUT: what it was made from
+_RECORD = "conversion.json"  # in OUTPUT
 
 
 def partial_path(output: Path) -> Path:
     """The work directory of OUTPUT, beside it."""
-    whole = output.resolve()  # "." has no name of its own, and what a link points to may be on another disk
+    whole = output.resolve()  # "." has no name, and a link's target may be on another disk
     return whole.with_name(whole.name + ".partial")
 
 
@@ -36,10 +36,10 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
 
     Args:
         output: As the user gave it.
-        source: The source's directory, if it is one.
+        source: The source's directory, if it is local.
         overwrite: Whether an existing checkpoint may be replaced.
-        resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes, too: which one it is must
-            be asked of `finished` then.
+        resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes too: `finished` must then
+            check which one it is.
     """
     if output.is_symlink() and not output.exists():
         raise Refusal(f"OUTPUT {output} is a link to nothing", hint="remove the link, or choose another OUTPUT")
@@ -67,7 +67,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
 
 
 def _is_ours(partial: Path) -> bool:
-    """Whether a run of kvfold made this directory: it holds a plan, the first thing that is written, or nothing yet."""
+    """Whether kvfold made this directory: it holds a plan, which is written first, or nothing yet."""
     if partial.is_symlink() or not partial.is_dir():
         return False
     there = {path.name for path in partial.iterdir()}
@@ -80,23 +80,23 @@ def _is_published(partial: Path) -> bool:
 
 
 def _may_be_finished(output: Path, partial: Path) -> bool:
-    """Whether a conversion is at OUTPUT, and nothing is left of another."""
+    """Whether OUTPUT holds a conversion and no other one is unfinished."""
     return isinstance(recorded(output).get("recipe"), dict) and not (partial.exists() or partial.is_symlink())
 
 
 def finished(output: Path, recipes: Sequence[Mapping[str, Any]], calibration_hash: str | None) -> Mapping[str, Any] | None:
-    """What a run with `--resume`, and without `--overwrite`, finds done already.
+    """Find the conversion that a run with `--resume`, without `--overwrite`, would repeat.
 
     Args:
         output: OUTPUT.
-        recipes: What the run may make: its plan's recipe, and those among which the text decides.
-        calibration_hash: Of the tokens that it calibrates on, if it does. Where their text lay does not matter.
+        recipes: The recipe of the run's plan, and those among which the text decides.
+        calibration_hash: The hash of the calibration tokens, if there are any. The path of their text does not matter.
 
     Returns:
-        The one of the recipes by which the conversion at OUTPUT was made. None if the run has something to do.
+        The recipe by which the conversion at OUTPUT was made. None if the run has work to do.
 
     Raises:
-        Refusal: OUTPUT holds another conversion, or one that lacks files.
+        Refusal: OUTPUT holds another conversion, or one with missing files.
     """
     if not _may_be_finished(output, partial_path(output)):
         return None
@@ -118,7 +118,7 @@ def finished(output: Path, recipes: Sequence[Mapping[str, Any]], calibration_has
 
 
 def _without_text(recipe: Mapping[str, Any]) -> Any:
-    """A recipe, `{command: options}`, as JSON gives it back, but for the path of its text."""
+    """A recipe, `{command: options}`, as read back from JSON, without the path of its text."""
     plain = json.loads(json.dumps(recipe))
     return {
         command: {name: value for name, value in options.items() if name != "text"} if isinstance(options, dict) else options
@@ -132,13 +132,13 @@ def recorded(output: Path) -> dict[str, Any]:
 
 
 def _is_checkpoint(directory: Path) -> bool:
-    """Whether a directory holds a model: a config of some model type, and weights."""
+    """Whether a directory holds a model: a config with a model type, and weights."""
     weights = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
     return "model_type" in (read_object(directory / "config.json") or {}) and bool(weights)
 
 
 def _is_unicode(path: Path) -> bool:
-    """Whether safetensors can open files in it."""
+    """Whether the path is valid Unicode, as safetensors needs."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -157,27 +157,27 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 class WorkDirectory:
-    """The directory of one conversion, opened for a plan. Whoever opens it holds the lock of OUTPUT.
+    """The work directory of one conversion, opened for a plan. The caller holds the lock of OUTPUT.
 
     Args:
-        output: Where the checkpoint will end up.
-        plan: Everything the bytes depend on. A resumed run must bring the same.
-        resume: Continue what is there, if the plan is the same.
-        overwrite: Begin again if it is not.
+        output: OUTPUT, where the checkpoint will go.
+        plan: Everything that the bytes depend on. A resumed run must have the same.
+        resume: Continue an unfinished conversion if its plan is the same.
+        overwrite: Start again if it is not.
 
     Attributes:
-        path: The checkpoint as it grows.
-        survey: What surveys of the source leave for the layer loop.
-        published: Whether the checkpoint is at OUTPUT already, and only this directory is left to remove.
+        path: The directory of the growing checkpoint.
+        survey: The directory of the survey's results.
+        published: Whether the checkpoint is already at OUTPUT, so that only this directory is left to remove.
     """
 
     def __init__(self, output: Path, plan: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
         self._output = output
         self._root = partial_path(output)
-        self._done: dict[str, str] = {}  # shards that this run has written or checked, and what was noted of them, as JSON
+        self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
         self._kept = False
         self.path, self._notes, self.survey = (self._root / part for part in (_CHECKPOINT, _NOTES, _SURVEY))
-        plan = json.loads(json.dumps(plan))  # as a file gives it back
+        plan = json.loads(json.dumps(plan))  # as read back from a file
         known = self._known_plan() if resume else None
         if known != plan and overwrite:
             known = None
@@ -191,11 +191,11 @@ class WorkDirectory:
         self.published = known is not None and _is_published(self._root) and output.exists()
         if self.published:
             return
-        if (self._root / _REPLACED).exists() and not output.exists():  # what was whole stays until something else is
+        if (self._root / _REPLACED).exists() and not output.exists():  # restore the replaced checkpoint
             (self._root / _REPLACED).rename(output.resolve())
         if known is None:
             self.discard()
-        elif (self._root / _PUBLISHED).exists():  # it stopped before the checkpoint went to OUTPUT
+        elif (self._root / _PUBLISHED).exists():  # the run stopped before the checkpoint moved to OUTPUT
             (self._root / _PUBLISHED).replace(self._root / _PLAN)
         self._root.mkdir(parents=True, exist_ok=known is not None)
         write_whole(self._root / _PLAN, _json(plan))
@@ -209,10 +209,10 @@ class WorkDirectory:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, output: Path, plan: Mapping[str, Any], resume: bool, overwrite: bool) -> Iterator[WorkDirectory]:
-        """One that is removed if the block ends in a refusal or a failure: of bad data nothing is kept.
+        """A work directory that is removed if the block ends in a refusal or a failure: bad data leaves nothing.
 
         It stays for `--resume` after everything else (an interrupt, an OSError, a bug), and after `keep`. After `publish` it
-        is the caller's to discard.
+        must be discarded by the caller.
         """
         work = cls(output, plan, resume, overwrite)
         try:
@@ -223,7 +223,7 @@ class WorkDirectory:
             raise
 
     def keep(self) -> None:
-        """Leave the directory for `--resume`, whatever the run ends in from here on: it is not the data's fault."""
+        """From now on, leave the directory for `--resume` even after a failure, which is then not due to the data."""
         self._kept = True
 
     def _known_plan(self) -> dict[str, Any] | None:
@@ -231,9 +231,9 @@ class WorkDirectory:
         return next((plan for name in (_PLAN, _PUBLISHED) if (plan := read_object(self._root / name)) is not None), None)
 
     def done(self, shard: str) -> Any | None:
-        """What was noted of a finished shard, or None. A shard is noted only once it has been verified.
+        """The note of a finished shard, or None. Only verified shards have a note.
 
-        The first time that a run asks, the file is read and must have the checksum that was noted.
+        On the first call for a shard, its file is read and must match the noted checksum.
         """
         if shard not in self._done:
             noted, file = _unsealed(self._notes / f"{shard}.json"), self.path / shard
@@ -243,27 +243,27 @@ class WorkDirectory:
         return json.loads(self._done[shard])
 
     def note(self, shard: str, value: Any, sha256: str | None = None) -> None:
-        """Keep `value` for a finished shard, so that a resumed run can still report it.
+        """Store `value` for a finished shard, so that a resumed run can still report it.
 
         Args:
             shard: The file's name.
-            value: Anything that JSON holds, but for None.
-            sha256: Of the file, as `write_shard` returned it; None to read the file once more.
+            value: Any JSON value except None.
+            sha256: The file's checksum from `write_shard`; None to compute it from the file.
         """
         _seal(self._notes / f"{shard}.json", {"sha256": sha256 or checksum(self.path / shard), "value": value})
         self._done[shard] = json.dumps(value)
 
     def recall(self, name: str) -> Any | None:
-        """What an earlier run kept under a name, or None."""
+        """The value that an earlier run stored under a name, or None."""
         noted = _unsealed(self.survey / f"{name}.json")
         return None if noted is None else noted["value"]
 
     def remember(self, name: str, value: Any) -> None:
-        """Keep a value that JSON holds for a resumed run."""
+        """Store a JSON value for a resumed run."""
         _seal(self.survey / f"{name}.json", {"value": value})
 
     def require_space(self, needed: int) -> None:
-        """Fail before the first byte if the disk cannot take `needed` bytes; finished shards stay for `--resume`."""
+        """Fail if the disk cannot hold `needed` more bytes; finished shards stay for `--resume`."""
         free = shutil.disk_usage(self.path).free
         if needed <= free:
             return
@@ -279,20 +279,20 @@ class WorkDirectory:
         )
 
     def discard(self) -> None:
-        """Remove everything: the run was refused, or OUTPUT is whole. The plan goes last: it marks the rest as ours."""
+        """Remove everything: the run was refused, or OUTPUT is complete. The plan goes last: it marks the rest as ours."""
         for name in (_CHECKPOINT, _NOTES, _SURVEY, _REPLACED):
             shutil.rmtree(self._root / name, ignore_errors=True)
         shutil.rmtree(self._root, ignore_errors=True)
 
     def publish(self) -> None:
-        """Put the checkpoint at OUTPUT. One that is to be replaced steps aside first. What is left here is to be discarded."""
+        """Move the checkpoint to OUTPUT. One that it replaces is moved here first. The caller discards what is left."""
         output = self._output.resolve()
         sync_tree(self.path)
         self.keep()
         (self._root / _PLAN).replace(self._root / _PUBLISHED)
         sync_directory(self._root)
         if output.exists():
-            shutil.rmtree(self._root / _REPLACED, ignore_errors=True)  # of a run that was stopped right here
+            shutil.rmtree(self._root / _REPLACED, ignore_errors=True)  # left by a run that was stopped at this point
             output.rename(self._root / _REPLACED)
         self.path.rename(output)
         sync_directory(self._root)
@@ -308,7 +308,7 @@ def _json(value: Any) -> bytes:
 
 
 def _seal(path: Path, noted: dict[str, Any]) -> None:
-    """Write a JSON object with a checksum of itself."""
+    """Write a JSON object together with its checksum."""
     write_whole(path, _json({"sha256": _hash(noted), "noted": noted}))
 
 

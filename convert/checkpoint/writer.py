@@ -1,9 +1,9 @@
-"""Writing checkpoint files: shards streamed, hashed, read back, synced. It knows tensors by name, and nothing of attention.
+"""Writes checkpoint files: shards are streamed, hashed, read back, synced. It knows tensors by name, and no attention.
 
-safetensors' own `save_file` copies a whole shard into memory first; the format is a JSON header and the bytes, and writing
-them here keeps what is merely copied out of memory.
+safetensors' own `save_file` copies a whole shard into memory first. The format is a JSON header and the bytes; writing
+them here keeps copied tensors out of memory.
 
-A file gets its name when its bytes are on the disk, so that one which is there after a power failure is whole.
+A file gets its name only when its bytes are on disk, so that a file that exists after a power failure is complete.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from attention.errors import Failure
 from convert.checkpoint.reader import DTYPES, SAFETENSORS, open_safetensors
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CHUNK = 2**20  # values that are checked, cast and written at a time: few enough to stay in the cache
+_CHUNK = 2**20  # values per chunk that is checked, cast and written; small enough for the CPU's cache
 _HASH = "sha256"
-_AHEAD = 8  # chunks that may wait to be hashed
+_AHEAD = 8  # chunks that may wait for the hashing thread
 _FAILING = "the disk or the memory is failing"
 
 
@@ -38,25 +38,25 @@ def write_shard(
     dtypes: Mapping[str, torch.dtype],
     progress: Callable[[int], object] = lambda written: None,
 ) -> str:
-    """Write one safetensors file, read it back, compare every byte with what was meant, then give it its name.
+    """Write one safetensors file, read it back, compare every byte, then give it its name.
 
     Args:
-        path: The final name; until the comparison has passed, the file is called `<name>.tmp`.
-        tensors: Any mixture of mapped and computed tensors.
-        dtypes: What each is stored in.
-        progress: Called with the number of further bytes written.
+        path: The final name; until the comparison has succeeded, the file is called `<name>.tmp`.
+        tensors: The tensors by name, mapped or computed.
+        dtypes: The dtype that each is stored in.
+        progress: Called with the number of bytes newly written.
 
     Returns:
-        Its checksum, as `checksum` gives it.
+        The checksum, as from `checksum`.
 
     Raises:
-        Failure: A value is not finite (as read, or after the cast), or the file does not read back as written.
+        Failure: A value is not finite (before or after the cast), or the file does not read back as written.
         OSError: The disk is full or broken.
     """
     # Wide dtypes first, as safetensors itself orders them, so that every tensor is aligned for mapping.
     ordered = dict(sorted(tensors.items(), key=lambda item: -dtypes[item[0]].itemsize))
     temporary = path.with_name(path.name + ".tmp")
-    # Hashing and syncing have a thread of their own, which works while the next chunk is checked, and the whole compared.
+    # A thread hashes and syncs while the next chunk is checked, and while the file is compared.
     with temporary.open("wb") as file, ThreadPoolExecutor(1) as beside:
         hashed = _Hashed(file, beside)
         header = _header(ordered, dtypes)
@@ -76,11 +76,11 @@ def write_shard(
 
 
 class _Hashed:
-    """A file whose bytes are hashed as they are written.
+    """A file that hashes its bytes as they are written.
 
     Args:
         file: Open for writing.
-        beside: One thread, which hashes.
+        beside: An executor with one thread, which hashes.
     """
 
     def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
@@ -106,7 +106,7 @@ def checksum(path: Path) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, also after a power failure."""
+    """Write a file so that it exists either completely or not at all, even after a power failure."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(data)
@@ -116,7 +116,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Wait until everything in a directory is on the disk."""
+    """Wait until everything in a directory is on disk."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -127,10 +127,10 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk, on file systems that can say so."""
+    """Wait until the names in a directory are on disk, on file systems that support it."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
-    except PermissionError:  # Windows opens no directories
+    except PermissionError:  # Windows cannot open directories
         return
     try:
         os.fsync(descriptor)
@@ -158,19 +158,19 @@ def _header(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtyp
 
 
 def _chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterable[torch.Tensor]:
-    """`tensor` flat, in pieces, as they will be stored."""
+    """`tensor` flattened, in pieces, cast to `dtype`."""
     return (chunk.to(dtype) for chunk in tensor.contiguous().flatten().split(_CHUNK))
 
 
 def _finite(chunk: torch.Tensor) -> bool:
-    """Whether all values are finite. One vectorised pass: `isfinite` makes three of them, 25 times slower in bfloat16."""
+    """Whether all values are finite. One vectorised pass: `isfinite` takes three, and 25 times as long in bfloat16."""
     if not chunk.is_floating_point() or chunk.dtype.itemsize == 1 or not chunk.numel():
         return True
-    return all(math.isfinite(bound) for bound in torch.aminmax(chunk))  # NaN goes through to both bounds
+    return all(math.isfinite(bound) for bound in torch.aminmax(chunk))  # NaN propagates to both bounds
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two flat tensors hold the same bytes; eight at a time, since `equal` compares value by value."""
+    """Whether two flat tensors hold the same bytes; compares eight at a time, since `equal` compares value by value."""
     a, b = a.view(torch.uint8), b.view(torch.uint8)
     if a.storage_offset() % 8 or b.storage_offset() % 8:
         return torch.equal(a, b)
@@ -179,7 +179,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes(chunk: torch.Tensor) -> memoryview:
-    return memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
+    return memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]  # missing in numpy's stubs
 
 
 def require_finite(name: str, tensor: torch.Tensor) -> None:
@@ -211,7 +211,7 @@ def _verify(path: Path, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str
 
 
 def write_index(directory: Path, shards: Mapping[str, Iterable[str]], total_bytes: int) -> None:
-    """`model.safetensors.index.json` for shards given as file → tensor names."""
+    """Write `model.safetensors.index.json` for `shards`, which maps files to tensor names."""
     weight_map = {name: file for file, names in shards.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     write_whole(directory / f"{SAFETENSORS}.index.json", (json.dumps(index, indent=2) + "\n").encode())

@@ -1,1 +1,1 @@
-"""The bundled checkpoint, the text it was trained on, and the demo that shows them."""
+"""The demo: the bundled checkpoint, the text it was trained on, and the command that converts it."""

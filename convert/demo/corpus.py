@@ -1,8 +1,8 @@
-"""English and Python that every machine has: the text the bundled checkpoint is trained and judged on.
+"""English and Python text that every machine has: the bundled checkpoint is trained and evaluated on it.
 
-Read at run time from the installed Python — its documentation topics, the docstrings of its built-in modules and
-the sources of its standard library — so that no text is copied into this repository. It follows that another
-Python version gives another text: whoever reports a figure reports `platform.python_version()` and a token hash too.
+It is read at run time from the installed Python (documentation topics, docstrings of built-in modules,
+sources of the standard library), so that this repository contains no copied text. Another
+Python version gives another text, so figures are reported with `platform.python_version()` and a token hash.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from attention.errors import Failure
 
-# Whole modules kept out of training. `VALIDATION` watched the training; `HELD_OUT` was never looked at before it was reported.
+# Whole modules kept out of training. `VALIDATION` monitored the training; `HELD_OUT` was only used for reported figures.
 VALIDATION = ("calendar", "configparser", "fractions", "optparse", "textwrap")
 HELD_OUT = ("argparse", "difflib", "statistics", "tarfile")
-# Tests and vendored tools repeat themselves; the last two rows are tables, not text.
+# Tests and vendored tools are repetitive; the last two rows are tables, not text.
 _SKIPPED = {
     "site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "config",
     "encodings", "pydoc_data", "entities.py",
@@ -33,7 +33,7 @@ def held_out_text(modules: tuple[str, ...] = HELD_OUT) -> str:
     """The sources of `modules`, in order, separated by a blank line.
 
     Raises:
-        Failure: This Python installation has no readable source for one of them.
+        Failure: This Python installation lacks the source of one of them.
     """
     return "\n\n".join(_source(name) for name in modules)
 

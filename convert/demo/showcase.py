@@ -1,4 +1,4 @@
-"""`convert demo`: the bundled MHA checkpoint through every conversion that there is, and into one report."""
+"""`convert demo`: runs the bundled MHA checkpoint through every conversion and writes one report."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MODEL = Path(__file__).parent / "python-5m-mha"
 _GROUPS = (4, 2, 1)
 _SIZES = (LatentRequest(96, 32), LatentRequest(48, 16))  # a quarter and an eighth of the cache
 _METHODS = ("aligned", "mean", "weighted", "pca")
-_MODULES = ("difflib", "statistics")  # of those held out
-_TOKENS = 16384  # of these: as many as two minutes allow
+_MODULES = ("difflib", "statistics")  # two of the held-out modules
+_TOKENS = 16384  # evaluated tokens: as many as two minutes allow
 _CALIBRATION_TOKENS = 16384
 
 
@@ -29,8 +29,8 @@ def showcase(output: Path, progress: Progress = silent) -> tuple[dict[str, Any],
     """Convert, evaluate on library modules that were held out of training, and write the report.
 
     Args:
-        output: Receives one directory per conversion, and `report/`; those of an earlier demo are replaced.
-        progress: Told how far each stage is.
+        output: A directory for one subdirectory per conversion, and `report/`; it replaces those of an earlier demo.
+        progress: Called with the progress of each stage.
 
     Returns:
         The report, and the path of its HTML page.
@@ -38,7 +38,7 @@ def showcase(output: Path, progress: Progress = silent) -> tuple[dict[str, Any],
     source = Source.parse(str(MODEL))
     calibration = output / "calibration.txt"
     output.mkdir(parents=True, exist_ok=True)
-    calibration.write_text(held_out_text(VALIDATION), encoding="utf-8")  # modules that watched the training
+    calibration.write_text(held_out_text(VALIDATION), encoding="utf-8")  # modules that monitored the training
     text = CalibrationOptions({"text": str(calibration)}, _CALIBRATION_TOKENS)
     plans = plans_for(source, Wanted(_GROUPS, _SIZES, _METHODS, text, Output(output, overwrite=True), "cpu"))
     held_out = Text(f"Python {platform.python_version()}: {', '.join(_MODULES)}", held_out_text(_MODULES))

@@ -1,1 +1,1 @@
-"""Carrying out a plan: units of tensors, the layer loop, publishing."""
+"""Carries out a plan: units of tensors, the layer loop, publishing."""

@@ -13,12 +13,12 @@ from eval.overlap import WARN_ABOVE
 
 
 def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
-    """README.md for a conversion.
+    """The text of README.md for a conversion.
 
     Args:
-        plan: What was done.
-        record: conversion.json, without its `run`: the card holds nothing that differs from run to run.
-        directory: The source's files; a licence that its card names is inherited.
+        plan: The plan that was carried out.
+        record: conversion.json without its `run`: the card holds nothing that differs between runs.
+        directory: The source's files; the result inherits the licence that their card names.
     """
     import jinja2
 
@@ -55,7 +55,7 @@ def _summary(plan: Plan, record: dict[str, Any]) -> str:
 
 
 def _command(plan: Plan) -> str:
-    """With paths as they were given: where they lie on one machine is of no use to another."""
+    """The command line, with paths as the user gave them: absolute paths are of no use on another machine."""
     ((command, options),) = plan.recipe().items()
     options |= plan.calibration.given if plan.calibration else {}
     options |= {"model": plan.source.reference} if plan.source.directory else {}

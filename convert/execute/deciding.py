@@ -1,6 +1,6 @@
-"""What is decided for all layers together, before the first is changed: their sizes, and which frequencies they keep.
+"""Decides what all layers share before the first one changes: their sizes and the frequencies that they keep.
 
-Decisions are values that are passed on. What the work directory keeps of them serves a resumed run alone.
+A decision is a value that is passed on. Its copy in the work directory only serves a resumed run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ StatisticsOf = Callable[[int], Statistics]
 
 @dataclass(frozen=True)
 class Decision:
-    """How all layers are changed.
+    """How to change all layers.
 
     Attributes:
-        plan: The plan, of whose splits of the cache one has been chosen.
-        change: `(record, layer, statistics) -> the record with its heads in the order of the result, and that of the result`;
-            None where nothing changes.
+        plan: The plan, with one of its splits of the cache chosen.
+        change: `(record, layer, statistics) -> (record with its heads in the order of the result, record of the result)`;
+            None if nothing changes.
         rotary: How the rotary key of MLA rotates, in every layer.
-        found: What was decided on the way, for conversion.json.
+        found: The choices that were made, for conversion.json.
     """
 
     plan: Plan
@@ -51,7 +51,7 @@ class Decision:
 
 
 def decide(job: Job, statistics: StatisticsOf) -> Decision:
-    """Find out what the plan's method has to know of the whole model, and bind it to that.
+    """Measure what the plan's method needs to know about the whole model, and bind the method to it.
 
     Raises:
         Failure: Weights or activations are not finite.
@@ -84,13 +84,13 @@ def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> 
 
 @dataclass(frozen=True)
 class _Choice:
-    """One of the candidates of a latent's layout.
+    """The chosen candidate for the layout of a latent.
 
     Attributes:
-        split: Which of the target's splits.
-        pairs: The frequencies that go on rotating.
-        pursued: Whether they were found by pursuit.
-        tried: Every candidate and its error on the text; empty where there was one candidate.
+        split: The index of the target's split.
+        pairs: The frequencies that stay rotary.
+        pursued: Whether a pursuit found them.
+        tried: Every candidate and its error on the text; empty if there was only one.
     """
 
     split: int
@@ -106,7 +106,7 @@ class _Choice:
             return None
         try:
             return cls(int(found["split"]), tuple(found["pairs"]), bool(found["pursued"]), list(found["tried"]))
-        except (KeyError, TypeError, ValueError):  # not what this version keeps: decide again
+        except (KeyError, TypeError, ValueError):  # written by another version: decide again
             return None
 
     def allocation(self, without_pairs: Allocation) -> Allocation:
@@ -125,7 +125,7 @@ def _choose(job: Job, splits: Sequence[LatentTarget], rotary: Rotary, statistics
     errors = _errors(job, method, [offer for _, offer in offers], statistics) if tried else [0.0] * len(offers)
     if not all(map(math.isfinite, errors)):
         raise Failure(
-            f"attention outputs on the calibration text overflow: relative errors of {len(errors)} candidates are {errors}",
+            f"attention outputs overflow on the calibration text: the relative errors of {len(errors)} candidates are {errors}",
             hint="the source's weights are extreme; does `convert eval` of it work?",
         )
     best = min(range(len(offers)), key=errors.__getitem__)
@@ -138,12 +138,12 @@ def _choose(job: Job, splits: Sequence[LatentTarget], rotary: Rotary, statistics
 
 
 def _rotary(plan: Plan) -> Rotary:
-    """The rotary embedding of the layers that have one."""
+    """The rotary embedding of the layers with RoPE."""
     return next(rotary for layer in range(plan.before.num_layers) if (rotary := plan.family.rotary(plan.source.config, layer)))
 
 
 def _measured(job: Job, method: LatentMethod, splits: Sequence[LatentTarget], statistics: StatisticsOf) -> list[Any]:
-    """What the method has to know of each layer with RoPE."""
+    """The result of `method.measure` for each layer with RoPE."""
     plan, measure = job.plan, method.measure
     fewest = min(split.spec.qk_rope_head_dim for split in splits) // 2
     found: list[Any] = []
@@ -153,9 +153,9 @@ def _measured(job: Job, method: LatentMethod, splits: Sequence[LatentTarget], st
     with stage(job.progress, "measure", len(layers), "layer") as done:
         for layer in layers:
             path = job.work.survey / f"measured-{layer}.pt"
-            with path.open("wb") as file:  # torch's own writer would hide a full disk in an error of its own
+            with path.open("wb") as file:  # torch's own writer would hide a full disk behind its own error
                 torch.save(measure(job.read_layer(layer)[1], statistics(layer), fewest), file)
-            # Mapped: of many layers together memory holds what is being read. Only this run reads the file.
+            # Mapped, so that memory does not hold all layers at once. Only this run reads the file.
             found.append(torch.load(path, map_location="cpu", mmap=True, weights_only=False))
             path.unlink()
             done(1)
@@ -163,9 +163,9 @@ def _measured(job: Job, method: LatentMethod, splits: Sequence[LatentTarget], st
 
 
 def _errors(job: Job, method: LatentMethod, offers: Sequence[Allocation], statistics: StatisticsOf) -> list[float]:
-    """What each offer changes of the attention's outputs on the text: mean over layers spread evenly.
+    """The relative error of attention outputs on the text for each offer, averaged over evenly spread layers.
 
-    Refitted as they will be, on the other half of the sample: before that, offers rank differently.
+    Offers are refitted first, on the other half of the sample, since that changes their ranking.
     """
     layers = job.plan.before.num_layers
     count = min(layers, _TRIED_LAYERS)
@@ -184,7 +184,7 @@ def _errors(job: Job, method: LatentMethod, offers: Sequence[Allocation], statis
 
 
 def _refitting(job: Job, change: Change) -> Change:
-    """The same change, followed by the refit of queries where the plan wants it."""
+    """The same change, followed by the refit of queries if the plan has one."""
 
     def refitted(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
         before, after = change(before, layer, known)

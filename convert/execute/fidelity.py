@@ -1,4 +1,4 @@
-"""How far a converted layer is from its source, by weights alone: what conversion.json says of each layer."""
+"""The distance of a converted layer from its source by weights alone, for conversion.json."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from attention.record import Attention, FactoredAttention, Record
 
 
 def layer_errors(before: Attention, after: Record) -> dict[str, float]:
-    """Relative squared errors.
+    """Relative squared errors of a converted layer, by name.
 
-    Where queries stay, `k_error` and `v_error`: distance of each source head from the one that replaces it. Where they
-    change too, `score_error`: distance of each head's bilinear score form W_Qᵀ W_K at distance 0, where nothing has turned
-    (it does not see what not turning costs), and `output_error`: that of each head's W_O W_V. By weights alone: what is fitted
-    to text may move away from its source here and come closer there.
+    If queries are unchanged: `k_error` and `v_error`, the distance of each source head from its replacement. If they
+    change too: `score_error`, the distance of each head's bilinear form W_Qᵀ W_K at distance 0, where RoPE has no effect
+    (so it ignores the cost of not rotating), and `output_error`, that of each head's W_O W_V. By weights alone: a fit
+    to text may be farther by these figures and yet closer on the text.
     """
     if isinstance(after, Attention) and after.q is before.q:
         return {"k_error": _head_error(before.k, after.k), "v_error": _head_error(before.v, after.v)}
@@ -33,14 +33,14 @@ def _head_error(before: torch.Tensor, after: torch.Tensor) -> float:
         return 0.0
     distance = own = 0.0
     for heads, shared in zip(before.unflatten(0, (after.shape[0], -1)), after.float(), strict=True):
-        members = heads.float()  # group by group: what is copied to fp32 stays small
+        members = heads.float()  # group by group, so that the fp32 copy stays small
         own += _square(members)
         distance += _square(members - shared)
     return _ratio(distance, own)
 
 
 def _maps(a: Record, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One head's queries and keys `[n, E]` and outputs and values `[m, E]`, such that its forms are qᵀ k and oᵀ v."""
+    """One head's queries and keys `[n, E]`, outputs and values `[m, E]`; its bilinear forms are qᵀ k and oᵀ v."""
     if isinstance(a, FactoredAttention):
         keys = torch.cat((a.up_k[head] @ a.down, a.k_rope))
         return torch.cat((a.q_nope[head], a.q_rope[head])), keys, a.o[:, head].T, a.up_v[head] @ a.down
@@ -54,8 +54,8 @@ def _maps(a: Record, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def _form(a: torch.Tensor, b: torch.Tensor) -> float:
-    """‖aᵀ b‖² of `[n, E]` each, without making the `[E, E]` matrix."""
-    a, b = a.double(), b.double()  # squares of squares leave the range of fp32 early
+    """‖aᵀ b‖² for a, b of `[n, E]`, without the `[E, E]` matrix."""
+    a, b = a.double(), b.double()  # fourth powers overflow fp32 early
     return float(((a @ a.T) * (b @ b.T)).sum())
 
 

@@ -1,4 +1,4 @@
-"""A plan under way: what is read, where work lies, and where it is computed."""
+"""A plan in progress: its source, its work directory and its device."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from eval.progress import Progress
 
 @dataclass(frozen=True)
 class Job:
-    """One conversion.
+    """One conversion in progress.
 
     Attributes:
-        plan: What is to be done.
-        reader: Of the source.
+        plan: The plan to carry out.
+        reader: Reads the source's tensors.
         work: The work directory.
-        text: What to calibrate on, if the plan calibrates.
-        device: Where layers run and are changed.
-        progress: Who is told how far it is.
-        statistics_in: Where statistics of the source lie.
+        text: The calibration text, if the plan calibrates.
+        device: The device on which layers run and are converted.
+        progress: Called with the progress of each stage.
+        statistics_in: The directory for statistics of the source.
     """
 
     plan: Plan
@@ -43,7 +43,7 @@ class Job:
     statistics_in: Path
 
     def assumed(self, layer: int) -> Statistics:
-        """What is known of a layer's input without text: the gains of its norm."""
+        """The statistics of a layer's input that are assumed without text, from the gains of its norm."""
         plan = self.plan
         norm, found = plan.family.input_norm(layer), self.reader.infos
         if norm is None:
@@ -56,7 +56,7 @@ class Job:
         return Statistics.assumed(plan.source.config.hidden_size, gain, tensors.get(f"{norm.name}.bias"))
 
     def read_layer(self, layer: int) -> tuple[dict[str, torch.Tensor], Attention]:
-        """The tensors of a layer's attention under their names, and their record, as methods see it.
+        """The tensors of a layer's attention by name, and their record in the form that methods take.
 
         Raises:
             Failure: One of them is not finite.
@@ -77,15 +77,15 @@ class Job:
         infos: Mapping[str, TensorInfo],
         spool: Path,
     ) -> LayerStream:
-        """Some model's layers over the calibration text.
+        """The layers of the source or of the result, run over the calibration text.
 
         Args:
             text: Its blocks.
-            config: Of the model.
-            module: Layer → the path of its attention.
-            read: Tensor name → tensor.
-            infos: Of all tensors.
-            spool: The beginning of the files with its inputs.
+            config: The model's config.
+            module: Maps a layer to the path of its attention module.
+            read: Maps a tensor's name to the tensor.
+            infos: The infos of all tensors by name.
+            spool: The path prefix of the files that hold layer inputs.
         """
         modules = [module(layer) for layer in range(self.plan.before.num_layers)]
         trusted = self.plan.source.trust_remote_code

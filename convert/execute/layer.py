@@ -1,4 +1,4 @@
-"""One converted layer: what is written of it, and what is noted."""
+"""One converted layer: the tensors to write and the note for conversion.json."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from convert.planning.base import Plan
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer under the names that the output class expects.
+    """A converted layer, with the tensor names of the output class.
 
     Attributes:
-        tensors: Of its attention.
-        note: For conversion.json: its index, its errors, and which tensors differ from the source's of that name.
+        tensors: The tensors of its attention by name.
+        note: For conversion.json: its index, its errors, and the tensors that differ from the source's of the same name.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -34,7 +34,7 @@ class Layer:
         after: Record,
         **more: Any,
     ) -> Layer:
-        """Of a layer's source tensors, their record, and the record of the result; `more` is noted as well."""
+        """Made from a layer's source tensors, their record, and the record of the result; the note includes `more`."""
         tensors = plan.target.host.layout(plan.family).join(after, plan.target.spec, index)
         converted = [name for name, tensor in tensors.items() if not _is_copy(tensor, source.get(name))]
         note = {"layer": index, **layer_errors(before, after), **more, "converted": converted}
@@ -42,7 +42,7 @@ class Layer:
 
     @classmethod
     def copied(cls, index: int, source: dict[str, torch.Tensor]) -> Layer:
-        """A layer that is left as it is."""
+        """A layer that stays as it is."""
         return cls({name: tensor.cpu() for name, tensor in source.items()}, {"layer": index, "converted": []})
 
 

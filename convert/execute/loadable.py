@@ -1,4 +1,4 @@
-"""Whether transformers would load a checkpoint whole, as seen from its config and the headers of its files."""
+"""Checks whether transformers would load a checkpoint completely, by its config and the headers of its files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _HINT = "config.json and the weights are not of the same model"
 
 
 def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str, trust_remote_code: bool = False) -> None:
-    """Compare every name, shape and dtype of a checkpoint with those of its class, by transformers' own rules.
+    """Compare every tensor name, shape and dtype of a checkpoint with its class, by transformers' own rules.
 
     Args:
-        config: Of the checkpoint.
-        infos: Of its tensors.
-        what: The checkpoint, for messages.
-        trust_remote_code: As for transformers.
+        config: The checkpoint's config.
+        infos: The infos of its tensors by name.
+        what: The name of the checkpoint in messages.
+        trust_remote_code: As in transformers.
 
     Raises:
-        Failure: A tensor is missing, is not known, has another shape, or holds integers where the class computes.
+        Failure: A tensor is missing or unknown, has another shape, or holds integers where the class needs floats.
     """
     model = empty_model(config, trust_remote_code)
     tensors, kind = ClassTensors(model, infos), type(model).__name__

@@ -1,6 +1,6 @@
-"""What a plan will write, known from file headers alone: units of tensors, checked against the config, dealt to shards.
+"""What a plan will write, from file headers alone: units of tensors, checked against the config, assigned to shards.
 
-It reads no weights; names, shapes and dtypes are all it sees.
+It reads only names, shapes and dtypes, no weights.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _OTHER_MODEL = "config.json and the weights are not of the same model"
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that are made together: one layer's attention, or whatever else goes from some places to some others.
+    """Tensors that are made together: one layer's attention, or other tensors that map from some places to others.
 
-    Copying is the special case in which no name, no place and no shape changes.
+    Copying is the special case in which no name, place or shape changes.
 
     Attributes:
-        sources: The places of the source's tensors; without roles for an attention's, which its family knows.
-        outputs: Name → what will be stored.
-        places: Those of the outputs; empty for an attention's.
-        layer: The decoder layer whose attention it is, or None.
+        sources: The places of the source's tensors; without roles for an attention, which its family knows.
+        outputs: The infos of the stored tensors by name.
+        places: The places of the outputs; empty for an attention.
+        layer: The decoder layer, if the unit is its attention; else None.
     """
 
     sources: tuple[Place, ...]
@@ -48,13 +48,13 @@ class Unit:
 
     @property
     def copies(self) -> bool:
-        """Whether outputs are the sources, under their own names or others."""
+        """Whether the outputs equal the sources, under the same or other names."""
         return self.layer is None and [(p.roles, p.transposed) for p in self.sources] == [
             (p.roles, p.transposed) for p in self.places
         ]
 
     def make(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs of a unit that is no attention, from what `read` gives for its sources."""
+        """The outputs of a unit other than an attention; `read` gives its sources."""
         if self.copies:
             return {place.name: read(source.name) for source, place in zip(self.sources, self.places, strict=True)}
         parts: dict[str, torch.Tensor] = {}
@@ -65,11 +65,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that a conversion writes.
+    """All tensors that a conversion writes.
 
     Attributes:
-        units: In the source's order.
-        dropped: Tensors of the source that no unit reads, and why.
+        units: All units, in the source's order.
+        dropped: Tensors of the source that no unit reads, with the reason.
     """
 
     units: tuple[Unit, ...]
@@ -77,7 +77,7 @@ class Manifest:
 
     @cached_property
     def outputs(self) -> dict[str, TensorInfo]:
-        """Every tensor that is written."""
+        """The infos of all tensors that are written, by name."""
         return {name: info for unit in self.units for name, info in unit.outputs.items()}
 
     @cached_property
@@ -89,19 +89,19 @@ class Manifest:
         return sum(unit.nbytes for unit in self.units)
 
     def read(self, reader: Reader, name: str) -> torch.Tensor:
-        """A tensor of the result that is no attention's, made from the source.
+        """Make a tensor of the result, other than an attention's, from the source.
 
         Raises:
-            KeyError: There is none of that name.
+            KeyError: The result has no such tensor.
         """
         return self._unit_of[name].make(reader.__getitem__)[name]
 
 
 def manifest_of(plan: Plan, reader: Reader) -> Manifest:
-    """What will be written.
+    """The manifest of a plan.
 
     Raises:
-        Failure: The source's headers are not those of its config.
+        Failure: The source's headers do not match its config.
     """
     config, stored = plan.source.config, getattr(torch, plan.output.dtype) if plan.output.dtype else None
     layout = plan.target.host.layout(plan.family)
@@ -120,7 +120,7 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
                 placed.add(layer)
                 units.append(_attention_unit(plan.family, layout, config, sized, layer, reader, stored))
         elif tied and name in reader.aliases:
-            dropped[name] = f"is {reader.aliases[name]}, to which the model ties it"  # a tied head is written once
+            dropped[name] = f"is {reader.aliases[name]}, to which the model ties it"  # a tied head is written only once
         elif plan.target.copies or (plan.family is layout and plan.family.names.place(name) is None):
             units.append(_copy(name, reader.infos[name].stored_as(stored)))
         elif reason := _has_no_place(plan.family, layout, name):
@@ -137,10 +137,10 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
 
 
 def check_attention(plan: Plan, reader: Reader) -> None:
-    """Compare the attention of every layer with what the config says of it.
+    """Compare the attention of every layer with the config.
 
     Raises:
-        Failure: A tensor is missing, has another shape, or is not known.
+        Failure: A tensor is missing or unknown, or has another shape.
     """
     for layer in range(plan.before.num_layers):
         _check_layer(plan, reader, layer, plan.family.shapes(plan.source.config, layer))
@@ -150,7 +150,7 @@ def check_attention(plan: Plan, reader: Reader) -> None:
 def _attention_unit(
     family: Family, layout: Family, config: Any, sized: Any, layer: int, reader: Reader, stored: torch.dtype | None
 ) -> Unit:
-    """A converted layer. Each tensor keeps the dtype of the source's of that name, or of its first projection."""
+    """The unit of a converted layer. A tensor gets the dtype of the source's of the same name, else of its first projection."""
     names = tuple(family.shapes(config, layer))
     shapes = layout.shapes(sized, layer)
     dtypes = {name: reader.infos.get(name, reader.infos[names[0]]).dtype for name in shapes}
@@ -164,7 +164,7 @@ def _copy(name: str, info: TensorInfo) -> Unit:
 
 
 def _has_no_place(family: Family, layout: Family, name: str) -> str | None:
-    """Why the output class has no use for a tensor that is no attention's."""
+    """Why the output class drops a tensor other than an attention's, or None."""
     place = family.names.place(name)
     if place is None:
         return "the model computes it itself" if name.endswith("inv_freq") else "the output class has no place for it"
@@ -174,10 +174,10 @@ def _has_no_place(family: Family, layout: Family, name: str) -> str | None:
 
 
 def _other_unit(family: Family, layout: Family, name: str, reader: Reader, stored: torch.dtype | None) -> Unit:
-    """The unit of all that is joined with what a tensor holds, on either side."""
+    """The unit of all tensors that share roles with a tensor, in the source or in the result."""
     sources, places = _connected(family, layout, name)
     if missing := [place.name for place in sources if place.name not in reader.infos]:
-        raise Failure(f"the checkpoint lacks tensor {missing[0]}, which goes with {name}", hint=_OTHER_MODEL)
+        raise Failure(f"the checkpoint lacks tensor {missing[0]}, which {name} needs", hint=_OTHER_MODEL)
     shapes: dict[str, tuple[int, ...]] = {}
     for source in sources:
         shapes |= source.shapes(reader.infos[source.name].shape)
@@ -187,7 +187,7 @@ def _other_unit(family: Family, layout: Family, name: str, reader: Reader, store
 
 
 def _connected(family: Family, layout: Family, name: str) -> tuple[list[Place], list[Place]]:
-    """Places of the source and of the result that share roles, directly or through each other."""
+    """The places of the source and of the result that share roles with a tensor, directly or through others."""
     first = family.names.place(name)
     assert first is not None
     sources, places = [first], list[Place]()
@@ -218,7 +218,7 @@ def _check_layer(plan: Plan, reader: Reader, layer: int, expected: Mapping[str, 
                 hint="compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights",
             )
     module = plan.family.module(layer) + "."
-    # Old checkpoints keep RoPE's frequencies, which classes compute nowadays; they are copied like any other tensor.
+    # Old checkpoints store RoPE's frequencies, which classes now compute; they are copied like any other tensor.
     extra = [n for n in reader.infos if n.startswith(module) and n not in expected and not n.endswith("inv_freq")]
     if extra:
         raise Failure(
@@ -228,7 +228,7 @@ def _check_layer(plan: Plan, reader: Reader, layer: int, expected: Mapping[str, 
 
 
 def _check_depth(plan: Plan, reader: Reader) -> None:
-    """Attention beyond the last layer of the config would be copied unconverted: refuse it."""
+    """Refuse attention beyond the config's last layer, which would be copied unconverted."""
     layers = plan.before.num_layers
     beyond = [re.sub(r"\.0\.", f".{layers}.", name, count=1) for name in plan.family.shapes(plan.source.config, 0)]
     if found := [name for name in beyond if name in reader.infos]:
@@ -239,7 +239,7 @@ def _check_depth(plan: Plan, reader: Reader) -> None:
 
 
 def deal(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
-    """Fill shards in order; a unit larger than the limit gets a shard of its own."""
+    """Assign units to shards in order; a unit larger than `limit` bytes gets its own shard."""
     shards: list[list[Unit]] = [[]]
     size = 0
     for unit in units:

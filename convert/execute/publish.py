@@ -1,6 +1,6 @@
-"""What stands beside the weights of a checkpoint: its config, the files that come from the source, its record and its card.
+"""Writes the files beside the weights of a checkpoint: config, files copied from the source, record and card.
 
-It knows no plan: whatever makes a checkpoint can publish it so.
+It does not depend on a Plan, so that other commands that make checkpoints can use it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _COMPANIONS = (
 
 @dataclass(frozen=True)
 class Clock:
-    """When a run began."""
+    """Notes when a run began."""
 
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
     _monotonic: float = field(default_factory=time.monotonic)
 
     def run(self, output: Path) -> dict[str, Any]:
-        """The `run` of a record: what differs from run to run."""
+        """The entry `run` of a record: everything that differs between runs."""
         return {
             "output": str(output),
             "started": self.started.isoformat(timespec="seconds"),
@@ -47,8 +47,8 @@ def write_config(path: Path, config: Mapping[str, Any], dtype: str | None) -> No
 
     Args:
         path: The checkpoint's directory.
-        config: What it says.
-        dtype: What the weights are stored in, if that is not what `config` says.
+        config: Its content.
+        dtype: The dtype of the weights, if it differs from the one in `config`.
     """
     if dtype:
         config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
@@ -56,7 +56,7 @@ def write_config(path: Path, config: Mapping[str, Any], dtype: str | None) -> No
 
 
 def copy_companions(path: Path, source: Path, code: bool) -> None:
-    """Copy tokenizer, generation config, licence and the like from the source's directory, and with `code` its Python files."""
+    """Copy tokenizer, generation config, licence and the like from the source's directory; with `code`, Python files too."""
     patterns = (*_COMPANIONS, "*.py") if code else _COMPANIONS
     for item in sorted(source.iterdir()):
         if not any(fnmatch.fnmatch(item.name, pattern) for pattern in patterns):

@@ -1,4 +1,4 @@
-"""conversion.json: what was done, from what, by which versions, and what became of every tensor."""
+"""conversion.json: the recipe, the source, the versions, and what happened to every tensor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from convert.planning.calibration import CalibrationText
 def record_of(
     decision: Decision, reader: Reader, manifest: Manifest, layers: Sequence[dict[str, Any]], text: CalibrationText | None
 ) -> dict[str, Any]:
-    """conversion.json, but for its `run`: the same for the same inputs and seed.
+    """conversion.json without its `run`: the same inputs and seed give the same content.
 
     Args:
-        decision: What was done.
-        reader: Of the source.
-        manifest: What was written.
-        layers: The note of each converted layer.
-        text: What it was calibrated on.
+        decision: How the layers were changed.
+        reader: Reads the source.
+        manifest: The tensors that were written.
+        layers: The notes of the converted layers.
+        text: The calibration text, if there was one.
     """
     plan = decision.plan
     return {
@@ -47,7 +47,7 @@ def record_of(
 
 
 def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[str, Any]:
-    """What became of every tensor of the source, and where every tensor of the result is from."""
+    """What happened to every tensor of the source, and the origin of every tensor of the result."""
     written = manifest.outputs
     made = {name for unit in manifest.units if unit.layer is None and not unit.copies for name in unit.outputs}
     renamed = {
@@ -69,5 +69,5 @@ def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[st
 
 
 def versions() -> dict[str, str]:
-    """Of this package and of those that round."""
+    """The versions of this package and of those whose arithmetic affects the result."""
     return {name: version(name) for name in ("kvfold", "torch", "transformers", "safetensors")}

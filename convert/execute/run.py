@@ -1,6 +1,6 @@
-"""Carry out a plan: shard by shard, layer by layer, read, transform, write, verify, publish.
+"""Carries out a plan: shard by shard, layer by layer, read, transform, write, verify, publish.
 
-It knows the order of work and nothing of heads, names or formulas: those are the family's, the method's and the output class's.
+It knows the order of the work, but no heads, names or formulas: those belong to the family, the method and the host.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +16,21 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from convert.calibration.memory import release
-from convert.calibration.survey import SAMPLE, survey
+from convert.calibration.survey import survey
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.shelf import Shelf
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded
-from convert.checkpoint.writer import shard_names, write_index, write_shard
 from convert.execute.card import model_card
 from convert.execute.deciding import Decision, StatisticsOf, decide
 from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.loadable import require_loadable
-from convert.execute.manifest import Manifest, Unit, deal, manifest_of
+from convert.execute.manifest import Manifest, manifest_of
 from convert.execute.publish import Clock, copy_companions, write_config, write_record
 from convert.execute.record import record_of, versions
 from convert.execute.sequence import in_sequence
-from convert.methods.latent import LatentMethod
+from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
@@ -41,12 +38,11 @@ from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.device import compute_device, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.overlap import WARN_ABOVE
-from eval.progress import Progress, silent, stage
+from eval.progress import Progress, silent
 from eval.source import Source
 from eval.text import Text
 
 _log = logging.getLogger("kvfold")
-MakeLayer = Callable[[int], Layer]
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,8 @@ class Executed:
     """A conversion that has been carried out.
 
     Attributes:
-        plan: With what the text had to decide.
-        record: What conversion.json says.
+        plan: The plan, with the choices that the text decided.
+        record: The content of conversion.json.
     """
 
     plan: Plan
@@ -74,18 +70,18 @@ def execute(
 
     Args:
         plan: From `convert.planning`.
-        calibrate_on: The text that `plan.calibration` speaks of.
-        evaluate_on: Held-out text whose perplexity goes into the model card.
-        progress: Told how far each stage is.
-        statistics_in: Where statistics of the source are kept for other conversions; None to keep none.
-        published: Called when OUTPUT is whole, before what `--resume` knows it by is removed.
+        calibrate_on: The text that `plan.calibration` refers to.
+        evaluate_on: Held-out text; its perplexity goes into the model card.
+        progress: Called with the progress of each stage.
+        statistics_in: A directory that keeps statistics of the source for other conversions; None to keep none.
+        published: Called when OUTPUT is complete, before the work directory, by which `--resume` recognises it, is removed.
 
     Raises:
-        KvfoldError: With nothing new at OUTPUT; the work directory stays only if `--resume` can use it.
+        KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
     """
     where = plan.output
     with exclusive(where.path):
-        check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # of what others have left by now
+        check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # again, now that no other run writes
         return _execute(plan, calibrate_on, evaluate_on, progress, statistics_in, published)
 
 
@@ -99,7 +95,7 @@ def _execute(
 ) -> Executed:
     clock, settings = Clock(), EvaluationSettings(device=plan.device)
     if evaluate_on:
-        prepare([plan.source], evaluate_on, settings)  # whatever is wrong with the text is wrong before the work
+        prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
     text = CalibrationText.of(plan.source, plan.calibration, calibrate_on) if plan.calibration and calibrate_on else None
     if done := _finished_already(plan, text):
         published()
@@ -107,16 +103,16 @@ def _execute(
     for remark in text.remarks(plan.source.config.hidden_size) if text else ():
         _log.warning(remark)
     reader = Reader(plan.source.files)
-    _check_source(plan, reader)
+    manifest = _checked(plan, reader)
     inputs = inputs_of(plan, reader, text)
     try:
         with WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite) as work:
-            if work.published:  # a run ended between OUTPUT's appearance and its own end
+            if work.published:  # an earlier run was stopped after OUTPUT appeared
                 done = _carried_out(plan, recorded(plan.output.path))
             else:
                 kept = _statistics_directory(plan, reader, work, text, statistics_in)
                 job = Job(plan, reader, work, text, _device(plan), progress, kept)
-                decided, record = _convert(job)
+                decided, record = _convert(job, manifest)
                 if evaluate_on:
                     record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
                 card = model_card(decided, record, plan.source.files)
@@ -136,7 +132,7 @@ def _execute(
 
 
 def _finished_already(plan: Plan, text: CalibrationText | None) -> Executed | None:
-    """What `--resume` finds done."""
+    """The finished conversion that `--resume` finds at OUTPUT, or None."""
     if not plan.output.resume or plan.output.overwrite:
         return None
     recipes = [one.recipe() for one in (*_splits(plan), plan)]
@@ -147,49 +143,50 @@ def _finished_already(plan: Plan, text: CalibrationText | None) -> Executed | No
 
 
 def _carried_out(plan: Plan, record: dict[str, Any]) -> Executed:
-    """The plan as a record says that it was carried out."""
+    """The plan with the choices that a record states, and the record."""
     return Executed(next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan), record)
 
 
 def _splits(plan: Plan) -> list[Plan]:
-    """Plans among which the text decides."""
+    """The plans among which the text decides."""
     return [plan.choosing(split) for split in plan.target.splits] if isinstance(plan.target, LatentTarget) else []
 
 
-def _check_source(plan: Plan, reader: Reader) -> None:
-    """Compare names and shapes with the classes of source and result: nothing that transformers cannot load is begun."""
+def _checked(plan: Plan, reader: Reader) -> Manifest:
+    """What will be written. Its names and shapes are those of the class: no work starts that transformers could not load."""
     trusted = plan.source.trust_remote_code
-    manifest = manifest_of(plan, reader)  # its messages on attention say more
+    manifest = manifest_of(plan, reader)  # first, since its messages on attention are more specific
     require_loadable(plan.source.config, reader.infos, plan.source.reference, trusted)
     if not plan.target.copies:
         sized = plan.target.host.sized(plan.source.raw, plan.source.config, plan.target.spec)
         require_loadable(sized, manifest.outputs, f"the {plan.target.spec.kind} of {plan.source.reference}", trusted)
+    return manifest
 
 
 def _check_result(plan: Plan, work: WorkDirectory) -> None:
-    """Hold the files that were written against the class that will load them."""
+    """Check the written files against the class that will load them."""
     written = Source.parse(str(work.path), plan.source.trust_remote_code)
     require_loadable(written.config, Reader(work.path).infos, "the result", plan.source.trust_remote_code)
 
 
-def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
-    """Decide, and write everything but the record. A device without memory leaves what there is for `--resume`.
+def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
+    """Decide, then write everything but the record. If the device runs out of memory, the work stays for `--resume`.
 
     Returns:
-        The plan with what was decided, and its record.
+        The plan with the choices made, and its record.
     """
     try:
+        require_space(job, manifest)
         statistics = _statistics(job)
         decision = decide(job, statistics)
-        manifest = manifest_of(decision.plan, job.reader)
-        _require_space(job, manifest)
-        layers = _write_weights(job, manifest, _layers(job, manifest, decision, statistics))
+        manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
+        layers = write_weights(job, manifest, _layers(job, manifest, decision, statistics))
         config = decision.plan.target.config(job.plan.source, decision.rotary)
         write_config(job.work.path, config, job.plan.output.dtype)
         _check_result(decision.plan, job.work)
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
         return decision.plan, record_of(decision, job.reader, manifest, layers, job.text)
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # torch's stubs forget it
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
             hint="the model's weights or activations are extreme; please report it",
@@ -208,7 +205,7 @@ def _convert(job: Job) -> tuple[Plan, dict[str, Any]]:
 
 
 def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[str, Any]:
-    """Everything that the bytes depend on, for `--resume` to compare."""
+    """Everything that the result's bytes depend on, which `--resume` compares."""
     return {
         **_settings(plan),
         "splits": [_settings(split) for split in _splits(plan)],
@@ -221,7 +218,7 @@ def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    """Its recipe, but for where the text lies: which text it is, the hash of its tokens says."""
+    """The recipe without the text's path: the hash of its tokens identifies the text."""
     ((command, options),) = plan.recipe().items()
     return {"command": command, **{name: value for name, value in options.items() if name != "text"}}
 
@@ -229,25 +226,25 @@ def _settings(plan: Plan) -> dict[str, Any]:
 def _device(plan: Plan) -> torch.device:
     pooling = isinstance(plan.target, GroupedTarget) and plan.target.method.text is TextUse.IGNORED
     if plan.device == "auto" and pooling and not plan.calibration:
-        return torch.device("cpu")  # pooling heads is too little work to move weights for
+        return torch.device("cpu")  # pooling heads is too little work to be worth moving weights
     return torch.device(compute_device(plan.device))
 
 
 def _statistics_directory(
     plan: Plan, reader: Reader, work: WorkDirectory, text: CalibrationText | None, shared: Path | None
 ) -> Path:
-    """Where statistics of this source on this text lie."""
+    """The directory of the statistics of this source on this text."""
     if shared is None or text is None:
         return work.survey
     found_in = [str(plan.source.files), plan.source.raw, reader.fingerprint(), text.tokens.hash, text.plan.context]
-    seen = [*found_in, str(_device(plan)), versions()]  # which round differently
+    seen = [*found_in, str(_device(plan)), versions()]  # these affect rounding
     directory = shared / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
 def _statistics(job: Job) -> StatisticsOf:
-    """What is known of each layer's input: surveyed, if there is text."""
+    """Maps a layer to the statistics of its input: measured by a survey if there is text, else assumed."""
     if job.text is None:
         return job.assumed
     plan, spool = job.plan, job.statistics_in / "source-inputs"
@@ -257,7 +254,7 @@ def _statistics(job: Job) -> StatisticsOf:
 
 
 def _layers(job: Job, manifest: Manifest, decision: Decision, statistics: StatisticsOf) -> MakeLayer:
-    """Layer → what is written of it."""
+    """Maps a layer's index to the converted layer."""
     change = decision.change
     if job.text is not None and job.text.plan.in_sequence and change is not None:
         return in_sequence(job, job.text, manifest, decision, change, statistics)
@@ -270,82 +267,10 @@ def _layers(job: Job, manifest: Manifest, decision: Decision, statistics: Statis
     return make
 
 
-def _shards(plan: Plan, manifest: Manifest) -> dict[str, list[Unit]]:
-    shards = deal(manifest.units, plan.output.max_shard_size)
-    return dict(zip(shard_names(len(shards)), shards, strict=True))
-
-
-def _require_space(job: Job, manifest: Manifest) -> None:
-    """Refuse before the first byte what the disk cannot hold: shards, statistics, and the inputs of two layers at a time."""
-    shards = _shards(job.plan, manifest)
-    needed = sum(unit.nbytes for name, shard in shards.items() if job.work.done(name) is None for unit in shard)
-    if job.text and needed:
-        there = {file: file.stat().st_size for place in {job.statistics_in, job.work.survey} for file in place.iterdir()}
-        needed += max(0, _calibration_bytes(job, job.text, manifest) - sum(there.values()))
-    job.work.require_space(needed)
-
-
-def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> int:
-    """What statistics, samples, the inputs of two layers at a time and layers converted in sequence take on the disk."""
-    plan = job.plan
-    width, inputs = plan.source.config.hidden_size, 2 * 4 * len(text.tokens.ids) * plan.source.config.hidden_size
-    sample = 2 * width * max(text.plan.context, SAMPLE)
-    needed = plan.before.num_layers * (8 * width * (width + 1) + sample) + inputs
-    method = plan.target.method
-    if isinstance(method, LatentMethod) and method.measured_bytes:
-        needed += plan.before.num_layers * method.measured_bytes(plan.before)
-    if not text.plan.in_sequence:
-        return needed
-    converted = (unit for unit in manifest.units if unit.layer is not None)
-    return needed + inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
-
-
-def _write_weights(job: Job, manifest: Manifest, make_layer: MakeLayer) -> list[dict[str, Any]]:
-    """Write every shard that is not there yet.
-
-    Returns:
-        Per layer, what the conversion changed.
-    """
-    work, shards = job.work, _shards(job.plan, manifest)
-    notes: list[dict[str, Any]] = []
-    with stage(job.progress, "convert", manifest.nbytes, "byte") as done:
-        for name, shard in shards.items():
-            note = work.done(name)
-            if note is not None:
-                done(sum(unit.nbytes for unit in shard))
-            else:
-                tensors, note = _fill(job, shard, make_layer)
-                dtypes = {tensor: info.dtype for unit in shard for tensor, info in unit.outputs.items()}
-                work.note(name, note, write_shard(work.path / name, tensors, dtypes, done))
-            notes += note
-    if len(shards) > 1:
-        contents = {name: [tensor for unit in shard for tensor in unit.outputs] for name, shard in shards.items()}
-        write_index(work.path, contents, manifest.nbytes)
-    return sorted(notes, key=lambda entry: entry["layer"])
-
-
-def _fill(job: Job, shard: list[Unit], make_layer: MakeLayer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """One shard's tensors, mapped where they are copied, computed where they are not, and the notes of its layers."""
-    tensors: dict[str, torch.Tensor] = {}
-    notes = []
-    for unit in shard:
-        if unit.layer is None:
-            tensors |= unit.make(job.reader.__getitem__)
-            continue
-        converted = make_layer(unit.layer)
-        for name, info in unit.outputs.items():
-            found = converted.tensors[name].shape
-            assert found == info.shape, f"{name} came out as {list(found)}, and config.json will say {list(info.shape)}"
-        tensors |= converted.tensors
-        notes.append(dict(converted.note))
-        release()
-    return tensors, notes
-
-
 def _evaluate(
     plan: Plan, work: WorkDirectory, text: CalibrationText | None, on: Text, settings: EvaluationSettings, progress: Progress
 ) -> dict[str, Any]:
-    work.keep()  # the weights are whole, whatever is wrong with the evaluation
+    work.keep()  # the weights are complete even if the evaluation fails
     result = Source.parse(str(work.path), plan.source.trust_remote_code)
     try:
         report = report_of([plan.source, result], on, settings, text.tokens if text else None, progress)
@@ -355,7 +280,7 @@ def _evaluate(
             hint="the same command with --resume and without --evaluate publishes it",
         ) from error
     source, converted = report["models"]
-    # The work directory's own name means nothing later, and conversion.json is not there yet to name method and text.
+    # The work directory's name must not get into the report, and conversion.json does not exist yet to give method and text.
     source |= {"name": "source", "path": plan.source.reference}
     converted |= {
         "name": "converted",

@@ -1,7 +1,7 @@
-"""Layers converted in order, each behind the converted ones before it, so that it can make up for what they lost.
+"""Converts layers in order, each on the outputs of the converted layers before it, so that it can compensate for their losses.
 
-Two models run side by side over the calibration text, a layer at a time: the source, which says what should come out, and the
-result as far as it is made. Finished layers and the inputs of the next one lie on disk, where `--resume` finds them.
+Two models run side by side over the calibration text, one layer at a time: the source, whose outputs are the aim, and the
+result so far. Finished layers and the inputs of the next one are on disk, where `--resume` finds them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def in_sequence(
     """Convert all layers.
 
     Args:
-        job: Whose work directory keeps finished layers.
-        text: Says how: whether statistics come through converted layers, and how many steps of refinement there are.
-        manifest: What else is written of the result.
-        decision: How all layers are changed.
-        change: That of one layer.
-        statistics: Of the source's layers.
+        job: The conversion; its work directory keeps finished layers.
+        text: The calibration: whether statistics come from behind converted layers, and the number of refinement steps.
+        manifest: The other tensors of the result.
+        decision: How to change all layers.
+        change: The change of one layer.
+        statistics: Maps a layer to the statistics of its input in the source.
 
     Returns:
-        Layer → what was made of it.
+        Maps a layer's index to the converted layer.
     """
     shelf = Shelf(job.work.survey, "layer")
     layers = job.plan.before.num_layers
@@ -74,12 +74,12 @@ def _get(shelf: Shelf, layer: int) -> Layer:
 
 @dataclass(frozen=True)
 class _Pair:
-    """The source and the result over the same text.
+    """The source and the result, run over the same text.
 
     Attributes:
-        plan: What is done.
-        text: The calibration.
-        layout: How the result keeps its tensors.
+        plan: The plan that is carried out.
+        text: The calibration text.
+        layout: The layout of the result's tensors.
         teacher: The source's layers.
         student: The result's.
     """
@@ -105,13 +105,13 @@ class _Pair:
 
     @property
     def _running(self) -> list[LayerStream]:
-        """The source runs along only where something is fitted to it."""
+        """The models that run: the source only if something is fitted to it."""
         return [self.teacher, self.student] if self.text.plan.fitted else [self.student]
 
     def begin(self, missing: int) -> int:
-        """The last layer up to the first missing one whose inputs are there for all; or 0, with those made anew.
+        """The last layer up to `missing` whose inputs exist for all models; else 0, whose inputs are made anew.
 
-        A layer may be missing before later ones that are there: its file lost its end.
+        A layer may be missing although later ones exist, because its file was damaged.
         """
         ready = set.intersection(*(stream.ready for stream in self._running))
         if there := {layer for layer in ready if layer <= missing}:
@@ -122,29 +122,29 @@ class _Pair:
         return 0
 
     def skip(self, layer: int) -> None:
-        """Bring the source past a layer that is converted already."""
+        """Run the source past a layer that is converted already."""
         if self.text.plan.fitted:
             self.teacher.advance(layer, keep=True)
 
     def discard(self) -> None:
-        """Remove what lies on the disk."""
+        """Remove the files on disk."""
         for stream in (self.teacher, self.student):
             stream.discard()
 
     def write(self, layer: int, record: Record) -> dict[str, torch.Tensor]:
-        """The layer's attention as the result keeps it, fp32."""
+        """The layer's attention in the result's layout, fp32."""
         tensors = self.layout.join(record, self.plan.target.spec, layer)
         return {name: tensor.float() for name, tensor in tensors.items()}
 
     def observed(self, layer: int) -> Statistics:
-        """Statistics of what goes into the result's layer."""
+        """Statistics of the inputs of the result's layer."""
         moments = Moments(layer, self.student)
         self.student.observe(layer, moments.see)
         return moments.statistics()
 
     def fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
-        """The record brought closer to its source, and what that did; the source is past the layer then."""
-        if isinstance(after, FactoredAttention) and after.o_bias is None:  # every class for a latent has a place for it
+        """The record fitted to the source, and the errors before and after. The source has then run past the layer."""
+        if isinstance(after, FactoredAttention) and after.o_bias is None:  # every output class for a latent supports it
             after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
         if self.text.plan.refit:
             after = self._refitted(layer, after)

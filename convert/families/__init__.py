@@ -1,4 +1,4 @@
-"""The registry of families: every model type that can be read, by its name in config.json."""
+"""The registry of families: every model type that kvfold can read, by its name in config.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def family_of(model_type: str) -> Family:
     """The family of a config's `model_type`.
 
     Raises:
-        Refusal: There is none; the message lists those that there are.
+        Refusal: No family has that model type; the hint lists the known ones.
     """
     if model_type in FAMILIES:
         return FAMILIES[model_type]

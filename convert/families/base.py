@@ -1,4 +1,4 @@
-"""What a family has to know: what every tensor of a checkpoint is. Nothing else in this project does.
+"""The base of all families. A family knows what every tensor of a checkpoint is; nothing else in this project does.
 
 It knows no method and no target.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InputNorm:
-    """What normalises the input of an attention.
+    """The norm of an attention's input.
 
     Attributes:
-        name: Its module; the checkpoint holds `{name}.weight`, and perhaps `{name}.bias`.
-        gain_offset: 1 where gain − 1 is stored.
+        name: The path of its module; the checkpoint holds `{name}.weight`, and perhaps `{name}.bias`.
+        gain_offset: 1 if the checkpoint stores gain − 1, else 0.
     """
 
     name: str
@@ -34,15 +34,15 @@ class InputNorm:
 
 @dataclass(frozen=True)
 class Traits:
-    """What the attention of a config has beside four projections, read without weights.
+    """What the attention of a config has besides four projections; read from the config, without weights.
 
     Attributes:
-        qkv_bias: Biases of Q, K and V.
-        o_bias: A bias of O.
-        qk_norm: What normalises queries and keys, for people; None if nothing does.
+        qkv_bias: Whether Q, K and V have biases.
+        o_bias: Whether O has a bias.
+        qk_norm: The QK-norm in words, for messages; None if there is none.
         layers_with_rotary: How many layers have RoPE.
-        adds_output: Whether a layer goes on with the plain sum of its input and its attention's output.
-        beyond: Config fields that are set and make the class do more than the record says.
+        adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
+        beyond: Config fields that are set and make the class do more than the record describes.
     """
 
     qkv_bias: bool
@@ -54,21 +54,21 @@ class Traits:
 
 
 def hides_logits(traits: Traits, context: int) -> list[str]:
-    """Config fields for which attention, in blocks of `context` tokens, is not the softmax of logits that a record knows."""
+    """Config fields that, in blocks of `context` tokens, make attention differ from the softmax of the record's logits."""
     return [field for field, value in traits.beyond.items() if field != "sliding_window" or value < context]
 
 
 class Family(ABC):
-    """How one model type keeps its attention.
+    """How the checkpoints of one model type store its attention.
 
-    A layout brings `shapes`, `split` and `join`, and its table of names; everything else is answered from the config, and
-    overridden where a class departs from Llama. `join(split(x)) == x`, bit for bit.
+    A layout defines `shapes`, `split` and `join`, and its table of names; everything else comes from the config, and is
+    overridden where a class differs from Llama. `join(split(x)) == x`, bit for bit.
 
     Attributes:
         model_type: As in config.json.
-        layout: How the projections lie in the file, for people: "separate projections".
-        names: Every tensor that a checkpoint may hold beside its attentions'.
-        gain_offset: 1 where the norm before the attention stores gain − 1.
+        layout: How the file stores the projections, for display: "separate projections".
+        names: Every tensor that a checkpoint may hold besides those of its attentions.
+        gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
     """
 
     model_type: str
@@ -76,24 +76,24 @@ class Family(ABC):
     names: NameTable
     gain_offset: float = 0.0
 
-    # ---- what a layout brings --------------------------------------------------------------------------------------
+    # ---- what a layout defines -------------------------------------------------------------------------------------
 
     @abstractmethod
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the layer's attention, by its name in the checkpoint, and its shape."""
+        """The shape of every tensor of the layer's attention, by its name in the checkpoint."""
 
     @abstractmethod
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
-        """The record of a layer, as views of `tensors` (the names of `shapes`)."""
+        """The record of a layer, as views of `tensors`, which have the names that `shapes` gives."""
 
     @abstractmethod
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         """The inverse of `split`, for a record of any size.
 
         Args:
-            record: What is written.
-            spec: Its numbers, as config.json will have them.
-            layer: Which.
+            record: The attention to write.
+            spec: Its sizes, as config.json will state them.
+            layer: The index of the layer.
         """
 
     # ---- what the config says --------------------------------------------------------------------------------------
@@ -103,11 +103,11 @@ class Family(ABC):
         return None
 
     def spec(self, config: Any) -> AttentionSpec:
-        """The numbers of `config`'s attention."""
+        """The sizes of `config`'s attention."""
         return AttentionSpec.from_config(config)
 
     def traits(self, config: Any) -> Traits:
-        """What a config's attention has beside projections; output classes decide on it."""
+        """What a config's attention has besides projections; output classes accept or refuse it by these."""
         return Traits(
             qkv_bias=False,
             o_bias=False,
@@ -124,24 +124,24 @@ class Family(ABC):
         return rope.from_config(config, self.spec(config).head_dim)
 
     def scale(self, config: Any) -> float:
-        """What logits are multiplied by before the softmax."""
+        """The factor of the logits before the softmax."""
         return float(self.spec(config).key_dim ** -0.5)
 
     def latent_dims(self, config: Any, rope_dim: int) -> int:
-        """Dims of nope keys and of values together, of which a latent is made, if `rope_dim` rotary dims are kept.
+        """Dims of nope keys and of values, summed, that a latent has to hold if `rope_dim` rotary dims are kept.
 
-        Where some layers have no positions, it is theirs, whose keys are all in the latent.
+        If some layers have no RoPE, it is the number of those, whose keys are all in the latent.
         """
         spec = self.spec(config)
         rotary = rope_dim if self.traits(config).layers_with_rotary == spec.num_layers else 0
         return 2 * spec.num_kv_heads * spec.head_dim - rotary
 
     def merges_norm_gains(self, config: Any) -> bool:
-        """Whether keys are normalised with gains that differ per head, so that merging heads is inexact."""
+        """Whether the key norm has different gains per head, so that merging heads is inexact."""
         return False
 
     def describe(self, config: Any) -> dict[str, Any]:
-        """What `convert inspect` says of a config, read without weights."""
+        """The facts about a config that `convert inspect` prints, read without weights."""
         traits = self.traits(config)
         rotaries = (self.rotary(config, layer) for layer in range(self.spec(config).num_layers))
         rotary = next((rotary for rotary in rotaries if rotary), None)
@@ -161,14 +161,14 @@ class Family(ABC):
     # ---- where modules are -----------------------------------------------------------------------------------------
 
     def module(self, layer: int) -> str:
-        """The path of a layer's attention module, whose parent is the decoder layer."""
+        """The path of a layer's attention module; its parent is the decoder layer."""
         return f"model.layers.{layer}.self_attn"
 
     def output(self, layer: int) -> str:
-        """The path of the module that brings a layer's heads back to the model's width."""
+        """The path of the layer's output projection."""
         return f"{self.module(layer)}.o_proj"
 
     def input_norm(self, layer: int) -> InputNorm | None:
-        """The norm whose output the layer's attention reads, or None if it has no gains or there is none."""
+        """The norm whose output the layer's attention reads; None if there is none, or if it has no gains."""
         place = self.names.holding(f"layers.{layer}.attention_norm.weight")
         return InputNorm(place.name.removesuffix(".weight"), self.gain_offset) if place else None

@@ -1,11 +1,11 @@
-"""Multi-head latent attention as DeepSeek-V3 lays it out, with the norm of the latent switched off: what kvfold writes as MLA.
+"""Multi-head latent attention in DeepSeek-V3's layout, with the latent norm switched off: the MLA that kvfold writes.
 
-The class (arXiv 2412.19437; transformers' `deepseek_v3`) caches the latent and one rotary key, and normalises the latent,
-which a converted attention does not want. A constant channel switches that off: a zero row of W_DKV with bias √R · 2^k makes
+The class (arXiv 2412.19437; transformers' `deepseek_v3`) caches the latent and one rotary key. It also normalises the latent,
+which a converted attention must not have. A constant channel switches that off: a zero row of W_DKV with bias √R · 2^k makes
 the root mean square of the latent 2^k, and norm weights of 2^k undo it by an exponent shift. The constant's own norm weight
 is 0, so that it is cached as 0. `kv_lora_rank` counts it: what the config says is what the cache holds.
 
-`join` makes the constant channels, and `split` takes them out again.
+`join` adds the constant channels, and `split` removes them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from attention.rope import Rotary
 
 EXPONENT = 20  # k
+_LARGE = 2.0**12  # a gain from which on latents of root mean square 1 change the norm by less than one ulp of fp32
 
 
 class LatentProjections(Family):
-    """`self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}`, with a norm that constants neutralise."""
+    """`self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}`, and a norm that constants neutralise."""
 
     model_type = "deepseek_v3"
     layout = "latent projections"
@@ -38,10 +39,12 @@ class LatentProjections(Family):
     def unreadable(self, config: Any) -> str | None:
         if config.q_lora_rank is not None:
             return f"its queries have a latent of their own (q_lora_rank {config.q_lora_rank}), which kvfold does not read yet"
-        if config.first_k_dense_replace < config.num_hidden_layers:
+        if (config.first_k_dense_replace or 0) < config.num_hidden_layers:
             return "it has experts: of DeepSeek-V3 checkpoints, kvfold reads only those that it wrote"
         if not config.attention_bias or not config.rope_interleave:
             return "it lacks attention biases or interleaved rotary dims: of its class, kvfold reads only what it wrote"
+        if scaled := (config.rope_parameters or {}).get("mscale_all_dim"):
+            return f"its RoPE also scales logits (mscale_all_dim {scaled}): of its class, kvfold reads only what it wrote"
         return None
 
     def traits(self, config: Any) -> Traits:
@@ -82,7 +85,7 @@ class LatentProjections(Family):
         """The record of a layer.
 
         Raises:
-            Failure: The norm of the latent does something.
+            Failure: The norm of the latent is not neutral.
         """
         from attention.record import FactoredAttention
 
@@ -142,11 +145,11 @@ class LatentProjections(Family):
 
 
 def constants(rank: int) -> list[float]:
-    """The constant channels, without their 2^k, that make the root mean square of R channels one.
+    """The values of the constant channels, without the factor 2^k: they make the root mean square of R channels one.
 
     One, √R, if its rounding to bfloat16 errs by less than half a unit in the last place of every bfloat16 (1/510 upwards,
-    1/512 downwards), for then dividing by the root mean square rounds back to the very bits that there were. Otherwise
-    two: √R rounded down, and what its square lacks, which leaves an error of about 2⁻¹⁶.
+    1/512 downwards), because then dividing by the root mean square rounds back to the original bits. Otherwise
+    two: √R rounded down, and the root of what its square lacks, which leaves an error of about 2⁻¹⁶.
     """
     root = math.sqrt(rank)
     error = root / _bfloat16(root) - 1
@@ -158,7 +161,7 @@ def constants(rank: int) -> list[float]:
 
 
 def _is_neutral(gain: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> bool:
-    """Whether the norm of a latent gives back what goes in: constants decide the root mean square, and gains undo it.
+    """Whether the latent norm returns its input: constants determine the root mean square, and the gains undo it.
 
     Args:
         gain: `[R]`, the norm's weight.
@@ -169,8 +172,9 @@ def _is_neutral(gain: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> b
     if not constant.any() or not len(kept) or bool((kept != kept[0]).any()) or bool((bias[~constant] != 0).any()):
         return False
     root = float((bias[constant].double().square().sum() / len(gain)).sqrt())
-    # Constants that are stored in bfloat16 are off by up to 2⁻⁹.
-    return not bool(down[constant].any()) and math.isclose(root, float(kept[0]), rel_tol=2**-8)
+    # Constants that were rounded to bfloat16 are off by up to 2⁻⁹.
+    neutral = float(kept[0]) >= _LARGE and math.isclose(root, float(kept[0]), rel_tol=2**-8)
+    return neutral and not bool(down[constant].any())
 
 
 def _bfloat16(value: float) -> float:

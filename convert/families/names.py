@@ -1,8 +1,8 @@
-"""What the tensors of a checkpoint are: their names as canonical roles, a table for each layout.
+"""Maps the names of a checkpoint's tensors to canonical roles, with one table per layout.
 
-A role says what a tensor does, whatever the checkpoint calls it, so that an output class with other names is another table.
-A checkpoint that a family reads has two kinds of tensors: those of the attentions, which the family's `shapes`, `split` and
-`join` know, and all others, which are in its table.
+A role says what a tensor does, whatever the checkpoint calls it, so that an output class with other names only needs a table.
+A checkpoint has two kinds of tensors: those of the attentions, which the family's `shapes`, `split` and
+`join` know, and all others, which are in the table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attention.errors import Failure
 if TYPE_CHECKING:
     import torch
 
-# Every role, without the last part of a tensor's name ("weight", "bias", …), and what it is.
+# Every role, without the last part of a tensor's name ("weight", "bias", …), and its meaning.
 ROLES = {
     "embedding": "one row per token",
     "positions": "one learned row per position",
@@ -48,13 +48,13 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Place:
-    """One tensor of a checkpoint.
+    """One tensor of a checkpoint: its name and what it holds.
 
     Attributes:
-        name: Its name.
+        name: Its name in the checkpoint.
         roles: What it holds, each with the last part of the name: `("layers.3.mlp.gate.weight", "layers.3.mlp.up.weight")`.
             Several are stacked along their output rows in equal parts.
-        transposed: Whether it is stored as `[…, in, out]` instead of `[…, out, in]`.
+        transposed: Whether it is stored `[…, in, out]` instead of `[…, out, in]`.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Place:
     transposed: bool = False
 
     def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the tensor holds, by role: views of it. Raises `Failure` as `shapes` does."""
+        """The parts of the tensor by role, as views. Raises `Failure` as `shapes` does."""
         self.shapes(tuple(tensor.shape))
         rows_first = tensor.mT if self.transposed else tensor
         parts = (rows_first,) if len(self.roles) == 1 else rows_first.chunk(len(self.roles), self._rows)
         return dict(zip(self.roles, parts, strict=True))
 
     def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The tensor as it is stored, from what it holds by role. Raises `Failure` as `shape` does."""
+        """The stored tensor, from its parts by role. Raises `Failure` as `shape` does."""
         import torch
 
         self.shape({role: tuple(parts[role].shape) for role in self.roles})
@@ -78,10 +78,10 @@ class Place:
         return rows_first.mT if self.transposed else rows_first
 
     def shapes(self, stored: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shapes of what a tensor of shape `stored` holds, by role.
+        """The shapes of the parts of a tensor of shape `stored`, by role.
 
         Raises:
-            Failure: It does not divide.
+            Failure: The rows do not divide into equal parts.
         """
         shape, count = self._turned(stored, f"{self.name} is {list(stored)}"), len(self.roles)
         if count > 1:
@@ -91,10 +91,10 @@ class Place:
         return dict.fromkeys(self.roles, shape)
 
     def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape as it is stored, from the shapes of what it holds by role.
+        """The stored shape, from the shapes of the parts by role.
 
         Raises:
-            Failure: They cannot be stacked.
+            Failure: The parts cannot be stacked.
         """
         found, count = [parts[role] for role in self.roles], len(self.roles)
         if len(set(found)) > 1 or (count > 1 and len(found[0]) < -self._rows):
@@ -105,7 +105,7 @@ class Place:
 
     @property
     def _rows(self) -> int:
-        """The dimension that counts outputs, in a weight `[…, out, in]` or a bias `[…, out]`."""
+        """The dimension of the outputs in a weight `[…, out, in]` or a bias `[…, out]`."""
         return -1 if self.name.endswith(f".{_BIAS}") else -2
 
     def _turned(self, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
@@ -118,14 +118,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: where a kind of module lies in a checkpoint, and what it is.
+    """One line of a table: the path of a kind of module in a checkpoint, and its roles.
 
     Attributes:
-        path: With `{layer}` and `{expert}` for numbers: "model.layers.{layer}.mlp.gate_up_proj". A tensor's name is a path
-            and a last part ("weight", "bias" or whatever the class has there), which roles keep.
+        path: With `{layer}` and `{expert}` for numbers: "model.layers.{layer}.mlp.gate_up_proj". A tensor's name is the path
+            plus a last part ("weight", "bias" or another one of the class), which its roles keep.
         roles: What it holds, of `ROLES`: `("layers.{layer}.mlp.up",)`. Several are stacked along their output rows in equal
             parts: `("layers.{layer}.mlp.gate", "layers.{layer}.mlp.up")`.
-        transposed: Whether weights are stored as `[in, out]`, as GPT-2's Conv1D does. Biases are the same either way.
+        transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D. Biases are the same either way.
     """
 
     path: str
@@ -133,7 +133,7 @@ class Row:
     transposed: bool = False
 
     def place(self, numbers: Mapping[str, str], last: str) -> Place | None:
-        """The tensor with these numbers and that last part; None if nothing is known of how such parts are stacked."""
+        """The tensor with these numbers and that last part; None if it is unknown how such parts are stacked."""
         if len(self.roles) > 1 and last not in (_WEIGHT, _BIAS):
             return None
         roles = tuple(f"{role.format(**numbers)}.{last}" for role in self.roles)
@@ -141,13 +141,13 @@ class Row:
 
 
 class NameTable:
-    """Names and roles of one layout, in both directions.
+    """The names and roles of one layout, looked up in both directions.
 
     Args:
         rows: In any order. No path and no role may occur twice.
 
     Raises:
-        ValueError: One does, or a role is none of `ROLES`, or has other numbers than its path.
+        ValueError: One occurs twice, a role is not in `ROLES`, or a role has other numbers than its path.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -173,7 +173,7 @@ class NameTable:
         return _find(self._roles, role)
 
     def replacing(self, *rows: Row, without: Sequence[str] = ()) -> NameTable:
-        """This table with `rows` instead of those that have a path or a role of theirs, and without the roles `without`."""
+        """This table with `rows` in place of rows that share a path or a role with them, and without the roles `without`."""
         paths, roles = {row.path for row in rows}, {role for row in rows for role in row.roles} | set(without)
         return NameTable([*(row for row in self.rows if row.path not in paths and not roles & set(row.roles)), *rows])
 

@@ -1,7 +1,7 @@
-"""Families that keep four separate projections: `self_attn.{q,k,v,o}_proj`, heads stacked in the output rows.
+"""Families with four separate projections, `self_attn.{q,k,v,o}_proj`, whose heads are stacked in the output rows.
 
-A family is a row of `ROWS`: where its class departs from Llama. What a class does beyond the canonical record
-(windows, soft-capping, …) is named there too, so that a host other than the source's own class can refuse it.
+A family is a row of `ROWS`, which says where its class differs from Llama. What a class does beyond the canonical record
+(windows, soft-capping, …) is listed there too, so that a host other than the source's own class can refuse it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NormRow:
-    """Where a family keeps its QK-norm.
+    """How a family stores its QK-norm.
 
     Attributes:
         storage: "shared" one `[D]` for all heads; "flat" one `[heads * D]`, normalised over all heads; "matrix" one
             `[heads, D]`; "list" one `[D]` per head, under `norms.{head}`.
-        switch: The config field that turns it on; always on if None.
-        eps: The config field of its epsilon.
-        gain_offset: 1 where gain − 1 is stored.
+        switch: The config field that switches it on; always on if None.
+        eps: The config field with its epsilon.
+        gain_offset: 1 if the checkpoint stores gain − 1, else 0.
     """
 
     q: str = "q_norm"
@@ -96,7 +96,7 @@ def _sliding_or_no_window(config: Any, layer: int) -> bool:
 
 
 def _in_layers(path: str, *roles: str) -> Row:
-    """A row of what every decoder layer has."""
+    """A row for a module that every decoder layer has."""
     return Row(f"model.layers.{{layer}}.{path}", tuple(f"layers.{{layer}}.{role}" for role in roles))
 
 
@@ -137,21 +137,21 @@ _NUMBERED_EXPERTS = LLAMA.replacing(
 
 @dataclass(frozen=True)
 class SeparateProjections(Family):
-    """One row: a model type and where it departs from Llama.
+    """One row: a model type and where it differs from Llama.
 
     Attributes:
         qkv_bias: Whether Q, K and V have biases; a string names the config field that says so. Likewise `o_bias`.
         o_name: The output projection's name.
-        norm: Its QK-norm.
-        pairing: Which dims turn together.
+        norm: How the QK-norm is stored; None without one.
+        pairing: Which two dims form a rotary pair (see `Rotary`).
         scaled_by: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
-        partial_rotary: Whether only the share `partial_rotary_factor` of D turns.
+        partial_rotary: Whether only the share `partial_rotary_factor` of D is rotary.
         rotates: Which layers have RoPE.
-        names: What all other tensors of a checkpoint are.
-        gain_offset: 1 where the norm before the attention stores gain − 1.
-        adds_output: Whether a layer goes on with the plain sum of its input and its attention's output.
-        beyond: Config fields that, when set, make the class do more than the record says.
-        beyond_switch: The config field that turns those on; on if None.
+        names: The table of all other tensors of a checkpoint.
+        gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
+        adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
+        beyond: Config fields that, when set, make the class do more than the record describes.
+        beyond_switch: The config field that switches those on; always on if None.
     """
 
     model_type: str

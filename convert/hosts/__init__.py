@@ -1,4 +1,4 @@
-"""The registry of hosts: which classes can carry each kind of target."""
+"""The registry of hosts: the classes that can carry each kind of target, in order of preference."""
 
 from __future__ import annotations
 

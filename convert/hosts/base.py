@@ -1,4 +1,4 @@
-"""What a host is: the model class that carries a converted attention exactly. People read "output class"."""
+"""A host is the model class that carries a converted attention exactly. Users read "output class"."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ if TYPE_CHECKING:
 
 
 class Host(Protocol):
-    """Writes one class's config, and refuses with a reason what that class cannot represent.
+    """One output class: writes its config, and refuses with a reason what the class cannot represent.
 
-    Names and tensors are those of the class's own layout, a family: whatever can be written can be read again.
+    Names and tensors follow the class's own layout, which is a family: everything it writes can be read again.
     """
 
     @property
     def name(self) -> str:
-        """For plans and the support matrix."""
+        """Its name, for plans and the support matrix."""
 
     @property
     def loads_in(self) -> str:
-        """What opens the result: "transformers"."""
+        """The software that loads the result: "transformers"."""
 
     @property
     def opened_by(self) -> str:
-        """For the model card: what loads the result exactly."""
+        """A sentence for the model card: what loads the result exactly."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """For the model card: what to know when running it."""
+        """Sentences for the model card: what to know when running the result."""
 
     @property
     def replaces(self) -> str:
-        """What became of a tensor of the source's attention that the class has no name for."""
+        """What happened to a tensor of the source's attention that the class has no name for, for conversion.json."""
 
     @property
     def families(self) -> frozenset[str] | None:
-        """The families whose blocks it can carry, given the right config; None for all."""
+        """The families whose blocks it can carry if the config allows it; None for all."""
 
     def layout(self, family: Family) -> Family:
-        """How the class keeps its tensors, if the source is of `family`."""
+        """The layout of the class's tensors for a source of `family`."""
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         """Why this class cannot carry `target` made from `config` and stored in `dtype`, or None if it can."""
 
     def reserved(self, kv_lora_rank: int) -> int:
-        """How many channels of a latent the class needs for itself."""
+        """The number of a latent's channels that the class needs for itself."""
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         """The new config.json.
 
         Args:
-            raw: The source's, as it was read.
-            config: The same with the class's defaults.
-            target: What is written.
-            rotary: How the rotary key of MLA rotates; None where only sizes matter.
+            raw: The source's config.json.
+            config: The source's config with the defaults of its class.
+            target: The sizes of the result.
+            rotary: How the rotary key of MLA rotates; None if only sizes matter.
         """
 
     def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
-        """The class's config object at the sizes of `target`, for the shapes of its tensors."""
+        """The class's config object at the sizes of `target`, from which the shapes of its tensors follow."""

@@ -1,6 +1,6 @@
 """Stock DeepSeek-V3 without experts: the output class of MLA for sources whose blocks are Llama's.
 
-Its tensors, and the constant channels that neutralise its latent norm, are those of `convert.families.latent`.
+`convert.families.latent` writes its tensors and the constant channels that neutralise its latent norm.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from attention.spec import AttentionSpec
     from convert.families import Family
 
-# Blocks of RMSNorm, attention, RMSNorm and SwiGLU with plain residuals, under Llama's names; each is tested to be exact.
+# Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
 _LIKE_LLAMA = ("llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "deepseek_v3")
-# Frequencies that are a list, or two (LongRoPE); `dynamic` makes them a function of the length.
+# RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 _CARRIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
@@ -28,19 +28,19 @@ _CARRIED = (
 
 
 class DeepseekV3:
-    """Writes `deepseek_v3` configs."""
+    """The stock class `deepseek_v3`."""
 
     name = "deepseek_v3"
     loads_in = "transformers"
-    opened_by = "transformers ≥ 5.23 loads it without kvfold, and caches the latent and the rotary key alone."
+    opened_by = "transformers ≥ 5.23 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks = (
-        "Stock transformers expands the whole cached latent at every decoded token. kvfold's `attention` package does not:\n"
-        '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a model that is loaded.',
-        "Run it in bfloat16 or float32: the constant that switches the latent norm off overflows in float16, unless\n"
-        "`attention.load` opens it, which leaves that norm out.",
-        "Biases of `kv_a_proj_with_mqa` and `o_proj` are part of it. The DeepSeek classes of vLLM, SGLang and llama.cpp have\n"
-        "no place for them, and some drop them without a word: they would give wrong text. An engine that runs transformers'\n"
-        "own modules keeps them.",
+        "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
+        '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a loaded model.',
+        "Run it in bfloat16 or float32. In float16, the constant that neutralises the latent norm overflows. Only\n"
+        "kvfold's `attention` package runs it in float16, because it skips that norm.",
+        "The model needs the biases of `kv_a_proj_with_mqa` and `o_proj`. The DeepSeek classes of vLLM, SGLang and llama.cpp\n"
+        "do not have them. Some of them drop the biases without an error, and generate wrong text. Engines that run\n"
+        "transformers' own modules keep them.",
     )
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
     families: frozenset[str] | None = frozenset(_LIKE_LLAMA)
@@ -51,18 +51,18 @@ class DeepseekV3:
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         parameters = getattr(config, "rope_parameters", None) or {}
         if self.families is not None and family.model_type not in self.families:
-            return f"its blocks are Llama's, and those of {family.model_type} are not (it carries {', '.join(_LIKE_LLAMA)})"
+            return f"{family.model_type} does not have Llama's decoder blocks (the class can hold {', '.join(_LIKE_LLAMA)})"
         if parameters.get("rope_type") not in _ROPE_TYPES:
-            return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} is no fixed list of frequencies"
+            return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
         traits = family.traits(config)
         if traits.qkv_bias:
-            return "queries have biases, for which the class has no place"
+            return "queries have biases, which the class does not support"
         if traits.qk_norm:
-            return "queries and keys are normalised, and a norm does not commute with mixing heads"
+            return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
         if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):
-            return "the MLP has biases, for which the class has no place"
+            return "the MLP has biases, which the class does not support"
         if not traits.layers_with_rotary:
-            return "no layer has RoPE, and the class has a rotary key in each"
+            return "no layer has RoPE, and the class needs a RoPE key in every layer"
         if dtype == "float16":
             return f"its latent norm needs constants above 2^{EXPONENT}, and float16 ends at 65504 (use --dtype bfloat16)"
         return _refuses_window(traits.beyond, config)
@@ -87,7 +87,7 @@ class DeepseekV3:
             "attention_bias": True,
             "rope_interleave": True,
             **({} if rotary is None else {"rope_parameters": rope_parameters(rotary, config)}),
-            # All layers dense: no expert is ever built.
+            # All layers are dense, so no expert is built.
             "first_k_dense_replace": target.num_layers,
             "n_routed_experts": 1,
             "n_shared_experts": 1,
@@ -105,9 +105,9 @@ class DeepseekV3:
 
 
 def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
-    """The config's entry for any list of frequencies: the default formula's, if they are that, else LongRoPE's factors.
+    """The config's entry for any list of frequencies: the default formula if it gives them, else LongRoPE's factors.
 
-    LongRoPE computes 1 / (factor · θ^(2i/P)); with θ = 1 a factor is one over a frequency, rounded once.
+    LongRoPE computes 1 / (factor · θ^(2i/P)); with θ = 1 each factor is the inverse of a frequency, rounded once.
     """
     import torch
 
@@ -129,14 +129,14 @@ def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
 
 
 def _refuses_window(beyond: Mapping[str, Any], config: Any) -> str | None:
-    """Why a source's peculiarities (`Traits.beyond`) do not fit; a window that no position exceeds is none."""
+    """Why the class cannot carry a source's extras (`Traits.beyond`), or None; a window that covers all positions is fine."""
     for field, value in beyond.items():
         if field != "sliding_window":
-            return f"config.json sets {field} to {value}, which the class does not know"
+            return f"config.json sets {field} to {value}, which the class does not support"
         if value < config.max_position_embeddings:
             return (
-                f"it attends within windows of {value} of its {config.max_position_embeddings} positions, and the class to "
-                f"all (for shorter contexts only: set max_position_embeddings to {value} in config.json)"
+                f"the sliding window of {value} tokens is shorter than the {config.max_position_embeddings} positions, and the "
+                f"class has no window (for contexts up to {value}, set max_position_embeddings to {value} in config.json)"
             )
     return None
 

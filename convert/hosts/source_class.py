@@ -1,6 +1,6 @@
-"""The source's own class, with fewer KV heads: the output class of GQA and MQA wherever it knows `num_key_value_heads`.
+"""The source's own class with fewer KV heads: the output class of GQA and MQA if it knows `num_key_value_heads`.
 
-Whatever else the class does (windows, soft-capping, MoE, …) stays as it was, because nothing else changes.
+Everything else that the class does (windows, soft-capping, MoE, …) stays the same, because nothing else changes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class SourceClass:
-    """Changes two keys of the config, and the tensors that follow from them."""
+    """The source's own class: two keys of its config change, and the tensors that depend on them."""
 
     name = "its own class"
     loads_in = "transformers"
-    opened_by = "transformers, and whatever else reads `num_key_value_heads`, loads it without kvfold."
+    opened_by = "transformers, and any other software that reads `num_key_value_heads`, loads it without kvfold."
     remarks = (
-        "Compiled, over a static cache or with padding, transformers 5.23 repeats keys and values for every query head at\n"
-        'every token. kvfold\'s `attention` package does not: `model = attention.load("path/to/this/directory")`, or\n'
-        "`attention.pack(model)` for a model that is loaded, if it attends through sdpa.",
+        "When it is compiled, with a static cache or with padding, transformers 5.23 repeats keys and values for every query\n"
+        'head at every token. kvfold\'s `attention` package does not: `model = attention.load("path/to/this/directory")`, or\n'
+        "`attention.pack(model)` for a loaded model with sdpa attention.",
     )
     replaces = "belonged to a KV head that was merged into another"
     families: frozenset[str] | None = None
@@ -39,7 +39,7 @@ class SourceClass:
         return 0
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        # Both are written even where they equal a default, since the defaults differ between classes and engines.
+        # Both are written even if they equal a default, since defaults differ between classes and engines.
         return {**raw, "num_key_value_heads": target.num_kv_heads, "head_dim": target.head_dim}
 
     def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:

@@ -1,1 +1,1 @@
-"""From arguments and configs to a Plan: data that says what will be done."""
+"""Turns arguments and configs into a Plan: data that says what a command will do."""

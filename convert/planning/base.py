@@ -1,4 +1,4 @@
-"""A Plan: data that says what will be done. Whatever can be refused without weights is refused before there is one."""
+"""The Plan of a conversion. Everything that can be refused without weights is refused before a Plan exists."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Output:
-    """Where and how the result is written.
+    """Where and how to write the result.
 
     Attributes:
         path: OUTPUT.
-        dtype: What floats are stored in; None keeps each tensor's own.
-        max_shard_size: Bytes.
-        overwrite: Replace a checkpoint at `path`.
-        resume: Continue an unfinished conversion to `path`.
+        dtype: The dtype that floats are stored in; None keeps each tensor's own.
+        max_shard_size: Bytes per weight file.
+        overwrite: Whether a checkpoint at `path` may be replaced.
+        resume: Whether to continue an unfinished conversion to `path`.
     """
 
     path: Path
@@ -46,17 +46,17 @@ class Output:
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion, decided.
+    """A validated conversion, as data.
 
     Attributes:
-        source: What is converted.
-        family: How its attention is read.
-        target: What it is converted to.
-        calibration: What is done with a text, if there is one.
+        source: The checkpoint to convert.
+        family: The family that reads its attention.
+        target: The attention to convert it to.
+        calibration: How calibration text is used; None without text.
         output: Where the result goes.
         device: Where layers run and are changed, as on the command line.
         seed: For methods that draw numbers, and for the order in which refinement takes blocks of text.
-        remarks: What the user should know besides the target's notes.
+        remarks: Notes for the user besides those of the target.
     """
 
     source: Source
@@ -70,30 +70,30 @@ class Plan:
 
     @property
     def before(self) -> AttentionSpec:
-        """The source's numbers."""
+        """The sizes of the source's attention."""
         return self.target.before
 
     @property
     def cache_dtype(self) -> str:
-        """The dtype that the result's cache is counted in."""
+        """The dtype by which the bytes of the result's cache are counted."""
         return self.output.dtype or self.source.dtype
 
     @property
     def applied_method(self) -> str | None:
-        """The method's name, or None where there is nothing to change."""
+        """The method's name, or None if nothing changes."""
         return None if self.target.copies else self.target.method.name
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know."""
+        """Notes for the user: the target's, then the remarks."""
         return (*self.target.notes, *self.remarks)
 
     def choosing(self, target: LatentTarget) -> Plan:
-        """The same plan with one of its target's splits."""
+        """The same plan with `target`, one of its target's splits."""
         return replace(self, target=target)
 
     def recipe(self) -> dict[str, Any]:
-        """What the bytes depend on, as `convert run` takes it back from any directory; OUTPUT is not part of it."""
+        """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
         directory = self.source.directory
         return {
             self.target.command: {
@@ -109,7 +109,7 @@ class Plan:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`: numbers as numbers."""
+        """The plan for `--json`: numbers stay numbers."""
         target, before = self.target, self.before
         return {
             "command": target.command,
@@ -134,16 +134,16 @@ class Plan:
 
 
 def _with_unit(size: int) -> str:
-    """5000000000 as "5GB", exactly: in the largest unit that divides it."""
+    """`size` bytes in the largest unit that divides it: 5000000000 is "5GB"."""
     unit, name = next((u, n) for u, n in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"), (1, "B")) if size % u == 0)
     return f"{size // unit}{name}"
 
 
 def readable(source: Source) -> Family:
-    """The family of a source that can be converted at all.
+    """The family of a source, if kvfold can convert it.
 
     Raises:
-        Refusal: It wants to run code, is quantised, or is of no family that can be read.
+        Refusal: It needs its own code, is quantised, or belongs to no known family.
     """
     source.refuse_remote_code()
     if source.raw.get("quantization_config"):
@@ -172,17 +172,17 @@ def stored_dtype(source: Source, output: Output) -> str:
 
 
 def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dtype: str) -> Host:
-    """The first output class that carries a target.
+    """The first output class that can carry a target.
 
     Args:
         kind: A key of HOSTS: "gqa", "mqa" or "mla".
-        family: The source's.
-        source: What is converted.
-        target: The result's numbers.
-        dtype: What the result is stored in.
+        family: The source's family.
+        source: The checkpoint to convert.
+        target: The sizes of the result.
+        dtype: The dtype that the result is stored in.
 
     Raises:
-        Refusal: None does; the reasons.
+        Refusal: No class can; the message gives the reason of each.
     """
     refusals = []
     for host in HOSTS[kind]:
@@ -195,7 +195,7 @@ def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dt
 
 
 def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, traits: Traits) -> Sequence[str]:
-    """What to say of text that a method could use and has not got, and of a step that the source rules out."""
+    """Notes about missing text that the method could use, and about a refit that the source rules out."""
     if text is None and method.text is TextUse.USED:
         return [f"no calibration text: {method.name} uses weights and norm gains alone, and loses more than with --text"]
     hiding = hides_logits(traits, text.context) if text else []

@@ -1,4 +1,4 @@
-"""How a KV budget is split into rank and rotary dims, and which folds of frequencies fit. Pure arithmetic."""
+"""Splits a KV budget into rank and rotary dims, and checks folds of frequencies. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from attention.errors import Refusal
 from attention.spec import RANK_STEP
 
-_GIVEN_UP = 0.05  # of a budget, for a rank that the CUDA kernel serves
+_GIVEN_UP = 0.05  # the share of a budget that a rank may give up so that the CUDA kernel serves it
 
 
 def default_fold(rope_dim: int, rotary_dim: int) -> int:
-    """The fewest neighbouring frequencies that have to count as one for P dims to be spread evenly over D."""
+    """The fewest neighbouring frequencies that must count as one so that P dims spread evenly over D."""
     return rotary_dim // math.gcd(rotary_dim, rope_dim)
 
 
 def check_fold(fold: int, rope_dim: int, rotary_dim: int) -> None:
-    """Refuse a `--freqfold` with which the components of a band cannot be dealt out evenly."""
+    """Refuse a `--freqfold` that does not give every band the same number of components."""
     frequencies = rotary_dim // 2
     if fold < 1 or frequencies % fold or fold * rope_dim % rotary_dim:
         choices = [f for f in range(1, frequencies + 1) if frequencies % f == 0 and f * rope_dim % rotary_dim == 0]
@@ -28,21 +28,21 @@ def check_fold(fold: int, rope_dim: int, rotary_dim: int) -> None:
 
 
 def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int) -> tuple[int, int]:
-    """Rank and rotary dims for a number of cached values per layer and token.
+    """Split a number of cached values per layer and token into rank and rotary dims.
 
-    A quarter turns, as a power of two share of one head's rotary dims, at most all of them: what the published
-    conversions found best of their two or three choices, and what keeps a query small enough for common kernels. Beyond
-    full rank the rest turns as well.
+    A quarter is rotary, rounded to a power-of-two share of one head's rotary dims, at most all of them: this is what published
+    conversions found best among two or three choices, and it keeps queries small enough for common kernels. Values beyond
+    full rank become rotary too.
 
     Args:
         values: R + P, at most.
         rotary_dim: Rotary dims of one head.
         groups: KV heads of the source.
-        full_rank: Rotary dims → the rank beyond which nothing is gained.
+        full_rank: Maps rotary dims to the rank beyond which nothing is gained.
         least: The smallest rank that holds anything.
 
     Returns:
-        R and P.
+        `(R, P)`.
 
     Raises:
         Refusal: No rank fits.
@@ -60,13 +60,13 @@ def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[
 
 
 def served_rank(rank: int, full_rank: int, values: int) -> int:
-    """The largest rank worth having up to a given one.
+    """The largest useful rank up to a given one.
 
-    Rounded down to a multiple of 16 if that gives up no more than 5 % of the values: of a large model's some thousandths,
-    while a small model keeps what it has. Full rank is left at that: it loses nothing.
+    It is rounded down to a multiple of 16 if that gives up at most 5 % of the values: a few thousandths in a large model,
+    while a small model keeps its rank. Full rank is not rounded: it loses nothing.
 
     Args:
-        rank: At most.
+        rank: The largest rank allowed.
         full_rank: The rank beyond which nothing is gained.
         values: R + P.
     """

@@ -1,4 +1,4 @@
-"""The text that a plan calibrates on, and what is done with it."""
+"""The text that a plan calibrates on, and the steps that use it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _TOKENS_PER_CHANNEL = 8
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What the user says of calibration. Numbers that are left open depend on the model and the method.
+    """The user's calibration options. Numbers left as None depend on the model and the method.
 
     Attributes:
-        given: What names the text: {"text": FILE} or {"dataset": NAME}; empty for no text.
-        tokens: So many from its start, in whole blocks.
-        context: Tokens of one block.
-        propagate: Whether a layer's statistics come through the layers that were converted before it.
-        refit: Whether queries and output projections are fitted by least squares.
-        refine: How many steps of gradient descent each layer's attention takes towards what its source computes.
+        given: The text: {"text": FILE} or {"dataset": NAME}; empty for no text.
+        tokens: How many tokens to use from its start, in whole blocks.
+        context: Tokens per block.
+        propagate: Whether a layer's statistics are measured behind the layers converted before it.
+        refit: Whether least squares refits queries and output projections.
+        refine: Steps of gradient descent that fit each layer's attention to the source's.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class CalibrationOptions:
 
     @property
     def flags(self) -> str:
-        """The options that are given, for people."""
+        """The options that are set, for messages."""
         values = {
             **self.given,
             "calibration-tokens": self.tokens,
@@ -57,7 +57,7 @@ class CalibrationOptions:
 
     @property
     def steps(self) -> CalibrationOptions:
-        """The same without the text: what is done beyond a method."""
+        """The same without the text: only the steps beyond a method."""
         return CalibrationOptions(propagate=self.propagate, refit=self.refit, refine=self.refine)
 
     @property
@@ -68,7 +68,7 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration of a plan, every number decided. Attributes as in CalibrationOptions."""
+    """The calibration of a plan, with every number decided. Attributes as in CalibrationOptions."""
 
     given: Mapping[str, str]
     tokens: int
@@ -84,11 +84,11 @@ class Calibration:
 
     @property
     def fitted(self) -> bool:
-        """Whether layers are fitted to what the source's layers compute."""
+        """Whether layers are fitted to the outputs of the source's layers."""
         return bool(self.refit or self.refine)
 
     def as_options(self) -> dict[str, Any]:
-        """As on the command line."""
+        """The options of the command line."""
         return {
             **self.given,
             "calibration_tokens": self.tokens,
@@ -99,12 +99,12 @@ class Calibration:
         }
 
     def as_recipe(self) -> dict[str, Any]:
-        """The same, to be read from another directory."""
+        """The options with an absolute path, for a recipe that is read from another directory."""
         path = Path(self.given.get("text", ""))  # a program's strings have none
         return self.as_options() | ({"text": str(path.resolve())} if path.is_file() else {})
 
     def steps(self) -> list[str]:
-        """What is done beyond the method, as on the command line."""
+        """The steps beyond the method, as on the command line."""
         return [
             *(["--propagate"] if self.propagate else []),
             *(["--refit"] if self.refit else []),
@@ -117,8 +117,8 @@ class CalibrationText:
     """A calibration whose text has been read.
 
     Attributes:
-        plan: What is done with the text.
-        tokens: The text: whole blocks from its start.
+        plan: How the text is used.
+        tokens: The text's tokens: whole blocks from its start.
     """
 
     plan: Calibration
@@ -147,7 +147,7 @@ class CalibrationText:
         return self.tokens.ids.view(-1, self.plan.context)
 
     def remarks(self, width: int) -> list[str]:
-        """What to say of a text that is short for a model of that width."""
+        """A remark if the text is short for a model of width `width`."""
         wanted = _TOKENS_PER_CHANNEL * width
         if len(self.tokens.ids) >= wanted:
             return []
@@ -160,16 +160,16 @@ class CalibrationText:
 def calibration_for(
     source: Source, method: GroupedMethod | LatentMethod, wanted: CalibrationOptions, without: Sequence[str]
 ) -> Calibration | None:
-    """What is wanted, checked and with its numbers; None where there is no text and none is needed.
+    """Check the options and decide their numbers; None if there is no text and none is needed.
 
     Args:
-        source: What is converted.
-        method: Which method.
-        wanted: From the user.
+        source: The checkpoint to convert.
+        method: The method of the conversion.
+        wanted: The user's options.
         without: Names of methods that need no text.
 
     Raises:
-        Refusal: Text is missing, or of no use.
+        Refusal: The method needs text and has none, or cannot use it.
     """
     if not wanted.given and method.text is TextUse.NEEDED:
         raise Refusal(
@@ -188,7 +188,7 @@ def calibration_for(
 
 
 def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
-    """Check what is wanted, whatever the method.
+    """Check the options, independent of the method.
 
     Raises:
         Refusal: Its options contradict each other or the source.
@@ -203,7 +203,7 @@ def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
 
 
 def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int]:
-    """Tokens, and those of one block."""
+    """Tokens in all, and per block."""
     limit = source.max_positions
     context = min(2048, limit or 2048) if wanted.context is None else wanted.context
     if limit and context > limit:

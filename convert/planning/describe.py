@@ -1,4 +1,4 @@
-"""What `inspect`, `plan`, `families` and plans say. Configs are read; weights never are."""
+"""The texts and tables of `inspect`, `plan`, `families` and of plans. Reads configs, never weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Facts(dict[str, Any]):
-    """What is said of something: numbers as numbers, for programs; `str(facts)` for people."""
+    """Facts as a dict with plain numbers, for programs; `str(facts)` is the text for people."""
 
     def __init__(self, facts: Mapping[str, Any], text: str) -> None:
         super().__init__(facts)
@@ -35,7 +35,7 @@ class Facts(dict[str, Any]):
 
 
 def inspection(source: Source) -> Facts:
-    """Heads, rotary, biases, family, output classes and cache of a checkpoint, from its config."""
+    """Heads, RoPE, biases, family, output classes and cache of a checkpoint, from its config."""
     family = readable(source)
     spec = family.spec(source.config)
     host, _ = _carrier(source, family, spec, "mla", source.dtype)
@@ -66,7 +66,7 @@ def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str
 
 
 def _carrier(source: Source, family: Family, spec: AttentionSpec, kind: str, dtype: str) -> tuple[Host | None, str | None]:
-    """The output class of a kind of target, with a remark if it wants another dtype; or None and why."""
+    """The output class of a kind of target, with a remark if it needs another dtype; or None and the reason."""
     try:
         target = spec.latent(1, 2) if kind == "mla" else spec.grouped(1)
     except Refusal as error:
@@ -93,21 +93,21 @@ def _inspection_text(facts: Mapping[str, Any]) -> str:
 
 
 def grouped_targets(spec: AttentionSpec) -> list[AttentionSpec]:
-    """The source itself, then every smaller number of KV heads it can be given; none where a latent has no KV heads."""
+    """The source itself, then every smaller number of KV heads that it can have; none for a latent, which has no KV heads."""
     heads = spec.num_kv_heads if spec.kv_lora_rank is None else 0
     return [spec.grouped(groups) for groups in range(heads, 0, -1) if heads % groups == 0]
 
 
 def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping[str, float], share: float) -> Facts:
-    """What the source and each possible target take, and where that fits.
+    """Memory of the source and of each possible target, and the GPUs that it fits on.
 
     Args:
         source: The model.
-        dtype: Of weights and cache.
+        dtype: The dtype of weights and cache.
         batch: Sequences at once.
-        context: Tokens of each.
-        gpus: Name to gigabytes.
-        share: Of a GPU's memory that weights and cache may take.
+        context: Tokens per sequence.
+        gpus: Gigabytes by name.
+        share: The share of a GPU's memory that weights and cache may take.
     """
     from eval.capacity import count_parameters, fit
 
@@ -145,10 +145,10 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
 
 
 def latent_targets(source: Source, family: Family, spec: AttentionSpec, host: Host) -> list[AttentionSpec]:
-    """What `--kv-budget` makes of some shares of the source's cache, and the one size that every MLA kernel knows."""
+    """The sizes that `--kv-budget` gives for some shares of the source's cache, and the one that every MLA kernel supports."""
     found = []
     for share in (0.5, 0.25, 0.125):
-        with suppress(Refusal):  # of a tiny model too little is left
+        with suppress(Refusal):  # too small for a tiny model
             values = int(share * spec.values_per_token) // spec.num_layers
             found.append(spec.latent(*latent_for_budget(source, family, spec, host, values)))
     rank, rope = 512, 64
@@ -163,7 +163,7 @@ def _parameters(shapes: Callable[[int], dict[str, tuple[int, ...]]], spec: Atten
 
 
 def _capacity_text(facts: Mapping[str, Any]) -> str:
-    """One row per target, the first the source."""
+    """A table with one row per target; the source comes first."""
     gpus, limit = facts["gpu_gigabytes"], facts["max_positions"]
     header = ["attention", "KV per token", "KV cache", "weights", *(f"{name} {size:g} GB" for name, size in gpus.items())]
     rows = []
@@ -198,7 +198,7 @@ def _fit_cell(fits: bool, longest: int, limit: int | None) -> str:
 
 
 def support() -> list[dict[str, str]]:
-    """One row per family: the output class of each kind of target, given a config that it accepts."""
+    """One row per family: the output class of each kind of target, for configs that the class accepts."""
     return [
         {
             "family": name,
@@ -213,17 +213,17 @@ def support() -> list[dict[str, str]]:
 
 
 def support_text(rows: list[dict[str, str]]) -> str:
-    """The same for a terminal."""
+    """The rows as a table for a terminal."""
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def plan_text(plan: Plan) -> str:
-    """A conversion that would be done, for a terminal."""
+    """A planned conversion, for a terminal."""
     return "\n".join([*_plan_lines(plan), f"would be written to {_where(plan)}"])
 
 
 def conversion_text(plan: Plan, record: Mapping[str, Any]) -> str:
-    """A conversion that was done, for a terminal: what changed, and what that cost if it was measured."""
+    """A finished conversion, for a terminal: what changed, and the loss of quality if it was measured."""
     return "\n".join([*_plan_lines(plan), *_quality_lines(record), f"written to {_where(plan)}"])
 
 
@@ -260,7 +260,7 @@ def _quality_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def plans_text(plans: Sequence[Plan]) -> str:
-    """What a sweep would make, one row per result."""
+    """A planned sweep, one row per result."""
     rows = []
     for plan in plans:
         spec = plan.target.spec

@@ -1,4 +1,4 @@
-"""From the arguments of `convert gqa` and `convert mqa` to a Plan."""
+"""Turns the arguments of `convert gqa` and `convert mqa` into a Plan."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def plan_grouped(
     """Plan a conversion to `groups` KV heads.
 
     Args:
-        command: "gqa", whose line names the groups, or "mqa", which has one.
-        source: What is converted.
+        command: "gqa", which has the option `--groups`, or "mqa", which has not.
+        source: The checkpoint to convert.
         groups: KV heads of the result.
         method: One of `methods.GROUPED`.
         seed: For methods that draw numbers, and the order in which refinement takes blocks of text.
         device: As on the command line.
         output: Where the result goes.
-        calibration: Text for the method.
+        calibration: The user's calibration options.
         grouping: One of GROUPINGS.
 
     Raises:
-        Refusal: With the reason and the next step.
+        Refusal: The conversion is not possible; with the reason and the next step.
     """
     require_device(device)
     family = readable(source)
@@ -70,7 +70,7 @@ def plan_grouped(
         getattr(source.config, "initializer_range", 0.02),
         notes,
     )
-    text = None if target.copies else text  # there is nothing to calibrate in a copy
+    text = None if target.copies else text  # a copy needs no calibration
     return Plan(source, family, target, text, output, device, seed, remarks)
 
 
@@ -99,7 +99,7 @@ def _notes(
     method: GroupedMethod,
     text: Calibration | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of the target, and of the text."""
+    """The notes of the target, and the remarks on the text."""
     if target == before:
         how = f"every tensor is cast to {dtype} and otherwise" if dtype else "every tensor is copied bit for bit,"
         copied = f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged"

@@ -1,4 +1,4 @@
-"""From the arguments of `convert mla` to a Plan: sizes, budgets and full rank, all from the config."""
+"""Turns the arguments of `convert mla` into a Plan: sizes, budgets and full rank, all from the config."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentRequest:
-    """What the user says of a latent's size: rank and rotary dims, or a budget.
+    """The size of a latent that the user asks for: rank and rotary dims, or a budget.
 
     Attributes:
         kv_lora_rank: R, or None.
         qk_rope_head_dim: P, or None.
-        kv_share: Of the source's KV cache, or None.
-        kv_bytes: Per token, all layers, or None.
-        freqfold: Neighbouring frequencies that count as one; None for as few as P allows.
-        pad_rank: Whether channels beyond full rank are wanted.
+        kv_share: A share of the source's KV cache, or None.
+        kv_bytes: Bytes per token in all layers, or None.
+        freqfold: How many neighbouring frequencies count as one; None for as few as P allows.
+        pad_rank: Whether the rank may exceed full rank, with channels of zeros.
     """
 
     kv_lora_rank: int | None = None
@@ -55,16 +55,16 @@ def plan_latent(
     """Plan a conversion to multi-head latent attention.
 
     Args:
-        source: What is converted.
+        source: The checkpoint to convert.
         size: Rank and rotary dims, or a budget.
         method: One of `methods.LATENT`.
-        calibration: Text for it.
+        calibration: The user's calibration options.
         device: As on the command line.
         output: Where the result goes.
-        seed: Of the order in which refinement takes blocks of text; no method of this kind draws numbers.
+        seed: For the order in which refinement takes blocks of text; no method of this kind draws numbers.
 
     Raises:
-        Refusal: With the reason and the next step.
+        Refusal: The conversion is not possible; with the reason and the next step.
     """
     from convert.checkpoint.workdir import check_output
 
@@ -85,7 +85,7 @@ def plan_latent(
     elif text is not None and not method.folds and size.kv_lora_rank is None:
         sizes = _splits(source, family, before, target.spec, host)
         splits = tuple(_target(source, family, method, host, before, split, dtype) for split in sizes)
-        note = "this split of the cache is where the search begins: the text decides on one, for all layers"
+        note = "the search starts from this split of the cache; the text decides the split, one for all layers"
         target = replace(target, splits=splits, notes=(*target.notes, note))
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
 
@@ -127,26 +127,24 @@ def _target(
     if fold > 1:
         notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
     if rank % RANK_STEP:
-        notes.append(
-            f"rank {rank} is no multiple of {RANK_STEP}: on NVIDIA GPUs plain torch decodes it, and not kvfold's kernel"
-        )
+        notes.append(f"rank {rank} is no multiple of {RANK_STEP}: on NVIDIA GPUs plain torch decodes it, not kvfold's kernel")
     if spec.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
         notes.append("the cache is not smaller than the source's")
     return replace(target, notes=tuple(notes))
 
 
 def full_rank(source: Source, family: Family, rope_dim: int) -> int:
-    """Nope dims of keys, and dims of values, together, or the model's width where that is less: a latent needs no more."""
+    """The rank beyond which nothing is gained: nope dims of keys plus dims of values, or the model's width if that is less."""
     return min(source.config.hidden_size, family.latent_dims(source.config, rope_dim))
 
 
 def with_reserved(host: Host, channels: int) -> int:
-    """The smallest rank of which `channels` are free."""
+    """The smallest rank that leaves `channels` besides those that the output class reserves."""
     return next(rank for rank in range(channels, channels + 9) if rank - host.reserved(rank) >= channels)
 
 
 def latent_for_budget(source: Source, family: Family, before: AttentionSpec, host: Host, values: int) -> tuple[int, int]:
-    """Rank and rotary dims for so many cached values per layer and token (`budget.split_budget`)."""
+    """Rank and rotary dims for `values` cached values per layer and token (see `budget.split_budget`)."""
     return split_budget(
         values,
         _rotary_dim(family, source),
@@ -187,7 +185,7 @@ def _latent_size(
 
 
 def _splits(source: Source, family: Family, before: AttentionSpec, target: AttentionSpec, host: Host) -> list[LatentRequest]:
-    """The target and its neighbours: as many values or hardly fewer, a quarter to twice as many of them rotary."""
+    """The target and its alternatives: as many values or a few less, with a quarter of to twice its rotary dims."""
     values, kept = (target.kv_lora_rank or 0) + target.qk_rope_head_dim, target.qk_rope_head_dim
     found = []
     for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
@@ -199,7 +197,7 @@ def _splits(source: Source, family: Family, before: AttentionSpec, target: Atten
 
 
 def _rotary_dim(family: Family, source: Source) -> int:
-    """Rotary dims of one head, in layers that have any; output classes refuse models in which none has."""
+    """Rotary dims of one head in layers with RoPE; output classes refuse models without any such layer."""
     rotaries = (family.rotary(source.config, layer) for layer in range(source.config.num_hidden_layers))
     return next(rotary.dims for rotary in rotaries if rotary)
 

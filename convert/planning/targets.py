@@ -1,4 +1,4 @@
-"""What a plan converts to. Each kind of target owns its recipe, what is said of it, and its change of a layer."""
+"""The targets that a plan converts to. Each kind has its recipe, its facts, and its change of a layer."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupedTarget:
-    """Fewer KV heads: GQA or MQA.
+    """A target with fewer KV heads: GQA or MQA.
 
     Attributes:
         command: The command that makes it.
-        options: What that command's line says of it.
-        before: The source's numbers.
-        spec: Those of the result.
-        method: What merges the heads of a group.
+        options: The options of that command, besides the method.
+        before: The source's sizes.
+        spec: The result's sizes.
+        method: The method that merges the heads of a group.
         host: The class that carries the result.
         grouping: Which KV heads share a group: "contiguous" or "similar".
         seed: For methods that draw numbers.
         initializer_range: The standard deviation of a fresh weight of this model.
-        notes: What the user should know.
+        notes: Notes for the user.
     """
 
     command: str
@@ -63,7 +63,7 @@ class GroupedTarget:
         return self.host.config(source.raw, source.config, self.spec, rotary)
 
     def steps(self) -> list[str]:
-        """What is done beyond the method, as on the command line."""
+        """The steps beyond the method, as on the command line."""
         return ["--grouping similar"] if self.grouping == "similar" and not self.copies else []
 
     def change(self, before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Attention]:
@@ -80,18 +80,18 @@ class GroupedTarget:
 
 @dataclass(frozen=True)
 class LatentTarget:
-    """A latent and a rotary key: MLA.
+    """A target with a latent and a rotary key: MLA.
 
     Attributes:
-        before: The source's numbers.
-        spec: Those of the result.
-        method: What factors keys and values.
+        before: The source's sizes.
+        spec: The result's sizes.
+        method: The method that factors keys and values.
         host: The class that carries the result.
-        channels: Channels of the latent that carry something.
-        freqfold: Neighbouring frequencies that count as one.
+        channels: Channels of the latent that carry keys and values.
+        freqfold: How many neighbouring frequencies count as one.
         pad_rank: Whether channels beyond full rank were asked for.
-        splits: Targets that spend the same cache, among which the text decides; this one is among them. Empty for no choice.
-        notes: What the user should know.
+        splits: Targets with the same cache size, this one included, among which the text decides. Empty if there is no choice.
+        notes: Notes for the user.
     """
 
     before: AttentionSpec
@@ -125,15 +125,15 @@ class LatentTarget:
         return {**self.recipe(), "latent_channels": self.channels}
 
     def config(self, source: Source, rotary: Rotary | None) -> dict[str, Any]:
-        """The new config.json; `rotary` is what the rotary key rotates by."""
+        """The new config.json; `rotary` is the rotary embedding of its rotary key."""
         return dict(source.raw) if self.copies else self.host.config(source.raw, source.config, self.spec, rotary)
 
     def steps(self) -> list[str]:
-        """What is done beyond the method, as on the command line: nothing."""
+        """The steps beyond the method, as on the command line: none."""
         return []
 
     def allocation(self, rotary: Rotary) -> Allocation:
-        """What is known of the result's layers before frequencies are chosen; `rotary` is that of the source."""
+        """The allocation of all layers before frequencies are chosen; `rotary` is the source's rotary embedding."""
         return Allocation(
             self.channels,
             (),
@@ -147,7 +147,7 @@ class LatentTarget:
         """Factor the keys and values of a layer, with frequencies chosen for all layers.
 
         Returns:
-            The source's record, and that of the result.
+            The source's record, and the record of the result.
         """
         return before, self.method.factor(before, chosen, statistics)
 

@@ -359,7 +359,7 @@ def test_a_text_is_known_by_its_tokens_wherever_it_lies(
     source, options = checkpoint(), ["--groups", 2, *on[2:]]
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.run.write_shard", interrupted)
+        patch.setattr("convert.execute.weights.write_shard", interrupted)
         assert convert("gqa", source.name, "out", *options, "--text", text.name).exit_code == 130
     (tmp_path / "elsewhere").mkdir()
     text.rename(tmp_path / "elsewhere" / "same.txt")

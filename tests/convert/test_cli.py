@@ -307,8 +307,8 @@ def test_devices_and_sizes_that_do_not_exist(checkpoint: Make, convert: Convert,
     refused(convert("gqa", source, out, "--groups", 1, "--device", "quantum"), 2, "no device 'quantum'")
     refused(convert("gqa", source, out, "--groups", 1, "--device", "cuda:99"), 1, "this machine has no device 'cuda:99'")
     refused(convert("gqa", source, out, "--groups", 1, "--max-shard-size", "5 parsecs"), 2, "is no size")
-    refused(convert("plan", source, "--gpu", "large"), 2, "is no GPU")
-    refused(convert("plan", source, "--gpu", "large=inf"), 2, "is no GPU")
+    refused(convert("plan", source, "--gpu", "large"), 2, "is not a GPU")
+    refused(convert("plan", source, "--gpu", "large=inf"), 2, "is not a GPU")
     refused(convert("gqa", source, out, "--groups", 1, "--device", "cpu:3"), 2, "device 'cpu:3' is not supported")
 
 
@@ -343,10 +343,14 @@ def test_an_empty_text_is_seen_before_a_conversion(checkpoint: Make, convert: Co
 # ---- help ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["gqa", "--help"], ["eval", "--help"], ["--version"]], ids=" ".join)
-def test_help_imports_no_torch(arguments: list[str]) -> None:
+NO_MODEL = [["--help"], ["gqa", "--help"], ["eval", "--help"], ["--version"], ["families"], ["families", "--json"]]
+
+
+@pytest.mark.parametrize("arguments", NO_MODEL, ids=" ".join)
+def test_what_reads_no_model_imports_no_torch(arguments: list[str]) -> None:
     script = (
-        f"import sys; from convert.cli import main; main({arguments}, standalone_mode=False); assert 'torch' not in sys.modules"
+        f"import sys; from convert.cli import main; main({arguments}, standalone_mode=False); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -467,7 +467,7 @@ def test_a_budget_is_counted_in_the_dtype_that_is_written(checkpoint: Make, conv
 
 INTERRUPTED = """
 import os, signal, sys
-import convert.execute.run as execute
+import convert.execute.weights as execute
 from convert.cli import main
 from convert.checkpoint.shelf import Shelf
 from convert.calibration.stream import LayerStream
@@ -534,7 +534,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     place: str, count: int, way: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from convert.execute import run as execute
+    from convert.execute import weights as execute
 
     source, out, left = checkpoint(), tmp_path / "out", [count]
     options = [*SMALL, *IN_SEQUENCE[way], "--text", text, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
@@ -717,7 +717,7 @@ def test_a_survey_under_way_outlives_a_disk_that_is_still_full(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.run.write_shard", full)
+        patch.setattr("convert.execute.weights.write_shard", full)
         assert convert("mla", source, tmp_path / "out", *options).exit_code == 1
     found = {file.name for file in (tmp_path / "out.partial" / "survey").iterdir()}
     assert found
@@ -822,10 +822,10 @@ def _three_layers(source: Path) -> Path:
 
 
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "query biases": ("qwen2", {}, "those of qwen2 are not"),
+    "query biases": ("qwen2", {}, "qwen2 does not have Llama's decoder blocks"),
     "biases": ("llama", {"attention_bias": True}, "queries have biases"),
     "window": ("mistral", {"sliding_window": 64}, "set max_position_embeddings to 64"),
-    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic' is no"),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic' has no"),
     "float16 source": ("llama", {"dtype": "float16"}, "float16 ends at 65504 (use --dtype bfloat16)"),
 }
 

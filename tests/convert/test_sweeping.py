@@ -152,7 +152,7 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     place: str, how: BaseException, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    import convert.execute.run as execute
+    import convert.execute.weights as execute
 
     owner, name, count = {
         "between conversions": (module, "execute", 3),
@@ -213,7 +213,7 @@ def test_a_result_that_is_whole_is_not_made_again(
 
 KILLED = """
 import os, signal, sys
-import convert.execute.run as execute
+import convert.execute.weights as execute
 from convert.cli import main
 write, count = execute.write_shard, 0
 def dying(*arguments):

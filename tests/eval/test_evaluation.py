@@ -388,11 +388,30 @@ def test_a_gpu_scores_as_a_cpu_does(pair: list[Source], device: str) -> None:
         assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-3)
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"method": "theirs"}'])
+@pytest.mark.parametrize("content", ["[]", "{", '{"method": "theirs"}', '{"a":' * 5000])
 def test_another_tools_record_says_nothing(pair: list[Source], content: str) -> None:
     assert pair[1].directory is not None
     (pair[1].directory / "conversion.json").write_text(content, encoding="utf-8")
     assert report_of(pair, TEXT, SHORT)["models"][1]["method"] is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": 5},
+        {"method": ["svd"]},
+        {"calibration_hash": 5},
+        {"calibration": 5},
+        {"calibration": ["a"]},
+        {"calibration": {"tokens": "100"}},
+    ],
+    ids=str,
+)
+def test_a_record_of_other_types_fails_in_one_line(pair: list[Source], changes: dict[str, Any]) -> None:
+    assert pair[1].directory is not None
+    (pair[1].directory / "conversion.json").write_text(json.dumps({"kvfold": "0.1.0", "method": "svd"} | changes))
+    with pytest.raises(Failure, match=f"conversion.json of .* is damaged: its {next(iter(changes))} is of another type"):
+        report_of(pair, TEXT, SHORT)
 
 
 @pytest.mark.parametrize("model_type", ["t5", "vit"])

@@ -70,6 +70,18 @@ def test_a_model_that_looks_like_an_option_is_a_path_in_the_command(
     assert shlex.split(command)[2:4] == ["./-m", "OUTPUT"]
 
 
+def test_a_source_with_a_latent_is_counted_as_it_is_cached(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    model = checkpoint()
+    for rank, rope_dim in ((16, 8), (12, 4)):
+        size = ["--kv-lora-rank", rank, "--qk-rope-head-dim", rope_dim, "--method", "svd"]
+        out = tmp_path / f"{rank}+{rope_dim}"
+        result = convert("mla", model, out, *size)
+        assert result.exit_code == 0, result.output
+        model = out
+    card = (model / "README.md").read_text()
+    assert "| cached values per token and layer | 24 | 12 of the latent, 4 of the RoPE key |" in card
+
+
 @pytest.mark.parametrize(
     ("front", "licence"),
     [

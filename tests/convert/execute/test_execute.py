@@ -269,7 +269,7 @@ def test_evaluating_fills_the_card_and_never_the_work_directory_name(
 
 INTERRUPTED = """
 import os, signal, sys
-import convert.execute.run as execute
+import convert.execute.weights as execute
 from convert.cli import main
 write, count = execute.write_shard, 0
 def interrupted(path, *rest):
@@ -385,7 +385,7 @@ def test_what_stepped_aside_comes_back_until_something_replaces_it(
         assert convert(*command, "--overwrite").exit_code == 130
     assert not out.exists()
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.run.write_shard", failing)
+        patch.setattr("convert.execute.weights.write_shard", failing)
         assert convert(*command, "--overwrite").exit_code == 1
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
     ok(convert(*command, "--resume", "--overwrite"))
@@ -405,7 +405,7 @@ def test_overwriting_begins_again_where_nothing_can_be_resumed(checkpoint: Make,
 def test_a_device_without_memory_leaves_the_work_for_resume(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from convert.execute import run as execute
+    from convert.execute import weights as execute
 
     source, command = checkpoint(), ("--groups", 2, "--max-shard-size", "20KB")
     fill, left = execute._fill, [3]
@@ -436,7 +436,7 @@ def test_two_runs_write_the_same_bytes(checkpoint: Make, convert: Convert, tmp_p
 def test_a_full_disk_leaves_the_work_for_resume(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from convert.execute import run as execute
+    from convert.execute import weights as execute
 
     source, command = checkpoint(), ("--groups", 2, "--max-shard-size", "20KB")
     written = []

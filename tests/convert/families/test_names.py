@@ -9,17 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_config, tiny_model
+from tiny import SWITCHES, tiny_config, tiny_model
 
 from attention.errors import Failure
 from convert.checkpoint.reader import Reader
 from convert.families import FAMILIES
 from convert.families.names import ROLES, NameTable, Place, Row
-
-# Whatever adds tensors to a checkpoint.
-SWITCHES = (
-    "attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm", "mlp_bias",
-)  # fmt: skip
 
 GPT2 = NameTable(
     [
@@ -37,7 +32,7 @@ FUSED = NameTable([Row("decoder.{layer}.all", THREE), Row("turned.{layer}", ("la
 
 
 def saved(model_type: str, path: Path) -> tuple[Any, Reader]:
-    model = tiny_model(tiny_config(model_type, **dict.fromkeys(SWITCHES, True)))
+    model = tiny_model(tiny_config(model_type, **dict.fromkeys((*SWITCHES, "mlp_bias"), True)))
     model.save_pretrained(path)
     return model.config, Reader(path)
 

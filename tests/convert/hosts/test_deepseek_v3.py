@@ -1,4 +1,4 @@
-"""The host of MLA: its norm switched off for every rank, any list of frequencies in its config, and what it refuses."""
+"""The output class of MLA: it computes the record, any list of frequencies in its config, and what it refuses."""
 
 from __future__ import annotations
 
@@ -16,70 +16,8 @@ from attention.record import FactoredAttention
 from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, family_of
-from convert.hosts.deepseek_v3 import _LIKE_LLAMA, HOST, constants, rope_parameters
-
-# ---- the latent norm -----------------------------------------------------------------------------------------------
-
-
-def normalised(values: torch.Tensor, rank: int, dtype: torch.dtype, stored: torch.dtype) -> torch.Tensor:
-    """`values` through the stock norm beside the constants of `rank`, arithmetic in `dtype`, weights kept in `stored`."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
-
-    found = constants(rank)
-    true = rank - len(found)
-    rows = torch.nn.functional.pad(values, (0, -len(values) % true), value=1.0).view(-1, true).to(dtype)
-    constant = (torch.tensor(found) * 2.0**20).to(stored).to(dtype).expand(len(rows), -1)
-    norm = DeepseekV3RMSNorm(rank)
-    with torch.no_grad():
-        norm.weight.copy_(torch.cat((torch.full((true,), 2.0**20), torch.zeros(len(found)))))
-        out = norm.to(dtype)(torch.cat((rows, constant), 1))
-    assert out[:, true:].abs().max() == 0, "a constant is cached as nothing"
-    return out[:, :true].flatten()[: len(values)]
-
-
-def mantissas() -> torch.Tensor:
-    """Every significand of bfloat16, with either sign and exponents as activations have them."""
-    significands = 1 + torch.arange(128) / 128
-    exponents = torch.randint(-24, 8, (128,), generator=torch.Generator().manual_seed(0))
-    return torch.cat((significands, -significands)) * torch.exp2(exponents.repeat(2))
-
-
-def test_the_norm_gives_back_every_bfloat16_bit_for_bit() -> None:
-    values = mantissas()
-    assert torch.equal(values.bfloat16().float(), values)
-    kept = {rank: normalised(values, rank, torch.bfloat16, torch.bfloat16).float() for rank in range(2, 1025)}
-    assert [rank for rank, found in kept.items() if not torch.equal(found, values)] == []
-
-
-def test_the_norm_is_a_rounding_error_in_fp32() -> None:
-    values = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
-    for rank in range(2, 1025):
-        error = float(((normalised(values, rank, torch.float32, torch.float32) - values) / values).abs().max())
-        assert error <= 2 * 2.0**-23, (rank, error)
-
-
-def test_a_bfloat16_checkpoint_run_in_fp32_is_off_by_the_rounding_of_its_constants() -> None:
-    values = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
-    for rank in range(2, 1025):
-        limit = 2.0**-15 if len(constants(rank)) == 2 else 1 / 510
-        error = float(((normalised(values, rank, torch.float32, torch.bfloat16) - values) / values).abs().max())
-        assert error <= limit, (rank, error)
-
-
-def test_constants_are_as_few_as_can_be_and_their_squares_sum_to_the_rank() -> None:
-    single = {rank for rank in range(1, 1025) if len(constants(rank)) == 1}
-    assert {16, 24, 32, 48, 64, 96, 256, 320, 448, 512, 576} <= single
-    for rank in range(1, 1025):
-        found = constants(rank)
-        assert math.isclose(sum(c * c for c in found), rank, rel_tol=1e-12)
-        assert len(found) <= 2
-        assert HOST.reserved(rank) == len(found)
-        if len(found) == 2:
-            assert float(torch.tensor(found[0]).bfloat16()) == found[0]
-            ratio = math.sqrt(rank) / float(torch.tensor(math.sqrt(rank)).bfloat16())
-            if not -1 / 512 - 1e-5 < ratio - 1 < 1 / 510 + 1e-5:  # so close to the limit one may be enough or not
-                assert not torch.equal((mantissas() * ratio).bfloat16().float(), mantissas()), f"one is enough for {rank}"
-
+from convert.families.latent import constants
+from convert.hosts.deepseek_v3 import _LIKE_LLAMA, HOST, rope_parameters
 
 # ---- frequencies ---------------------------------------------------------------------------------------------------
 
@@ -159,8 +97,8 @@ def test_the_stock_module_computes_the_record(rank: int, channels: int, biased: 
     target = AttentionSpec.from_config(source).latent(rank, 8)
     config = type(tiny_config("deepseek_v3"))(**HOST.config({}, source, target, a.rotary), attn_implementation="eager")
     module = DeepseekV3Attention(config, 0)
-    tensors = HOST.tensors(family, a, target, 0)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == HOST.shapes(family, source, target, 0)
+    tensors, sized = HOST.layout(family).join(a, target, 0), HOST.sized({}, source, target)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == HOST.layout(family).shapes(sized, 0)
     own = len(constants(rank))
     norm, up = (tensors[f"model.layers.0.self_attn.{name}.weight"] for name in ("kv_a_layernorm", "kv_b_proj"))
     assert norm.tolist() == [2.0**20] * (rank - own) + [0.0] * own, "constants are cached as zeros"
@@ -176,31 +114,36 @@ def test_the_stock_module_computes_the_record(rank: int, channels: int, biased: 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
+
 SLIDING = ["sliding_attention"] * 3
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "qwen2": ("qwen2", {}, "its blocks are Llama's, and those of qwen2 are not (it carries llama, "),
-    "qwen3": ("qwen3", {}, "those of qwen3 are not"),
-    "gemma": ("gemma", {}, "those of gemma are not"),
-    "query biases": ("llama", {"attention_bias": True}, "queries have biases, for which the class has no place"),
+    "qwen2": ("qwen2", {}, "qwen2 does not have Llama's decoder blocks (the class can hold llama, "),
+    "qwen3": ("qwen3", {}, "qwen3 does not have Llama's decoder blocks"),
+    "gemma": ("gemma", {}, "gemma does not have Llama's decoder blocks"),
+    "query biases": ("llama", {"attention_bias": True}, "queries have biases, which the class does not support"),
     "query biases, seed_oss": ("seed_oss", {"attention_bias": True}, "queries have biases"),
     "query biases, helium": ("helium", {"attention_bias": True}, "queries have biases"),
-    "mlp_bias": ("llama", {"mlp_bias": True}, "the MLP has biases, for which the class has no place"),
+    "mlp_bias": ("llama", {"mlp_bias": True}, "the MLP has biases, which the class does not support"),
     "mlp_bias, seed_oss": ("seed_oss", {"mlp_bias": True, "attention_bias": False}, "the MLP has biases"),
     "window": (
         "mistral", {"sliding_window": 127},
-        "it attends within windows of 127 of its 128 positions, and the class to all "
-        "(for shorter contexts only: set max_position_embeddings to 127 in config.json)",
+        "the sliding window of 127 tokens is shorter than the 128 positions, and the class has no window "
+        "(for contexts up to 127, set max_position_embeddings to 127 in config.json)",
     ),
-    "window, ministral": ("ministral", {"sliding_window": 64, "layer_types": SLIDING}, "within windows of 64"),
-    "window, cwm": ("cwm", {"sliding_window": 64, "layer_types": SLIDING}, "within windows of 64"),
+    "window, ministral": ("ministral", {"sliding_window": 64, "layer_types": SLIDING}, "the sliding window of 64 tokens"),
+    "window, cwm": ("cwm", {"sliding_window": 64, "layer_types": SLIDING}, "the sliding window of 64 tokens"),
     "dynamic": (
         "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "RoPE of type 'dynamic' is no fixed list of frequencies",
+        "RoPE of type 'dynamic' has no fixed list of frequencies",
     ),
     "no RoPE in some layers": (
-        "smollm3", {"no_rope_layers": [0, 0, 0]}, "no layer has RoPE, and the class has a rotary key in each",
+        "smollm3", {"no_rope_layers": [0, 0, 0]}, "no layer has RoPE, and the class needs a RoPE key in every layer",
     ),
 }  # fmt: skip
+
+
 PLAIN: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_bias": False, "attention_out_bias": False},
     "smollm3": {"no_rope_layers": [1, 1, 1]},
@@ -233,7 +176,7 @@ def test_blocks_like_llamas_are_carried(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", [t for t in FAMILIES if t not in _LIKE_LLAMA])
 def test_all_other_families_are_refused(model_type: str) -> None:
-    assert f"those of {model_type} are not" in str(reason(model_type))
+    assert f"{model_type} does not have Llama's decoder blocks" in str(reason(model_type))
 
 
 @pytest.mark.parametrize("window", [128, 4096, None])

@@ -1,4 +1,4 @@
-"""Atoms and the pursuit of them, against dense sums over distances and heads, re-derived here."""
+"""The pursuit of atoms, against dense sums over distances and heads, re-derived here."""
 
 from __future__ import annotations
 
@@ -6,70 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from entries import Dense, keys_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import inputs, measured, record
+from records import record
 
-from attention.forward import attention_mass
-from attention.record import Attention
 from attention.rope import Pairing, Rotary
-from convert.methods.atoms import Components, RopeKeys
 from convert.methods.pursuit import Pursuit, pairs_by_pursuit, pursue
-from convert.methods.statistics import Statistics
-
-
-def known_of(a: Attention, text: bool) -> Statistics:
-    return measured(inputs(a.q.shape[2])) if text else Statistics.assumed(a.q.shape[2])
-
-
-def keys_of(a: Attention, text: bool = True) -> RopeKeys:
-    """With distances up to a few tens of tokens: sums over them are spelled out here."""
-    keys = RopeKeys.of(a, known_of(a, text))
-    mass = keys.mass[:, :40]
-    return dataclasses.replace(keys, mass=mass / mass.sum(-1, keepdim=True))
-
-
-class Dense:
-    """Entries (head, frequency) as functions of distance and input, spelled out: `[H, T, L, E + 1]`."""
-
-    def __init__(self, keys: RopeKeys, text: bool = True) -> None:
-        a = keys.attention
-        assert a.rotary is not None
-        length, share = keys.mass.shape[1], len(keys.w) // len(keys.z)
-        distance = torch.arange(length, dtype=torch.float64)
-        self.waves = torch.exp(-1j * distance[:, None] * a.rotary.frequencies)  # e^{iθ (s − t)}, [T, L]
-        self.mass, self.second = keys.mass, known_of(a, text).with_constant.to(torch.complex128)
-        self.weight = keys.weight
-        self.missing = torch.stack([self.waves[:, :, None] * keys.z[h // share] for h in range(len(keys.w))])
-        self.missing = self.missing - self._mean(self.missing)
-        self.whole = self.energy()
-
-    def _mean(self, functions: torch.Tensor) -> torch.Tensor:
-        """Under each head's own distances: the best unrotated key."""
-        return torch.einsum("ht,htle->hle", self.mass.to(functions.dtype), functions)[:, None]
-
-    def energy(self) -> float:
-        """Σ λ² E|what is missing|²."""
-        moved = torch.einsum("htle,ef,htlf->htl", self.missing, self.second, self.missing.conj()).real
-        return float((self.mass[:, :, None] * self.weight[:, None].square() * moved).sum())
-
-    def projected(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """λ ⟨missing, e_b⟩ / ‖e_b‖ of each entry `[H L, E + 1]`, and ‖e_b‖ `[H]`."""
-        wave = self.waves[:, b]
-        own = (self.mass * wave.abs().square()).sum(1) - (self.mass.to(wave.dtype) @ wave).abs().square()
-        product = torch.einsum("ht,t,htle->hle", self.mass.to(wave.dtype), wave.conj(), self.missing)
-        rows = product * (self.weight / own.sqrt()[:, None])[..., None]
-        return rows.flatten(0, 1), own.sqrt()
-
-    def explained(self) -> torch.Tensor:
-        """`[L]`: the top eigenvalue of each frequency's matrix."""
-        rows = [self.projected(b)[0] for b in range(self.waves.shape[1])]
-        return torch.stack([torch.linalg.eigvalsh(w @ self.second @ w.mH)[-1] for w in rows]) / self.whole
-
-    def take(self, b: int, shares: torch.Tensor, key: torch.Tensor) -> None:
-        """Subtract shares `[H, L]` of an atom `key [E + 1]`, and what an unrotated key can do of it."""
-        atom = (self.waves[:, b, None] * shares[:, None])[..., None] * key
-        self.missing = self.missing - (atom - self._mean(atom))
 
 
 def settle(pursuit: Pursuit) -> torch.Tensor:
@@ -171,59 +114,6 @@ def test_keys_of_zeros_have_atoms_of_zeros() -> None:
     atoms = pursue(keys, (0, 1))
     assert torch.isfinite(torch.view_as_real(atoms.shares)).all()
     assert not atoms.keys.abs().any()
-
-
-# ---- components ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", [False, True])
-def test_all_components_together_are_the_keys(text: bool) -> None:
-    keys = keys_of(record(3, 2, 4, 1, 30), text)
-    every = tuple(pair for pair in range(4) for _ in range(3))
-    atoms = Components.of(keys).atoms(keys, every)
-    whole = torch.einsum("hlm,me->hle", atoms.shares, atoms.keys)
-    torch.testing.assert_close(whole, keys.z.repeat_interleave(2, 0), rtol=1e-9, atol=1e-9)
-    assert not atoms.rest(keys).any(), "nothing but rounding is left"
-
-
-def test_what_does_not_turn_is_the_mean_over_the_distances() -> None:
-    keys = keys_of(record(2, 2, 3, 0, 30))
-    atoms = Components.of(keys).atoms(keys, (1,))
-    dense = Dense(keys)
-    share = atoms.shares[..., 0]
-    rope = torch.einsum("tl,le->tle", dense.waves, torch.ones(3, 31, dtype=torch.complex128))
-    rest = torch.complex(*atoms.rest(keys).unflatten(1, (2, 3)).unbind(1))  # half-split, as the record's
-    for h in range(4):
-        left = rope * keys.z[h // 2] - dense.waves[:, 1, None, None] * share[h][:, None] * atoms.keys[0]
-        expected = (dense.mass[h][:, None, None] * left).sum(0)
-        torch.testing.assert_close(rest[h], expected, rtol=1e-9, atol=1e-9)
-
-
-def test_what_a_component_loses_is_what_not_turning_costs() -> None:
-    """MHA, one head: λ² E|z|² (1 − |φ|²) at each frequency."""
-    keys = keys_of(record(1, 1, 4, 0, 30))
-    energy = torch.einsum("gle,gle->l", keys.moved, keys.z.conj()).real
-    expected = keys.weight[0].square() * energy * (1 - keys.phase[0].abs().square())
-    torch.testing.assert_close(Components.of(keys).lost[:, 0], expected, rtol=1e-9, atol=0)
-
-
-def test_distances_are_measured_on_text_and_assumed_without() -> None:
-    a = record(2, 2, 3, 0, 20)
-    known = measured(inputs(20))
-    assert known.sample is not None
-    assert torch.equal(RopeKeys.of(a, known).mass, attention_mass(a, known.sample))
-    falling = RopeKeys.of(a, Statistics.assumed(20)).mass
-    torch.testing.assert_close(falling.sum(1), torch.ones(4).double())
-    torch.testing.assert_close(falling[0, 0] / falling[0, 9], torch.tensor(10.0).double())
-
-
-def test_phases_turn_as_the_sequence_does() -> None:
-    """LongRoPE: beyond its limit all of a sequence turns by the long list, in the attention and in the phases."""
-    short, long = (torch.tensor(values, dtype=torch.float64) for values in ([1.0, 0.3, 0.1], [0.5, 0.1, 0.01]))
-    a = dataclasses.replace(record(2, 2, 3, 0, 20), rotary=Rotary(short, long_frequencies=long, long_beyond=20))
-    for tokens, expected in ((20, short), (21, long)):
-        waves = RopeKeys.of(a, measured(inputs(20, tokens=tokens))).waves
-        torch.testing.assert_close(waves[1], torch.exp(-1j * expected))
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 3])

@@ -1,4 +1,4 @@
-"""Methods as pure functions of a record: what they keep, what they merge, what they may not drop."""
+"""`aligned`: what commutes with RoPE merges without loss, similar heads find each other, and little is decomposed."""
 
 from __future__ import annotations
 
@@ -10,192 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from merging import disguised, loss, merge, record, repeated, run, widened, with_rope
 from records import inputs, measured
 from records import record as random_record
 
-from attention.qk_norm import QKNorm
 from attention.record import Attention
 from attention.reference import grouped_attention
-from attention.rope import Rotary
-from convert.methods import GROUPED, aligned, load_grouped
-from convert.methods.grouped import Draw, reordered
+from convert.methods import aligned, load_grouped
+from convert.methods.grouped import reordered
 from convert.methods.statistics import Statistics
-
-
-def record(
-    heads: int = 8, groups: int = 4, norm: str | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> Attention:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    def key_norm(count: int) -> QKNorm:
-        rows = 1 if norm == "shared" else count
-        return QKNorm("rms", "all" if norm == "all" else "head", draw(rows, 6), draw(rows, 6), 1e-6)
-
-    return Attention(
-        q=draw(heads, 6, 10), k=draw(groups, 6, 10), v=draw(groups, 6, 10), o=draw(10, heads, 6), scale=0.4,
-        q_bias=draw(heads, 6), k_bias=draw(groups, 6), v_bias=draw(groups, 6), o_bias=draw(10),
-        q_norm=key_norm(heads) if norm else None, k_norm=key_norm(groups) if norm else None,
-    )  # fmt: skip
-
-
-def repeated(a: Attention, times: int) -> Attention:
-    """The same function with every KV head `times` times over."""
-    rows = {name: getattr(a, name).repeat_interleave(times, 0) for name in ("k", "v", "k_bias", "v_bias")}
-    norm = a.k_norm
-    if norm and norm.per_head_gains:
-        norm = dataclasses.replace(norm, gain=norm.gain.repeat_interleave(times, 0), bias=norm.bias.repeat_interleave(times, 0))
-    return dataclasses.replace(a, **rows, k_norm=norm)
-
-
-def run(a: Attention) -> torch.Tensor:
-    x = torch.randn(2, 9, 10, generator=torch.Generator().manual_seed(5)).to(a.q.dtype)
-    return grouped_attention(x, **{field.name: getattr(a, field.name) for field in dataclasses.fields(a)})
-
-
-def merge(method: str, a: Attention, groups: int, seed: int = 0, statistics: Statistics | None = None) -> Attention:
-    draw = Draw(torch.Generator().manual_seed(seed), 0.02)
-    return load_grouped(method).merge(a, groups, draw, statistics or Statistics.assumed(a.q.shape[2]))
-
-
-@pytest.mark.parametrize("norm", [None, "shared", "head", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["mean", "first"])
-@settings(max_examples=15, deadline=None)
-@given(groups=st.sampled_from([1, 2, 4]), times=st.integers(2, 7), seed=st.integers(0, 100))
-def test_equal_heads_merge_into_themselves_bit_for_bit(
-    method: str, dtype: torch.dtype, norm: str | None, groups: int, times: int, seed: int
-) -> None:
-    few = record(heads=4 * times, groups=groups, norm=norm, seed=seed, dtype=dtype)
-    many = repeated(few, times)
-    merged = merge(method, many, groups)
-    for name in ("k", "v", "k_bias", "v_bias", "q", "o", "q_bias", "o_bias"):
-        assert torch.equal(getattr(merged, name).to(dtype), getattr(few, name)), name
-    if norm:
-        assert torch.equal(merged.k_norm.gain.to(dtype), few.k_norm.gain)
-        assert torch.equal(merged.k_norm.bias.to(dtype), few.k_norm.bias)
-        assert merged.q_norm is many.q_norm
-
-
-def test_repeating_heads_does_not_change_the_function() -> None:
-    for norm in (None, "shared", "head", "all"):
-        few = record(heads=8, groups=2, norm=norm, dtype=torch.float64)
-        assert torch.allclose(run(few), run(repeated(few, 4)), rtol=1e-12)
-
-
-def test_mean_is_the_mean_of_adjacent_heads() -> None:
-    a = record(groups=4, norm="head")
-    merged = merge("mean", a, 2)
-    for name in ("k", "v", "k_bias", "v_bias"):
-        rows = getattr(a, name)
-        expected = torch.stack([(rows[0] + rows[1]) / 2, (rows[2] + rows[3]) / 2])
-        assert torch.allclose(getattr(merged, name), expected, atol=1e-6), name
-    assert torch.allclose(merged.k_norm.gain, a.k_norm.gain.unflatten(0, (2, 2)).mean(1))
-
-
-def test_first_takes_the_first_head_of_each_group() -> None:
-    a = record(groups=4, norm="all")
-    merged = merge("first", a, 2)
-    for name in ("k", "v", "k_bias", "v_bias"):
-        assert torch.equal(getattr(merged, name), getattr(a, name)[::2]), name
-    assert torch.equal(merged.k_norm.gain, a.k_norm.gain[::2])
-
-
-def test_random_keeps_nothing_and_is_seeded() -> None:
-    a = record(groups=4, norm="head")
-    once, again, other = (merge("random", a, 2, seed) for seed in (3, 3, 4))
-    assert torch.equal(once.k, again.k)
-    assert torch.equal(once.v, again.v)
-    assert not torch.equal(once.k, other.k)
-    assert not torch.equal(once.k, once.v)
-    assert 0.01 < once.k.std() < 0.03
-    assert once.k_bias.abs().sum() == once.v_bias.abs().sum() == 0
-    assert torch.equal(once.k_norm.gain, torch.ones(2, 6))
-    assert torch.equal(once.k_norm.bias, torch.zeros(2, 6))
-    assert once.q is a.q
-
-
-def test_random_gains_are_one_where_gain_minus_one_is_stored() -> None:
-    a = record(groups=4, norm="head")
-    a = dataclasses.replace(a, k_norm=dataclasses.replace(a.k_norm, gain_offset=1.0))
-    assert merge("random", a, 2).k_norm.gain.abs().sum() == 0
-
-
-@pytest.mark.parametrize("method", GROUPED)
-@pytest.mark.parametrize("norm", [None, "shared", "head", "all"])
-def test_every_method_gives_a_record_that_runs(method: str, norm: str | None) -> None:
-    a = record(norm=norm)
-    for groups in (1, 2):
-        merged = merge(method, a, groups)
-        assert merged.num_kv_heads == groups
-        assert merged.v.shape == (groups, 6, 10)
-        assert merged.k.dtype == a.k.dtype
-        assert torch.isfinite(run(merged)).all()
-
-
-@pytest.mark.parametrize("method", GROUPED)
-def test_the_registry_names_each_method_by_its_module(method: str) -> None:
-    found = load_grouped(method)
-    assert found.name == method
-    assert found.summary
-    assert found.source.startswith("arXiv:") or method == "aligned"
-
-
-# ---- aligned -------------------------------------------------------------------------------------------------------
-
-
-def with_rope(a: Attention, pairs: int = 2, pairing: str = "half", factor: float = 1.0) -> Attention:
-    frequencies = 10.0 ** -torch.arange(pairs, dtype=torch.float64)
-    return dataclasses.replace(a, rotary=Rotary(frequencies, pairing, factor))  # type: ignore[arg-type]
-
-
-def loss(a: Attention, b: Attention) -> float:
-    """Relative distance of two records' outputs, computed in fp64."""
-    found, expected = (run(widened(x)) for x in (b, a))
-    return float((found - expected).norm() / expected.norm())
-
-
-def widened(a: Attention) -> Attention:
-    tensors = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias")
-    return dataclasses.replace(a, **{n: getattr(a, n).double() for n in tensors if getattr(a, n) is not None})
-
-
-def disguised(a: Attention, times: int, seed: int = 0) -> Attention:
-    """The function of `a` with every KV head `times` times over, each copy in a basis of its own.
-
-    Keys of a copy are multiplied by a complex number per frequency and by an invertible matrix where they do not turn,
-    queries by what undoes that; values and outputs by a matrix and its inverse.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    many = widened(repeated(a, times))
-    assert a.rotary is not None
-    share, dims = many.q.shape[0] // many.k.shape[0], a.rotary.dims
-    nope = many.k.shape[1] - dims
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    heads = many.k.shape[0]
-    number = torch.complex(draw(heads, dims // 2), draw(heads, dims // 2))
-    plain, value = draw(heads, nope, nope) + 3 * torch.eye(nope), draw(heads, 6, 6) + 3 * torch.eye(6)
-
-    def rows(t: torch.Tensor, factor: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        z, rest = a.rotary.to_complex(t)  # type: ignore[union-attr]
-        return a.rotary.from_complex(z * factor[..., None], matrix @ rest)  # type: ignore[union-attr]
-
-    def biased(t: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch.cat((t, bias[..., None]), -1)
-
-    k = rows(biased(many.k, many.k_bias), number, plain)
-    undo = (1 / number).conj().repeat_interleave(share, 0), plain.inverse().mT.repeat_interleave(share, 0)
-    q = rows(biased(many.q, many.q_bias), *undo)
-    v = value @ biased(many.v, many.v_bias)
-    o = torch.einsum("ehd,hdc->ehc", many.o, value.inverse().repeat_interleave(share, 0))
-    return dataclasses.replace(
-        many, q=q[..., :-1], q_bias=q[..., -1], k=k[..., :-1], k_bias=k[..., -1], v=v[..., :-1], v_bias=v[..., -1], o=o
-    )
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
@@ -311,15 +134,15 @@ def over(x: torch.Tensor, a: Attention) -> torch.Tensor:
     return grouped_attention(x.double(), **{field.name: getattr(a, field.name) for field in dataclasses.fields(a)})
 
 
-@settings(max_examples=15, deadline=None)
-@given(norm=st.sampled_from([None, "shared", "head", "all"]), share=st.integers(1, 3), order=st.permutations(range(4)))
-def test_heads_in_another_order_are_the_same_function(norm: str | None, share: int, order: list[int]) -> None:
-    a = with_rope(record(heads=4 * share, groups=4, norm=norm))
-    moved = reordered(a, order)
-    assert loss(a, moved) < 1e-6
-    assert torch.equal(moved.k, a.k[order])
-    back = reordered(moved, [order.index(head) for head in range(4)])
-    assert all(torch.equal(getattr(a, name), getattr(back, name)) for name in ("q", "k", "v", "o", "q_bias", "v_bias"))
+def test_heads_that_nobody_reads_cost_the_others_nothing() -> None:
+    a = record(heads=4, groups=4)
+    alive = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    a = dataclasses.replace(a, o=a.o * alive[:, None], q=a.q * alive[:, None, None], q_bias=a.q_bias * alive[:, None])
+    merged = merge("aligned", a, 2)
+    torch.testing.assert_close(run(merged), run(a), rtol=1e-3, atol=1e-3)
+
+
+# ---- which heads share a group ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -394,15 +217,3 @@ def test_what_merged_keys_are_said_to_lose_is_what_logits_lose(factor: float) ->
         source = torch.cat([logits(a.q[2 * head : 2 * head + 2], a.k[head]) for head in group])
         lost = float((source - logits(queries.flatten(0, 1)[..., :-1], key[..., :-1])).square().mean(1).sum())
         assert heads._lost_keys(group) == pytest.approx(lost / whole, rel=0.03)
-
-
-def test_only_methods_that_can_tell_have_a_partition() -> None:
-    assert [name for name in GROUPED if load_grouped(name).partition] == ["aligned"]
-
-
-def test_heads_that_nobody_reads_cost_the_others_nothing() -> None:
-    a = record(heads=4, groups=4)
-    alive = torch.tensor([1.0, 0.0, 1.0, 0.0])
-    a = dataclasses.replace(a, o=a.o * alive[:, None], q=a.q * alive[:, None, None], q_bias=a.q_bias * alive[:, None])
-    merged = merge("aligned", a, 2)
-    torch.testing.assert_close(run(merged), run(a), rtol=1e-3, atol=1e-3)

@@ -7,18 +7,24 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_gpu import GPU, REFUSED, devices, fake_gpu, to_gpu
 from records import factored, inputs, measured, record
+from tiny import tiny_config, tiny_model
+from tiny_mla import mla_model
 
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotary
 from convert.calibration.refine import refined
 from convert.calibration.refit import OutputFit, refitted_queries
-from convert.calibration.survey import Moments
+from convert.calibration.stream import LayerStream
+from convert.calibration.survey import Moments, survey
+from convert.checkpoint.reader import TensorInfo
+from convert.checkpoint.shelf import Shelf
 from convert.methods import GROUPED, LATENT, load_grouped, load_latent
 from convert.methods.algebra import leading_subspace
 from convert.methods.grouped import Draw, reordered
@@ -170,14 +176,52 @@ def test_a_part_of_the_record_left_on_the_cpu_is_noticed(make: Callable[[Attenti
 # ---- surveys -------------------------------------------------------------------------------------------------------
 
 
-def test_moments_are_taken_on_the_gpu() -> None:
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tiny_model(tiny_config("llama", num_hidden_layers=2)),
+    "gemma2, windows and scaled embeddings": lambda: tiny_model(tiny_config("gemma2", num_hidden_layers=2, sliding_window=5)),
+    "deepseek_v3": lambda: mla_model(num_hidden_layers=2),
+}
+
+
+def stream_of(model: Any, spool: Path, device: torch.device) -> LayerStream:
+    tensors = model.state_dict()
+    infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    paths = [name for name, _ in model.named_modules() if name.endswith(".self_attn")]
+    blocks = torch.randint(4, 96, (2, 6), generator=torch.Generator().manual_seed(1))
+    return LayerStream(model.config, paths, tensors.__getitem__, infos, blocks, spool, device)
+
+
+@pytest.fixture
+def without_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fakes cannot be made parameters or outputs of layers by their class, as accelerate and the stream do."""
+
+    def put(model: torch.nn.Module, name: str, device: Any, value: torch.Tensor | None = None) -> None:
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        old = getattr(module, own)
+        value = torch.empty(old.shape, dtype=old.dtype, device="meta") if value is None else value.to(device)
+        setattr(module, own, torch.nn.Parameter(value, old.requires_grad) if own in module._parameters else value)
+
+    monkeypatch.setattr("convert.calibration.stream.set_module_tensor_to_device", put)
+    monkeypatch.setattr(torch.Tensor, "as_subclass", lambda self, cls: self)
+
+
+@pytest.mark.usefixtures("without_classes")
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(make: Callable[[], Any], tmp_path: Path) -> None:
+    model, seen = make(), list[torch.Tensor]()
     with fake_gpu():
-        moments = Moments(0, 4, X.shape[1])
-        moments.see(X.to(GPU))
-        moments.see(X.to(GPU))
+        stream = stream_of(model, tmp_path / "spool", GPU)
+        found = survey(stream, Shelf(tmp_path, "source"))
+        assert devices(found(1)) == {"cpu"}
+        stream.embed()
+        stream.advance(0, seen.append, attended=lambda batch, inputs, added: seen.extend((inputs, added)))
+        assert devices(seen) == {"cuda"}
+        moments = Moments(0, stream)
+        moments.see(seen[0])
         assert devices(moments.statistics()) == {"cuda"}
         with pytest.raises(RuntimeError, match=REFUSED):
-            moments.see(X)
+            moments.see(torch.ones(1, 6, stream.width))
 
 
 def test_statistics_move_whole() -> None:

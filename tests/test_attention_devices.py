@@ -76,10 +76,12 @@ def test_an_input_left_on_the_cpu_is_noticed(a: Record) -> None:
                 computed(to_gpu(a), X)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_latent_expands_on_the_gpu(biased: bool) -> None:
+@pytest.mark.parametrize(
+    "latent", [factored(), factored(biased=False), replace(factored(), q_rope_bias=None)], ids=["biased", "unbiased", "in part"]
+)
+def test_a_latent_expands_on_the_gpu(latent: FactoredAttention) -> None:
     with fake_gpu():
-        expanded = to_gpu(factored(biased=biased)).expanded()
+        expanded = to_gpu(latent).expanded()
         assert devices(expanded) == {"cuda"}
         assert devices(attention_output(expanded, X.to(GPU))) == {"cuda"}
 

@@ -1,0 +1,72 @@
+"""Latent attention as multi-head attention: the same function, with each bias or none, in any dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import factored, inputs, loss, run
+
+from attention.forward import attention_output
+from attention.record import FactoredAttention
+from attention.rope import Pairing, Rotary
+
+BIASES = ("q_nope_bias", "q_rope_bias", "k_rope_bias", "o_bias")
+
+
+def only(a: FactoredAttention, *names: str) -> FactoredAttention:
+    """With these of its biases alone."""
+    return dataclasses.replace(a, **dict.fromkeys(set(BIASES) - set(names)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.integers(1, 4), dim=st.integers(1, 6), pairs=st.integers(1, 4), rank=st.integers(1, 12), value=st.integers(1, 7),
+    width=st.integers(1, 20), biases=st.sets(st.sampled_from(BIASES)), seed=st.integers(0, 99),
+    pairing=st.sampled_from(["half", "interleaved"]),
+)  # fmt: skip
+def test_expanded_attention_is_the_same_function(
+    heads: int, dim: int, pairs: int, rank: int, value: int, width: int, biases: set[str], seed: int, pairing: Pairing
+) -> None:
+    a = only(factored(heads, dim, pairs, rank, width, True, seed, pairing, value), *biases)
+    found = a.expanded()
+    assert found.q.shape == found.k.shape == (heads, 2 * pairs + dim, width)
+    assert found.v.shape == (heads, value, width)
+    assert found.o.shape == (width, heads, value)
+    assert loss(a, found, inputs(width)) < 1e-5
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_each_bias_is_carried(name: str) -> None:
+    a, none = only(factored(), name), only(factored())
+    x = inputs(20)
+    assert (run(a, x) - run(none, x)).abs().max() > 1e-3, "it matters"
+    found = a.expanded()
+    assert loss(a, found) < 1e-5
+    whole = {"q_bias": name.startswith("q"), "k_bias": name.startswith("k"), "o_bias": name.startswith("o"), "v_bias": False}
+    assert {field: getattr(found, field) is not None for field in whole} == whole
+
+
+def test_frequencies_of_long_sequences_and_a_factor_are_carried() -> None:
+    short, long = (torch.tensor(values, dtype=torch.float64) for values in ([1.0, 0.3], [0.5, 0.1]))
+    rotary = Rotary(short, "interleaved", 1.3, long, 10)
+    a = dataclasses.replace(factored(), rotary=rotary)
+    assert a.expanded().rotary is rotary
+    for tokens in (9, 24):
+        assert loss(a, a.expanded(), inputs(20, tokens)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_expanded_attention_is_in_fp32_whatever_it_is_stored_in(dtype: torch.dtype) -> None:
+    a = factored(value=5)
+    stored = dataclasses.replace(
+        a, **{name: value.to(dtype) for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
+    )
+    found = stored.expanded()
+    assert {tensor.dtype for tensor in (found.q, found.k, found.v, found.o, found.q_bias, found.k_bias)} == {torch.float32}
+    x = inputs(20)
+    torch.testing.assert_close(attention_output(found, x), attention_output(stored, x), rtol=1e-4, atol=1e-4)
+    assert loss(stored, found) < 1e-5

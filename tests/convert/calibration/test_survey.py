@@ -1,0 +1,157 @@
+"""The survey: its statistics are the moments of what layers see, and it goes on wherever it was cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from streams import blocks_of, model_of, of_blocks, seen_by, stream_of
+
+from attention.errors import Failure
+from convert.calibration.stream import LayerStream
+from convert.calibration.survey import Moments, survey
+from convert.checkpoint.shelf import Shelf
+from convert.methods.statistics import Statistics
+
+
+def run_survey(model: Any, directory: Path, blocks: torch.Tensor) -> Callable[[int], Statistics]:
+    return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"))
+
+
+def direct(x: torch.Tensor) -> Statistics:
+    rows = x.double().flatten(0, 1)
+    return Statistics(rows.T @ rows / len(rows), rows.mean(0), len(rows))
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2, sliding layers and scaled embeddings"])
+def test_statistics_are_the_moments_of_what_layers_see(case: str, batched: int, tmp_path: Path) -> None:
+    model, blocks = model_of(case), blocks_of()
+    known = run_survey(model, tmp_path, blocks)
+    for layer, x in enumerate(seen_by(model, blocks)):
+        found, expected = known(layer), direct(x)
+        assert found.tokens == 84
+        assert found.second.dtype == found.mean.dtype == torch.float64
+        torch.testing.assert_close(found.second, expected.second, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.mean, expected.mean, rtol=1e-4, atol=1e-4)
+        assert found.sample is not None
+        torch.testing.assert_close(found.sample.float(), x, rtol=1e-2, atol=1e-2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"source-0000{layer}.safetensors" for layer in range(3)]
+
+
+def test_the_last_layer_need_not_run(tmp_path: Path) -> None:
+    model = model_of()
+    weights = model.state_dict()
+
+    def read(name: str) -> torch.Tensor:
+        assert ".layers.2." not in name or "self_attn" not in name, "its inputs are all that is wanted"
+        return weights[name]
+
+    survey(stream_of(model, tmp_path / "inputs", blocks_of(), read), Shelf(tmp_path, "source"))
+    assert len(list(tmp_path.iterdir())) == 3, "no inputs are left"
+
+
+def test_moments_are_sums_whatever_the_pieces() -> None:
+    x = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0)) + 3
+    pieces = Moments(0, of_blocks(6, 5, 8))
+    for part in x.split([1, 3, 2]):
+        pieces.see(part)
+    found, expected = pieces.statistics(), direct(x)
+    torch.testing.assert_close(found.second, expected.second, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-6, atol=1e-6)
+    assert found.tokens == 30
+    ones = torch.cat((x, torch.ones(6, 5, 1)), -1)
+    torch.testing.assert_close(found.with_constant, direct(ones).second, rtol=1e-6, atol=1e-6)
+
+
+def test_the_sample_is_whole_blocks_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convert.calibration.survey.SAMPLE", 8)
+    for context, blocks in ((3, 2), (8, 1), (20, 1)):
+        moments = Moments(0, of_blocks(6, context, 4))
+        moments.see(torch.ones(6, context, 4))
+        sample = moments.statistics().sample
+        assert sample is not None
+        assert sample.shape == (blocks, context, 4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_moments_that_are_not_finite_fail_with_their_layer(value: float) -> None:
+    x = torch.ones(2, 3, 4)
+    x[1, 2, 3] = value
+    with pytest.raises(Failure, match="the input of layer 17's attention is not finite on the calibration text"):
+        Moments(17, of_blocks(2, 3, 4)).see(x)
+
+
+def test_a_survey_of_damaged_weights_names_the_first_layer_that_sees_it(tmp_path: Path) -> None:
+    model = model_of()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
+    with pytest.raises(Failure):
+        run_survey(model, tmp_path, blocks_of())
+    assert not Shelf(tmp_path, "source").has(2)
+
+
+STEPS = ["embed", "put 0", "advance 0", "put 1", "advance 1", "put 2"]
+
+
+@pytest.mark.parametrize("cut", STEPS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_survey_goes_on_from_any_step_and_does_none_twice(
+    cut: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, blocks, steps, armed = model_of(), blocks_of(), [], [True]
+    whole = run_survey(model, _made(tmp_path / "whole"), blocks)
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any) -> Any:
+            step = f"{name} {args[0]}" if args else name
+            stops = step == cut and armed[0]
+            if stops and not after:
+                raise KeyboardInterrupt
+            found = function(self, *args)
+            steps.append(step)
+            if stops:
+                raise KeyboardInterrupt
+            return found
+
+        return wrapped
+
+    for owner, name in ((LayerStream, "embed"), (LayerStream, "advance"), (Shelf, "put")):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    directory = _made(tmp_path / "cut")
+    with pytest.raises(KeyboardInterrupt):
+        run_survey(model, directory, blocks)
+    armed[0] = False
+    known = run_survey(model, directory, blocks)
+    # Statistics come before the next layer's inputs, and if those were lost in between, once more.
+    again = cut if cut in ("put 0", "put 1") and after else None
+    assert [step for i, step in enumerate(steps) if not (step == again and step in steps[:i])] == STEPS
+    for layer in range(3):
+        assert torch.equal(known(layer).second, whole(layer).second)
+        assert torch.equal(known(layer).mean, whole(layer).mean)
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_a_finished_survey_reads_nothing(tmp_path: Path) -> None:
+    model, blocks = model_of(), blocks_of()
+    run_survey(model, tmp_path, blocks)
+    stream = stream_of(model, tmp_path / "inputs", blocks, lambda name: pytest.fail(name))
+    survey(stream, Shelf(tmp_path, "source"))
+
+
+def test_lost_inputs_are_made_again_and_statistics_stay_the_same(tmp_path: Path) -> None:
+    model, blocks = model_of(), blocks_of()
+    known = run_survey(model, tmp_path, blocks)
+    (tmp_path / "source-00001.safetensors").unlink()
+    before = (tmp_path / "source-00000.safetensors").read_bytes()
+    expected = direct(seen_by(model, blocks)[1])
+    (tmp_path / "inputs-2").write_bytes(b"of no use: layer 1 comes first")
+    run_survey(model, tmp_path, blocks)
+    assert (tmp_path / "source-00000.safetensors").read_bytes() == before
+    torch.testing.assert_close(known(1).second, expected.second, rtol=1e-4, atol=1e-4)

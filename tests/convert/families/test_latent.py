@@ -1,0 +1,310 @@
+"""Latent projections: the norm switched off for every rank, read again bit for bit, refused where it does something."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import factored
+from tiny import layer_tensors, tiny_config, tiny_model
+
+from attention.errors import Failure
+from attention.record import FactoredAttention
+from attention.rope import from_config
+from attention.spec import AttentionSpec
+from convert.families.latent import FAMILY, constants
+from convert.hosts.deepseek_v3 import HOST
+
+# ---- the latent norm -----------------------------------------------------------------------------------------------
+
+
+def normalised(values: torch.Tensor, rank: int, dtype: torch.dtype, stored: torch.dtype) -> torch.Tensor:
+    """`values` through the stock norm beside the constants of `rank`, arithmetic in `dtype`, weights kept in `stored`."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+
+    found = constants(rank)
+    true = rank - len(found)
+    rows = torch.nn.functional.pad(values, (0, -len(values) % true), value=1.0).view(-1, true).to(dtype)
+    constant = (torch.tensor(found) * 2.0**20).to(stored).to(dtype).expand(len(rows), -1)
+    norm = DeepseekV3RMSNorm(rank)
+    with torch.no_grad():
+        norm.weight.copy_(torch.cat((torch.full((true,), 2.0**20), torch.zeros(len(found)))))
+        out = norm.to(dtype)(torch.cat((rows, constant), 1))
+    assert out[:, true:].abs().max() == 0, "a constant is cached as nothing"
+    return out[:, :true].flatten()[: len(values)]
+
+
+def mantissas() -> torch.Tensor:
+    """Every significand of bfloat16, with either sign and exponents as activations have them."""
+    significands = 1 + torch.arange(128) / 128
+    exponents = torch.randint(-24, 8, (128,), generator=torch.Generator().manual_seed(0))
+    return torch.cat((significands, -significands)) * torch.exp2(exponents.repeat(2))
+
+
+def test_the_norm_gives_back_every_bfloat16_bit_for_bit() -> None:
+    values = mantissas()
+    assert torch.equal(values.bfloat16().float(), values)
+    kept = {rank: normalised(values, rank, torch.bfloat16, torch.bfloat16).float() for rank in range(2, 1025)}
+    assert [rank for rank, found in kept.items() if not torch.equal(found, values)] == []
+
+
+def test_the_norm_is_a_rounding_error_in_fp32() -> None:
+    values = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
+    for rank in range(2, 2049):
+        error = float(((normalised(values, rank, torch.float32, torch.float32) - values) / values).abs().max())
+        assert error <= 2 * 2.0**-23, (rank, error)
+
+
+def test_a_bfloat16_checkpoint_run_in_fp32_is_off_by_the_rounding_of_its_constants() -> None:
+    values = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
+    for rank in range(2, 2049):
+        limit = 2.0**-15 if len(constants(rank)) == 2 else 1 / 510
+        error = float(((normalised(values, rank, torch.float32, torch.bfloat16) - values) / values).abs().max())
+        assert error <= limit, (rank, error)
+
+
+def test_constants_are_as_few_as_can_be_and_their_squares_sum_to_the_rank() -> None:
+    single = {rank for rank in range(1, 2049) if len(constants(rank)) == 1}
+    assert {16, 24, 32, 48, 64, 96, 256, 320, 448, 512, 576} <= single
+    for rank in range(1, 2049):
+        found = constants(rank)
+        assert math.isclose(sum(c * c for c in found), rank, rel_tol=1e-12)
+        assert len(found) <= 2
+        assert HOST.reserved(rank) == len(found)
+        if len(found) == 2:
+            assert float(torch.tensor(found[0]).bfloat16()) == found[0]
+            ratio = math.sqrt(rank) / float(torch.tensor(math.sqrt(rank)).bfloat16())
+            if not -1 / 512 - 1e-5 < ratio - 1 < 1 / 510 + 1e-5:  # so close to the limit one may be enough or not
+                assert not torch.equal((mantissas() * ratio).bfloat16().float(), mantissas()), f"one is enough for {rank}"
+
+
+def test_constants_are_what_converted_checkpoints_hold() -> None:
+    """A checksum of all of them, of ranks 1 to 2048, as they were when kvfold first wrote them."""
+    written = hashlib.sha256()
+    for rank in range(1, 2049):
+        written.update(struct.pack(f"<{len(constants(rank))}d", *constants(rank)))
+    assert written.hexdigest() == "35d94243cd3f1ab4a0258aba0ed7ec513b09009370b830aa469a8ee828e58f1c"
+
+
+# ---- split and join ------------------------------------------------------------------------------------------------
+
+
+def sized(rank: int, heads: int = 4, nope: int = 6, rope: int = 8, value: int = 5, width: int = 20) -> Any:
+    return tiny_config(
+        "deepseek_v3",
+        kv_lora_rank=rank,
+        num_attention_heads=heads,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        head_dim=rope,
+        v_head_dim=value,
+        hidden_size=width,
+    )
+
+
+def layer_of(config: Any, channels: int | None = None, seed: int = 0, biased: bool = True) -> FactoredAttention:
+    """A random record of the sizes of `config`, with so many channels, or as many as there is place for."""
+    rank = config.kv_lora_rank
+    rotary, spec = FAMILY.rotary(config, 0), FAMILY.spec(config)
+    assert rotary is not None
+    a = factored(
+        spec.num_heads, spec.qk_nope_head_dim, rotary.dims // 2, rank - len(constants(rank)) if channels is None else channels,
+        config.hidden_size, biased, seed, value=spec.head_dim,
+    )  # fmt: skip
+    return dataclasses.replace(a, q_nope_bias=None, q_rope_bias=None, rotary=rotary, scale=spec.key_dim**-0.5)
+
+
+def joined(config: Any, channels: int | None = None, dtype: torch.dtype = torch.float32, **of: Any) -> dict[str, torch.Tensor]:
+    """The tensors of layer 1, as they are stored."""
+    written = FAMILY.join(layer_of(config, channels, **of), FAMILY.spec(config), 1)
+    return {name: tensor.to(dtype) for name, tensor in written.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rank=st.integers(3, 40), heads=st.integers(1, 4), nope=st.integers(1, 7), pairs=st.integers(1, 4), value=st.integers(1, 7),
+    width=st.integers(1, 24), padding=st.integers(0, 3), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    biased=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_what_was_written_is_read_and_written_again_bit_for_bit(
+    rank: int,
+    heads: int,
+    nope: int,
+    pairs: int,
+    value: int,
+    width: int,
+    padding: int,
+    dtype: torch.dtype,
+    biased: bool,
+    seed: int,
+) -> None:
+    config = sized(rank, heads, nope, 2 * pairs, value, width)
+    channels = max(1, rank - len(constants(rank)) - padding)
+    written = joined(config, channels, dtype, seed=seed, biased=biased)
+    assert {name: tuple(tensor.shape) for name, tensor in written.items()} == FAMILY.shapes(config, 1)
+    found = FAMILY.split(written, config, 1)
+    assert found.down.shape == (rank - len(constants(rank)), width), "no constants, but channels of zeros if there are any"
+    again = FAMILY.join(found, FAMILY.spec(config), 1)
+    assert again.keys() == written.keys()
+    for name, tensor in written.items():
+        assert again[name].dtype == dtype
+        assert torch.equal(again[name], tensor), name
+
+
+def test_a_record_comes_back_as_it_was_joined() -> None:
+    config = sized(16)
+    a = layer_of(config)
+    found = FAMILY.split(FAMILY.join(a, FAMILY.spec(config), 1), config, 1)
+    for field in dataclasses.fields(a):
+        value = getattr(a, field.name)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(getattr(found, field.name), value), field.name
+    assert found.scale == a.scale
+    assert torch.equal(found.rotary.frequencies, a.rotary.frequencies)
+    assert found.rotary.pairing == "interleaved"
+
+
+def test_a_scale_of_another_kind_goes_into_the_queries() -> None:
+    config = sized(16)
+    a = layer_of(config)
+    found = FAMILY.split(FAMILY.join(dataclasses.replace(a, scale=3 * a.scale), FAMILY.spec(config), 0), config, 0)
+    assert found.scale == a.scale
+    torch.testing.assert_close(found.q_nope, 3 * a.q_nope)
+    torch.testing.assert_close(found.q_rope, 3 * a.q_rope)
+
+
+def test_a_split_copies_no_projection_that_is_stored_alone() -> None:
+    config = sized(16)
+    written = joined(config)
+    found = FAMILY.split(written, config, 1)
+    for part, name in ((found.q_nope, "q_proj"), (found.o, "o_proj")):
+        assert part.data_ptr() == written[f"model.layers.1.self_attn.{name}.weight"].data_ptr()
+
+
+def test_a_constant_may_be_any_channel() -> None:
+    """Those of the tiny models come first."""
+    model = tiny_model(tiny_config("deepseek_v3"))
+    found = FAMILY.split(layer_tensors(model, FAMILY, 2), model.config, 2)
+    own = model.model.layers[2].self_attn
+    count = len(constants(16))
+    assert torch.equal(found.down, own.kv_a_proj_with_mqa.weight[count:16])
+    assert torch.equal(found.k_rope, own.kv_a_proj_with_mqa.weight[16:])
+    assert torch.equal(found.up_v.flatten(0, 1)[:10], own.kv_b_proj.weight[12:22, count:])
+
+
+# ---- what is not read ----------------------------------------------------------------------------------------------
+
+NORM, DOWN, BIAS = "kv_a_layernorm.weight", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias"
+Tensors = dict[str, torch.Tensor]
+
+
+def _random_gains(tensors: Tensors) -> None:
+    tensors[NORM].copy_(torch.rand(16, generator=torch.Generator().manual_seed(0)) + 0.5)
+
+
+def _ones(tensors: Tensors) -> None:
+    """A norm as it is before any training, which has no constants."""
+    tensors[NORM].fill_(1)
+
+
+def _scaled(factor: float, *names: str) -> Callable[[Tensors], None]:
+    def scale(tensors: Tensors) -> None:
+        for name in names:
+            tensors[name][:16].mul_(factor)
+
+    return scale
+
+
+def _set(name: str, index: int | tuple[int, int], value: float) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name][index] = value
+
+    return change
+
+
+# Of rank 16, whose one constant is channel 15.
+DOES_SOMETHING: dict[str, Callable[[Tensors], None]] = {
+    "random gains": _random_gains,
+    "gains of one": _ones,
+    "gains of zero": lambda tensors: tensors[NORM].zero_(),
+    "one other gain": _set(NORM, 3, 2.0**21),
+    "a gain that is not a number": _set(NORM, 3, math.nan),
+    "negative gains": _scaled(-1, NORM),
+    "a constant too large": _scaled(1.02, BIAS),
+    "a constant too small": _scaled(0.98, BIAS),
+    "a constant of half the size": _scaled(0.5, BIAS),
+    "gains that fit no constant": _scaled(2, NORM),
+    "no constant": _set(BIAS, 15, 0.0),
+    "a constant that comes through": _set(NORM, 15, 2.0**20),
+    "a constant that is none": _set(DOWN, (15, 4), 1e-3),
+    "a bias of a true channel": _set(BIAS, 3, 0.1),
+    # So small that what they stand beside decides the root mean square as well.
+    "constants and gains of about one": _scaled(2.0**-20, NORM, BIAS),
+    "constants and gains of 32": _scaled(2.0**-15, NORM, BIAS),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", DOES_SOMETHING)
+def test_a_norm_that_does_something_is_no_checkpoint_of_ours(what: str, dtype: torch.dtype) -> None:
+    config = sized(16)
+    prefix = "model.layers.1.self_attn."
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in joined(config, dtype=dtype).items()}
+    FAMILY.split({prefix + name: tensor for name, tensor in tensors.items()}, config, 1)
+    DOES_SOMETHING[what](tensors)
+    with pytest.raises(Failure, match="the norm of layer 1's latent is not neutral") as caught:
+        FAMILY.split({prefix + name: tensor for name, tensor in tensors.items()}, config, 1)
+    assert "\n" not in str(caught.value)
+    assert caught.value.hint == "convert the checkpoint that this one was made from"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"q_lora_rank": 12}, "its queries have a latent of their own (q_lora_rank 12)"),
+        ({"first_k_dense_replace": 2}, "it has experts"),
+        ({"attention_bias": False}, "it lacks attention biases or interleaved rotary dims"),
+        ({"rope_interleave": False}, "it lacks attention biases or interleaved rotary dims"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                 "original_max_position_embeddings": 32}},
+            "its RoPE also scales logits (mscale_all_dim 1.0)",
+        ),
+    ],
+)  # fmt: skip
+def test_configs_that_kvfold_does_not_write_are_not_read(changes: dict[str, Any], reason: str) -> None:
+    assert FAMILY.unreadable(tiny_config("deepseek_v3")) is None
+    found = FAMILY.unreadable(tiny_config("deepseek_v3", **changes))
+    assert found is not None
+    assert reason in found
+    assert "\n" not in found
+
+
+# ---- what the config says ------------------------------------------------------------------------------------------
+
+
+def test_a_config_is_described_by_its_latent() -> None:
+    config = sized(16)
+    spec = FAMILY.spec(config)
+    assert spec == AttentionSpec(3, 4, 4, 5, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=6)
+    assert FAMILY.scale(config) == 14**-0.5
+    described = FAMILY.describe(config)
+    assert (described["rotary_dims"], described["rotary_pairing"], described["layers_with_rotary"]) == (8, "interleaved", 3)
+    assert (described["qkv_bias"], described["o_bias"], described["softmax_scale"]) == (False, True, 14**-0.5)
+    rotary = FAMILY.rotary(config, 0)
+    assert rotary is not None
+    assert torch.equal(rotary.frequencies, from_config(config, 8).frequencies)
+
+
+@pytest.mark.parametrize(("rope", "dims"), [(8, 15), (6, 17), (2, 21)])
+def test_a_smaller_latent_is_made_of_the_latent_and_of_what_does_not_rotate_any_more(rope: int, dims: int) -> None:
+    assert FAMILY.latent_dims(sized(16), rope) == dims
+    assert FAMILY.latent_dims(sized(19), rope) == 17 + 8 - rope, "two constants"

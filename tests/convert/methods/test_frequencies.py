@@ -1,0 +1,67 @@
+"""Which frequencies go on rotating: known answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_config
+
+from attention.rope import from_config
+from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
+
+
+def test_the_most_costly_components_turn_in_the_order_of_frequencies() -> None:
+    table = torch.tensor([[5.0, 1.0], [9.0, 8.0], [6.0, 2.0]])
+    answers = [(), (1,), (1, 1), (1, 1, 2), (0, 1, 1, 2), (0, 1, 1, 2, 2), (0, 0, 1, 1, 2, 2)]
+    assert [pairs_by_loss([table], count) for count in range(7)] == answers
+
+
+def test_every_layer_counts_the_same_however_large_its_losses() -> None:
+    small, large = torch.tensor([[4.0], [3.0], [3.0]]), torch.tensor([[0.0], [6000.0], [4000.0]])
+    assert pairs_by_loss([small], 1) == (0,)
+    assert pairs_by_loss([small, large], 1) == (1,)  # 0.4 : 0.9 : 0.7
+    assert pairs_by_loss([small, small, small, large], 1) == (1,)  # 1.2 : 1.5 : 1.3
+    assert pairs_by_loss([small] * 6 + [large], 1) == (0,)  # 2.4 : 2.4 : 2.2, and the first of equals
+    assert pairs_by_loss([small * 1e30, large * 1e-30], 2) == (1, 2)
+    single, spread = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.tensor([[0.0], [1.0], [0.9], [0.9]])
+    assert pairs_by_loss([single, spread, spread], 1) == (0,)  # 1 : 0.71, the sums being one and not the maxima
+
+
+@settings(deadline=None)
+@given(scales=st.lists(st.floats(1e-20, 1e20), min_size=1, max_size=4), count=st.integers(0, 12), seed=st.integers(0, 99))
+def test_a_layers_scale_changes_nothing(scales: list[float], count: int, seed: int) -> None:
+    tables = [
+        torch.rand(4, 3, generator=torch.Generator().manual_seed(seed + i)).double().sort(-1, descending=True).values
+        for i in range(len(scales))
+    ]
+    found = pairs_by_loss(tables, count)
+    assert found == pairs_by_loss([table * scale for table, scale in zip(tables, scales, strict=True)], count)
+    assert len(found) == count
+    assert list(found) == sorted(found)
+    assert all(found.count(pair) <= 3 for pair in found)
+
+
+def test_equals_are_taken_from_the_first_frequency_on() -> None:
+    for count in range(7):
+        assert pairs_by_loss([torch.ones(3, 2)], count) == (0, 0, 1, 1, 2, 2)[:count]
+        assert pairs_by_loss([torch.zeros(3, 2)], count) == (0, 0, 1, 1, 2, 2)[:count]
+
+
+def test_a_strided_choice_is_deepseeks_own_rope() -> None:
+    config = tiny_config("llama", head_dim=32)
+    whole = from_config(config, 32)
+    for dims in (2, 4, 8, 16, 32):
+        pairs = pairs_by_stride(dims, 32)
+        assert pairs == tuple(range(0, 16, 32 // dims))
+        own = from_config(tiny_config("deepseek_v3", head_dim=dims, qk_rope_head_dim=dims), dims)
+        torch.testing.assert_close(whole.select(list(pairs), "interleaved").frequencies, own.frequencies, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("rope_dim", "pairs"),
+    [(8, (0, 1, 2, 3)), (16, (0, 0, 1, 1, 2, 2, 3, 3)), (12, (0, 0, 1, 2, 2, 3)), (6, (0, 1, 2)), (2, (0,))],
+)
+def test_more_rotary_dims_than_a_head_has_go_round_again(rope_dim: int, pairs: tuple[int, ...]) -> None:
+    assert pairs_by_stride(rope_dim, 8) == pairs

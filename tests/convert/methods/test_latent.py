@@ -1,0 +1,193 @@
+"""Making a latent, by any method: exact at full size, better with more, finite whatever comes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from factoring import PAIRINGS, energies, every_pair, factor, full_rank
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from records import inputs, loss, random, record, run
+
+from attention.record import Attention
+from attention.rope import Pairing, Rotary
+from convert.methods import LATENT
+from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
+from convert.methods.latent import Allocation, keys_of
+
+# ---- full size -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", LATENT)
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.integers(1, 4), share=st.integers(1, 3), pairs=st.integers(1, 4), nope=st.integers(0, 3),
+    width=st.integers(3, 40), pairing=st.sampled_from(PAIRINGS), biased=st.booleans(),
+    attention_factor=st.sampled_from([1.0, 1.25]), seed=st.integers(0, 99),
+)  # fmt: skip
+@example(
+    groups=4, share=1, pairs=4, nope=0, width=8, pairing="half", biased=True, attention_factor=1.25, seed=0
+)  # MHA, E small
+@example(groups=1, share=4, pairs=2, nope=3, width=40, pairing="interleaved", biased=True, attention_factor=1.25, seed=1)  # MQA
+@example(groups=2, share=2, pairs=3, nope=2, width=40, pairing="half", biased=False, attention_factor=1.0, seed=2)  # GQA
+def test_full_size_is_the_same_function(
+    method: str, groups: int, share: int, pairs: int, nope: int, width: int, pairing: Pairing, biased: bool,
+    attention_factor: float, seed: int,
+) -> None:  # fmt: skip
+    a = record(groups, share, pairs, nope, width, pairing, biased, attention_factor, seed)
+    kept = every_pair(a)
+    found = factor(method, a, Allocation(full_rank(a, kept), kept))
+    assert found.down.shape == (full_rank(a, kept), width)
+    assert found.k_rope.shape == (groups * 2 * pairs, width)
+    assert loss(a, found) < 1e-5
+
+
+@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("name", ["q_bias", "k_bias", "v_bias", "o_bias"])
+def test_each_bias_has_a_place(method: str, name: str) -> None:
+    whole = record(nope=2)
+    a = dataclasses.replace(record(nope=2, biased=False), **{name: getattr(whole, name)})
+    kept = every_pair(a)
+    found = factor(method, a, Allocation(full_rank(a, kept), kept))
+    assert loss(a, found) < 1e-5
+    assert (run(a, inputs(20)) - run(record(nope=2, biased=False), inputs(20))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("method", LATENT)
+def test_the_order_of_frequencies_is_that_of_size_and_the_list_of_longrope_follows(method: str) -> None:
+    a = record()
+    assert a.rotary is not None
+    a = dataclasses.replace(a, rotary=dataclasses.replace(a.rotary, long_frequencies=a.rotary.frequencies / 3, long_beyond=10))
+    kept = every_pair(a)
+    found = factor(method, a, Allocation(full_rank(a, kept), kept))
+    assert torch.equal(found.rotary.frequencies, a.rotary.frequencies[list(kept)])
+    assert (found.rotary.pairing, found.rotary.attention_factor, found.rotary.long_beyond) == ("interleaved", 1.0, 10)
+    short, long = inputs(20)[:, :9], inputs(20)
+    assert loss(a, found, short) < 1e-5
+    assert loss(a, found, long) < 1e-5
+    lacking = dataclasses.replace(found, rotary=dataclasses.replace(found.rotary, long_frequencies=None))
+    assert loss(a, lacking, long) > 1e-2
+
+
+@pytest.mark.parametrize("method", LATENT)
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.integers(1, 4), share=st.integers(1, 2), dim=st.integers(1, 6), width=st.integers(3, 40),
+    biased=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_without_positions_the_latent_alone_is_the_same_function(
+    method: str, groups: int, share: int, dim: int, width: int, biased: bool, seed: int
+) -> None:
+    a = record(groups, share, 0, dim, width, "half", biased, 1.0, seed)
+    elsewhere = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
+    found = factor(method, a, Allocation(min(width, 2 * groups * dim), (0, 1, 1), rotary=elsewhere))
+    assert not found.k_rope.any()
+    assert loss(a, found) < 1e-5
+
+
+def test_the_attention_factor_is_in_the_keys_twice() -> None:
+    plain, scaled = (keys_of(record(nope=2, factor=f)) for f in (1.0, 1.5))
+    torch.testing.assert_close(scaled.rows, 2.25 * plain.rows)
+    torch.testing.assert_close(scaled.bias, 2.25 * plain.bias)
+    assert torch.equal(scaled.nope, plain.nope)
+
+
+# ---- less than full size -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", LATENT)
+def test_a_true_rank_is_found_and_less_than_that_loses(method: str) -> None:
+    a, kept = record(groups=4, nope=2, width=30), every_pair(record(groups=4, nope=2))
+    shared = random(5, 30, seed=4) * 0.3  # unrotated keys and values all come from five numbers
+    k = torch.cat((a.k[:, :6], torch.einsum("gdr,re->gde", random(4, 2, 5, seed=5), shared)), 1)
+    a = dataclasses.replace(a, k=k, v=torch.einsum("gdr,re->gde", random(4, 8, 5, seed=6), shared))
+    found = {rank: loss(a, factor(method, a, Allocation(rank, kept))) for rank in (1, 3, 4, 5, 6)}
+    assert found[5] < 1e-5
+    assert found[6] < 1e-5
+    assert found[4] > 1e-3
+    assert found[1] > found[3] > found[4]
+
+
+@pytest.mark.parametrize("method", LATENT)
+def test_less_is_lost_with_more_of_either(method: str) -> None:
+    a = record(groups=4, pairs=4, width=60)
+    by_rank = [loss(a, factor(method, a, Allocation(rank, every_pair(a)))) for rank in (4, 12, 20, 28, 32)]
+    by_rope = [loss(a, factor(method, a, Allocation(60, pairs_by_stride(dims, 8)))) for dims in (8, 16, 24, 32)]
+    for losses_seen in (by_rank, by_rope):
+        assert losses_seen == sorted(losses_seen, reverse=True)
+        assert losses_seen[0] > 0.05
+        assert losses_seen[-1] < 1e-5
+
+
+# ---- whatever comes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", LATENT)
+def test_the_same_record_gives_the_same_bits(method: str) -> None:
+    a = record(groups=4, nope=1, width=30)
+    once, again = (factor(method, a, Allocation(9, (0, 0, 1, 2))) for _ in range(2))
+    for field in dataclasses.fields(once):
+        value = getattr(once, field.name)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, getattr(again, field.name)), field.name
+
+
+@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("width", [8, 40])
+def test_a_constant_input_has_a_singular_moment_and_full_size_stays_exact(method: str, width: int) -> None:
+    a, constant = record(groups=2, width=width), inputs(width)[:1, :1].expand(2, 24, width)
+    kept = every_pair(a)
+    found = factor(method, a, Allocation(full_rank(a, kept), kept), constant)
+    assert loss(a, found) < 1e-4
+    few = factor(method, a, Allocation(3, (0, 1, 2)), constant)
+    assert torch.isfinite(run(few, inputs(width))).all()
+
+
+def damaged(a: Attention, what: str) -> Attention:
+    tensors = {name: getattr(a, name).clone() for name in ("q", "k", "v")}
+    if what == "dead key":
+        tensors["k"][1] = 0
+    elif what == "dead value":
+        tensors["v"][0] = 0
+    elif what == "dead query":
+        tensors["q"][0] = 0
+    elif what == "dead pair":
+        tensors["k"][:, ::3] = 0
+    else:
+        tensors[what[-1]].zero_()
+    return dataclasses.replace(a, **tensors)
+
+
+@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("width", [10, 40])
+@pytest.mark.parametrize("what", ["dead key", "dead value", "dead query", "dead pair"])
+def test_dead_heads_are_finite_and_exact_at_full_size(method: str, width: int, what: str) -> None:
+    a = damaged(record(groups=3, width=width, biased=False), what)
+    kept = every_pair(a)
+    assert loss(a, factor(method, a, Allocation(full_rank(a, kept), kept))) < 1e-5
+    assert torch.isfinite(run(factor(method, a, Allocation(4, (0, 1, 2))), inputs(width))).all()
+
+
+@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("what", ["zero k", "zero v"])
+def test_nothing_at_all_is_finite_and_right(what: str, method: str) -> None:
+    a = damaged(record(groups=3, width=40, biased=False), what)
+    found, x = factor(method, a, Allocation(18, (0, 1, 2))), inputs(40)
+    assert torch.isfinite(run(found, x)).all()
+    if what == "zero k":  # all 18 values fit; with no values nothing is to be seen
+        assert loss(a, found) < 1e-5
+    else:
+        assert run(found, x).abs().max() < 1e-5
+    assert torch.isfinite(energies(a)).all()
+    assert len(pairs_by_loss([energies(a)], 3)) == 3
+
+
+@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_extreme_scales_are_as_good_as_any(method: str, scale: float) -> None:
+    a = record(groups=2, width=30, biased=False)
+    extreme = dataclasses.replace(a, k=a.k * scale, v=a.v * scale, q=a.q / scale, o=a.o / scale)
+    size = Allocation(8, (0, 1, 2))
+    assert loss(extreme, factor(method, extreme, size)) == pytest.approx(loss(a, factor(method, a, size)), rel=1e-2)

@@ -1,0 +1,82 @@
+"""`weighted`: exact without text too, what it allocates, and what it loses less than the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from factoring import PAIRINGS, energies, every_pair, factor, full_rank, turned_copies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import inputs, loss, measured, random, record
+
+from attention.rope import Pairing
+from convert.methods import load_latent
+from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
+from convert.methods.latent import Allocation
+from convert.methods.statistics import Statistics
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    groups=st.integers(1, 4), share=st.integers(1, 3), pairs=st.integers(1, 4), nope=st.integers(0, 3),
+    width=st.integers(3, 40), pairing=st.sampled_from(PAIRINGS), biased=st.booleans(), gains=st.booleans(),
+    attention_factor=st.sampled_from([1.0, 1.25]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_weighted_is_the_same_function_at_full_size_without_text(
+    groups: int, share: int, pairs: int, nope: int, width: int, pairing: Pairing, biased: bool, gains: bool,
+    attention_factor: float, seed: int,
+) -> None:  # fmt: skip
+    a = record(groups, share, pairs, nope, width, pairing, biased, attention_factor, seed)
+    kept = every_pair(a)
+    known = Statistics.assumed(width, *(random(2, width, seed=seed + 1) if gains else ()))
+    assert loss(a, load_latent("weighted").factor(a, Allocation(full_rank(a, kept), kept), known)) < 1e-5
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    groups=st.integers(2, 4), share=st.integers(1, 2), pairs=st.integers(1, 3), pairing=st.sampled_from(PAIRINGS),
+    attention_factor=st.sampled_from([1.0, 1.25]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_weighted_needs_one_component_for_heads_that_are_turned_copies(
+    groups: int, share: int, pairs: int, pairing: Pairing, attention_factor: float, seed: int
+) -> None:
+    a = turned_copies(record(groups, share, pairs, 0, 30, pairing, True, attention_factor, seed))
+    kept = tuple(range(pairs))
+    assert loss(a, factor("weighted", a, Allocation(full_rank(a, kept), kept))) < 1e-5
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_weighted_allocates_as_many_frequencies_as_there_are_pairs_to_keep(text: bool) -> None:
+    method, size = load_latent("weighted"), Allocation(8, ())
+    layers = [record(groups=2, pairs=4, width=30, seed=seed) for seed in range(3)]
+    found = [method.measure(a, measured(inputs(30)) if text else Statistics.assumed(30), 1) for a in layers]  # type: ignore[misc]
+    for count in range(1, 9):
+        sizes = method.allocate(found, count, size)
+        assert [len(s.pairs) for s in sizes] == [count] * len(sizes)
+        assert [s.pursued for s in sizes] == ([False, True] if text and count < 4 else [False])
+        assert all(s.rank == 8 and set(s.pairs) <= {0, 1, 2, 3} for s in sizes)
+
+
+def test_weighted_loses_less_than_the_others_on_the_text_that_it_saw() -> None:
+    for seed in range(4):
+        a = record(groups=4, pairs=4, width=60, seed=seed)
+        x = inputs(60, tokens=64, seed=seed) * torch.logspace(0, -2, 60)
+        measure, allocate = load_latent("weighted").measure, load_latent("weighted").allocate
+        assert measure
+        (own, *_) = allocate([measure(a, measured(x), 6)], 6, Allocation(10, ()))
+        weighted = loss(a, factor("weighted", a, own, x), x)
+        for other, pairs in (("pca", pairs_by_stride(12, 8)), ("svd", pairs_by_loss([energies(a)], 6))):
+            assert weighted < loss(a, factor(other, a, Allocation(10, pairs), x), x), (seed, other)
+
+
+def test_what_truncation_takes_from_values_on_average_is_a_constant_output() -> None:
+    a, x = record(groups=3, width=30, biased=False), inputs(30) + 3 * random(30, seed=5)
+    found = factor("weighted", a, Allocation(4, (0, 1, 2)), x)
+    assert found.o_bias is not None
+    mean = x.double().flatten(0, 1).mean(0)
+    v = a.v.double().repeat_interleave(2, 0)
+    expected = torch.einsum("ehd,hd->e", a.o.double(), (v - found.up_v.double() @ found.down.double()) @ mean)
+    torch.testing.assert_close(found.o_bias.double(), expected, rtol=1e-4, atol=1e-4)
+    assert loss(a, found, x) < loss(a, dataclasses.replace(found, o_bias=None), x)
