@@ -1,0 +1,150 @@
+"""A checkpoint that its class would not load whole is refused before any work, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+from written import damage, left_nothing, ok, weights
+
+from attention.errors import Failure
+from convert.checkpoint.reader import TensorInfo
+from convert.checkpoint.workdir import WorkDirectory
+from convert.execute.loadable import require_loadable
+from convert.planning.targets import GroupedTarget
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Tensors = dict[str, torch.Tensor]
+Infos = dict[str, TensorInfo]
+
+MLP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
+TARGETS: dict[str, list[Any]] = {
+    "gqa": ["--groups", 2],
+    "mla": ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8],
+    "copy": ["--groups", 4],
+}
+
+
+def reshaped(name: str, shape: tuple[int, ...]) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({name: torch.ones(shape)})
+
+
+def disagree(name: str, found: list[int], wanted: list[int]) -> str:
+    return f"config.json and the weights disagree: {name} is {found}, by the config it is {wanted}"
+
+
+# What is done to the weights, what to the config, and what is said.
+BROKEN: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
+    "an MLP tensor is missing": (lambda t: t.pop(MLP), {}, f"lacks {MLP}, which LlamaForCausalLM with this config has"),
+    "an MLP of another width": (reshaped(MLP, (16, 64)), {}, disagree(MLP, [16, 64], [32, 64])),
+    "a norm with an axis too many": (reshaped(NORM, (64, 1)), {}, disagree(NORM, [64, 1], [64])),
+    "a norm that is too short": (reshaped(NORM, (32,)), {}, disagree(NORM, [32], [64])),
+    "a last norm that is missing": (lambda t: t.pop("model.norm.weight"), {}, "lacks model.norm.weight, which"),
+    "MLP biases in the config alone": (
+        lambda t: None, {"mlp_bias": True}, "lacks model.layers.0.mlp.gate_proj.bias and 8 others, which LlamaForCausalLM",
+    ),
+    "a head of its own in the config alone": (
+        lambda t: t.pop("lm_head.weight"), {"tie_word_embeddings": False}, "lacks lm_head.weight, which LlamaForCausalLM",
+    ),
+    "another vocabulary": (lambda t: None, {"vocab_size": 100}, disagree("model.embed_tokens.weight", [96, 64], [100, 64])),
+    "more layers in the weights": (
+        lambda t: t.update({MLP.replace("1", "3"): t[MLP].clone()}), {}, "has tensor model.layers.3.mlp.up_proj.weight, which",
+    ),
+    "a tensor that no class knows": (
+        lambda t: t.update({"model.extra": torch.ones(3)}), {}, "has tensor model.extra, which LlamaForCausalLM with this",
+    ),
+    "an MLP of integers": (
+        lambda t: t.update({MLP: torch.ones(32, 64, dtype=torch.int8)}), {}, f"{MLP} holds int8, which is no weight",
+    ),
+    "keys of integers": (
+        lambda t: t.update({"model.layers.1.self_attn.k_proj.weight": torch.ones(32, 64, dtype=torch.int32)}), {},
+        "model.layers.1.self_attn.k_proj.weight holds int32, which is no weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_would_not_load_whole_is_refused_before_any_work(
+    case: str, target: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, config, message = BROKEN[case]
+    source = damage(checkpoint(tie_word_embeddings=False), change)
+    edit(source, **config)
+    monkeypatch.setattr(WorkDirectory, "opened", lambda *_: pytest.fail("the work has begun"))
+    result = convert("mla" if target == "mla" else "gqa", source, tmp_path / "out", *TARGETS[target])
+    left_nothing(result, 1, message, tmp_path / "out")
+    assert len(result.stderr.splitlines()) == 2, "an error and a hint"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    raw = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_activation_that_no_class_knows_is_refused_at_the_door(
+    target: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    edit(source, hidden_act="magic")
+    (source / "model.safetensors").unlink()
+    result = convert("mla" if target == "mla" else "gqa", source, tmp_path / "out", *TARGETS[target])
+    left_nothing(result, 2, "hidden_act", tmp_path / "out")
+    assert not (tmp_path / "out.lock").exists()
+    assert len(result.stderr.splitlines()) <= 2
+
+
+def test_a_tied_head_may_be_stored_or_not(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint(tie_word_embeddings=True)
+    assert "lm_head.weight" not in weights(source)
+    ok(convert("gqa", source, tmp_path / "without", "--groups", 2))
+    damage(source, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    ok(convert("gqa", source, tmp_path / "with", "--groups", 2))
+
+
+def test_what_was_written_is_held_against_its_class(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GroupedTarget.config
+    monkeypatch.setattr(GroupedTarget, "config", lambda self, *given: config(self, *given) | {"intermediate_size": 48})
+    result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2)
+    left_nothing(result, 1, "config.json and the weights disagree: model.layers.0.mlp", tmp_path / "out")
+
+
+# ---- names, shapes and dtypes alone --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def infos(checkpoint: Make) -> Infos:
+    return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in weights(checkpoint("mixtral")).items()}
+
+
+def test_a_checkpoint_as_its_class_saves_it_is_loadable(infos: Infos) -> None:
+    require_loadable(tiny_config("mixtral"), infos, "it")
+    halves = {name: TensorInfo(info.shape, torch.bfloat16) for name, info in infos.items()}
+    require_loadable(tiny_config("mixtral"), halves, "it")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda infos, name: infos.pop(name), "it lacks "),
+        (lambda infos, name: infos.update({name: TensorInfo((16, 60), torch.float32)}), "disagree"),
+        (lambda infos, name: infos.update({name: TensorInfo(infos[name].shape, torch.uint8)}), f"holds uint8"),
+    ],
+    ids=["missing", "misshaped", "integers"],
+)  # fmt: skip
+def test_experts_that_are_stacked_when_they_are_loaded_are_checked(
+    change: Callable[[Infos, str], Any], message: str, infos: Infos
+) -> None:
+    name = next(name for name in infos if ".experts." in name)
+    change(infos, name)
+    with pytest.raises(Failure, match=message):
+        require_loadable(tiny_config("mixtral"), infos, "it")
