@@ -137,7 +137,7 @@ def test_a_checkpoint_as_its_class_saves_it_is_loadable(infos: Infos) -> None:
     [
         (lambda infos, name: infos.pop(name), "it lacks "),
         (lambda infos, name: infos.update({name: TensorInfo((16, 60), torch.float32)}), "disagree"),
-        (lambda infos, name: infos.update({name: TensorInfo(infos[name].shape, torch.uint8)}), f"holds uint8"),
+        (lambda infos, name: infos.update({name: TensorInfo(infos[name].shape, torch.uint8)}), "holds uint8"),
     ],
     ids=["missing", "misshaped", "integers"],
 )  # fmt: skip
