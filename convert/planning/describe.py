@@ -85,7 +85,8 @@ def _inspection_text(facts: Mapping[str, Any]) -> str:
         if isinstance(value, dict):
             value = "; ".join(f"{k}: {v}" for k, v in value.items()) or "nothing"
         elif isinstance(value, list):
-            value = ", ".join(map(str, value)) + (", and others" if key == "latents_possible" and value else "")
+            others = ", and others" if key == "latents_possible" and value else ""
+            value = ", ".join(map(str, value)) + others or "none"
         elif value is None or value is False:
             value = "no" if value is False else "none"
         rows.append((key.replace("_", " "), "yes" if value is True else str(value)))

@@ -1,0 +1,126 @@
+"""What a plan says of itself, what can be converted at all, and which output class carries it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attention.errors import Refusal
+from attention.spec import AttentionSpec
+from convert.families import FAMILIES
+from convert.methods import load_grouped, load_latent
+from convert.planning.base import Output, Plan, host_of, readable, text_notes
+from convert.planning.calibration import Calibration, CalibrationOptions
+from convert.planning.grouped import plan_grouped
+from convert.planning.latent import LatentRequest, plan_latent
+from eval.source import Source
+
+Sources = Callable[..., Source]
+TEXT = CalibrationOptions({"text": "some.txt"}, 640, 64, refine=3)
+
+
+def mla(source: Source, output: Output, text: CalibrationOptions | None = None) -> Plan:
+    size = LatentRequest(24, 8)
+    return plan_latent(source, size, load_latent("weighted"), text or CalibrationOptions(), "cpu", output)
+
+
+# ---- what a plan says ----------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source()
+    found = mla(Source.parse("source"), Output(Path("out"), "bfloat16", 123_000_000), TEXT).recipe()
+    assert found == {
+        "mla": {
+            "model": str(tmp_path / "source"), "kv_lora_rank": 24, "qk_rope_head_dim": 8, "method": "weighted", "seed": 0,
+            "dtype": "bfloat16", "max_shard_size": "123MB", "text": str(tmp_path / "some.txt"), "calibration_tokens": 640,
+            "calibration_context": 64, "refit": True, "refine": 3,
+        }
+    }  # fmt: skip
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(5 * 10**9, "5GB"), (20_000, "20KB"), (1, "1B"), (1_000_001, "1000001B"), (1_500_000_000, "1500MB"), (10**12, "1000GB")],
+)
+def test_the_size_of_shards_is_exact(size: int, text: str, source: Sources, output: Output) -> None:
+    plan = plan_grouped("mqa", source(), 1, load_grouped("mean"), 0, "cpu", Output(output.path, max_shard_size=size))
+    assert plan.recipe()["mqa"]["max_shard_size"] == text
+
+
+def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
+    plan = mla(source(), Output(output.path, "bfloat16"), TEXT)
+    found = plan.as_dict()
+    assert json.loads(json.dumps(found)) == found
+    expected = {
+        "command": "mla", "family": "llama", "source": "GQA-4", "target": "MLA-24+8", "query_heads": 8, "kv_heads_before": 4,
+        "kv_lora_rank": 24, "qk_rope_head_dim": 8, "latent_channels": 23, "method": "weighted", "output_class": "deepseek_v3",
+        "model_type": "deepseek_v3", "cache_dtype": "bfloat16", "kv_bytes_per_token_before": 3 * 2 * 4 * 8 * 4,
+        "kv_bytes_per_token_after": 3 * 32 * 2,
+    }  # fmt: skip
+    assert found.items() >= expected.items()
+    assert found["calibration"]["refine"] == 3
+    assert found["notes"] == list(plan.notes)
+    own = plan_grouped("gqa", source("qwen3"), 2, load_grouped("mean"), 0, "cpu", output).as_dict()
+    assert (own["model_type"], own["kv_heads_after"], own["calibration"]) == ("qwen3", 2, None)
+
+
+# ---- what can be converted -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised (gptq)"),
+        ({"model_type": "bert"}, "model type 'bert' is not supported"),
+        ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "--trust-remote-code"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str, source: Sources) -> None:
+    path = source().directory
+    assert path is not None
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(Refusal) as caught:
+        readable(Source.parse(str(path)))
+    assert message in f"{caught.value} {caught.value.hint}"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "olmo2", "deepseek_v3"])
+def test_what_can_be_read_is_of_its_family(model_type: str, source: Sources) -> None:
+    assert readable(source(model_type)) is FAMILIES[model_type]
+
+
+def test_no_output_class_is_a_refusal_with_every_reason(source: Sources) -> None:
+    made = source("qwen2")
+    family, spec = readable(made), AttentionSpec.from_config(made.config)
+    assert host_of("gqa", family, made, spec.grouped(2), "float32").name == "its own class"
+    with pytest.raises(Refusal, match=r"no output class carries MLA of .*source: deepseek_v3: its blocks are Llama's"):
+        host_of("mla", family, made, spec.latent(16, 8), "float32")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "refit", "reason"),
+    [
+        ("llama", {}, True, None),
+        ("gemma2", {}, True, "attn_logit_softcapping changes what heads attend to"),
+        ("mistral", {"sliding_window": 32}, True, "sliding_window changes what heads attend to"),
+        ("mistral", {"sliding_window": 64}, True, None),
+        ("mistral", {"sliding_window": 32}, False, None),
+        ("qwen3", {}, True, "they are normalised after their projection"),
+    ],
+)
+def test_queries_that_cannot_be_refitted_are_remarked(
+    model_type: str, changes: dict[str, Any], refit: bool, reason: str | None, source: Sources
+) -> None:
+    made = source(model_type, **changes)
+    text = Calibration({"text": "some.txt"}, 640, 64, False, refit, 0)
+    traits = readable(made).traits(made.config)
+    expected = [] if reason is None else [f"queries are not refitted, outputs are: {reason}"]
+    assert text_notes(load_grouped("aligned"), text, traits) == expected

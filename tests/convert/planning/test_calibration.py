@@ -1,0 +1,190 @@
+"""What the user says of calibration, what a plan makes of it, and the text when it has been read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attention.errors import Failure, Refusal
+from convert.methods import load_grouped, load_latent
+from convert.planning.calibration import (
+    Calibration,
+    CalibrationOptions,
+    CalibrationText,
+    calibration_for,
+    require_consistent,
+)
+from eval.source import Source
+from eval.text import Text
+
+Sources = Callable[..., Source]
+TEXT = {"text": "some.txt"}
+# Whether they need text: weighted and aligned use it, pca needs it, svd and mean do without.
+METHODS = {name: load_latent(name) for name in ("weighted", "svd", "pca")} | {
+    name: load_grouped(name) for name in ("aligned", "mean")
+}
+
+
+def decided(source: Source, method: str = "weighted", **options: Any) -> Calibration | None:
+    return calibration_for(source, METHODS[method], CalibrationOptions(**options), ["svd", "mean"])
+
+
+# ---- options -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({}, ""),
+        ({"given": TEXT}, "--text"),
+        ({"given": {"dataset": "wikitext"}, "refine": 5, "tokens": 10}, "--calibration-tokens and --dataset and --refine"),
+        ({"propagate": True, "refit": False, "context": 7}, "--calibration-context and --propagate"),
+        ({"refit": True}, "--refit"),
+    ],
+)
+def test_options_are_named_as_on_the_command_line(options: dict[str, Any], flags: str) -> None:
+    assert CalibrationOptions(**options).flags == flags
+
+
+def test_options_come_apart_into_text_and_steps() -> None:
+    whole = CalibrationOptions(TEXT, 100, 10, True, True, 5)
+    assert whole.text_alone == CalibrationOptions(TEXT, 100, 10)
+    assert whole.steps == CalibrationOptions(propagate=True, refit=True, refine=5)
+
+
+# ---- what a plan makes of them -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "refit"), [("weighted", True), ("aligned", True), ("pca", False)])
+def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refit: bool, source: Sources) -> None:
+    found = decided(source(), method, given=TEXT)
+    assert found == Calibration(TEXT, 131072, 128, False, refit, 0), "blocks are no longer than the model's positions"
+    assert decided(source(max_position_embeddings=8192), method, given=TEXT).context == 2048
+
+
+def test_what_is_said_is_what_is_done(source: Sources) -> None:
+    found = decided(source(), given=TEXT, tokens=500, context=50, propagate=True, refit=False, refine=3)
+    assert found == Calibration(TEXT, 500, 50, True, False, 3)
+    assert decided(source(), "pca", given=TEXT, refit=True).refit
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_sequence", "fitted"),
+    [({}, False, False), ({"propagate": True}, True, False), ({"refit": True}, True, True), ({"refine": 2}, True, True)],
+)
+def test_layers_are_converted_in_order_where_they_have_to_be(
+    changes: dict[str, Any], in_sequence: bool, fitted: bool, source: Sources
+) -> None:
+    found = decided(source(), **({"given": TEXT, "refit": False} | changes))
+    assert found is not None
+    assert (found.in_sequence, found.fitted) == (in_sequence, fitted)
+
+
+def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = Calibration(TEXT, 500, 50, True, False, 3)
+    options = {"calibration_tokens": 500, "calibration_context": 50, "propagate": True, "refit": False, "refine": 3}
+    assert found.as_options() == {"text": "some.txt"} | options
+    assert found.as_recipe() == {"text": str(tmp_path / "some.txt")} | options
+    assert found.steps() == ["--propagate", "--refine 3"]
+    named = Calibration({"dataset": "wikitext"}, 500, 50, False, True, 0)
+    expected = {"dataset": "wikitext", "calibration_tokens": 500, "calibration_context": 50, "refit": True}
+    assert named.as_options() == named.as_recipe() == expected
+    assert named.steps() == ["--refit"]
+
+
+@pytest.mark.parametrize("method", ["weighted", "svd", "aligned", "mean"])
+def test_without_text_there_is_nothing_to_calibrate(method: str, source: Sources) -> None:
+    assert decided(source(), method) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message", "hint"),
+    [
+        ("pca", {}, "method pca needs text to calibrate on", "svd or mean needs none"),
+        ("weighted", {"refine": 3}, "--refine is about calibration text, and there is none", "give --text FILE"),
+        ("mean", {"tokens": 9, "propagate": True}, "--calibration-tokens and --propagate are about", "--dataset"),
+        ("svd", {"given": TEXT}, "method svd looks at weights only and has no use for --text", "leave it out"),
+        (
+            "mean", {"given": TEXT, "refit": True, "propagate": True},
+            "method mean looks at weights only and has no use for --propagate", "leave it out",
+        ),
+        (
+            "weighted", {"given": TEXT, "context": 129}, "context of 129 tokens exceeds the 128 positions of the model",
+            "use --calibration-context 128 or less",
+        ),
+        (
+            "weighted", {"given": TEXT, "context": 64, "tokens": 63}, "63 calibration tokens are less than one block of 64",
+            "raise --calibration-tokens",
+        ),
+        ("weighted", {"given": TEXT, "tokens": 127}, "127 calibration tokens are less than one block of 128", "raise"),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_the_method_or_the_source_are_refused(
+    method: str, options: dict[str, Any], message: str, hint: str, source: Sources
+) -> None:
+    with pytest.raises(Refusal, match=re.escape(message)) as caught:
+        decided(source(), method, **options)
+    assert caught.value.hint is not None
+    assert hint in caught.value.hint
+
+
+def test_weights_alone_are_enough_for_methods_that_are_fitted_afterwards(source: Sources) -> None:
+    for method in ("svd", "mean"):
+        assert decided(source(), method, given=TEXT, refit=True).refit
+        assert decided(source(), method, given=TEXT, refine=4).refine == 4
+
+
+def test_options_are_checked_before_there_is_a_method(source: Sources) -> None:
+    require_consistent(source(), CalibrationOptions())
+    require_consistent(source(), CalibrationOptions(TEXT, 300, 100, True, True, 4))
+    with pytest.raises(Refusal, match="--propagate is about calibration text, and there is none"):
+        require_consistent(source(), CalibrationOptions(propagate=True))
+    with pytest.raises(Refusal, match="exceeds the 128 positions"):
+        require_consistent(source(), CalibrationOptions(TEXT, context=200))
+
+
+# ---- the text ------------------------------------------------------------------------------------------------------
+
+
+def read(source: Source, characters: int, tokens: int, context: int) -> CalibrationText:
+    """Of a text with a token for each character."""
+    return CalibrationText.of(
+        source, Calibration(TEXT, tokens, context, False, False, 0), Text("some.txt", "ab c" * (characters // 4))
+    )
+
+
+@pytest.mark.parametrize(
+    ("characters", "tokens", "context", "shape"),
+    [(400, 100, 10, (10, 10)), (400, 109, 10, (10, 10)), (96, 200, 10, (9, 10)), (12, 64, 12, (1, 12))],
+)
+def test_a_text_is_whole_blocks_from_its_start(
+    characters: int, tokens: int, context: int, shape: tuple[int, int], source: Sources
+) -> None:
+    made = source()
+    found = read(made, characters, tokens, context)
+    assert tuple(found.blocks.shape) == shape
+    assert found.tokens.ids.tolist() == found.blocks.flatten().tolist()
+    longer = read(made, 400, 400, context)
+    assert longer.blocks[0].tolist() == found.blocks[0].tolist()
+    assert found.plan.context == context
+
+
+def test_a_text_shorter_than_a_block_fails_with_what_fits(source: Sources) -> None:
+    with pytest.raises(Failure, match=r"calibration text some\.txt has 8 tokens, fewer than one block of 10") as caught:
+        read(source(), 8, 100, 10)
+    assert caught.value.hint == "give a longer text, or --calibration-context 8 or less"
+
+
+def test_a_text_that_is_short_for_the_model_is_remarked(source: Sources) -> None:
+    found = read(source(), 400, 400, 10)
+    assert found.remarks(50) == []
+    (remark,) = found.remarks(51)
+    assert remark == (
+        "400 tokens of calibration text are few for 51 channels, 408 or more are advised: "
+        "correlations between channels are trusted less"
+    )

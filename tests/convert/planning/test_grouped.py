@@ -1,0 +1,116 @@
+"""Plans of GQA and MQA: what is copied, what is inexact, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attention.errors import Refusal
+from attention.spec import AttentionSpec
+from convert.methods import load_grouped
+from convert.planning.base import Output, Plan
+from convert.planning.calibration import CalibrationOptions
+from convert.planning.grouped import plan_grouped
+from convert.planning.targets import GroupedTarget
+from eval.source import Source
+
+Sources = Callable[..., Source]
+TEXT = CalibrationOptions({"text": "some.txt"})
+
+
+def planned(
+    source: Source, output: Output, groups: int = 2, command: str = "gqa", method: str = "mean", **changes: Any
+) -> Plan:
+    return plan_grouped(command, source, groups, load_grouped(method), 7, "cpu", output, **changes)
+
+
+def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, output: Output) -> None:
+    made = source(initializer_range=0.05)
+    plan = planned(made, output)
+    found = plan.target
+    assert isinstance(found, GroupedTarget)
+    assert (plan.source, plan.output, plan.seed, plan.calibration, plan.notes) == (made, output, 7, None, ())
+    assert (plan.before, found.spec) == (AttentionSpec(3, 8, 4, 8), AttentionSpec(3, 8, 2, 8))
+    assert (found.seed, found.initializer_range, found.grouping, found.command) == (7, 0.05, "contiguous", "gqa")
+    assert plan.applied_method == "mean"
+
+
+@pytest.mark.parametrize(
+    ("command", "groups", "method", "grouping", "options"),
+    [
+        ("gqa", 2, "mean", "contiguous", {"groups": 2}), ("mqa", 1, "mean", "contiguous", {}),
+        ("gqa", 2, "aligned", "similar", {"groups": 2, "grouping": "similar"}),
+    ],
+)  # fmt: skip
+def test_the_line_of_the_command_is_kept(
+    command: str, groups: int, method: str, grouping: str, options: dict[str, Any], source: Sources, output: Output
+) -> None:
+    plan = planned(source(), output, groups, command, method, grouping=grouping)
+    assert plan.target.recipe() == options
+    assert list(plan.recipe()) == [command]
+    assert plan.recipe()[command].items() >= options.items()
+
+
+def test_as_many_groups_as_heads_is_a_copy(source: Sources, output: Output) -> None:
+    plan = planned(source(), output, 4)
+    assert plan.target.copies
+    assert plan.applied_method is None
+    assert plan.notes == ("4 KV heads are what the source has: every tensor is copied bit for bit, unchanged",)
+    cast = planned(source(), Output(output.path, "bfloat16"), 4)
+    assert cast.notes == ("4 KV heads are what the source has: every tensor is cast to bfloat16 and otherwise unchanged",)
+    calibrated = planned(source(), output, 4, method="aligned", calibration=TEXT)
+    assert calibrated.calibration is None
+    assert calibrated.notes[1:] == ("the calibration text is not used",)
+
+
+def test_text_is_for_methods_that_use_it(source: Sources, output: Output) -> None:
+    calibrated = planned(source(), output, method="aligned", calibration=TEXT)
+    assert calibrated.calibration is not None
+    assert calibrated.calibration.refit
+    assert calibrated.notes == ()
+    (note,) = planned(source(), output, method="aligned").notes
+    assert note == "no calibration text: aligned uses weights and norm gains alone, and loses more than with --text"
+    with pytest.raises(Refusal, match="method mean looks at weights only"):
+        planned(source(), output, calibration=TEXT)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "inexact", "averaged"),
+    [
+        ("qwen3", "mean", False, False),
+        ("qwen3", "aligned", False, True),
+        ("olmo2", "mean", True, False),
+        ("llama", "mean", False, False),
+    ],
+)
+def test_norms_of_keys_are_remarked(
+    model_type: str, method: str, inexact: bool, averaged: bool, source: Sources, output: Output
+) -> None:
+    notes = planned(source(model_type), output, method=method).target.notes
+    assert any(note.startswith("inexact: keys are normalised with gains per head") for note in notes) == inexact
+    assert any("keys are averaged, not aligned" in note for note in notes) == averaged
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"groups": 3}, "cannot make 3 groups from 4 KV heads: 3 does not divide 4 (choose 1, 2 or 4)"),
+        ({"groups": 0}, "it must be between 1 and 4"),
+        ({"grouping": "random"}, "no grouping 'random' (choose contiguous or similar)"),
+        ({"grouping": "similar"}, "method mean does not say which heads are similar"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str, source: Sources, output: Output) -> None:
+    with pytest.raises(Refusal) as caught:
+        planned(source(), output, **arguments)
+    assert message in str(caught.value)
+
+
+def test_a_latent_has_no_heads_to_merge(source: Sources, output: Output) -> None:
+    for groups, command in ((4, "gqa"), (1, "mqa")):
+        with pytest.raises(Refusal, match=r"MLA-16\+8 has a latent and no KV heads to merge") as caught:
+            planned(source("deepseek_v3"), output, groups, command)
+        assert caught.value.hint is not None
+        assert "use `convert mla` for a smaller latent" in caught.value.hint

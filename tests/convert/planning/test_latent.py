@@ -1,0 +1,274 @@
+"""Plans of MLA: sizes, budgets and what exceeds full size, of sources with KV heads and of sources with a latent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attention.errors import Refusal
+from attention.spec import AttentionSpec
+from convert.families import family_of
+from convert.hosts.deepseek_v3 import HOST
+from convert.methods import load_latent
+from convert.planning.base import Output, Plan
+from convert.planning.calibration import CalibrationOptions
+from convert.planning.latent import LatentRequest, full_rank, latent_for_budget, plan_latent, with_reserved
+from convert.planning.targets import LatentTarget
+from eval.source import Source
+
+Sources = Callable[..., Source]
+TEXT = CalibrationOptions({"text": "some.txt"})
+
+
+def planned(source: Source, output: Output, method: str = "svd", text: CalibrationOptions | None = None, **size: Any) -> Plan:
+    return plan_latent(source, LatentRequest(**size), load_latent(method), text or CalibrationOptions(), "cpu", output, 7)
+
+
+def target(*args: Any, **size: Any) -> LatentTarget:
+    found = planned(*args, **size).target
+    assert isinstance(found, LatentTarget)
+    return found
+
+
+def refused(*args: Any, **size: Any) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        planned(*args, **size)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+# ---- sources with KV heads -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, output: Output) -> None:
+    made = source()  # 4 KV heads × 8, width 64
+    plan = planned(made, output, kv_lora_rank=16, qk_rope_head_dim=8)
+    found = plan.target
+    assert isinstance(found, LatentTarget)
+    assert (plan.source, plan.output, plan.seed, plan.calibration) == (made, output, 7, None)
+    assert plan.before == found.before == AttentionSpec(3, 8, 4, 8)
+    assert found.spec == AttentionSpec(3, 8, 8, 8, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8)
+    assert (found.channels, found.freqfold, found.copies, found.splits) == (15, 1, False, ())
+    assert found.notes == ("15 of 16 latent channels carry keys and values; 1 holds a constant for the norm of deepseek_v3",)
+
+
+def test_what_does_not_rotate_is_the_full_rank(source: Sources) -> None:
+    made = source()
+    assert full_rank(made, family_of("llama"), 8) == 2 * 4 * 8 - 8
+    assert full_rank(made, family_of("llama"), 32) == 32
+    assert full_rank(source(hidden_size=24), family_of("llama"), 8) == 24, "the width of the model, where that is less"
+    mixed = source("smollm3", no_rope_layers=[1, 0, 1], hidden_size=128)
+    assert full_rank(mixed, family_of("smollm3"), 8) == 64, "layers without positions have all of their keys in the latent"
+
+
+@pytest.mark.parametrize(("channels", "rank"), [(15, 16), (16, 17), (17, 18), (18, 20), (20, 22), (21, 22), (22, 24)])
+def test_constants_come_on_top(channels: int, rank: int) -> None:
+    assert with_reserved(HOST, channels) == rank
+    assert rank - HOST.reserved(rank) >= channels
+    assert all(less - HOST.reserved(less) < channels for less in range(1, rank))
+
+
+def test_beyond_full_size_is_refused_unless_zeros_are_wanted(source: Sources, output: Output) -> None:
+    made = source()
+    assert target(made, output, kv_lora_rank=33, qk_rope_head_dim=32).channels == 32
+    error = refused(made, output, kv_lora_rank=35, qk_rope_head_dim=32)
+    assert "rank 35 exceeds full size: at 32 rotary dims, keys and values of" in str(error)
+    assert error.hint == "use --kv-lora-rank 33, or --pad-rank for channels of zeros"
+    padded = target(made, output, kv_lora_rank=40, qk_rope_head_dim=32, pad_rank=True)
+    assert (padded.channels, padded.spec.kv_lora_rank) == (32, 40)
+    assert padded.notes[0].endswith("; 7 are zero, as --pad-rank allows")
+    assert padded.recipe()["pad_rank"] is True
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ({}, "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
+        ({"kv_lora_rank": 16}, "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
+        ({"kv_share": 0.5, "kv_lora_rank": 16}, "not both"),
+        ({"kv_bytes": 400, "qk_rope_head_dim": 8}, "not both"),
+        ({"kv_share": 0.5, "pad_rank": True}, "a budget never goes beyond full size"),
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 34}, "cannot keep 34 rotary dims of 4 KV heads × 8"),
+        (
+            {"kv_lora_rank": 1, "qk_rope_head_dim": 8},
+            "a latent of rank 1 holds nothing: deepseek_v3 needs 1",
+        ),
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 8, "freqfold": 2}, "method svd does not fold frequencies"),
+        ({"kv_share": 1.01}, "exceeds the 768 of"),
+        ({"kv_bytes": 40}, "a budget of 40 bytes per token is too small for any rank: the budget leaves 3 values"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(size: dict[str, Any], message: str, source: Sources, output: Output) -> None:
+    assert message in str(refused(source(), output, **size))
+
+
+@pytest.mark.parametrize(
+    ("share", "dtype", "expected"),
+    [(0.5, None, (24, 8)), (0.25, None, (12, 4)), (0.25, "bfloat16", (24, 8)), (1.0, None, (56, 8))],
+)
+def test_a_budget_is_counted_in_what_is_written(
+    share: float, dtype: str | None, expected: tuple[int, int], source: Sources, output: Output
+) -> None:
+    found = target(source(), Output(output.path, dtype), kv_share=share)
+    assert (found.spec.kv_lora_rank, found.spec.qk_rope_head_dim) == expected
+    assert found.spec.bytes_per_token(dtype or "float32") <= share * 768
+
+
+def test_a_budget_with_text_is_a_choice_of_splits(source: Sources, output: Output) -> None:
+    made = source(num_key_value_heads=8)
+    plan = planned(made, output, "weighted", TEXT, kv_share=0.5)
+    found = plan.target
+    assert isinstance(found, LatentTarget)
+    assert found.notes[-1] == "this split of the cache is where the search begins: the text decides on one, for all layers"
+    sizes = [(split.spec.kv_lora_rank, split.spec.qk_rope_head_dim) for split in found.splits]
+    assert (found.spec.kv_lora_rank, found.spec.qk_rope_head_dim) in sizes
+    assert sizes == sorted(sizes, key=lambda size: size[1])
+    assert len({rope for _, rope in sizes}) == len(sizes) > 3
+    most = found.spec.values_per_token
+    for split in found.splits:
+        assert 0.9 * most <= split.spec.values_per_token <= most
+        assert (split.method, split.host, split.before, split.splits) == (found.method, found.host, found.before, ())
+        assert split.channels == split.spec.kv_lora_rank - HOST.reserved(split.spec.kv_lora_rank)
+    chosen = plan.choosing(found.splits[0])
+    assert chosen.target is found.splits[0]
+    assert chosen.source is plan.source
+
+
+@pytest.mark.parametrize(
+    ("method", "text", "size"),
+    [
+        ("weighted", TEXT, {"kv_lora_rank": 24, "qk_rope_head_dim": 8}), ("weighted", None, {"kv_share": 0.5}),
+        ("pca", TEXT, {"kv_share": 0.5}),
+    ],
+    ids=["a size", "no text", "a method that folds"],
+)  # fmt: skip
+def test_otherwise_there_is_no_choice(
+    method: str, text: CalibrationOptions | None, size: dict[str, Any], source: Sources, output: Output
+) -> None:
+    assert target(source(), output, method, text, **size).splits == ()
+
+
+@pytest.mark.parametrize(("rope", "fold"), [(8, 1), (4, 2), (2, 4), (16, 1), (12, 2)])
+def test_a_method_that_folds_does_so_as_little_as_it_can(rope: int, fold: int, source: Sources, output: Output) -> None:
+    found = target(source(), output, "pca", TEXT, kv_lora_rank=16, qk_rope_head_dim=rope)
+    assert found.freqfold == fold
+    inexact = f"inexact at any rank: {fold} neighbouring frequencies are taken for one"
+    assert (inexact in found.notes) == (fold > 1)
+    assert found.recipe().get("freqfold", 1) == fold
+    other = target(source(), output, "pca", TEXT, kv_lora_rank=16, qk_rope_head_dim=rope, freqfold=4)
+    assert other.freqfold == 4
+
+
+def test_a_method_that_could_use_text_and_has_none_says_so(source: Sources, output: Output) -> None:
+    size = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    assert planned(source(), output, "weighted", **size).remarks == (
+        "no calibration text: weighted uses weights and norm gains alone, and loses more than with --text",
+    )
+    assert planned(source(), output, "weighted", TEXT, **size).remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "message"),
+    [("qwen2", "float32", "its blocks are Llama's"), ("llama", "float16", "float16 ends at 65504 (use --dtype bfloat16)")],
+)
+def test_whether_any_latent_fits_comes_before_its_size(
+    model_type: str, dtype: str, message: str, source: Sources, output: Output
+) -> None:
+    error = refused(source(model_type, dtype), output, kv_lora_rank=10**6, qk_rope_head_dim=3)
+    assert re.search(r"^no output class carries MLA of .*: deepseek_v3: ", str(error))
+    assert message in str(error)
+
+
+# ---- sources with a latent -----------------------------------------------------------------------------------------
+
+
+def test_the_size_of_the_source_is_a_copy(source: Sources, output: Output) -> None:
+    made = source("deepseek_v3")  # MLA-16+8
+    for method, text in (("svd", None), ("weighted", TEXT), ("pca", TEXT)):
+        plan = planned(made, output, method, text, kv_lora_rank=16, qk_rope_head_dim=8)
+        assert plan.target.copies
+        assert plan.target.spec == plan.before == AttentionSpec(3, 8, 8, 10, 16, 8, 12)
+        assert plan.calibration is None
+        assert plan.applied_method is None
+        expected = ["MLA-16+8 is what the source has: every tensor is copied bit for bit, unchanged"]
+        assert list(plan.notes) == expected + (["the calibration text is not used"] if text else [])
+        assert plan.target.config(made, None) == made.raw
+
+
+def test_a_copy_in_another_dtype_is_not_called_one_of_bits(source: Sources, output: Output) -> None:
+    plan = planned(source("deepseek_v3"), Output(output.path, "bfloat16"), kv_lora_rank=16, qk_rope_head_dim=8)
+    assert plan.notes == ("MLA-16+8 is what the source has",)
+
+
+def test_channels_of_zeros_that_the_source_has_are_copied_as_well(source: Sources, output: Output) -> None:
+    """Its rank may exceed what is full size by the numbers: it was padded, or padding was asked for."""
+    made = source("deepseek_v3", kv_lora_rank=576, hidden_size=32)
+    assert target(made, output, kv_lora_rank=576, qk_rope_head_dim=8).copies
+
+
+@pytest.mark.parametrize(("rank", "rope", "nope", "full"), [(12, 8, 12, 15), (12, 4, 20, 19), (20, 4, 20, 19), (22, 2, 20, 21)])
+def test_a_smaller_latent_is_planned_like_any_other(
+    rank: int, rope: int, nope: int, full: int, source: Sources, output: Output
+) -> None:
+    made = source("deepseek_v3")
+    found = target(made, output, kv_lora_rank=rank, qk_rope_head_dim=rope)
+    assert found.spec == AttentionSpec(3, 8, 8, 10, rank, rope, nope)
+    assert full_rank(made, family_of("deepseek_v3"), rope) == full
+    assert found.channels == min(full, rank - HOST.reserved(rank))
+    assert not found.copies
+    config = found.config(made, family_of("deepseek_v3").rotary(made.config, 0).select(list(range(rope // 2)), "interleaved"))
+    assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]) == (rank, rope, nope)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ({"kv_lora_rank": 12, "qk_rope_head_dim": 10}, "cannot keep 10 rotary dims of the 8 that the source has"),
+        ({"kv_lora_rank": 17, "qk_rope_head_dim": 8}, "rank 17 exceeds full size: at 8 rotary dims, keys and values of"),
+        ({"kv_lora_rank": 22, "qk_rope_head_dim": 4}, "rank 22 exceeds full size: at 4 rotary dims, keys and values of"),
+        ({"kv_bytes": 289}, "a budget of 289 bytes per token exceeds the 288 of"),
+        ({"kv_bytes": 47}, "the least is 48 bytes per token in float32"),
+    ],
+)
+def test_a_latent_that_is_no_smaller_is_refused(size: dict[str, Any], message: str, source: Sources, output: Output) -> None:
+    error = refused(source("deepseek_v3"), output, **size)
+    assert message in f"{error} {error.hint}"
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_a_budget_of_a_latent_keeps_within_it_and_within_its_rotary_dims(share: float, source: Sources, output: Output) -> None:
+    found = target(source("deepseek_v3"), output, "weighted", TEXT, kv_share=share)
+    assert found.splits
+    for split in found.splits:
+        assert split.spec.bytes_per_token("float32") <= share * 288
+        assert split.spec.qk_rope_head_dim <= 8
+        assert split.spec.qk_nope_head_dim == (12 if split.spec.qk_rope_head_dim == 8 else 20)
+
+
+def test_a_latent_has_one_rotary_key_to_deal_out(source: Sources) -> None:
+    made, family = (
+        source("deepseek_v3", qk_rope_head_dim=64, head_dim=64, kv_lora_rank=512, hidden_size=2048),
+        family_of("deepseek_v3"),
+    )
+    before = family.spec(made.config)
+    assert latent_for_budget(made, family, before, HOST, 576) == (512, 64)
+    assert latent_for_budget(made, family, before, HOST, 288) == (224, 64)
+    assert latent_for_budget(made, family, before, HOST, 800) == (512, 64), "no more than there is"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_lora_rank": 12}, "its queries have a latent of their own"), ({"first_k_dense_replace": 1}, "it has experts"),
+        ({"attention_bias": False}, "it lacks attention biases"),
+    ],
+)  # fmt: skip
+def test_latents_that_kvfold_did_not_write_are_refused(
+    changes: dict[str, Any], message: str, source: Sources, output: Output
+) -> None:
+    error = refused(source("deepseek_v3", **changes), output, kv_lora_rank=12, qk_rope_head_dim=8)
+    assert "cannot be read: " + message in str(error)
+    assert error.hint == "`convert eval` measures it all the same"
