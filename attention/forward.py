@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.linalg import multi_dot
@@ -44,9 +44,10 @@ def attention_mass(attention: Attention, x: torch.Tensor) -> torch.Tensor:
     return mass / mass.sum(-1, keepdim=True)
 
 
-def spans(count: int) -> list[slice]:
+def spans(count: int, size: int | None = None) -> list[slice]:
     """Consecutive tokens, few at a time: a head's logits of one span fit into memory, and little of them is masked."""
-    return [slice(start, min(start + _SPAN, count)) for start in range(0, count, _SPAN)]
+    size = size or _SPAN
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _by_distance(weights: torch.Tensor) -> torch.Tensor:
@@ -84,6 +85,30 @@ class Heads:
     rotation: Rotation
     scale: float
 
+    @property
+    def queries(self) -> torch.Tensor:
+        """`[H, T, N' + P]`, what meets `keys`."""
+        return joined(self.nope, self.rope)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """`[G, T, N' + P]`, or one for each head where queries are lifted."""
+        nope = self.kept_nope if self.lift is None else self.kept_nope @ self.lift.mT
+        return joined(nope, self.kept_rope)
+
+    def part(self, heads: slice) -> Heads:
+        """Some of the heads, with a G of their number, or of one where all heads share what is kept."""
+        count = len(self.plain)
+        return replace(
+            self,
+            plain=self.plain[heads],
+            nope=self.nope[heads],
+            rope=self.rope[heads],
+            kept_nope=shared(self.kept_nope, heads, count),
+            kept_rope=shared(self.kept_rope, heads, count),
+            lift=None if self.lift is None else self.lift[heads],
+        )
+
     def kept(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a head's queries meet: `[T, N]` that does not turn, `[T, P]` that does."""
         group = head * len(self.kept_nope) // len(self.plain)
@@ -97,10 +122,31 @@ class Heads:
         return self.scale * (of_nope + self.rope[head, tokens] @ rope.mT)
 
 
+def joined(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """`[h, T, N + P]` of `[h, T, N]` and `[h or 1, T, P]`; where there is but one part, that part and no copy."""
+    if not nope.shape[-1]:
+        return rope
+    return torch.cat((nope, rope.expand(len(nope), -1, -1)), -1) if rope.shape[-1] else nope
+
+
+def shared(rows: torch.Tensor, heads: slice, count: int) -> torch.Tensor:
+    """`[h, …]`: of groups' `rows [G, …]` those of some of `count` heads; `[1, …]` where there is but one group."""
+    if len(rows) in (1, count):
+        return rows if len(rows) == 1 else rows[heads]
+    return rows[[head * len(rows) // count for head in range(count)[heads]]]
+
+
 def causal_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """`[t, s]`, of the last t among s tokens."""
-    future = torch.ones_like(logits, dtype=torch.bool).triu(1 + logits.shape[1] - logits.shape[0])
-    return logits.masked_fill(future, -torch.inf).softmax(-1)
+    """`[…, t, s]`, of the last t among s tokens."""
+    return hide_future(logits.clone()).softmax(-1)
+
+
+def hide_future(logits: torch.Tensor) -> torch.Tensor:
+    """The same `[…, t, s]`, of the last t among s tokens, changed in place: −∞ where s is later than t."""
+    t, s = logits.shape[-2:]
+    future = torch.ones(t, t, dtype=torch.bool, device=logits.device).triu(1)
+    logits[..., s - t :].masked_fill_(future, -torch.inf)
+    return logits
 
 
 def heads_of(record: Record, x: torch.Tensor) -> Heads:
@@ -127,15 +173,16 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
     )
 
 
+def values_of(record: Record, x: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """`[G, T, D]` of one block, or one for each head of a latent."""
+    if isinstance(record, FactoredAttention):
+        return _project(heads.kept_nope[0], record.up_v, None)
+    return _project(x, record.v, record.v_bias)
+
+
 def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
     heads = heads_of(record, x)
-    queries = torch.cat((heads.nope, heads.rope), -1)
-    nope = heads.kept_nope if heads.lift is None else heads.kept_nope @ heads.lift.mT
-    keys = torch.cat((nope, heads.kept_rope.expand(len(nope), -1, -1)), -1)
-    if isinstance(record, FactoredAttention):
-        values = _project(heads.kept_nope[0], record.up_v, None)
-    else:
-        values = _project(x, record.v, record.v_bias)
+    queries, keys, values = heads.queries, heads.keys, values_of(record, x, heads)
     share, dims = len(queries) // len(keys), values.shape[-1]
     # As wide as keys: for other values torch has no kernel on a CPU that does without the [H, T, T] weights.
     values = torch.nn.functional.pad(values, (0, max(0, keys.shape[-1] - dims)))

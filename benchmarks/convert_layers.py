@@ -1,13 +1,14 @@
 """What conversion costs: seconds per layer of each method, and the memory of a survey.
 
     python benchmarks/convert_layers.py [--widths 2048 4096] [--rank 512] [--rope 64] [--layers 24] [--rounds 3]
-                                        [--directory DIR]
+                                        [--directory DIR] [--refit]
 
 Seconds are of one layer of random weights (heads of 128, MHA and GQA with 8 KV heads), median of the rounds after one
-warm-up, on the CPU and, where there is one, on CUDA; with statistics and a sample of 4,096 tokens in blocks of 2,048. MB are
-the process's anonymous memory beyond weights and statistics. The survey runs in a process of its own over a random bf16
-checkpoint of width 2048; its peak is anonymous memory beyond that of importing torch and transformers. Its spooled inputs are
-on disk.
+warm-up, on the CPU and, where there is one, on CUDA; with statistics and a sample of 4,096 tokens in blocks of 2,048. CPU
+seconds are those of all threads. MB are the process's anonymous memory beyond weights and statistics. The first rows are the
+refit of queries at the size of a model of 135 million parameters: 9 heads of 64, 3 KV heads, blocks of 512, to MQA and MLA.
+The survey runs in a process of its own over a random bf16 checkpoint of width 2048; its peak is anonymous memory beyond that of
+importing torch and transformers. Its spooled inputs are on disk.
 """
 
 from __future__ import annotations
@@ -21,70 +22,101 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from random_llama import HEAD_DIM, IMPORTS, Watch, build, layer_parameters, run
 
+from attention.record import Attention
+from attention.rope import Rotary
+from convert.calibration.memory import release
+from convert.calibration.refit import refitted_queries
+from convert.methods import LATENT, load_grouped, load_latent
+from convert.methods.frequencies import pairs_by_stride
+from convert.methods.grouped import Draw
+from convert.methods.latent import Allocation
+from convert.methods.statistics import Statistics
+
 HEADS, BLOCKS, CONTEXT = 16, 2, 2048
 
+Cost = tuple[float, float, float]  # seconds, CPU seconds, MB
 
-def layer_cost(
-    width: int, groups: int, rank: int, rope: int, device: str, rounds: int
-) -> Iterator[tuple[str, tuple[float, float]]]:
-    """What is done to one layer, and seconds and MB of it."""
-    from attention.record import Attention
-    from attention.rope import Rotary
-    from convert.calibration.refit import refitted_queries
-    from convert.methods import LATENT, load_grouped, load_latent
-    from convert.methods.frequencies import pairs_by_stride
-    from convert.methods.grouped import Draw
-    from convert.methods.latent import Allocation
-    from convert.methods.statistics import Statistics
 
-    heads, generator = width // HEAD_DIM, torch.Generator().manual_seed(0)
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer and its sample, and of what it is factored into."""
 
-    def draw(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * 0.02).to(torch.bfloat16).to(device)
+    width: int
+    groups: int
+    head_dim: int = HEAD_DIM
+    blocks: int = BLOCKS
+    context: int = CONTEXT
+    rank: int = 512
+    rope: int = 64
 
-    rotary = Rotary(10000.0 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM))
-    kv = (groups, HEAD_DIM, width)
-    layer = Attention(draw(heads, HEAD_DIM, width), draw(*kv), draw(*kv), draw(width, heads, HEAD_DIM), 0.1, rotary)
-    x = torch.randn(BLOCKS, CONTEXT, width, generator=generator)
-    rows = x.flatten(0, 1).double()
-    known = Statistics(rows.T @ rows / len(rows), rows.mean(0), 10**6, x.bfloat16()).to(torch.device(device))
+    def drawn(self, device: str) -> tuple[Attention, Statistics]:
+        """A layer of random weights, and statistics of random inputs."""
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return (torch.randn(*shape, generator=generator) * 0.02).to(torch.bfloat16).to(device)
+
+        heads, kv = self.width // self.head_dim, (self.groups, self.head_dim, self.width)
+        rotary = Rotary(10000.0 ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim))
+        projections = draw(heads, self.head_dim, self.width), draw(*kv), draw(*kv), draw(self.width, heads, self.head_dim)
+        x = torch.randn(self.blocks, self.context, self.width, generator=generator)
+        rows = x.flatten(0, 1).double()
+        known = Statistics(rows.T @ rows / len(rows), rows.mean(0), 10**6, x.bfloat16()).to(torch.device(device))
+        return Attention(*projections, 0.1, rotary), known
+
+    def allocation(self, folds: bool, rotary: Rotary | None) -> Allocation:
+        """How a latent of this size is divided, with a stride of the frequencies rotary."""
+        pairs = pairs_by_stride(self.rope, self.head_dim)
+        return Allocation(self.rank, pairs, max(1, self.head_dim // self.rope) if folds else 1, rotary)
+
+
+SMALL = Sizes(576, 3, 64, 8, 512, 96, 32)
+
+
+def layer_cost(sizes: Sizes, device: str, rounds: int) -> Iterator[tuple[str, Cost]]:
+    """What is done to one layer, and what it costs."""
+    (layer, known), draw = sizes.drawn(device), Draw(torch.Generator().manual_seed(0), 0.02)
     merge = load_grouped("aligned").merge
-    for target in (8, 1) if groups > 8 else (1,):
-        draws = Draw(generator, 0.02)
-        yield (
-            f"aligned, to {target} KV heads",
-            _cost(partial(merge, layer, target, draws, known), device, rounds),
-        )
+    for target in (8, 1) if sizes.groups > 8 else (1,):
+        yield f"aligned, to {target} KV heads", _cost(partial(merge, layer, target, draw, known), device, rounds)
     for name in LATENT:
         how = load_latent(name)
-        size = Allocation(rank, pairs_by_stride(rope, HEAD_DIM), max(1, HEAD_DIM // rope) if how.folds else 1, rotary)
+        size = sizes.allocation(how.folds, layer.rotary)
         if how.measure:
-            yield f"{name}, measure", _cost(partial(how.measure, layer, known, rope // 2), device, rounds)
+            yield f"{name}, measure", _cost(partial(how.measure, layer, known, sizes.rope // 2), device, rounds)
         for pursued in (False, True) if name == "weighted" else (False,):
             size = dataclasses.replace(size, pursued=pursued)
             kind = f"{name}, pursuit" if pursued else name
             yield kind, _cost(partial(how.factor, layer, size, known), device, rounds)
-    result = load_latent("weighted").factor(layer, dataclasses.replace(size, pursued=False), known)
-    yield "queries of weighted refitted", _cost(lambda: refitted_queries(layer, result, known.sample), device, rounds)
+    yield from refit_cost(sizes, device, rounds)
 
 
-def _cost(work: Callable[[], object], device: str, rounds: int) -> tuple[float, float]:
-    from convert.calibration.memory import release
+def refit_cost(sizes: Sizes, device: str, rounds: int) -> Iterator[tuple[str, Cost]]:
+    """The least squares of one layer's queries, for the default methods."""
+    layer, known = sizes.drawn(device)
+    merged = load_grouped("aligned").merge(layer, 1, Draw(torch.Generator(), 0.02), known)
+    factored = load_latent("weighted").factor(layer, sizes.allocation(False, layer.rotary), known)
+    for what, result in (("aligned, to 1 KV heads", merged), ("weighted", factored)):
+        yield f"queries of {what} refitted", _cost(partial(refitted_queries, layer, result, known.sample), device, rounds)
 
+
+def _cost(work: Callable[[], object], device: str, rounds: int) -> Cost:
     times = []
     release()
     with Watch() as memory:
         for _ in range(rounds + 1):
-            start = time.monotonic()
+            start, used = time.monotonic(), time.process_time()
             work()
-            times.append(_done(device) - start)
-    return statistics.median(times[1:]), memory.peak
+            times.append((_done(device) - start, time.process_time() - used))
+    seconds, used = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return seconds, used, memory.peak
 
 
 def _done(device: str) -> float:
@@ -118,20 +150,25 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=None, help="where to work; default: a temporary directory")
+    parser.add_argument("--refit", action="store_true", help="only the refit of queries")
     parser.add_argument("--survey", type=Path, nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.survey:
         survey_only(*args.survey)
         return
     print(f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}")
-    print(f"\nCost per layer, {args.rank}+{args.rope}:\n")
-    print("| device | width | KV heads | what | seconds | MB |")
-    print("| --- | --: | --: | --- | --: | --: |")
+    print("\nCost per layer:\n")
+    print("| device | width | KV heads | what | seconds | CPU seconds | MB |")
+    print("| --- | --: | --: | --- | --: | --: | --: |")
+    wide = [Sizes(width, groups, rank=args.rank, rope=args.rope) for width in args.widths for groups in (width // HEAD_DIM, 8)]
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        for width in args.widths:
-            for groups in (width // HEAD_DIM, 8):
-                for what, (seconds, memory) in layer_cost(width, groups, args.rank, args.rope, device, args.rounds):
-                    print(f"| {device} | {width} | {groups} | {what} | {seconds:.2f} | {memory:.0f} |", flush=True)
+        for sizes in (SMALL, *wide):
+            costs = refit_cost if args.refit or sizes is SMALL else layer_cost
+            for what, (seconds, used, memory) in costs(sizes, device, args.rounds):
+                where = f"{device} | {sizes.width} | {sizes.groups}"
+                print(f"| {where} | {what} | {seconds:.2f} | {used:.2f} | {memory:.0f} |", flush=True)
+    if args.refit:
+        return
     with tempfile.TemporaryDirectory(dir=args.directory) as work:
         model, shelf = Path(work, "model"), Path(work, "survey")
         build(model, HEADS, args.layers, 10**9)

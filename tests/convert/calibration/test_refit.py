@@ -12,7 +12,7 @@ from records import factored, inputs, loss, measured, random, record, run
 
 from attention.forward import causal_softmax, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
-from convert.calibration.refit import OutputFit, _HeadFit, _solved, refitted_queries
+from convert.calibration.refit import OutputFit, _Fit, _free, _solved, _together, refitted_queries
 from convert.methods import load_grouped, load_latent
 from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
@@ -165,14 +165,15 @@ def test_no_query_that_rotates_is_mapped_onto_the_latent() -> None:
     a = factored(2, 4, 2, 6, 20)
     source, whole = a.expanded(), smaller(a, 6, (0, 1))
     spoilt = dataclasses.replace(whole, up_k=perturbed_heads(2, 4, 4) @ whole.up_k)
-    blocks = [(heads_of(source, x), heads_of(spoilt, x)) for x in X]
     for head in range(2):
-        change = _solved(_HeadFit.of(blocks, head), 4)
+        fits = fits_of(source, spoilt, slice(head, head + 1))
+        change = _solved(fits, _free(source, spoilt))[0]
         assert change.shape == (8, 6 + 4)
         assert not change[:4, :6].any()
         assert change[4:, :6].abs().min() > 0
         assert change[:, 6:].abs().min() > 0
-        assert _solved(_HeadFit.of(blocks, head), 0)[:4, :6].abs().min() > 0, "it would be used if it could"
+        unbound = _solved(fits, torch.ones(1, 1))[0]
+        assert unbound[:4, :6].abs().min() > 0, "it would be used if it could"
 
 
 def test_only_queries_of_gqa_change() -> None:
@@ -211,45 +212,91 @@ def test_heads_of_zeros_stay_finite(what: str) -> None:
 # ---- the objective -------------------------------------------------------------------------------------------------
 
 
+def fits_of(a: Attention, after: Record, heads: slice) -> list[_Fit]:
+    return [_Fit.of(heads_of(a, x).part(heads), heads_of(after, x).part(heads)) for x in X]
+
+
 @pytest.mark.parametrize("target", [False, True])
-@pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "mla"])
+@pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "mla", "mla, a latent as wide as heads", "mqa"])
 def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """½ Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one token after another."""
-    monkeypatch.setattr("attention.forward._SPAN", 7)  # blocks are not a multiple of it
+    monkeypatch.setattr("convert.calibration.refit._SPAN", 7)  # blocks are not a multiple of it
     a = record(4, 1, 2, 2 if "partial" in case else 0, 20, "interleaved" if "inter" in case else "half")
-    after: Record = latent(a, 5, (0, 1)) if case == "mla" else merged(a, 2)
-    blocks, head = [(heads_of(a, x), heads_of(after, x)) for x in X], 1
-    columns = sum(part.shape[-1] for part in blocks[0][1].kept(head))
-    leaf = (0.1 * random(a.q.shape[1], columns, seed=5)).double().requires_grad_(True)
+    rank, groups = 4 if "wide" in case else 5, 1 if case == "mqa" else 2
+    after: Record = latent(a, rank, (0, 1)) if "mla" in case else merged(a, groups)
+    blocks, heads = [(heads_of(a, x), heads_of(after, x)) for x in X], slice(1, 3)
+    columns = sum(part.shape[-1] for part in blocks[0][1].kept(1))
+    leaf = (0.1 * random(2, a.q.shape[1], columns, seed=5)).double().requires_grad_(True)
     total = torch.zeros((), dtype=torch.float64)
     for source, result in blocks:
-        query, attended = source.plain[head].double(), causal_softmax(source.logits(head)).double()
-        nope, rope = (part.double() for part in result.kept(head))
-        missing = (source.logits(head) - result.logits(head)).double()
-        for t in range(len(query)):
-            moved, p = query[t] @ leaf, attended[t, : t + 1]
-            rotated = result.rotation(moved[nope.shape[1] :].expand(len(query), -1))[t]
-            got = result.scale * (nope[: t + 1] @ moved[: nope.shape[1]] + rope[: t + 1] @ rotated)
-            error = got - missing[t, : t + 1] if target else got
-            total = total + 0.5 * (p * (error - (p * error).sum()).square()).sum()
+        for head, maps in zip((1, 2), leaf, strict=True):
+            query, attended = source.plain[head].double(), causal_softmax(source.logits(head)).double()
+            nope, rope = (part.double() for part in result.kept(head))
+            missing = (source.logits(head) - result.logits(head)).double()
+            for t in range(len(query)):
+                moved, p = query[t] @ maps, attended[t, : t + 1]
+                rotated = result.rotation(moved[nope.shape[1] :].expand(len(query), -1))[t]
+                got = result.scale * (nope[: t + 1] @ moved[: nope.shape[1]] + rope[: t + 1] @ rotated)
+                error = got - missing[t, : t + 1] if target else got
+                total = total + 0.5 * (p * (error - (p * error).sum()).square()).sum()
     (expected,) = torch.autograd.grad(total, leaf)
-    fit = _HeadFit.of(blocks, head)
-    found = fit.curvature(leaf.detach().float()) - (fit.wanted() if target else 0)
+    fits = fits_of(a, after, heads)
+    assert fits[0].met.lifts == (case == "mla")
+    found = torch.stack([fit.curvature(leaf.detach().float()) - (fit.wanted if target else 0) for fit in fits]).sum(0)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("case", ["gqa, partial", "mla", "attention factor"])
+def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotated relative to the token, one token after another; what has a position and what has none, apart."""
+    monkeypatch.setattr("convert.calibration.refit._SPAN", 7)
+    a = record(4, 1, 2, 2, 20, "interleaved", True, 1.3 if case == "attention factor" else 1.0)
+    after: Record = latent(a, 5, (0, 1)) if case == "mla" else merged(a, 2)
+    x, head = X[0], 2
+    source, result = heads_of(a, x), heads_of(after, x)
+    nope, rope = (result.scale * part.double() for part in result.kept(head))
+    split, attended = nope.shape[1], causal_softmax(source.logits(head)).double()
+    expected = torch.zeros(split + rope.shape[1], split + rope.shape[1], dtype=torch.float64)
+    for t, p in enumerate(attended):
+        back = result.rotation.of(slice(t, t + 1)).adjoint(rope)
+        for part, kept in ((slice(0, split), nope), (slice(split, None), back)):
+            centred = kept - p @ kept
+            expected[part, part] += (centred.T * p) @ centred
+    queries, spread = _Fit.of(source.part(slice(1, 3)), result.part(slice(1, 3))).moments(10**6)
+    torch.testing.assert_close(spread[1].double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(queries[1], source.plain[head].T @ source.plain[head], rtol=1e-4, atol=1e-4)
 
 
 def test_of_a_long_block_some_spans_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     a = record(4, 1, 2, 2, 20)
     after = merged(a, 2)
-    blocks = [(heads_of(a, x), heads_of(after, x)) for x in X]
     count = len(X[0])
-    monkeypatch.setattr("attention.forward._SPAN", count // 8)
-    whole = _HeadFit.of(blocks, 1).spans
+    monkeypatch.setattr("convert.calibration.refit._SPAN", count // 8)
+    whole = fits_of(a, after, slice(4))
     monkeypatch.setattr("convert.calibration.refit._TOKENS", count // 4)
-    some = _HeadFit.of(blocks, 1).spans
-    assert (len(whole), len(some)) == (8 * len(X), 2 * len(X))
-    assert [span.weights.shape[1] for span in some[:2]] == [3 * (count // 8), 7 * (count // 8)]
+    some = fits_of(a, after, slice(4))
+    assert ({len(fit.spans) for fit in whole}, {len(fit.spans) for fit in some}) == ({8}, {2})
+    assert [weights.shape for weights in some[0].weights] == [(4, count // 8, end * (count // 8)) for end in (3, 7)]
+    assert [fit.count for fit in some] == len(X) * [count // 4]
     assert loss(a, refitted_queries(a, after, X), X) < loss(a, after, X)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mqa", "mla"])
+def test_how_many_heads_are_fitted_together_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = record(4, 2, 3, 2, 20)
+    after: Record = latent(a, 6, (0, 1)) if kind == "mla" else merged(a, 2 if kind == "gqa" else 1)
+    at_once = refitted_queries(a, after, X)
+    monkeypatch.setattr("convert.calibration.refit._TOGETHER", 3 * 128 * 32)  # three heads of eight, and two at the end
+    assert len(_together(8, 32)) == 3
+    in_parts = refitted_queries(a, after, X)
+    for name in ("q",) if isinstance(after, Attention) else ("up_k", "q_rope"):
+        torch.testing.assert_close(getattr(in_parts, name), getattr(at_once, name), rtol=1e-3, atol=1e-4)
+
+
+def test_heads_that_are_fitted_together_are_all_heads_once() -> None:
+    for heads, context in ((1, 512), (9, 512), (32, 2048), (32, 100_000), (7, 1)):
+        parts = _together(heads, context)
+        assert [head for part in parts for head in range(heads)[part]] == list(range(heads))
 
 
 # ---- outputs -------------------------------------------------------------------------------------------------------
