@@ -28,7 +28,7 @@ def latent(a: Attention, rank: int, pairs: tuple[int, ...], method: str = "weigh
     return load_latent(method).factor(a, Allocation(rank, pairs), measured(X))
 
 
-# ---- queries -------------------------------------------------------------------------------------------------------
+# ---- queries ---------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=12, deadline=None)
@@ -143,7 +143,7 @@ def test_heads_of_zeros_stay_finite(what: str) -> None:
         assert torch.isfinite(run(refitted_queries(a, after, X), X)).all()
 
 
-# ---- the objective -------------------------------------------------------------------------------------------------
+# ---- the objective ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", [False, True])
@@ -187,7 +187,7 @@ def test_of_a_long_block_some_spans_are_fitted(monkeypatch: pytest.MonkeyPatch) 
     assert loss(a, refitted_queries(a, after, X), X) < loss(a, after, X)
 
 
-# ---- outputs -------------------------------------------------------------------------------------------------------
+# ---- outputs ---------------------------------------------------------------------------------------------------------
 
 
 def reads(record_: Record, tokens: int = 60, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

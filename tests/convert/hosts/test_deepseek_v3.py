@@ -19,7 +19,7 @@ from convert.families import FAMILIES, family_of
 from convert.families.latent import constants
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA, HOST, rope_parameters
 
-# ---- frequencies ---------------------------------------------------------------------------------------------------
+# ---- frequencies -----------------------------------------------------------------------------------------------------
 
 
 def written(rotary: Rotary, **changes: Any) -> tuple[dict[str, Any], Rotary]:
@@ -71,7 +71,7 @@ def test_both_lists_of_longrope_come_back_and_where_they_change(pairs: list[int]
     assert (back.long_beyond, back.attention_factor) == (50, 1.0)
 
 
-# ---- tensors -------------------------------------------------------------------------------------------------------
+# ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
 def latent(channels: int, biased: bool = True) -> FactoredAttention:
@@ -112,7 +112,7 @@ def test_the_stock_module_computes_the_record(rank: int, channels: int, biased: 
     torch.testing.assert_close(found, latent_attention(x, **fields), rtol=1e-4, atol=1e-4)
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 SLIDING = ["sliding_attention"] * 3

@@ -17,7 +17,7 @@ from convert.methods import LATENT
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
 from convert.methods.latent import Allocation, keys_of
 
-# ---- full size -----------------------------------------------------------------------------------------------------
+# ---- full size -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", LATENT)
@@ -94,7 +94,7 @@ def test_the_attention_factor_is_in_the_keys_twice() -> None:
     assert torch.equal(scaled.nope, plain.nope)
 
 
-# ---- less than full size -------------------------------------------------------------------------------------------
+# ---- less than full size ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", LATENT)
@@ -121,7 +121,7 @@ def test_less_is_lost_with_more_of_either(method: str) -> None:
         assert losses_seen[-1] < 1e-5
 
 
-# ---- whatever comes ------------------------------------------------------------------------------------------------
+# ---- whatever comes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", LATENT)
