@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import filecmp
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 # The beginning of a script for `python -c`: as on a machine where kvfold is not installed.
 WITHOUT_KVFOLD = """
@@ -50,3 +51,48 @@ def same_but_for_the_run(a: Path, b: Path) -> None:
     assert records[0] == records[1]
     others = [name for name in names if name != "conversion.json"]
     assert filecmp.cmpfiles(a, b, others, shallow=False) == (others, [], [])
+
+
+def edit(path: Path, **changes: Any) -> Path:
+    """Change the config of a checkpoint."""
+    raw = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(raw))
+    return path
+
+
+def silence(source: Path, layer: int) -> Path:
+    """A model of which one layer adds nothing, as after pruning."""
+
+    def prune(tensors: dict[str, torch.Tensor]) -> None:
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"model.layers.{layer}.{name}.weight"].zero_()
+
+    return damage(source, prune)
+
+
+def damage(source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """Change the weights of a checkpoint of one file."""
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    return source
+
+
+def layer_notes(path: Path) -> list[dict[str, Any]]:
+    """What conversion.json says of each layer."""
+    return list(json.loads((path / "conversion.json").read_text())["layers"])
+
+
+def refused(result: Any, code: int, message: str) -> None:
+    """A command said why it ended, on stderr alone."""
+    assert result.exit_code == code, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def left_nothing(result: Any, code: int, message: str, out: Path) -> None:
+    """A conversion to `out` said why it ended, and nothing is left but, where it had begun, the lock."""
+    refused(result, code, message)
+    lock = {f"{out.name}.lock"} if code == 1 else set()
+    assert {path.name for path in out.parent.glob(f"{out.name}*")} == lock, "something is left"

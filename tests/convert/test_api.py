@@ -60,7 +60,7 @@ class Listener:
         return [(stage, total, unit) for stage, _, total, unit in (self.told[i] for i in begun)]
 
 
-# ---- what a conversion returns -------------------------------------------------------------------------------------
+# ---- what a conversion returns ---------------------------------------------------------------------------------------
 
 
 def test_a_conversion_says_what_it_was(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +215,7 @@ def test_values_that_options_refuse_are_refused(
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
-# ---- sweep, plan, inspect ------------------------------------------------------------------------------------------
+# ---- sweep, plan, inspect --------------------------------------------------------------------------------------------
 
 
 def test_a_sweep_returns_its_plans_and_report(
@@ -271,7 +271,7 @@ def test_facts_are_numbers_for_programs_and_a_table_for_people(
         plan(source, dtype="int8")
 
 
-# ---- the command line is a shell -----------------------------------------------------------------------------------
+# ---- the command line is a shell -------------------------------------------------------------------------------------
 
 COMMANDS: dict[str, tuple[Any, Any, list[str]]] = {
     "gqa": (api, "gqa", ["MODEL", "OUTPUT", "--groups", "2"]),

@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 import pytest
-from safetensors import safe_open
+from latents import SMALL
+from written import edit, left_nothing, ok, refused
 
 from convert.cli import main
 from convert.methods import GROUPED, LATENT
@@ -29,13 +30,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def edit(path: Path, **changes: Any) -> Path:
-    raw = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps(raw))
-    return path
-
-
-# ---- what commands print -------------------------------------------------------------------------------------------
+# ---- what commands print ---------------------------------------------------------------------------------------------
 
 
 def test_gqa_prints_what_it_did_on_stdout_alone(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -57,85 +52,6 @@ def test_a_dry_run_writes_nothing_and_reads_no_weights(checkpoint: Make, convert
     plan = json.loads(result.stdout)
     assert (plan["kv_heads_before"], plan["kv_heads_after"], plan["kv_bytes_per_token_after"]) == (4, 2, 384)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_merge_that_cannot_be_exact_says_so(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    result = convert("gqa", checkpoint("cohere", use_qk_norm=True), tmp_path / "out", "--groups", 2, "--dry-run")
-    assert "inexact: keys are normalised with gains per head" in result.stdout
-
-
-def test_inspect_reads_only_the_config(checkpoint: Make, convert: Convert) -> None:
-    source = checkpoint("qwen3")
-    (source / "model.safetensors").unlink()
-    facts = json.loads(convert("inspect", source, "--json").stdout)
-    assert facts["attention"] == "GQA-4"
-    assert facts["qk_norm"] == "rms, shared gains"
-    assert facts["groups_possible"] == [4, 2, 1]
-    assert facts["output_classes"]["gqa"] == "its own class, loads in transformers"
-    assert "| qk norm" in convert("inspect", source).stdout
-
-
-def test_plan_reads_only_the_config_and_sizes_every_target(checkpoint: Make, convert: Convert) -> None:
-    source = checkpoint(num_key_value_heads=8)
-    (source / "model.safetensors").unlink()
-    facts = json.loads(convert("plan", source, "--json", "--batch", 3, "--context", 10, "--gpu", "tiny one=0.001").stdout)
-    grouped = facts["targets"][:4]
-    assert [row["kind"] for row in grouped] == ["MHA", "GQA-4", "GQA-2", "MQA"]
-    assert [row["kv_bytes"] for row in grouped] == [3 * 2 * g * 8 * 4 * 3 * 10 for g in (8, 4, 2, 1)]
-    mha = facts["targets"][0]
-    room = 0.9 * 0.001 * 1e9 - mha["weight_bytes"]
-    assert mha["longest_context"] == {"tiny one": int(room // (3 * mha["kv_bytes_per_token"]))}
-    shown = convert("plan", source, "--dtype", "bfloat16").stdout
-    assert "RTX 4090 24 GB" in shown
-    assert "| MHA (source) |" in shown
-
-
-def test_plan_and_inspect_size_latents_as_they_are_written(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint(num_key_value_heads=8)
-    rows = json.loads(convert("plan", source, "--json", "--dtype", "float32").stdout)["targets"][4:]
-    # 128 values per layer: 50 %, 25 % and 12.5 % of them, a quarter of each but at most one head's 8 dims rope.
-    assert [row["kind"] for row in rows] == ["MLA-56+8", "MLA-24+8", "MLA-12+4"]
-    assert [row["kv_bytes_per_token"] for row in rows] == [3 * values * 4 for values in (64, 32, 16)]
-    shown = convert("inspect", source).stdout
-    assert "MLA-56+8, MLA-24+8, MLA-12+4, and others" in shown
-    assert "mla: deepseek_v3, loads in transformers" in shown
-    for share, row in zip(("50%", "25%", "12.5%"), rows, strict=True):
-        out = tmp_path / row["kind"]
-        assert convert("mla", source, out, "--kv-budget", share).exit_code == 0
-        with safe_open(out / "model.safetensors", "pt") as file:
-            written = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-        assert row["parameters"] == written
-
-
-def test_what_cannot_become_mla_is_told_why(checkpoint: Make, convert: Convert) -> None:
-    source = checkpoint("qwen2")
-    facts = json.loads(convert("plan", source, "--json").stdout)
-    assert not any(row["kind"].startswith("MLA") for row in facts["targets"])
-    assert facts["mla"].startswith("none: no output class carries MLA of")
-    assert "\n\nMLA: none: " in convert("plan", source).stdout
-    assert "mla: none (no output class carries MLA of" in convert("inspect", source).stdout
-
-
-def test_a_float16_source_is_told_what_it_can_become_in_bfloat16(checkpoint: Make, convert: Convert) -> None:
-    source = edit(checkpoint(), dtype="float16")
-    assert "mla: deepseek_v3, loads in transformers (only with --dtype bfloat16)" in convert("inspect", source).stdout
-    facts = json.loads(convert("plan", source, "--json").stdout)
-    assert facts["mla"] == "only with --dtype bfloat16"
-    assert any(row["kind"].startswith("MLA") for row in facts["targets"])
-
-
-def test_the_matrix_names_the_output_class_of_each_target(convert: Convert) -> None:
-    rows = {row["family"]: row for row in json.loads(convert("families", "--json").stdout)}
-    assert (rows["llama"]["gqa"], rows["llama"]["mla"]) == ("its own class", "deepseek_v3")
-    assert rows["gemma2"]["mla"] == "-"
-
-
-def test_families_lists_every_family(convert: Convert) -> None:
-    rows = json.loads(convert("families", "--json").stdout)
-    assert {"llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi", "stablelm", "starcoder2", "granite", "smollm3"} <= {
-        row["family"] for row in rows
-    }
-    assert len(convert("families").stdout.splitlines()) == len(rows) + 2
 
 
 def test_eval_writes_the_report_and_holds_the_gate(checkpoint: Make, convert: Convert, text: Path, tmp_path: Path) -> None:
@@ -185,7 +101,7 @@ def test_an_interrupted_bench_writes_nothing(
     assert not (tmp_path / "speed").exists()
 
 
-# ---- recipes -------------------------------------------------------------------------------------------------------
+# ---- recipes ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_recipe_runs_its_steps(checkpoint: Make, convert: Convert, text: Path, tmp_path: Path) -> None:
@@ -246,27 +162,7 @@ def test_a_bad_recipe_is_refused(recipe: str, message: str, convert: Convert, tm
     assert message in result.stderr
 
 
-# ---- mistakes ------------------------------------------------------------------------------------------------------
-
-
-def refused(result: Any, code: int, message: str) -> None:
-    assert result.exit_code == code, result.output
-    assert message in result.stderr
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        (3, "cannot make 3 groups from 8 KV heads: 3 does not divide 8 (choose 1, 2, 4 or 8)"),
-        (16, "cannot make 16 groups from 8 KV heads: it must be between 1 and 8 (choose 1, 2, 4 or 8)"),
-        (0, "cannot make 0 groups"),
-    ],
-)
-def test_groups_that_do_not_fit(groups: int, message: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    refused(convert("gqa", checkpoint(num_key_value_heads=8), tmp_path / "out", "--groups", groups), 2, message)
-    assert not (tmp_path / "out").exists()
+# ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -289,6 +185,132 @@ def test_configs_that_cannot_be_converted(
     refused(convert("gqa", source, tmp_path / "out", "--groups", 1), 2, message)
     refused(convert("plan", source), 2, message)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("budget", "values"),
+    # The source caches 3 layers × 64 values × 4 bytes = 768 bytes per token.
+    [("12.5%", 8), ("50%", 32), ("100%", 64), ("384", 32), ("0.3KB", 25), ("384B", 32), (" 50 % ", 32)],
+)
+def test_a_budget_is_kept(budget: str, values: int, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    plan = json.loads(ok(convert("mla", checkpoint(), tmp_path / "o", "--kv-budget", budget, "--dry-run", "--json")).stdout)
+    assert plan["kv_lora_rank"] + plan["qk_rope_head_dim"] in (values, values - 1)
+    assert plan["kv_bytes_per_token_after"] <= values * 12
+
+
+def test_a_budget_is_counted_in_the_dtype_that_is_written(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    command = ["mla", checkpoint(), tmp_path / "o", "--dry-run", "--json", "--dtype", "bfloat16", "--kv-budget"]
+    for budget in ("25%", "192"):
+        plan = json.loads(ok(convert(*command, budget)).stdout)
+        assert plan["kv_bytes_per_token_after"] == 192
+        assert plan["kv_lora_rank"] + plan["qk_rope_head_dim"] == 32
+
+
+ARGUMENTS: dict[str, tuple[list[Any], str]] = {
+    "rank too large": (["--kv-lora-rank", 35, "--qk-rope-head-dim", 32], "rank 35 exceeds full size"),
+    "rank 1": (["--kv-lora-rank", 1, "--qk-rope-head-dim", 8], "a latent of rank 1 holds nothing: deepseek_v3 needs 1 channel"),
+    "rank 0": (["--kv-lora-rank", 0, "--qk-rope-head-dim", 8], "a latent of rank 0 holds nothing"),
+    "rank -5": (["--kv-lora-rank", -5, "--qk-rope-head-dim", 8], "a latent of rank -5 holds nothing"),
+    "rope odd": (["--kv-lora-rank", 16, "--qk-rope-head-dim", 7], "cannot keep 7 rotary dims"),
+    "rope 0": (["--kv-lora-rank", 16, "--qk-rope-head-dim", 0], "cannot keep 0 rotary dims"),
+    "rope too large": (["--kv-lora-rank", 16, "--qk-rope-head-dim", 34], "it must be even and between 2 and 32"),
+    "no size": ([], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
+    "half a size": (["--kv-lora-rank", 16], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
+    "other half of a size": (["--qk-rope-head-dim", 8], "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
+    "padding and budget": (["--kv-budget", "50%", "--pad-rank"], "give either --kv-budget or --pad-rank"),
+    "size and budget": ([*SMALL, "--kv-budget", "50%"], "give either --kv-budget or"),
+    "half a size and budget": (["--kv-lora-rank", 8, "--kv-budget", "50%"], "give either --kv-budget or"),
+    "budget too small": (["--kv-budget", "3%"], "a budget of 23 bytes per token is too small for any rank"),
+    "budget of nothing": (["--kv-budget", "0%"], "'0%' is no budget"),
+    "budget of 0 bytes": (["--kv-budget", "0"], "a budget of 0 bytes per token is too small"),
+    "budget above all": (["--kv-budget", "150%"], "'150%' is no budget"),
+    "budget nonsense": (["--kv-budget", "a little"], "'a little' is no budget"),
+    "budget negative": (["--kv-budget", "-4096"], "'-4096' is no budget"),
+    "freqfold with weighted": ([*SMALL, "--freqfold", 2], "method weighted does not fold frequencies"),
+    "freqfold with svd": ([*SMALL, "--method", "svd", "--freqfold", 2], "method svd does not fold frequencies"),
+    "text with svd": (
+        [*SMALL, "--method", "svd", "--text", "TEXT"], "method svd looks at weights only and has no use for --text"
+    ),
+    "propagate with svd": (
+        [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate"], "has no use for --propagate and --text"
+    ),
+    "propagate and refit with svd": (
+        [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate", "--refit"], "has no use for --propagate\nhint"
+    ),
+    "propagate without text": ([*SMALL, "--propagate"], "--propagate is about calibration text, and there is none"),
+    "refit without text": ([*SMALL, "--refit"], "--refit is about calibration text, and there is none"),
+    "refine without text": (
+        [*SMALL, "--refine", 3, "--calibration-tokens", 9], "--calibration-tokens and --refine are about calibration text"
+    ),
+    "refine nothing": ([*SMALL, "--text", "TEXT", "--refine", 0], "0 is not in the range x>=1"),
+    "pca without text": ([*SMALL, "--method", "pca"], "method pca needs text to calibrate on"),
+    "freqfold 3": ([*SMALL, "--method", "pca", "--text", "TEXT", "--freqfold", 3], "cannot fold 4 frequencies by 3"),
+    "freqfold 0": ([*SMALL, "--method", "pca", "--text", "TEXT", "--freqfold", 0], "cannot fold 4 frequencies by 0"),
+    "freqfold too small": (
+        ["--kv-lora-rank", 16, "--qk-rope-head-dim", 2, "--method", "pca", "--text", "TEXT", "--freqfold", 2],
+        "(choose 4)",
+    ),
+    "text and dataset": (
+        [*SMALL, "--method", "pca", "--text", "TEXT", "--dataset", "wikitext"],
+        "give either a text or a dataset to calibrate on\nhint: --text",
+    ),
+    "context too long": (
+        [*SMALL, "--method", "pca", "--text", "TEXT", "--calibration-context", 129],
+        "a calibration context of 129 tokens exceeds the 128 positions of the model",
+    ),
+    "less than one block": (
+        [*SMALL, "--method", "pca", "--text", "TEXT", "--calibration-tokens", 127],
+        "127 calibration tokens are less than one block of 128",
+    ),
+    "missing text": ([*SMALL, "--method", "pca", "--text", "missing.txt"], "does not exist"),
+    "unknown method": ([*SMALL, "--method", "magic"], "'magic' is not one of"),
+    "float16": ([*SMALL, "--dtype", "float16"], "float16 ends at 65504 (use --dtype bfloat16)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_that_do_not_fit_are_refused_without_weights(
+    case: str, checkpoint: Make, convert: Convert, text: Path, tmp_path: Path
+) -> None:
+    source, (arguments, message) = checkpoint(num_hidden_layers=1, tie_word_embeddings=True), ARGUMENTS[case]
+    if "budget" in case:
+        source = three_layers(source)
+    (source / "model.safetensors").unlink()
+    arguments = [text if argument == "TEXT" else argument for argument in arguments]
+    left_nothing(convert("mla", source, tmp_path / "out", *arguments), 2, message, tmp_path / "out")
+
+
+def three_layers(source: Path) -> Path:
+    raw = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (source / "config.json").write_text(json.dumps(raw))
+    return source
+
+
+CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "query biases": ("qwen2", {}, "qwen2 does not have Llama's decoder blocks"),
+    "biases": ("llama", {"attention_bias": True}, "queries have biases"),
+    "window": ("mistral", {"sliding_window": 64}, "set max_position_embeddings to 64"),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic' has no"),
+    "float16 source": ("llama", {"dtype": "float16"}, "float16 ends at 65504 (use --dtype bfloat16)"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_sources_that_no_output_class_carries_are_refused(
+    case: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    model_type, changes, message = CONFIGS[case]
+    source = checkpoint(model_type, num_hidden_layers=1, **{k: v for k, v in changes.items() if k != "dtype"})
+    if "dtype" in changes:
+        raw = json.loads((source / "config.json").read_text()) | changes
+        (source / "config.json").write_text(json.dumps(raw))
+    result = convert("mla", source, tmp_path / "out", *SMALL)
+    left_nothing(result, 2, message, tmp_path / "out")
+    assert "no output class carries MLA of" in result.stderr
+    assert len(result.stderr.splitlines()) <= 2
+    # Whether any latent fits comes before its size.
+    left_nothing(convert("mla", source, tmp_path / "out", "--kv-lora-rank", 9999, "--qk-rope-head-dim", 3), 2, message,
+            tmp_path / "out")  # fmt: skip
 
 
 def test_paths_that_cannot_be_used(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -340,6 +362,7 @@ def test_an_empty_text_is_seen_before_a_conversion(checkpoint: Make, convert: Co
     assert not (tmp_path / "out").exists()
 
 
+<<<<<<< HEAD
 HOSTILE = "x\x1b[31m\u202e\nb"
 
 
@@ -381,6 +404,9 @@ def test_experts_are_refused_where_the_config_counts_no_dense_layers(checkpoint:
 
 
 # ---- help ----------------------------------------------------------------------------------------------------------
+=======
+# ---- help ------------------------------------------------------------------------------------------------------------
+>>>>>>> tests2
 
 
 NO_MODEL = [["--help"], ["gqa", "--help"], ["eval", "--help"], ["--version"], ["families"], ["families", "--json"]]

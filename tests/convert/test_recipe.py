@@ -39,7 +39,7 @@ def refusal(lines: Lines, text: str | bytes, *settings: str) -> str:
     return message
 
 
-# ---- what is a recipe ----------------------------------------------------------------------------------------------
+# ---- what is a recipe ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_shared_options_may_be_merged(lines: Lines) -> None:
     assert lines(recipe) == [["gqa", "--groups=4", "--", "m", "a"], ["gqa", "--groups=4", "--", "m", "b"]]
 
 
-# ---- what is none --------------------------------------------------------------------------------------------------
+# ---- what is none ----------------------------------------------------------------------------------------------------
 
 BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])
 MERGES = "\n".join(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from written import ok, same_but_for_the_run
+from written import ok, refused, same_but_for_the_run
 
 from convert import sweeping as module
 from convert.calibration.survey import Moments
@@ -52,13 +52,6 @@ def held_out(tmp_path: Path) -> list[Any]:
 
 def results(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.suffix not in (".json", ".lock"))
-
-
-def refused(result: Any, code: int, message: str) -> None:
-    assert result.exit_code == code, result.output
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
 
 
 def test_all_targets_come_from_one_survey_into_one_report(
@@ -139,7 +132,7 @@ def test_a_source_that_cannot_become_mla_is_swept_without(
     refused(named, 2, "no output class carries MLA of")
 
 
-# ---- interruption --------------------------------------------------------------------------------------------------
+# ---- interruption ----------------------------------------------------------------------------------------------------
 
 
 def times_of(directory: Path) -> dict[str, int]:
@@ -311,7 +304,7 @@ def test_results_of_another_source_under_the_same_name_are_made_again(
     assert all(after[name] != before[name] for name in after)
 
 
-# ---- mistakes ------------------------------------------------------------------------------------------------------
+# ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("targets", [[], FEW], ids=["default", "named"])

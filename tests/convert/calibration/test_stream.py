@@ -33,7 +33,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# ---- what layers see -----------------------------------------------------------------------------------------------
+# ---- what layers see -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -78,7 +78,7 @@ def test_arithmetic_is_fp32_whatever_the_weights_are_stored_in(tmp_path: Path) -
     torch.testing.assert_close(torch.cat(found), expected[1], rtol=1e-4, atol=1e-4)
 
 
-# ---- any checkpoint, any class -------------------------------------------------------------------------------------
+# ---- any checkpoint, any class ---------------------------------------------------------------------------------------
 
 
 def from_files(model: Any, paths: list[str], directory: Path, blocks: torch.Tensor) -> LayerStream:
@@ -208,7 +208,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         stream.advance(1)
 
 
-# ---- what is in memory and on disk ---------------------------------------------------------------------------------
+# ---- what is in memory and on disk -----------------------------------------------------------------------------------
 
 
 def test_one_layers_weights_are_in_memory_at_a_time(tmp_path: Path) -> None:

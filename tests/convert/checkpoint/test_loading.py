@@ -77,7 +77,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
     return save
 
 
-# ---- every family --------------------------------------------------------------------------------------------------
+# ---- every family ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -167,7 +167,7 @@ def test_experts_that_cannot_be_stacked(model_type: str, saved: Callable[..., Pa
         found.tensor(wrong.parameter, reader.__getitem__)
 
 
-# ---- other checkpoints ---------------------------------------------------------------------------------------------
+# ---- other checkpoints -----------------------------------------------------------------------------------------------
 
 
 def test_latent_attention_as_it_is_converted(
@@ -239,7 +239,7 @@ def test_one_tensor_for_several_parameters(tmp_path: Path) -> None:
     assert len(set(converted.values())) < len(converted)
 
 
-# ---- without reading -----------------------------------------------------------------------------------------------
+# ---- without reading -------------------------------------------------------------------------------------------------
 
 
 def test_no_weights_are_read_and_only_what_is_asked_for_is_made(saved: Callable[..., Path]) -> None:

@@ -62,7 +62,7 @@ def refusal(output: Path) -> Failure:
     return caught.value
 
 
-# ---- the lock ------------------------------------------------------------------------------------------------------
+# ---- the lock --------------------------------------------------------------------------------------------------------
 
 
 def test_the_lock_file_lies_beside_output_stays_and_names_its_holder(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_dead_holders_name_is_not_given_for_that_of_a_live_one(tmp_path: Path)
         timer.join()
 
 
-# ---- machines that cannot ------------------------------------------------------------------------------------------
+# ---- machines that cannot --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP])
@@ -233,7 +233,7 @@ def test_what_lies_in_the_way_is_one_line(name: str, tmp_path: Path) -> None:
     assert "cannot lock" in str(refusal(tmp_path / name))
 
 
-# ---- commands ------------------------------------------------------------------------------------------------------
+# ---- commands --------------------------------------------------------------------------------------------------------
 
 # Runs `convert`, and waits before its first shard until the file GO is there.
 SLOW = """

@@ -130,7 +130,7 @@ def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-# ---- indices that name what they may not ---------------------------------------------------------------------------
+# ---- indices that name what they may not -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         Reader(sharded(tmp_path, shards))
 
 
-# ---- headers -------------------------------------------------------------------------------------------------------
+# ---- headers ---------------------------------------------------------------------------------------------------------
 
 
 def entry(shape: list[int], offsets: tuple[int, int], dtype: str = "F32") -> dict[str, Any]:
@@ -240,7 +240,7 @@ def test_tensors_without_dims_or_values_are_read(tmp_path: Path) -> None:
     assert [reader[name].shape for name in "abc"] == [(), (0, 3), (2, 0)]
 
 
-# ---- pickles -------------------------------------------------------------------------------------------------------
+# ---- pickles ---------------------------------------------------------------------------------------------------------
 
 
 def test_views_in_a_pickle_are_converted_as_they_look(
@@ -289,7 +289,7 @@ def test_other_names_and_values_in_a_pickle_are_refused(content: Any, tmp_path: 
         Reader(tmp_path)
 
 
-# ---- dtypes --------------------------------------------------------------------------------------------------------
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
 
 
 def test_floats_are_told_from_what_is_quantised() -> None:

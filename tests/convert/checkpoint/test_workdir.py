@@ -58,7 +58,7 @@ def shard(work: WorkDirectory, name: str = "model.safetensors", value: float = 1
     return write_shard(work.path / name, {"x": torch.full((64,), value)}, {"x": torch.float32})
 
 
-# ---- what is trusted -----------------------------------------------------------------------------------------------
+# ---- what is trusted -------------------------------------------------------------------------------------------------
 
 
 def test_a_noted_shard_is_done_also_for_the_next_run(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_everything_is_on_the_disk_before_it_is_published(tmp_path: Path, monkey
     assert after == ["out.partial", tmp_path.name]
 
 
-# ---- damage, end to end --------------------------------------------------------------------------------------------
+# ---- damage, end to end ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def test_a_damaged_record_of_a_published_conversion_is_no_obstacle(damage: str, 
     assert not partial_path(out).exists()
 
 
-# ---- when it is removed --------------------------------------------------------------------------------------------
+# ---- when it is removed ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_a_checkpoint_that_stepped_aside_twice_is_replaced(tmp_path: Path) -> No
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
 
 
-# ---- a conversion that is finished ----------------------------------------------------------------------------------
+# ---- a conversion that is finished -----------------------------------------------------------------------------------
 
 
 def test_resuming_what_is_finished_says_so_and_does_nothing(grouped: Stopped, tmp_path: Path) -> None:

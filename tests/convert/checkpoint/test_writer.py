@@ -115,7 +115,7 @@ def test_an_index_lists_every_tensor(tmp_path: Path) -> None:
     assert shard_names(1) == ["model.safetensors"]
 
 
-# ---- checksums, and what is on the disk when ------------------------------------------------------------------------
+# ---- checksums, and what is on the disk when -------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from latents import SMALL, full_size
+from written import ok
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -106,3 +109,36 @@ def test_only_a_licence_that_is_a_name_is_inherited(
     (source / "README.md").write_text(f"---\n{front}\n---\n# Source\n")
     found, _, _ = parts(card_of(source, convert, tmp_path / "out"))
     assert found.get("license") == licence
+
+
+def test_evaluating_fills_the_card_and_never_the_work_directory_name(
+    checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("a line of text, and another\n" * 40)
+    ok(convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--evaluate", tmp_path / "text.txt", "-q"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Perplexity under protocol `paper`: text.txt, context 128" in card
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert [(m["name"], m["method"]) for m in record["evaluation"]["models"]] == [("source", None), ("converted", "aligned")]
+    assert ".partial" not in card + json.dumps(record)
+
+
+def test_evaluating_fills_the_card_of_a_latent(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
+    (tmp_path / "held-out.txt").write_text("a line of text, and another\n" * 40)
+    ok(convert("mla", checkpoint(), tmp_path / "out", *full_size(4, 8), "--evaluate", tmp_path / "held-out.txt", "-q"))
+    source, converted = json.loads((tmp_path / "out" / "conversion.json").read_text())["evaluation"]["models"]
+    assert converted["perplexity"] == pytest.approx(source["perplexity"], rel=1e-4)
+    assert converted["kl_to_source"] == pytest.approx(0, abs=1e-5)
+    assert (converted["kind"], converted["method"], converted["kv_bytes_per_token"]) == ("MLA-33+32", "weighted", 3 * 65 * 4)
+    assert "held-out.txt, context 128" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_evaluating_on_the_calibration_text_is_warned_of(
+    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    options = [*SMALL, "--method", "pca", "--text", words]
+    result = ok(convert("mla", checkpoint(), tmp_path / "out", *options, "--evaluate", words))
+    assert re.search(r"warning: .* shares (9\d|100)% of its runs with the calibration text", result.stderr)
+    assert "of this one, which flatters these figures" in (tmp_path / "out" / "README.md").read_text()
+    shown = ok(convert("eval", tmp_path / "source", tmp_path / "out", "--text", words)).stdout
+    assert "Warning: out was calibrated on text that holds" in shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config
-from written import damage, left_nothing, ok, weights
+from written import damage, edit, left_nothing, ok, weights
 
 from attention.errors import Failure
 from convert.checkpoint.reader import TensorInfo
@@ -83,11 +82,6 @@ def test_what_would_not_load_whole_is_refused_before_any_work(
     assert len(result.stderr.splitlines()) == 2, "an error and a hint"
 
 
-def edit(path: Path, **changes: Any) -> None:
-    raw = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps(raw))
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_activation_that_no_class_knows_is_refused_at_the_door(
     target: str, checkpoint: Make, convert: Convert, tmp_path: Path
@@ -118,7 +112,7 @@ def test_what_was_written_is_held_against_its_class(
     left_nothing(result, 1, "config.json and the weights disagree: model.layers.0.mlp", tmp_path / "out")
 
 
-# ---- names, shapes and dtypes alone --------------------------------------------------------------------------------
+# ---- names, shapes and dtypes alone ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

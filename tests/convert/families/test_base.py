@@ -62,7 +62,7 @@ def test_an_unknown_family_is_refused_with_the_list() -> None:
     assert all(name in caught.value.hint for name in ("llama", "qwen3", "phi"))
 
 
-# ---- around the attention ------------------------------------------------------------------------------------------
+# ---- around the attention --------------------------------------------------------------------------------------------
 
 
 def around(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -23,7 +23,7 @@ from attention.spec import AttentionSpec
 from convert.families.latent import FAMILY, constants
 from convert.hosts.deepseek_v3 import HOST
 
-# ---- the latent norm -----------------------------------------------------------------------------------------------
+# ---- the latent norm -------------------------------------------------------------------------------------------------
 
 
 def normalised(values: torch.Tensor, rank: int, dtype: torch.dtype, stored: torch.dtype) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_constants_are_what_converted_checkpoints_hold() -> None:
     assert written.hexdigest() == "35d94243cd3f1ab4a0258aba0ed7ec513b09009370b830aa469a8ee828e58f1c"
 
 
-# ---- split and join ------------------------------------------------------------------------------------------------
+# ---- split and join --------------------------------------------------------------------------------------------------
 
 
 def sized(rank: int, heads: int = 4, nope: int = 6, rope: int = 8, value: int = 5, width: int = 20) -> Any:
@@ -200,7 +200,7 @@ def test_a_constant_may_be_any_channel() -> None:
     assert torch.equal(found.up_v.flatten(0, 1)[:10], own.kv_b_proj.weight[12:22, count:])
 
 
-# ---- what is not read ----------------------------------------------------------------------------------------------
+# ---- what is not read ------------------------------------------------------------------------------------------------
 
 NORM, DOWN, BIAS = "kv_a_layernorm.weight", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias"
 Tensors = dict[str, torch.Tensor]
@@ -288,7 +288,7 @@ def test_configs_that_kvfold_does_not_write_are_not_read(changes: dict[str, Any]
     assert "\n" not in found
 
 
-# ---- what the config says ------------------------------------------------------------------------------------------
+# ---- what the config says --------------------------------------------------------------------------------------------
 
 
 def test_a_config_is_described_by_its_latent() -> None:

@@ -37,7 +37,7 @@ def saved(model_type: str, path: Path) -> tuple[Any, Reader]:
     return model.config, Reader(path)
 
 
-# ---- families ------------------------------------------------------------------------------------------------------
+# ---- families --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -91,7 +91,7 @@ def test_fused_projections_are_the_gate_and_then_what_it_multiplies() -> None:
     torch.testing.assert_close(mlp.down_proj(torch.nn.functional.silu(gate) * up), mlp(x))
 
 
-# ---- tables --------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def test_gpt2_by_its_table() -> None:

@@ -19,7 +19,7 @@ from convert.families import FAMILIES, family_of
 from convert.families.latent import constants
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA, HOST, rope_parameters
 
-# ---- frequencies ---------------------------------------------------------------------------------------------------
+# ---- frequencies -----------------------------------------------------------------------------------------------------
 
 
 def written(rotary: Rotary, **changes: Any) -> tuple[dict[str, Any], Rotary]:
@@ -71,6 +71,7 @@ def test_both_lists_of_longrope_come_back_and_where_they_change(pairs: list[int]
     assert (back.long_beyond, back.attention_factor) == (50, 1.0)
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("kept", [[0, 1, 2, 3], [0, 2], [1, 3], [0, 0, 3]], ids=str)
 @pytest.mark.parametrize("source", [{}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
                                                              "original_max_position_embeddings": 32}}])  # fmt: skip
@@ -119,6 +120,9 @@ def test_constants_are_reserved(rank: int) -> None:
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
+=======
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+>>>>>>> tests2
 
 
 def latent(channels: int, biased: bool = True) -> FactoredAttention:
@@ -159,7 +163,7 @@ def test_the_stock_module_computes_the_record(rank: int, channels: int, biased: 
     torch.testing.assert_close(found, latent_attention(x, **fields), rtol=1e-4, atol=1e-4)
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 SLIDING = ["sliding_attention"] * 3

@@ -19,7 +19,7 @@ from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
 from convert.methods.latent import Allocation, keys_of
 from convert.methods.statistics import Statistics
 
-# ---- full size -----------------------------------------------------------------------------------------------------
+# ---- full size -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", LATENT)
@@ -96,7 +96,7 @@ def test_the_attention_factor_is_in_the_keys_twice() -> None:
     assert torch.equal(scaled.nope, plain.nope)
 
 
-# ---- less than full size -------------------------------------------------------------------------------------------
+# ---- less than full size ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", LATENT)
@@ -123,6 +123,7 @@ def test_less_is_lost_with_more_of_either(method: str) -> None:
         assert losses_seen[-1] < 1e-5
 
 
+<<<<<<< HEAD
 # ---- from latent attention -----------------------------------------------------------------------------------------
 
 ALL = (0, 1, 2)  # frequencies of the sources
@@ -225,6 +226,9 @@ def test_one_key_at_each_frequency_has_one_component(method: str) -> None:
 
 
 # ---- whatever comes ------------------------------------------------------------------------------------------------
+=======
+# ---- whatever comes --------------------------------------------------------------------------------------------------
+>>>>>>> tests2
 
 
 @pytest.mark.parametrize("method", LATENT)

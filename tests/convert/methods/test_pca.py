@@ -33,7 +33,7 @@ def test_pca_of_exact_copies_is_lossless_where_each_has_its_component(times: int
     assert loss(a, factor("pca", a, Allocation(12, kept))) < 1e-5
 
 
-# ---- frequency folding ---------------------------------------------------------------------------------------------
+# ---- frequency folding -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -63,7 +63,7 @@ def test_folded_frequencies_share_their_components(fold: int) -> None:
     assert loss(single, factor("pca", single, Allocation(full_rank(a, kept), kept, fold))) > 1e-2
 
 
-# ---- the published formula -----------------------------------------------------------------------------------------
+# ---- the published formula -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fold", [1, 2])

@@ -12,7 +12,7 @@ from attention.errors import Refusal
 from convert.methods.frequencies import pairs_by_stride
 from convert.planning.budget import check_fold, default_fold, split_budget
 
-# ---- folding -------------------------------------------------------------------------------------------------------
+# ---- folding ---------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -50,7 +50,7 @@ def test_a_fold_that_does_not_fit_is_told_which_do(fold: int, rope_dim: int, mes
         check_fold(fold, rope_dim, 32)
 
 
-# ---- budgets -------------------------------------------------------------------------------------------------------
+# ---- budgets ---------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=400, deadline=None)

@@ -1,9 +1,14 @@
+<<<<<<< HEAD
 """What is said of checkpoints from their configs alone: with KV heads, and with a latent."""
+=======
+"""What inspect, plan and dry runs say, from the config alone."""
+>>>>>>> tests2
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+<<<<<<< HEAD
 
 import pytest
 
@@ -101,3 +106,140 @@ def test_plans_in_words(source: Sources, output: Output) -> None:
     table = plans_text([grouped, latent])
     assert "GQA-2" in table
     assert "MLA-12+8" in table
+=======
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from latents import SMALL, WAYS, method_options
+from safetensors import safe_open
+from written import edit, ok
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
+
+def test_inspect_reads_only_the_config(checkpoint: Make, convert: Convert) -> None:
+    source = checkpoint("qwen3")
+    (source / "model.safetensors").unlink()
+    facts = json.loads(convert("inspect", source, "--json").stdout)
+    assert facts["attention"] == "GQA-4"
+    assert facts["qk_norm"] == "rms, shared gains"
+    assert facts["groups_possible"] == [4, 2, 1]
+    assert facts["output_classes"]["gqa"] == "its own class, loads in transformers"
+    assert "| qk norm" in convert("inspect", source).stdout
+
+
+def test_plan_reads_only_the_config_and_sizes_every_target(checkpoint: Make, convert: Convert) -> None:
+    source = checkpoint(num_key_value_heads=8)
+    (source / "model.safetensors").unlink()
+    facts = json.loads(convert("plan", source, "--json", "--batch", 3, "--context", 10, "--gpu", "tiny one=0.001").stdout)
+    grouped = facts["targets"][:4]
+    assert [row["kind"] for row in grouped] == ["MHA", "GQA-4", "GQA-2", "MQA"]
+    assert [row["kv_bytes"] for row in grouped] == [3 * 2 * g * 8 * 4 * 3 * 10 for g in (8, 4, 2, 1)]
+    mha = facts["targets"][0]
+    room = 0.9 * 0.001 * 1e9 - mha["weight_bytes"]
+    assert mha["longest_context"] == {"tiny one": int(room // (3 * mha["kv_bytes_per_token"]))}
+    shown = convert("plan", source, "--dtype", "bfloat16").stdout
+    assert "RTX 4090 24 GB" in shown
+    assert "| MHA (source) |" in shown
+
+
+def test_plan_and_inspect_size_latents_as_they_are_written(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint(num_key_value_heads=8)
+    rows = json.loads(convert("plan", source, "--json", "--dtype", "float32").stdout)["targets"][4:]
+    # 128 values per layer: 50 %, 25 % and 12.5 % of them, a quarter of each but at most one head's 8 dims rope.
+    assert [row["kind"] for row in rows] == ["MLA-56+8", "MLA-24+8", "MLA-12+4"]
+    assert [row["kv_bytes_per_token"] for row in rows] == [3 * values * 4 for values in (64, 32, 16)]
+    shown = convert("inspect", source).stdout
+    assert "MLA-56+8, MLA-24+8, MLA-12+4, and others" in shown
+    assert "mla: deepseek_v3, loads in transformers" in shown
+    for share, row in zip(("50%", "25%", "12.5%"), rows, strict=True):
+        out = tmp_path / row["kind"]
+        assert convert("mla", source, out, "--kv-budget", share).exit_code == 0
+        with safe_open(out / "model.safetensors", "pt") as file:
+            written = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+        assert row["parameters"] == written
+
+
+def test_what_cannot_become_mla_is_told_why(checkpoint: Make, convert: Convert) -> None:
+    source = checkpoint("qwen2")
+    facts = json.loads(convert("plan", source, "--json").stdout)
+    assert not any(row["kind"].startswith("MLA") for row in facts["targets"])
+    assert facts["mla"].startswith("none: no output class carries MLA of")
+    assert "\n\nMLA: none: " in convert("plan", source).stdout
+    assert "mla: none (no output class carries MLA of" in convert("inspect", source).stdout
+
+
+def test_a_float16_source_is_told_what_it_can_become_in_bfloat16(checkpoint: Make, convert: Convert) -> None:
+    source = edit(checkpoint(), dtype="float16")
+    assert "mla: deepseek_v3, loads in transformers (only with --dtype bfloat16)" in convert("inspect", source).stdout
+    facts = json.loads(convert("plan", source, "--json").stdout)
+    assert facts["mla"] == "only with --dtype bfloat16"
+    assert any(row["kind"].startswith("MLA") for row in facts["targets"])
+
+
+def test_the_matrix_names_the_output_class_of_each_target(convert: Convert) -> None:
+    rows = {row["family"]: row for row in json.loads(convert("families", "--json").stdout)}
+    assert (rows["llama"]["gqa"], rows["llama"]["mla"]) == ("its own class", "deepseek_v3")
+    assert rows["gemma2"]["mla"] == "-"
+
+
+def test_families_lists_every_family(convert: Convert) -> None:
+    rows = json.loads(convert("families", "--json").stdout)
+    assert {"llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi", "stablelm", "starcoder2", "granite", "smollm3"} <= {
+        row["family"] for row in rows
+    }
+    assert len(convert("families").stdout.splitlines()) == len(rows) + 2
+
+
+def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    command = ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--dry-run"]
+    ways: dict[str, list[Any]] = {
+        "with --refit": on,
+        "with --grouping similar, --propagate, --refine 7": [
+            *on, "--grouping", "similar", "--propagate", "--no-refit", "--refine", 7,
+        ],
+        "with --grouping similar": ["--grouping", "similar"],
+    }  # fmt: skip
+    for line, way in ways.items():
+        assert ok(convert(*command, *way)).stdout.splitlines()[1] == line
+    assert "\nwith " not in ok(convert(*command)).stdout
+
+
+@pytest.mark.parametrize("method", WAYS)
+def test_a_dry_run_needs_no_weights(method: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
+    source = checkpoint()
+    (source / "model.safetensors").unlink()
+    plan = json.loads(ok(convert("mla", source, tmp_path / "out", *SMALL, *method_options(method, words), "--dry-run",
+                                 "--json")).stdout)  # fmt: skip
+    assert (plan["target"], plan["model_type"], plan["latent_channels"]) == ("MLA-16+8", "deepseek_v3", 15)
+    assert plan["kv_bytes_per_token_after"] == 3 * 24 * 4
+    assert (plan["calibration"] is None) == (method in ("svd", "weighted"))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_fold_is_called_inexact_and_a_large_result_large(
+    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    sizes = ["--kv-lora-rank", 33, "--qk-rope-head-dim", 32, "--dry-run", "--json"]
+    folded = ok(convert("mla", source, tmp_path / "out", *sizes, "--method", "pca", "--text", words, "--freqfold", 2))
+    notes = json.loads(folded.stdout)["notes"]
+    assert "inexact at any rank: 2 neighbouring frequencies are taken for one" in notes
+    assert "the cache is not smaller than the source's" in notes
+    (note,) = json.loads(ok(convert("mla", source, tmp_path / "out", *SMALL, "--method", "svd", "--dry-run", "--json")).stdout)[
+        "notes"
+    ]
+    assert "latent channels carry keys and values" in note
+    _, note = json.loads(ok(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json")).stdout)["notes"]
+    assert note == "no calibration text: weighted uses weights and norm gains alone, and loses more than with --text"
+
+
+def test_a_rank_that_the_kernel_does_not_serve_is_remarked(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    for rank, remarks in ((16, 0), (20, 1)):
+        command = ["mla", checkpoint(), tmp_path / "out", "--kv-lora-rank", rank, "--qk-rope-head-dim", 8, "--dry-run"]
+        assert ok(convert(*command)).stdout.count(f"rank {rank} is no multiple of 16") == remarks
+>>>>>>> tests2

@@ -1,0 +1,35 @@
+"""Texts to calibrate on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WORDS = ("cat", "mat", "sat", "flat", "once", "upon", "a", "time", "there", "was", "the", "and", "of", "moon", "tree", "ran")
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """Words in an order that never repeats, 6,000 characters: 46 blocks of the tiny models' 128 positions."""
+    drawn = torch.randint(len(WORDS), (1500,), generator=torch.Generator().manual_seed(0)).tolist()
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(WORDS[i] for i in drawn)[:6000])
+    return path
+
+
+@pytest.fixture
+def letters(tmp_path: Path) -> Path:
+    """Characters in an order that never repeats."""
+    drawn = torch.randint(97, 123, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    path = tmp_path / "text.txt"
+    path.write_text("".join(map(chr, drawn)))
+    return path
+
+
+@pytest.fixture
+def on(letters: Path) -> list[Any]:
+    """The options that name it, for a few short blocks."""
+    return ["--text", letters, "--calibration-tokens", 256, "--calibration-context", 32]

@@ -1,0 +1,54 @@
+"""What is decided for all layers together: candidates that the text judges, and when queries are refitted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from written import ok, silence
+
+from convert.execute import deciding
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
+
+def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
+    checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = silence(checkpoint(), 1)
+    for name, layers in (("silent", 3), ("speaking", 2)):
+        monkeypatch.setattr(deciding, "_TRIED_LAYERS", layers)  # layers 0, 1 and 2; layers 0 and 2
+        ok(convert("mla", source, tmp_path / name, "--kv-budget", "25%", *on))
+    silent, speaking = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("silent", "speaking"))
+    tried, expected = (r["rotary_frequencies_tried"] for r in (silent, speaking))
+    assert len(tried) > 1
+    for ours, theirs in zip(tried, expected, strict=True):
+        assert ours["output_error"] == pytest.approx(theirs["output_error"] * 2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [
+        ({"attn_logit_softcapping": 50.0, "sliding_window": 64}, ["attn_logit_softcapping"]),
+        ({"attn_logit_softcapping": None, "sliding_window": 16}, ["sliding_window"]),
+        ({"attn_logit_softcapping": None, "sliding_window": 64}, []),
+    ],
+    ids=["capped", "windows within blocks", "windows beyond blocks"],
+)
+def test_a_plan_says_why_queries_are_not_refitted(
+    settings: dict[str, Any], fields: list[str], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    fitted = []
+    monkeypatch.setattr(deciding, "refitted_queries", lambda before, after, x: fitted.append(x) or after)
+    source = checkpoint("gemma2", num_hidden_layers=2, **settings)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
+    said = [note for note in json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"] if "refitted" in note]
+    assert [note.split(": ")[1].removesuffix(" changes what heads attend to") for note in said] == fields
+    assert bool(fitted) == (not fields)

@@ -1,0 +1,672 @@
+"""Converted layers compute what the source's did, in whole models: every family, RoPE and shape."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from latents import SMALL, WAYS, full_size, logits_of, method_options, same_logits, tokens, tolerance
+from safetensors.torch import load_file, save_file
+from tiny import SWITCHES, save_tokenizer
+from tiny_mla import mla_model
+from written import damage, edit, layer_notes, left_nothing, ok, same_but_for_the_run, weights
+
+from attention import load
+from attention.spec import AttentionSpec
+from convert import gqa, mla
+from convert.demo.corpus import VALIDATION, held_out_text
+from convert.demo.showcase import MODEL
+from convert.families import FAMILIES
+from convert.families.latent import LatentProjections
+from convert.hosts.deepseek_v3 import _LIKE_LLAMA
+from eval import evaluate
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
+WITH_KV_HEADS = [name for name, family in FAMILIES.items() if not isinstance(family, LatentProjections)]
+SLIDING = ["sliding_attention"] * 3
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "seed_oss": {"attention_bias": False, "attention_out_bias": True},
+    "smollm3": {"no_rope_layers": [1, 1, 1]},
+    "mistral": {"sliding_window": 128},
+    "ministral": {"sliding_window": 128, "layer_types": SLIDING},
+    "cwm": {"sliding_window": 128, "layer_types": SLIDING},
+}
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_theta": 5000.0},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "longrope": {
+        "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [3.0, 1.0, 4.0, 9.0], "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+
+
+# ---- fewer KV heads --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", WITH_KV_HEADS)
+def test_as_many_groups_as_heads_copies_every_bit(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint(model_type)
+    for method in ("mean", "random"):
+        ok(convert("gqa", source, tmp_path / method, "--groups", 4, "--method", method))
+        before, after = weights(source), weights(tmp_path / method)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("model_type", WITH_KV_HEADS)
+def test_equal_heads_merge_without_loss(
+    model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    switches = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
+    source = checkpoint(model_type, duplicated=2, **switches)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["num_key_value_heads"], config["head_dim"]) == (2, 8)
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=1e-4, atol=1e-4)
+
+
+def test_converting_twice_is_converting_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint(num_key_value_heads=8)
+    ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
+    ok(convert("mqa", tmp_path / "four", tmp_path / "four-one", "--method", "mean"))
+    ok(convert("mqa", source, tmp_path / "one", "--method", "mean"))
+    twice, once = weights(tmp_path / "four-one"), weights(tmp_path / "one")
+    for name, tensor in once.items():
+        torch.testing.assert_close(twice[name], tensor)
+
+
+def test_a_seed_decides_what_is_drawn(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        ok(convert("mqa", source, tmp_path / name, "--method", "random", "--seed", seed))
+    a, b, c = (weights(tmp_path / name) for name in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    differing = {name for name in a if not torch.equal(a[name], c[name])}
+    assert differing == {name for name in a if ".k_proj." in name or ".v_proj." in name}
+
+
+def test_merged_heads_are_rounded_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    ok(convert("gqa", source, tmp_path / "half", "--groups", 4, "--dtype", "bfloat16"))
+    ok(convert("gqa", tmp_path / "half", tmp_path / "wide", "--groups", 2, "--dtype", "float32", "--method", "mean"))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rows = weights(tmp_path / "half")[name].float().unflatten(0, (2, 2, 8))
+    torch.testing.assert_close(weights(tmp_path / "wide")[name], rows.mean(1).flatten(0, 1), rtol=1e-6, atol=0)
+
+
+def test_real_checkpoint_with_pairwise_equal_heads(shared: Path, convert: Convert, logits: Logits, tmp_path: Path) -> None:
+    source = shared / "checkpoints" / "stories260K-as-mha"
+    ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
+    torch.testing.assert_close(logits(tmp_path / "four"), logits(source), rtol=1e-5, atol=1e-5)
+    original = weights(shared / "checkpoints" / "stories260K")
+    four = weights(tmp_path / "four")
+    assert all(torch.equal(four[name], original[name]) for name in original)
+    for groups in (2, 1):
+        ok(convert("gqa", source, tmp_path / str(groups), "--groups", groups))
+        assert (logits(tmp_path / str(groups)) - logits(source)).abs().max() > 1
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert torch.isfinite(found).all()
+    return float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("model_type", WITH_KV_HEADS)
+def test_every_family_is_calibrated_and_equal_heads_stay_lossless(
+    model_type: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint(model_type, duplicated=2, num_hidden_layers=2, **dict.fromkeys(SWITCHES, True))
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
+    assert distance(logits(tmp_path / "out"), logits(source)) < 1e-3
+    ok(convert("mqa", source, tmp_path / "one", *on, "--refine", 1))
+    assert torch.isfinite(logits(tmp_path / "one")).all()
+    assert (logits(tmp_path / "one") - logits(source)).abs().max() > 1e-3
+    before, after = weights(source), weights(tmp_path / "one")
+    assert all(torch.equal(before[name], after[name]) for name in before if "self_attn" not in name)
+
+
+@pytest.mark.parametrize("way", [[], ["--propagate"], ["--refine", 2]], ids=str)
+def test_as_many_groups_as_heads_copies_every_bit_with_text_too(
+    way: list[Any], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 4, *on, *way))
+    before, after = weights(source), weights(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"][1] == "the calibration text is not used"
+
+
+@pytest.mark.parametrize("with_text", [False, True])
+def test_similar_heads_that_are_apart_are_grouped_and_lossless(
+    with_text: bool, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint(num_key_value_heads=4, duplicated=2)  # heads 0 and 1 are equal, and 2 and 3
+    tensors = load_file(source / "model.safetensors")
+    order = torch.tensor([0, 2, 1, 3])
+    for name in tensors:
+        if any(part in name for part in (".q_proj.", ".k_proj.", ".v_proj.")):
+            tensors[name] = tensors[name].unflatten(0, (4, -1))[order].flatten(0, 1).contiguous()
+        elif ".o_proj.weight" in name:
+            tensors[name] = tensors[name].unflatten(1, (4, -1))[:, order].flatten(1).contiguous()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    given = on if with_text else []
+    ok(convert("gqa", source, tmp_path / "similar", "--groups", 2, "--grouping", "similar", *given))
+    ok(convert("gqa", source, tmp_path / "neighbours", "--groups", 2, *given))
+    assert distance(logits(tmp_path / "similar"), logits(source)) < (1e-3 if with_text else 1e-4)
+    assert distance(logits(tmp_path / "neighbours"), logits(source)) > 1e-2
+    recipe = json.loads((tmp_path / "similar" / "conversion.json").read_text())["recipe"]["gqa"]
+    assert recipe["grouping"] == "similar"
+    ok(convert("run", tmp_path / "similar" / "conversion.json", "--set", f"output={tmp_path / 'again'}"))
+    same_but_for_the_run(tmp_path / "similar", tmp_path / "again")
+
+
+# ---- a latent --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", [name for name in _LIKE_LLAMA if name in WITH_KV_HEADS])
+@pytest.mark.parametrize("method", WAYS)
+def test_full_size_gives_the_sources_logits(
+    method: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    source = checkpoint(model_type, **PLAIN.get(model_type, {}))
+    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), *method_options(method, words)))
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == ("deepseek_v3", 33, 32)
+
+
+@pytest.mark.parametrize("method", WAYS)
+@pytest.mark.parametrize("layers", [[1, 0, 1], [0, 1, 0]])
+def test_layers_without_positions_are_carried(
+    layers: list[int], method: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    """All of their keys go into the latent, which is full at min(E, 2 G D); the key that turns is zero there."""
+    source = checkpoint("smollm3", no_rope_layers=layers, hidden_size=96)
+    full = ["--kv-lora-rank", 65, "--qk-rope-head-dim", 32, *method_options(method, words)]
+    ok(convert("mla", source, tmp_path / "out", *full))
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
+    refused = convert("mla", source, tmp_path / "more", "--kv-lora-rank", 66, "--qk-rope-head-dim", 32, "--method", "svd")
+    assert "use --kv-lora-rank 65" in refused.stderr
+    ok(
+        convert(
+            "mla", source, tmp_path / "less", "--kv-lora-rank", 33, "--qk-rope-head-dim", 32, *method_options(method, words)
+        )
+    )
+    assert (logits(tmp_path / "less") - logits(source)).abs().max() > 1e-3
+    kept = weights(tmp_path / "out")
+    for layer, turns in enumerate(layers):
+        key = kept[f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"][-32:]
+        assert bool(key.any()) == bool(turns)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("method", WAYS)
+def test_every_scaling_of_rope_is_carried(
+    method: str, kind: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    source = checkpoint(rope_parameters={"rope_theta": 10000.0, "rope_type": kind, **ROPES[kind]})
+    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), *method_options(method, words)))
+    for length in (12, 100):  # before and beyond original_max_position_embeddings
+        same_logits(logits_of(tmp_path / "out", tokens(length)), logits_of(source, tokens(length)), tolerance(method))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
+    assert written["rope_type"] == "longrope", "four components of each frequency are no plain stride"
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "changes"),
+    [
+        (8, {}), (1, {}), (2, {"num_attention_heads": 16}), (4, {"tie_word_embeddings": True}), (8, {"head_dim": 16}),
+        (4, {"head_dim": 4}), (1, {"head_dim": 80}), (4, {"num_hidden_layers": 1}),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("method", WAYS)
+def test_every_shape_of_attention_is_carried(
+    method: str, kv_heads: int, changes: dict[str, Any], checkpoint: Make, convert: Convert, logits: Logits, words: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    source = checkpoint(num_key_value_heads=kv_heads, **changes)
+    ok(
+        convert(
+            "mla", source, tmp_path / "out", *full_size(kv_heads, changes.get("head_dim", 8)), *method_options(method, words)
+        )
+    )
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
+    assert ("lm_head.weight" in weights(tmp_path / "out")) == ("tie_word_embeddings" not in changes)
+
+
+def test_default_rope_is_written_where_a_plain_stride_turns(
+    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    ok(convert("mla", checkpoint(), tmp_path / "out", "--kv-lora-rank", 16, "--qk-rope-head-dim", 4, "--method", "pca",
+               "--text", words))  # fmt: skip
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["rotary_frequencies"] == [0, 2]
+    assert record["recipe"]["mla"]["freqfold"] == 2
+
+
+def test_channels_of_zeros_change_nothing(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
+    source, beyond = checkpoint(), ["--kv-lora-rank", 48, "--qk-rope-head-dim", 32]
+    result = convert("mla", source, tmp_path / "out", *beyond)
+    assert result.exit_code == 2
+    assert "rank 48 exceeds full size: at 32 rotary dims" in result.stderr
+    assert "have 32 dims, which with 1 constant channel(s) of deepseek_v3 makes 33" in result.stderr
+    assert "use --kv-lora-rank 33, or --pad-rank" in result.stderr
+    shown = ok(convert("mla", source, tmp_path / "out", *beyond, "--pad-rank"))
+    note = json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"][0]
+    assert note.startswith("32 of 48 latent channels carry keys and values")
+    assert "15 are zero" in note
+    assert note in shown.stdout
+    same_logits(logits(tmp_path / "out"), logits(source))
+    down = weights(tmp_path / "out")["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"]
+    assert (down[:48].abs().amax(1) == 0).sum() == 15 + 1
+
+
+def test_bfloat16_is_stored_and_the_norm_stays_switched_off(
+    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert("mla", source, tmp_path / "wide", *full_size(4, 8)))
+    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), "--dtype", "bfloat16"))
+    found, wide = weights(tmp_path / "out"), weights(tmp_path / "wide")
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert all(torch.equal(found[name], wide[name].bfloat16()) for name in wide), "rounded once"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    rounded = logits_of(tmp_path / "out", tokens(24))
+    assert (rounded - logits_of(source, tokens(24))).abs().mean() < 0.05 * logits_of(source, tokens(24)).abs().mean()
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["kv_bytes_per_token"] == {"before": 3 * 64 * 4, "after": 3 * 65 * 2, "cache_dtype": "bfloat16"}
+
+
+def test_a_bfloat16_source_stays_bfloat16(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    save_file({name: tensor.bfloat16() for name, tensor in weights(source).items()}, source / "model.safetensors")
+    raw = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(raw))
+    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8)))
+    assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["kv_bytes_per_token"] == {"before": 3 * 64 * 2, "after": 3 * 65 * 2, "cache_dtype": "bfloat16"}
+    assert all(layer["output_error"] < 1e-9 for layer in record["layers"]), "arithmetic is fp32"
+
+
+def test_a_float16_source_is_converted_into_another_dtype(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    tensors = {name: tensor.half() for name, tensor in weights(source).items()}
+    save_file(tensors, source / "model.safetensors")
+    raw = json.loads((source / "config.json").read_text()) | {"dtype": "float16"}
+    (source / "config.json").write_text(json.dumps(raw))
+    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), "--dtype", "float32"))
+    same_logits(logits_of(tmp_path / "out", tokens(24)), logits_of(source, tokens(24)))
+
+
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("method", WAYS)
+def test_a_layer_of_zeros_is_no_obstacle(
+    method: str, name: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    source = damage(checkpoint(), lambda tensors: tensors[f"model.layers.1.self_attn.{name}.weight"].zero_())
+    ok(convert("mla", source, tmp_path / "full", *full_size(4, 8), *method_options(method, words)))
+    same_logits(logits(tmp_path / "full"), logits(source), tolerance(method))
+    ok(convert("mla", source, tmp_path / "small", *SMALL, *method_options(method, words)))
+    assert torch.isfinite(logits(tmp_path / "small")).all()
+
+
+@pytest.mark.parametrize(
+    "content", ["a" * 2000, "the same again. " * 200, "ab" * 64], ids=["constant", "repeated", "one block"]
+)
+@pytest.mark.parametrize("propagate", [False, True])
+def test_poor_texts_give_finite_models(
+    propagate: bool, content: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    (tmp_path / "poor.txt").write_text(content)
+    options = ["--method", "pca", "--text", tmp_path / "poor.txt", *(["--propagate"] if propagate else [])]
+    ok(convert("mla", source, tmp_path / "out", *SMALL, *options))
+    assert torch.isfinite(logits(tmp_path / "out")).all()
+    ok(convert("mla", source, tmp_path / "full", *full_size(4, 8), *options))
+    same_logits(logits(tmp_path / "full"), logits(source), 1e-3)
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(16, 8), (33, 32), (5, 2)])
+def test_the_live_cache_is_what_the_config_says(
+    rank: int, rope: int, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ok(convert("mla", checkpoint(), tmp_path / "out", "--kv-lora-rank", rank, "--qk-rope-head-dim", rope))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    spec = AttentionSpec.from_config(model.config)
+    assert spec.values_per_token == 3 * (rank + rope)
+    for running in (model, load(tmp_path / "out", dtype=torch.float32, when="always").eval()):
+        with torch.inference_mode():
+            cache = running(tokens(10)).past_key_values
+            layers = running(tokens(1), past_key_values=cache).past_key_values.layers
+        held = sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
+        assert held == 2 * 11 * spec.values_per_token * 4
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["kv_bytes_per_token"]["after"] == spec.bytes_per_token("float32")
+
+
+def test_an_export_evaluated_in_float16_is_an_error(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
+    source = checkpoint()
+    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), "--dtype", "bfloat16"))
+    ok(convert("eval", source, tmp_path / "out", "--text", words, "--max-tokens", 300, "-q"))
+    result = convert("eval", source, tmp_path / "out", "--text", words, "--max-tokens", 300, "--dtype", "float16", "-q")
+    assert result.exit_code == 1, result.output
+    assert "finite" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# ---- real checkpoints ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "rope", "exact"),
+    # 8 heads, pairwise equal: 4 heads' components per frequency (32 dims) and 32 dims of values are all there is.
+    [(65, 64, True), (33, 64, True), (32, 64, False), (33, 32, True), (33, 30, False), (32, 32, False)],
+)
+def test_a_real_checkpoint_is_lossless_down_to_its_true_rank(
+    rank: int, rope: int, exact: bool, shared: Path, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    source = shared / "checkpoints" / "stories260K-as-mha"
+    ok(convert("mla", source, tmp_path / "out", "--kv-lora-rank", rank, "--qk-rope-head-dim", rope))
+    difference = float((logits(tmp_path / "out") - logits(source)).abs().max())
+    assert (difference < 1e-4) if exact else (difference > 1e-2)
+
+
+def test_a_model_trained_on_english_is_the_same_function_at_full_size(
+    shared: Path, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    source = shared / "checkpoints" / "english-6m-mha"
+    ok(convert("mla", source, tmp_path / "out", *full_size(8, 32, 256)))
+    same_logits(logits(tmp_path / "out"), logits(source))
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(65, 64), (33, 64), (33, 32)])
+def test_pca_of_a_real_checkpoint_is_lossless_down_to_its_true_rank(
+    rank: int, rope: int, shared: Path, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    source = shared / "checkpoints" / "stories260K-as-mha"
+    ok(convert("mla", source, tmp_path / "out", "--kv-lora-rank", rank, "--qk-rope-head-dim", rope, "--method", "pca",
+               "--text", shared / "data" / "tinystories.txt", "--calibration-tokens", 2048))  # fmt: skip
+    same_logits(logits(tmp_path / "out"), logits(source))
+
+
+def test_a_bfloat16_export_is_no_worse_than_the_source_in_bfloat16(shared: Path, convert: Convert, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = shared / "checkpoints" / "stories260K-as-mha"
+    ok(convert("mla", source, tmp_path / "out", "--kv-lora-rank", 65, "--qk-rope-head-dim", 64, "--dtype", "bfloat16"))
+    story = (shared / "data" / "tinystories.txt").read_text()[-8000:]
+    ids = AutoTokenizer.from_pretrained(source)(story, return_tensors="pt")["input_ids"][:, :1000].view(4, 250)
+    reference = logits_of(source, ids).argmax(-1)
+
+    def agreement(path: Path) -> float:
+        return float((logits_of(path, ids, torch.bfloat16).argmax(-1) == reference).double().mean())
+
+    own, ours = agreement(source), agreement(tmp_path / "out")
+    assert own > 0.9
+    assert ours >= own - 0.005
+
+
+# ---- trained weights, in every clone ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def code() -> list[str]:
+    """Python's own sources, which the bundled model knows: what it was validated on, and a module held out of its training."""
+    return [held_out_text(VALIDATION)[:12000], held_out_text(("statistics",))[8000:12000]]
+
+
+def paired(path: Path) -> Path:
+    """The bundled checkpoint in fp32, with each second KV head equal to the one before: trained weights of a known rank."""
+    shutil.copytree(MODEL, path)
+    tensors = {name: tensor.float() for name, tensor in weights(MODEL).items()}
+    for name, tensor in tensors.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            heads = tensor.unflatten(0, (4, 2, -1))
+            tensors[name] = heads[:, :1].expand_as(heads).reshape(tensor.shape).contiguous()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return edit(path, dtype="float32")
+
+
+def test_bundled_heads_that_are_pairwise_equal_merge_without_loss(convert: Convert, logits: Logits, tmp_path: Path) -> None:
+    source = paired(tmp_path / "source")
+    ok(convert("gqa", source, tmp_path / "four", "--groups", 4))
+    same_logits(logits(tmp_path / "four"), logits(source), 1e-5)
+    ok(convert("gqa", source, tmp_path / "two", "--groups", 2))
+    assert (logits(tmp_path / "two") - logits(source)).abs().max() > 1
+
+
+@pytest.mark.parametrize(("rank", "rope", "exact"), [(129, 128, True), (129, 126, False), (97, 128, False)])
+def test_the_bundled_model_is_lossless_down_to_its_true_rank(
+    rank: int, rope: int, exact: bool, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    """4 heads of 32 dims differ: 128 rotary dims and 128 of values are all there is."""
+    source = paired(tmp_path / "source")
+    ok(convert("mla", source, tmp_path / "out", "--kv-lora-rank", rank, "--qk-rope-head-dim", rope))
+    difference = float((logits(tmp_path / "out") - logits(source)).abs().max())
+    assert (difference < 1e-4) if exact else (difference > 1e-2)
+
+
+def test_the_bundled_model_is_the_same_function_at_full_size(convert: Convert, logits: Logits, tmp_path: Path) -> None:
+    ok(convert("mla", MODEL, tmp_path / "out", *full_size(8, 32, 256), "--dtype", "float32"))
+    same_logits(logits(tmp_path / "out"), logits(MODEL))
+
+
+def test_a_bfloat16_export_of_the_bundled_model_is_no_worse_than_itself(
+    convert: Convert, code: list[str], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    ok(convert("mla", MODEL, tmp_path / "out", *full_size(8, 32, 256)))
+    assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    ids = AutoTokenizer.from_pretrained(MODEL)(code[1], return_tensors="pt")["input_ids"][:, :1200].view(4, 300)
+    reference = logits_of(MODEL, ids).argmax(-1)
+    own, ours = (
+        float((logits_of(path, ids, torch.bfloat16).argmax(-1) == reference).double().mean())
+        for path in (MODEL, tmp_path / "out")
+    )
+    assert own > 0.9
+    assert ours >= own - 0.005
+
+
+def losses(paths: list[Path], text: str) -> dict[str, float]:
+    """Nats that each loses against the bundled model."""
+    found = evaluate([MODEL, *paths], text=[text], context=256, device="cpu")
+    return {entry["name"]: entry["loss_nats"] for entry in found["models"]}
+
+
+def test_closed_forms_beat_the_baselines_on_the_bundled_model(code: list[str], tmp_path: Path) -> None:
+    calibration: dict[str, Any] = {"text": [code[0]], "calibration_context": 256, "device": "cpu"}
+    made = [
+        gqa(MODEL, tmp_path / "mean", groups=4, method="mean"),
+        gqa(MODEL, tmp_path / "aligned", groups=4),
+        gqa(MODEL, tmp_path / "aligned with text", groups=4, **calibration, refit=False),
+        *(
+            mla(MODEL, tmp_path / name, kv_lora_rank=96, qk_rope_head_dim=32, method=name, **calibration, **more)
+            for name, more in (("pca", {}), ("weighted", {"refit": False}))
+        ),
+    ]
+    lost = losses([done.output for done in made], code[1])
+    assert 0 < lost["aligned with text"] < lost["aligned"] < lost["mean"] / 4
+    assert 0 < lost["weighted"] < lost["pca"] / 2
+
+
+def test_a_small_latent_by_way_of_a_large_one_loses_hardly_more(code: list[str], tmp_path: Path) -> None:
+    size: dict[str, Any] = {"kv_lora_rank": 96, "qk_rope_head_dim": 32}
+    rank, rope = full_size(8, 32, 256)[1::2]
+    large = mla(MODEL, tmp_path / "large", kv_lora_rank=rank, qk_rope_head_dim=rope, dtype="float32")
+    direct = mla(MODEL, tmp_path / "direct", **size, dtype="float32")
+    through = mla(large.output, tmp_path / "through", **size)
+    lost = losses([large.output, direct.output, through.output], code[1])
+    assert lost["large"] == pytest.approx(0, abs=1e-5)
+    assert 0 < lost["through"] < 1.1 * lost["direct"]
+
+
+# ---- a latent of a latent --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(checkpoint: Make, convert: Convert, tmp_path: Path) -> Path:
+    """A tiny Llama of 4 KV heads, of which two differ, as MLA at full size: it computes the same."""
+    ok(convert("mla", checkpoint(duplicated=2), tmp_path / "full", *full_size(4, 8)))
+    return tmp_path / "full"
+
+
+def test_a_latent_of_the_same_size_is_copied_bit_for_bit(full: Path, convert: Convert, words: Path, tmp_path: Path) -> None:
+    said = ok(convert("mla", full, tmp_path / "same", *full_size(4, 8), "--text", words)).stdout
+    assert "MLA-33+32 is what the source has: every tensor is copied bit for bit, unchanged" in said
+    before, after = weights(full), weights(tmp_path / "same")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((full / "config.json").read_text()) == json.loads((tmp_path / "same" / "config.json").read_text())
+    record = json.loads((tmp_path / "same" / "conversion.json").read_text())
+    assert (record["method"], record["layers"], record["calibration_hash"]) == (None, [], None)
+    assert record["tensors"] == {"converted": [], "cast": [], "copied": sorted(before), "dropped": {}}
+
+
+@pytest.mark.parametrize("method", WAYS)
+def test_a_latent_of_a_latent_is_lossless_down_to_its_true_rank(
+    method: str, full: Path, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    """Two KV heads differ: 16 rotary dims and 16 of values are all there is."""
+    distance = {}
+    for rank, rope in ((17, 16), (17, 14), (13, 16), (9, 4)):
+        out = tmp_path / f"{rank}+{rope}"
+        ok(convert("mla", full, out, "--kv-lora-rank", rank, "--qk-rope-head-dim", rope, *method_options(method, words)))
+        distance[rank, rope] = float((logits(out) - logits(full)).abs().max())
+    same_logits(logits(tmp_path / "17+16"), logits(tmp_path / "source"), tolerance(method))
+    assert distance[17, 14] > 1e-2
+    assert distance[13, 16] > 1e-2
+    assert distance[9, 4] > max(distance[17, 14], distance[13, 16])
+
+
+@pytest.mark.parametrize("method", WAYS)
+def test_channels_of_zeros_can_be_taken_out_again(
+    method: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert("mla", source, tmp_path / "padded", "--kv-lora-rank", 48, "--qk-rope-head-dim", 32, "--pad-rank"))
+    ok(convert("mla", tmp_path / "padded", tmp_path / "out", *full_size(4, 8), *method_options(method, words)))
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
+
+
+def test_what_does_not_rotate_any_more_goes_into_the_latent(
+    full: Path, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    """With room for it, a smaller rotary key loses the rotation of what it gives up, and no more than a smaller latent does."""
+    with_room = ["--kv-lora-rank", 57, "--qk-rope-head-dim", 8]
+    refused = convert("mla", full, tmp_path / "out", "--kv-lora-rank", 58, "--qk-rope-head-dim", 8)
+    assert "rank 58 exceeds full size" in refused.stderr
+    ok(convert("mla", full, tmp_path / "out", *with_room))
+    ok(convert("mla", full, tmp_path / "tight", "--kv-lora-rank", 17, "--qk-rope-head-dim", 8))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]) == (40, 8, 8)
+    lost = [float((logits(tmp_path / name) - logits(full)).abs().mean()) for name in ("out", "tight")]
+    assert 1e-3 < lost[0] < lost[1]
+
+
+def test_a_latent_of_a_latent_is_calibrated(
+    full: Path, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+) -> None:
+    lost = {}
+    for name, way in {"blind": [], "refit": on, "refined": [*on, "--propagate", "--refine", 20]}.items():
+        ok(convert("mla", full, tmp_path / name, "--kv-budget", "37.5%", *way))
+        lost[name] = float((logits(tmp_path / name) - logits(full)).abs().mean())
+        record = json.loads((tmp_path / name / "conversion.json").read_text())
+        assert record["kv_bytes_per_token"]["after"] <= 0.375 * record["kv_bytes_per_token"]["before"]
+    assert all(0 < note["layer_error_refined"] < note["layer_error"] for note in layer_notes(tmp_path / "refined"))
+    assert lost["refined"] < lost["refit"] < lost["blind"]
+
+
+def test_the_stock_class_loads_a_latent_of_a_latent_whole(full: Path, convert: Convert, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ok(convert("mla", full, tmp_path / "out", "--kv-lora-rank", 12, "--qk-rope-head-dim", 6, "--dtype", "bfloat16"))
+    model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert type(model).__name__ == "DeepseekV3ForCausalLM"
+    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    layer = model(tokens(10)).past_key_values.layers[0]
+    assert (layer.keys.shape[-1], layer.values.shape[-1]) in ((12, 6), (6, 12))
+
+
+def test_a_latent_is_inspected_planned_and_evaluated(full: Path, convert: Convert, words: Path, tmp_path: Path) -> None:
+    facts = json.loads(ok(convert("inspect", full, "--json")).stdout)
+    assert (facts["attention"], facts["kv_heads"], facts["kv_lora_rank"]) == ("MLA-33+32", None, 33)
+    assert facts["kv_bytes_per_token"] == 3 * 65 * 4
+    assert facts["groups_possible"] == []
+    assert facts["output_classes"]["gqa"].startswith("none (MLA-33+32 has a latent and no KV heads to merge")
+    assert facts["output_classes"]["mla"] == "deepseek_v3, loads in transformers"
+    rows = json.loads(ok(convert("plan", full, "--json")).stdout)["targets"]
+    assert rows[0]["kind"] == "MLA-33+32"
+    assert rows[0]["parameters"] == sum(tensor.numel() for tensor in weights(full).values())
+    assert [row["kind"] for row in rows[1:]] == facts["latents_possible"]
+    for row in rows[1:]:
+        rank, rope = row["kind"].removeprefix("MLA-").split("+")
+        ok(convert("mla", full, tmp_path / rank, "--kv-lora-rank", rank, "--qk-rope-head-dim", rope, "--method", "svd"))
+        assert row["parameters"] == sum(tensor.numel() for tensor in weights(tmp_path / rank).values())
+    models = [tmp_path / "source", full, tmp_path / rank]
+    source, same, small = json.loads(ok(convert("eval", *models, "--text", words, "--json", "-q")).stdout)["models"]
+    assert same["kl_to_source"] == pytest.approx(0, abs=1e-6)
+    assert small["kl_to_source"] > 1e-3
+    for entry, values in ((same, 65), (small, int(rank) + int(rope))):
+        assert entry["kv_bytes_per_token"] == entry["kv_bytes_measured"] == 3 * values * 4
+
+
+@pytest.mark.parametrize("command", [["gqa", "--groups", 2], ["mqa"]], ids=lambda command: command[0])
+def test_a_latent_has_no_heads_to_merge(command: list[Any], full: Path, convert: Convert, tmp_path: Path) -> None:
+    result = convert(command[0], full, tmp_path / "out", *command[1:])
+    left_nothing(result, 2, "MLA-33+32 has a latent and no KV heads to merge", tmp_path / "out")
+    assert result.stderr.splitlines()[1].startswith("hint: use `convert mla` for a smaller latent")
+
+
+DEEPSEEK: dict[str, tuple[dict[str, Any], str]] = {
+    "experts": ({"first_k_dense_replace": 1, "n_routed_experts": 4}, "it has experts"),
+    "a latent of the queries": ({"q_lora_rank": 24}, "its queries have a latent of their own (q_lora_rank 24)"),
+    "no biases": ({"attention_bias": False}, "it lacks attention biases or interleaved rotary dims"),
+}
+
+
+@pytest.mark.parametrize("case", DEEPSEEK)
+def test_what_kvfold_did_not_write_is_refused_by_its_config(
+    case: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    changes, message = DEEPSEEK[case]
+    source = checkpoint("deepseek_v3", **changes)
+    (source / "model.safetensors").unlink()
+    for command in (["mla", *SMALL], ["gqa", "--groups", 2]):
+        result = convert(command[0], source, tmp_path / "out", *command[1:])
+        left_nothing(result, 2, message, tmp_path / "out")
+        assert len(result.stderr.splitlines()) == 2, "an error and a hint"
+    for command in ("inspect", "plan"):
+        assert message in convert(command, source).stderr
+
+
+@pytest.mark.parametrize("way", ["weighted", "pca", "weighted with text"])
+def test_a_latent_norm_that_does_something_is_refused_by_its_weights(
+    way: str, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    mla_model(neutral=()).save_pretrained(tmp_path / "source")
+    save_tokenizer(tmp_path / "source")
+    result = convert("mla", tmp_path / "source", tmp_path / "out", "--kv-lora-rank", 12, "--qk-rope-head-dim", 8,
+                     *method_options(way, words), "-q")  # fmt: skip
+    left_nothing(result, 1, "the norm of layer 0's latent is not neutral", tmp_path / "out")
+    assert len(result.stderr.splitlines()) == 2, "an error and a hint"

@@ -1,0 +1,618 @@
+"""The order of work: what an interruption, a full disk or bad data leave behind, and that `--resume` changes no byte."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from latents import SMALL, WAYS, full_size, method_options
+from written import WITHOUT_KVFOLD, damage, left_nothing, ok, same_but_for_the_run
+
+from convert.calibration.stream import LayerStream
+from convert.checkpoint.shelf import Shelf
+from convert.checkpoint.workdir import WorkDirectory
+from convert.execute.layer import Layer
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
+
+def test_the_result_loads_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    ok(convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2))
+    script = (
+        WITHOUT_KVFOLD
+        + """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert not info["missing_keys"] and not info["unexpected_keys"], info
+ids = AutoTokenizer.from_pretrained(sys.argv[1])("hello", return_tensors="pt")
+out = model.generate(**ids, max_new_tokens=5, do_sample=False)
+assert out.shape[1] > ids["input_ids"].shape[1]
+keys = model(**ids).past_key_values.layers[0].keys
+print(tuple(keys.shape))
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script, str(tmp_path / "out")], capture_output=True, text=True, cwd="/", check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("(1, 2, 5, 8)")
+
+
+STOCK = (
+    WITHOUT_KVFOLD
+    + """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+said = []
+for path in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    ids = AutoTokenizer.from_pretrained(path)("once upon", return_tensors="pt")
+    ways = {"greedy": {}, "beam": {"num_beams": 3}, "static": {"cache_implementation": "static"}}
+    said.append([model.generate(**ids, max_new_tokens=12, do_sample=False, **way).tolist() for way in ways.values()])
+print(type(model).__name__, said[0] == said[1], said[1][0] == said[1][2], len(said[1][0][0]) > 12)
+"""
+)
+
+
+def test_the_stock_class_generates_as_the_source_does_where_kvfold_is_not_installed(
+    checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8)))
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", STOCK, str(source), str(tmp_path / "out")],
+        capture_output=True, text=True, cwd="/", check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["DeepseekV3ForCausalLM", "True", "True", "True"]
+
+
+def test_two_runs_write_the_same_bytes(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    for name in ("a", "b"):
+        ok(convert("gqa", source, tmp_path / name, "--groups", 2))
+    same_but_for_the_run(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("method", WAYS)
+def test_two_runs_to_a_latent_write_the_same_bytes(
+    method: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    for name in "ab":
+        ok(convert("mla", source, tmp_path / name, *SMALL, *method_options(method, words)))
+    same_but_for_the_run(tmp_path / "a", tmp_path / "b")
+
+
+# ---- interruption ----------------------------------------------------------------------------------------------------
+
+
+INTERRUPTED = """
+import os, signal, sys
+import convert.execute.weights as execute
+from convert.cli import main
+write, count = execute.write_shard, 0
+def interrupted(path, *rest):
+    global count
+    count += 1
+    if count == 3:
+        path.with_name(path.name + ".tmp").write_bytes(b"half of a sha")
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    write(path, *rest)
+execute.write_shard = interrupted
+main(sys.argv[2:], prog_name="convert")
+"""
+
+
+@pytest.mark.parametrize("method", ["mean", "random"])
+@pytest.mark.parametrize(("kill", "code"), [("SIGINT", 130), ("SIGKILL", -signal.SIGKILL)])
+def test_an_interrupted_run_leaves_nothing_loadable_and_resumes(
+    kill: str, code: int, method: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    command = ["gqa", source, out, "--groups", 2, "--method", method, "--max-shard-size", "20KB"]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, kill, *map(str, command)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    partial = tmp_path / "out.partial"
+    unfinished = partial / "checkpoint"
+    assert not out.exists()
+    assert len(list(unfinished.glob("*.safetensors"))) == 2
+    assert not (unfinished / "config.json").exists()
+
+    refused = convert(*command)
+    assert refused.exit_code == 2
+    assert "holds an unfinished conversion" in refused.stderr
+    different = convert(*command[:4], 1, *command[5:], "--resume")
+    assert different.exit_code == 2
+    assert "groups: 2 then, 1 now" in different.stderr
+
+    finished = {path.name: path.stat().st_mtime_ns for path in unfinished.glob("*.safetensors")}
+    ok(convert(*command, "--resume"))
+    assert not partial.exists()
+    assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items()), "a finished shard was written again"
+    uninterrupted = [source, tmp_path / "whole", *command[3:]]
+    ok(convert("gqa", *uninterrupted))
+    same_but_for_the_run(out, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("removed", [[], ["notes", "survey"], ["notes", "survey", "replaced"]], ids=len)
+def test_a_run_interrupted_while_it_cleans_up_is_whole(
+    removed: list[str], checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: WorkDirectory) -> None:
+        if self.path.parent.exists():
+            for name in removed:
+                shutil.rmtree(self.path.parent / name)
+            raise KeyboardInterrupt
+
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("gqa", source, out, "--groups", 1))
+    command = ["gqa", source, out, "--groups", 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkDirectory, "discard", interrupted)
+        stopped = convert(*command, "--overwrite")
+    assert stopped.exit_code == 130
+    assert "--resume" in stopped.stderr
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    assert "exists already" in convert(*command).stderr
+    assert "groups: 2 then, 1 now" in convert(*command[:-1], 1, "--resume").stderr
+    said = ok(convert(*command, "--resume")).stdout
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    assert not (tmp_path / "out.partial").exists()
+    assert said == ok(convert(*command, "--overwrite")).stdout
+
+
+def test_a_run_interrupted_before_it_replaces_is_finished(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("gqa", source, out, "--groups", 1))
+    command = ["gqa", source, out, "--groups", 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        assert convert(*command, "--overwrite").exit_code == 130
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
+    assert "exists already" in convert(*command, "--resume").stderr, "the old one is not taken for the new"
+    ok(convert(*command, "--resume", "--overwrite"))
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 2
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_what_stepped_aside_comes_back_until_something_replaces_it(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, out, source = Path.rename, tmp_path / "out", checkpoint()
+
+    def interrupted(self: Path, target: Path) -> None:
+        if self.name == "checkpoint":
+            raise KeyboardInterrupt
+        rename(self, target)
+
+    def failing(*_: object) -> None:
+        assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ok(convert("gqa", source, out, "--groups", 1))
+    command = ["gqa", source, out, "--groups", 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        assert convert(*command, "--overwrite").exit_code == 130
+    assert not out.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute.weights.write_shard", failing)
+        assert convert(*command, "--overwrite").exit_code == 1
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
+    ok(convert(*command, "--resume", "--overwrite"))
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 2
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_overwriting_begins_again_where_nothing_can_be_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    command = [str(a) for a in ("gqa", source, tmp_path / "out", "--max-shard-size", "20KB", "--groups")]
+    subprocess.run([sys.executable, "-c", INTERRUPTED, "SIGKILL", *command, "2"], capture_output=True, check=False)
+    ok(convert(*command, 1, "--resume", "--overwrite"))
+    ok(convert("gqa", source, tmp_path / "whole", *command[3:], 1))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_shard_that_lost_its_end_is_written_again(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, command = checkpoint(), ["--groups", 2, "--max-shard-size", "20KB"]
+    arguments = [str(a) for a in ("gqa", source, tmp_path / "out", *command)]
+    subprocess.run([sys.executable, "-c", INTERRUPTED, "SIGKILL", *arguments], capture_output=True, check=False)
+    first = min((tmp_path / "out.partial" / "checkpoint").glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-7])
+    ok(convert(*arguments, "--resume"))
+    ok(convert("gqa", source, tmp_path / "whole", *command))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_config_that_changed_is_not_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, command = checkpoint(), ["--groups", 2, "--max-shard-size", "20KB"]
+    arguments = [str(a) for a in ("gqa", source, tmp_path / "out", *command)]
+    subprocess.run([sys.executable, "-c", INTERRUPTED, "SIGKILL", *arguments], capture_output=True, check=False)
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 0.5}))
+    result = convert(*arguments, "--resume")
+    assert result.exit_code == 2
+    assert "config" in result.stderr
+    (source / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "out.partial" / "plan.json").write_text("")  # as a power failure may leave it: begin again
+    ok(convert(*arguments, "--resume"))
+
+
+def test_a_failed_evaluation_does_not_lose_the_conversion(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attention.errors import Failure
+
+    def fails(*_: Any) -> None:
+        raise Failure("the logits are not finite")
+
+    source = checkpoint()
+    (tmp_path / "text.txt").write_text("a line of text, and another\n" * 40)
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute.run.report_of", fails)
+        result = convert("gqa", source, tmp_path / "out", "--groups", 2, "--evaluate", tmp_path / "text.txt")
+    assert result.exit_code == 1
+    assert "the conversion is done, its evaluation failed: the logits are not finite" in result.stderr
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--resume"))
+
+
+def test_a_source_that_changed_is_not_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "plan.json").write_text(json.dumps({"recipe": {}, "files": {}}))
+    result = convert("gqa", source, tmp_path / "out", "--groups", 2, "--resume")
+    assert result.exit_code == 2
+    assert "was begun with other settings" in result.stderr
+    assert "groups: None then, 2 now" in result.stderr
+
+
+def test_a_text_is_known_by_its_tokens_wherever_it_lies(
+    checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    source, options = checkpoint(), ["--groups", 2, *on[2:]]
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute.weights.write_shard", interrupted)
+        assert convert("gqa", source.name, "out", *options, "--text", letters.name).exit_code == 130
+    (tmp_path / "elsewhere").mkdir()
+    letters.rename(tmp_path / "elsewhere" / "same.txt")
+    letters.write_text("another text\n" * 100)
+    refused = convert("gqa", source, tmp_path / "out", *options, "--resume", "--text", letters)
+    assert refused.exit_code == 2
+    assert "calibration_hash" in refused.stderr
+    ok(convert("gqa", source, tmp_path / "out", *options, "--resume", "--text", tmp_path / "elsewhere" / "same.txt"))
+
+
+# ---- interruption with text ------------------------------------------------------------------------------------------
+
+
+KILLED_AT = """
+import os, signal, sys
+import convert.execute.weights as execute
+from convert.cli import main
+from convert.checkpoint.shelf import Shelf
+from convert.calibration.stream import LayerStream
+place, count = sys.argv[1], int(sys.argv[2])
+def dying(function, half=None, kind=""):
+    def wrapped(*args, **kwargs):
+        global count
+        count -= not kind or args[0]._name == kind
+        if count == 0:
+            if half:
+                half(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return wrapped
+def half_spool(stream, *rest):
+    stream._spool.with_name(stream._spool.name + "-unfinished").write_bytes(b"half of it")
+if place == "inputs":
+    LayerStream.advance = dying(LayerStream.advance, half_spool)
+elif place in ("statistics", "layers"):
+    kind = {"statistics": "source", "layers": "layer"}[place]
+    Shelf.put = dying(
+        Shelf.put, lambda shelf, layer, *_: shelf._path(layer).with_suffix(".tmp").write_bytes(b"half"), kind
+    )
+else:
+    execute.write_shard = dying(
+        execute.write_shard, lambda path, *_: path.with_name(path.name + ".tmp").write_bytes(b"half of a sha")
+    )
+main(sys.argv[3:], prog_name="convert")
+"""
+
+
+IN_SEQUENCE = {
+    "pca": ["--method", "pca"],
+    "propagated": ["--method", "pca", "--propagate"],
+    "refitted": ["--method", "weighted"],
+    "refined": ["--method", "svd", "--no-refit", "--refine", 2],
+    "all": ["--method", "weighted", "--propagate", "--refine", 2],
+}
+
+
+# The survey advances twice and puts three layers on the shelf. Then the result advances twice, and where it has the source
+# beside it, that one three times; three converted layers are put on a shelf of their own.
+KILLS = [
+    ("inputs", 2, "pca"), ("statistics", 3, "pca"), ("shards", 3, "pca"), ("layers", 2, "all"),
+]  # fmt: skip
+
+
+STOPPED = [
+    *KILLS, ("inputs", 4, "propagated"), ("layers", 2, "propagated"), ("layers", 1, "refitted"), ("layers", 3, "refined"),
+    *(("inputs", count, "refitted") for count in range(3, 8)), ("inputs", 6, "refined"), ("inputs", 5, "all"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "count", "way"), KILLS)
+def test_a_killed_run_leaves_nothing_loadable_and_resumes(
+    place: str, count: int, way: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    options = [*SMALL, *IN_SEQUENCE[way], "--text", words, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
+    command = ["mla", source, out, *options]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT, place, str(count), *map(str, command)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    resumed(convert, source, out, options, tmp_path)
+
+
+@pytest.mark.parametrize(("place", "count", "way"), STOPPED)
+def test_an_interrupted_run_says_how_to_go_on(
+    place: str, count: int, way: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from convert.execute import weights as execute
+
+    source, out, left = checkpoint(), tmp_path / "out", [count]
+    options = [*SMALL, *IN_SEQUENCE[way], "--text", words, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
+    where: dict[str, tuple[Any, str]] = {
+        "inputs": (LayerStream, "advance"), "statistics": (Shelf, "put"), "shards": (execute, "write_shard"),
+        "layers": (Layer, "of"),
+    }  # fmt: skip
+    owner, name = where[place]
+    function = getattr(owner, name)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        result = convert("mla", source, out, *options)
+    assert result.exit_code == 130, result.output
+    assert "interrupted" in result.stderr
+    assert "--resume" in result.stderr
+    resumed(convert, source, out, options, tmp_path)
+
+
+def resumed(convert: Convert, source: Path, out: Path, options: list[Any], tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    assert not out.exists()
+    assert not (partial / "checkpoint" / "config.json").exists()
+    refused = convert("mla", source, out, *options)
+    assert refused.exit_code == 2
+    assert "holds an unfinished conversion" in refused.stderr
+    different = convert("mla", source, out, "--kv-lora-rank", 12, *options[2:], "--resume")
+    assert different.exit_code == 2
+    assert "kv_lora_rank: 16 then, 12 now" in different.stderr
+    finished = {path: path.stat().st_mtime_ns for path in (partial / "checkpoint").glob("*.safetensors")}
+    ok(convert("mla", source, out, *options, "--resume"))
+    assert not partial.exists()
+    assert all((out / path.name).stat().st_mtime_ns == when for path, when in finished.items()), "written again"
+    ok(convert("mla", source, tmp_path / "whole", *options))
+    same_but_for_the_run(out, tmp_path / "whole")
+
+
+def test_a_resumed_survey_does_no_layer_twice(
+    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options, seen = checkpoint(), [*SMALL, "--method", "pca", "--text", words], []
+    put, advance, embed = Shelf.put, LayerStream.advance, LayerStream.embed
+
+    def note(what: str, function: Callable[..., Any], stop_at: int | None = None) -> Callable[..., Any]:
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append((what, *args[:1]))
+            if len(seen) == stop_at:
+                raise KeyboardInterrupt
+            return function(self, *args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(Shelf, "put", note("put", put, 5))
+    monkeypatch.setattr(LayerStream, "advance", note("advance", advance))
+    monkeypatch.setattr(LayerStream, "embed", note("embed", embed))
+    assert convert("mla", source, tmp_path / "out", *options).exit_code == 130
+    monkeypatch.setattr(Shelf, "put", note("put", put))
+    ok(convert("mla", source, tmp_path / "out", *options, "--resume"))
+    steps: list[tuple[Any, ...]] = [("embed",), ("advance", 0), ("put", 0), ("advance", 1), ("put", 1)]
+    steps += [("advance", 1), ("put", 1), ("put", 2)]  # layer 1, whose statistics were not on the shelf yet, begins again
+    assert seen == steps
+
+
+def test_a_survey_of_another_text_is_not_resumed(
+    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    source, options = checkpoint(), [*SMALL, "--method", "pca", "--text", words]
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerStream, "advance", interrupted)
+        assert convert("mla", source, tmp_path / "out", *options).exit_code == 130
+    original = words.read_text()
+    words.write_text(original[::-1])
+    changed = convert("mla", source, tmp_path / "out", *options, "--resume")
+    assert changed.exit_code == 2
+    assert "calibration_hash: sha256:" in changed.stderr
+    words.write_text(original)
+    for option in (["--propagate"], ["--calibration-context", 64], ["--freqfold", 2], ["--method", "svd"]):
+        given = [o for o in options if o not in ("--text", words)] if option[1:] == ["svd"] else options
+        assert convert("mla", source, tmp_path / "out", *given, *option, "--resume").exit_code == 2, option
+    ok(convert("mla", source, tmp_path / "out", *options, "--resume"))
+
+
+def test_a_full_disk_during_the_survey_leaves_the_work_for_resume(
+    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options, opened = checkpoint(), [*SMALL, "--method", "pca", "--text", words], []
+    writing = LayerStream._writing
+
+    @contextlib.contextmanager
+    def fills_up(self: LayerStream, layer: int) -> Iterator[Callable[[torch.Tensor], None]]:
+        with writing(self, layer) as write:
+
+            def full(hidden: torch.Tensor) -> None:
+                opened.append(layer)
+                if layer == 2:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                write(hidden)
+
+            yield full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerStream, "_writing", fills_up)
+        result = convert("mla", source, tmp_path / "out", *options)
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    assert "--resume" in result.stderr
+    assert not (tmp_path / "out").exists()
+    shelf = tmp_path / "out.partial" / "survey"
+    assert [path.name for path in shelf.glob("source-0000*")] == ["source-00000.safetensors"]
+    ok(convert("mla", source, tmp_path / "out", *options, "--resume"))
+    ok(convert("mla", source, tmp_path / "whole", *options))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+
+
+# ---- what is there already -------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_ours_is_never_deleted(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    for name in ("out.partial", "out.old", ".out.old", "other.partial/notes"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "thesis.txt").write_text("years")
+    for flags in ([], ["--resume"], ["--overwrite"]):
+        result = convert("gqa", source, tmp_path / "out", "--groups", 2, *flags)
+        assert result.exit_code == 2
+        assert "no conversion made it" in result.stderr
+    assert convert("gqa", source, tmp_path / "other", "--groups", 2, "--overwrite").exit_code == 2
+    (tmp_path / "out.partial" / "thesis.txt").rename(tmp_path / "thesis.txt")
+    for _ in range(2):
+        ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--overwrite"))
+    assert (tmp_path / "out.old" / "thesis.txt").exists()
+    ours = {"source", "out", "out.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {*ours, "out.old", ".out.old", "thesis.txt", "other.partial"}
+
+
+def test_an_output_that_is_a_link_is_written_where_it_points(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    (tmp_path / "disk" / "out").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
+    ok(convert("gqa", source, tmp_path / "link", "--groups", 2))
+    ok(convert("gqa", source, tmp_path / "link", "--groups", 1, "--overwrite"))
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "disk" / "out" / "config.json").read_text())["num_key_value_heads"] == 1
+    assert {path.name for path in (tmp_path / "disk").iterdir()} == {"out", "out.lock"}
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert "is a link to nothing" in convert("gqa", source, tmp_path / "dangling", "--groups", 2).stderr
+
+
+@pytest.mark.parametrize("name", ["out.partial", "out.old"])
+def test_a_source_named_like_our_own_directories_survives(
+    name: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = checkpoint(name=name)
+    convert("gqa", source, tmp_path / "out", "--groups", 2, "--overwrite")
+    assert (source / "model.safetensors").exists()
+
+
+def test_overwrite_replaces_a_checkpoint_and_nothing_else(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("gqa", source, out, "--groups", 2))
+    (out / "stale.txt").write_text("old")
+    assert convert("gqa", source, out, "--groups", 1).exit_code == 2
+    ok(convert("gqa", source, out, "--groups", 1, "--overwrite"))
+    assert not (out / "stale.txt").exists()
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "out.lock"}
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.txt").write_text("years")
+    result = convert("gqa", source, home, "--groups", 1, "--overwrite")
+    assert result.exit_code == 2
+    assert "is no checkpoint" in result.stderr
+    assert (home / "thesis.txt").read_text() == "years"
+    (home / "config.json").write_text('{"name": "a web application"}')
+    assert "is no checkpoint" in convert("gqa", source, home, "--groups", 1, "--overwrite").stderr
+    assert (home / "thesis.txt").exists()
+
+
+# ---- bad text and activations ----------------------------------------------------------------------------------------
+
+
+TEXTS: dict[str, tuple[bytes, str]] = {
+    "short": (b"too short a text", "has 16 tokens, fewer than one block of 128"),
+    "empty": (b" \n", "is empty"),
+    "no bytes": (b"", "is empty"),
+    "not UTF-8": ("Stra\xdfe ".encode("latin-1") * 100, "is not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_texts_that_cannot_be_used(case: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    content, message = TEXTS[case]
+    (tmp_path / "bad.txt").write_bytes(content)
+    result = convert("mla", checkpoint(), tmp_path / "out", *SMALL, "--method", "pca", "--text", tmp_path / "bad.txt")
+    left_nothing(result, 1, message, tmp_path / "out")
+
+
+@pytest.mark.parametrize("scale", [1e38, 1e19], ids=["the values", "their squares, so that the norm gives zeros"])
+def test_activations_that_overflow_name_the_layer(
+    scale: float, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"].mul_(scale**0.5)
+        tensors["model.layers.0.mlp.down_proj.weight"].mul_(scale / scale**0.5 * 1e3)
+
+    result = convert("mla", damage(checkpoint(), enlarge), tmp_path / "out", *SMALL, "--method", "pca", "--text", words)
+    left_nothing(result, 1, "layer 1", tmp_path / "out")
+    if scale == 1e38:
+        assert "the input of layer 1's attention is not finite on the calibration text" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_a_survey_of_half_a_checkpoint_names_what_is_missing(
+    name: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    source = damage(checkpoint(tie_word_embeddings=False), lambda tensors: tensors.pop(name))
+    result = convert("mla", source, tmp_path / "out", *SMALL, "--method", "pca", "--text", words)
+    left_nothing(result, 1, f"lacks {name}, which LlamaForCausalLM with this config has", tmp_path / "out")

@@ -1,0 +1,194 @@
+"""Layers converted in order: each step brings the result closer, and an interruption costs no layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from latents import SMALL, full_size, same_logits
+from written import layer_notes, ok, same_but_for_the_run, silence, weights
+
+from convert.calibration.stream import LayerStream
+from convert.checkpoint.shelf import Shelf
+from convert.execute.layer import Layer
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
+SIZES: dict[str, list[Any]] = {
+    "gqa": ["--groups", 2],
+    "mla": ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8],
+}
+
+
+def nats_lost(path: Path, source: Path, letters: Path) -> float:
+    """KL of what the result says to what the source says, on what was calibrated on."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(source)(letters.read_text()[:256], return_tensors="pt")["input_ids"][:, :256].view(
+        8, 32
+    )
+    said = []
+    for model in (source, path):
+        with torch.inference_mode():
+            said.append(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits.log_softmax(-1))
+    return float((said[0].exp() * (said[0] - said[1])).sum(-1).mean())
+
+
+@pytest.mark.parametrize("command", SIZES)
+def test_each_step_brings_the_result_closer(
+    command: str, checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
+) -> None:
+    source, lost = checkpoint(num_key_value_heads=8), {}
+    ways: dict[str, list[Any]] = {
+        "blind": [], "method": [*on, "--no-refit"], "refit": on, "refine": [*on, "--refine", 20],
+    }  # fmt: skip
+    for name, way in ways.items():
+        ok(convert(command, source, tmp_path / name, *SIZES[command], *way))
+        lost[name] = nats_lost(tmp_path / name, source, letters)
+    assert lost["blind"] > lost["refit"] > lost["refine"]
+    assert lost["method"] > lost["refit"]
+
+
+@pytest.mark.parametrize("command", SIZES)
+def test_refinement_brings_every_layer_closer_and_touches_nothing_else(
+    command: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert(command, source, tmp_path / "out", *SIZES[command], *on, "--refine", 10))
+    assert [note["layer"] for note in layer_notes(tmp_path / "out")] == [0, 1, 2]
+    assert all(0 < note["layer_error_refined"] < note["layer_error"] for note in layer_notes(tmp_path / "out"))
+    before, after = weights(source), weights(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before if "self_attn" not in name)
+    ok(convert(command, source, tmp_path / "none", *SIZES[command], *on))
+    assert not any("layer_error" in note for note in layer_notes(tmp_path / "none"))
+
+
+def test_refinement_follows_its_seed(
+    checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convert.calibration.refine._TOKENS", 64)  # two blocks a step, so that their order matters
+    source = checkpoint()
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        ok(convert("gqa", source, tmp_path / name, "--groups", 2, *on, "--refine", 3, "--seed", seed))
+    same_but_for_the_run(tmp_path / "a", tmp_path / "b")
+    a, c = weights(tmp_path / "a"), weights(tmp_path / "c")
+    differing = {name for name in a if not torch.equal(a[name], c[name])}
+    assert differing
+    assert all("self_attn" in name for name in differing)
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random"])
+def test_methods_that_look_at_weights_alone_can_be_refitted(
+    method: str, checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *on, "--refit"))
+    ok(convert("gqa", source, tmp_path / "plain", "--groups", 2, "--method", method))
+    refused = convert("gqa", source, tmp_path / "no", "--groups", 2, "--method", method, *on)
+    assert refused.exit_code == 2
+    assert f"method {method} looks at weights only and has no use for" in refused.stderr
+    assert nats_lost(tmp_path / "out", source, letters) < nats_lost(tmp_path / "plain", source, letters)
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["calibration_hash"].startswith("sha256:")
+
+
+def test_propagation_changes_what_later_layers_see(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    source = checkpoint()
+    ok(convert("gqa", source, tmp_path / "plain", "--groups", 2, *on, "--no-refit"))
+    ok(convert("gqa", source, tmp_path / "through", "--groups", 2, *on, "--no-refit", "--propagate"))
+    plain, through = weights(tmp_path / "plain"), weights(tmp_path / "through")
+    assert {name.split(".")[2] for name in plain if not torch.equal(plain[name], through[name])} == {"1", "2"}
+
+
+def test_propagation_changes_what_later_layers_see_and_nothing_of_the_first(
+    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    source, options = checkpoint(), [*SMALL, "--method", "pca", "--text", words]
+    ok(convert("mla", source, tmp_path / "plain", *options))
+    ok(convert("mla", source, tmp_path / "through", *options, "--propagate"))
+    plain, through = weights(tmp_path / "plain"), weights(tmp_path / "through")
+    differing = {name.split(".")[2] for name in plain if not torch.equal(plain[name], through[name])}
+    assert differing == {"1", "2"}
+    assert (tmp_path / "plain" / "config.json").read_text() == (tmp_path / "through" / "config.json").read_text()
+
+
+def test_propagation_through_lossless_layers_is_no_propagation(
+    checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    source = checkpoint()
+    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), "--method", "pca", "--text", words, "--propagate"))
+    same_logits(logits(tmp_path / "out"), logits(source))
+
+
+@pytest.mark.parametrize("command", SIZES)
+def test_a_layer_that_adds_nothing_is_left_alone_by_refinement(
+    command: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+) -> None:
+    ok(convert(command, silence(checkpoint(), 0), tmp_path / "out", *SIZES[command], *on, "--refine", 3))
+    found = layer_notes(tmp_path / "out")
+    assert found[0]["layer_error"] == found[0]["layer_error_refined"] == 0
+    assert 0 < found[1]["layer_error_refined"] < found[1]["layer_error"]
+    assert torch.isfinite(logits(tmp_path / "out")).all()
+
+
+# ---- interruption ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "count"),
+    [(Layer, "of", 1), (Layer, "of", 2), (Layer, "of", 3), *((LayerStream, "advance", count) for count in range(3, 8))],
+)
+def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
+    owner: type, name: str, count: int, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    source, options, left, made = checkpoint(), ["--groups", 2, *on, "--refine", 3, "--propagate"], [count], []
+    function, put = getattr(owner, name), Shelf.put
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        assert convert("gqa", source, tmp_path / "out", *options).exit_code == 130
+    there = {path.name for path in (tmp_path / "out.partial" / "survey").glob("layer-*.safetensors")}
+    again: list[LayerStream] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Shelf, "put", lambda self, layer, *what: made.append(layer) or put(self, layer, *what))
+        patch.setattr(LayerStream, "embed", again.append)
+        ok(convert("gqa", source, tmp_path / "out", *options, "--resume"))
+    assert made == list(range(len(there), 3)), "no layer is fitted twice"
+    assert not again, "neither stream begins anew"
+    ok(convert("gqa", source, tmp_path / "whole", *options))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("name", ["layer-00001", "source-00001"])
+def test_a_layer_whose_file_lost_its_end_is_made_again(
+    name: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options, fit, left = checkpoint(), ["--groups", 2, *on, "--refine", 3], Layer.of, [3]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return fit(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Layer, "of", interrupted)
+        assert convert("gqa", source, tmp_path / "out", *options).exit_code == 130
+    (damaged,) = (tmp_path / "out.partial" / "survey").glob(f"{name}.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-7])
+    ok(convert("gqa", source, tmp_path / "out", *options, "--resume"))
+    ok(convert("gqa", source, tmp_path / "whole", *options))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
