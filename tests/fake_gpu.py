@@ -23,7 +23,7 @@ GPU = torch.device("cuda", 0)
 # What is said of a meeting of devices, which depends on the operation and on torch's version.
 REFUSED = "same device|different devices|device between"
 
-_READ = {"is_nonzero", "_local_scalar_dense"}
+_READ = {"is_nonzero", "_local_scalar_dense", "equal"}
 _INDEXED = {"index", "index_put", "index_put_"}
 # Before these do anything in C++ they switch to the tensor's device, which a CPU build of torch cannot.
 _SWITCHING = (
@@ -48,16 +48,18 @@ def fake_gpu(truths: bool | Iterable[bool] = True) -> Iterator[None]:
         yield
 
 
-def to_gpu(value: Any) -> Any:
+def to_gpu(value: Any, device: torch.device = GPU) -> Any:
     """The tensor on the GPU, or a record with all of its tensors there, as moving a layer's weights leaves it.
 
     Rotary frequencies stay where they are: they are moved where they are used.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(GPU)
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        return type(value)(to_gpu(part, device) for part in value)
     if isinstance(value, Rotary) or not is_dataclass(value) or isinstance(value, type):
         return value
-    return replace(value, **{field.name: to_gpu(getattr(value, field.name)) for field in fields(value)})
+    return replace(value, **{field.name: to_gpu(getattr(value, field.name), device) for field in fields(value)})
 
 
 def devices(value: Any) -> set[str]:
@@ -92,13 +94,15 @@ class _Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _INDEXED:
             args = args[0], _indices(args[0], args[1]), *args[2:]
+        if name == "equal" and args[0].device != args[1].device:
+            raise RuntimeError(f"compared tensors are not on the same device: {args[0].device}, {args[1].device}")
         _check_generator(func, kwargs)
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException:
             if name not in _READ:
                 raise
-            return self._made_up(args[0].dtype)
+            return self._made_up(torch.bool if name == "equal" else args[0].dtype)
         if name == "_to_copy" and result.device.type == "cpu":
             with unset_fake_temporarily():
                 return torch.zeros(result.shape, dtype=result.dtype)
@@ -121,11 +125,19 @@ class _Calls(TorchFunctionMode):
         kwargs, first = kwargs or {}, args[0] if args else None
         if func is torch.Tensor.new_tensor and isinstance(first, FakeTensor):
             return torch.tensor(args[1], **({"dtype": first.dtype, "device": first.device} | kwargs))
+        if func is torch.Tensor.data_ptr and isinstance(first, FakeTensor):
+            return id(first)
+        if func is torch.Tensor.to:  # without a number torch would ask which one is in use
+            args, kwargs = tuple(map(_numbered, args)), {name: _numbered(value) for name, value in kwargs.items()}
         self._operations.guarded = func in _GUARDED
         try:
             return func(*args, **kwargs)
         finally:
             self._operations.guarded = False
+
+
+def _numbered(value: Any) -> Any:
+    return GPU if isinstance(value, str | torch.device) and torch.device(value) == torch.device("cuda") else value
 
 
 def _device(kwargs: dict[str, Any]) -> str:

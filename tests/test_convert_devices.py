@@ -14,11 +14,13 @@ import pytest
 import torch
 from fake_gpu import GPU, REFUSED, devices, fake_gpu, to_gpu
 from records import factored, inputs, measured, record
+from safetensors.torch import load_file
 from tiny import tiny_config, tiny_model
 from tiny_mla import mla_model
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from attention.record import Attention, FactoredAttention, Record
-from attention.rope import Rotary
+from convert.api import gqa, mla
 from convert.calibration.refine import refined
 from convert.calibration.refit import OutputFit, refitted_queries
 from convert.calibration.stream import LayerStream
@@ -33,12 +35,10 @@ from convert.methods.statistics import Statistics
 
 X = inputs(20, tokens=6)
 SURVEYED, ASSUMED = measured(X), Statistics.assumed(20)  # on the CPU, as they come from the disk and from gains
-FREQUENCIES = torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64)
 MHA, GQA = record(4, 1, biased=False), record(2, 2, nope=2, pairing="interleaved", factor=1.2)
 RECORDS: dict[str, Attention] = {
     "MHA": MHA,
     "GQA, biased, partial": GQA,
-    "longrope": replace(record(2, 1), rotary=Rotary(FREQUENCIES, "half", 1.2, FREQUENCIES / 4, 1)),
     "no RoPE": record(4, 1, pairs=0, nope=6),
 }
 NORMED = {f"norm: {norm}": record(4, 1, norm=norm) for norm in ("shared", "head", "all")}
@@ -179,6 +179,7 @@ def test_a_part_of_the_record_left_on_the_cpu_is_noticed(make: Callable[[Attenti
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tiny_model(tiny_config("llama", num_hidden_layers=2)),
     "gemma2, windows and scaled embeddings": lambda: tiny_model(tiny_config("gemma2", num_hidden_layers=2, sliding_window=5)),
+    "gpt2, learned positions": lambda: tiny_model(tiny_config("gpt2", num_hidden_layers=2)),
     "deepseek_v3": lambda: mla_model(num_hidden_layers=2),
 }
 
@@ -186,7 +187,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def stream_of(model: Any, spool: Path, device: torch.device) -> LayerStream:
     tensors = model.state_dict()
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    paths = [name for name, _ in model.named_modules() if name.endswith(".self_attn")]
+    paths = [name for name, _ in model.named_modules() if name.endswith((".self_attn", ".attn"))]
     blocks = torch.randint(4, 96, (2, 6), generator=torch.Generator().manual_seed(1))
     return LayerStream(model.config, paths, tensors.__getitem__, infos, blocks, spool, device)
 
@@ -233,9 +234,11 @@ def test_statistics_move_whole() -> None:
 # ---- fits ----------------------------------------------------------------------------------------------------------
 
 RESULTS: dict[str, tuple[Attention, Record]] = {
-    "GQA": (record(2, 1), record(1, 2, seed=1)),
-    "GQA, partial, unbiased": (record(2, 1, nope=2, biased=False), record(1, 2, nope=2, biased=False, seed=1)),
-    "GQA, no RoPE": (record(2, 1, pairs=0, nope=6), record(1, 2, pairs=0, nope=6, seed=1)),
+    "GQA, partial": (record(2, 1, nope=2), record(1, 2, nope=2, seed=1)),
+    "GQA, no RoPE, unbiased": (
+        record(2, 1, pairs=0, nope=6, biased=False),
+        record(1, 2, pairs=0, nope=6, biased=False, seed=1),
+    ),
     "latent": (record(2, 1), factored(2)),
     "latent, unbiased": (record(2, 1, nope=2, biased=False), factored(2, dim=8, biased=False)),
 }
@@ -319,3 +322,50 @@ def test_a_layer_is_refined_on_the_gpu(pair: tuple[Attention, Record]) -> None:
         assert errors["layer_error_refined"] < errors["layer_error"]
         with pytest.raises(RuntimeError, match=REFUSED):
             refined(to_gpu(after), written, streams[0], streams[1], 0, 3, 0)
+
+
+# ---- whole conversions ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch, without_classes: None, without_gradients: None) -> None:
+    """A machine that has one. What is saved of fakes, which have no values, is zeros, and loaded as such."""
+    save, load = torch.save, torch.load
+
+    def saved(value: Any, file: Any) -> None:
+        value = to_gpu(value, torch.device("cpu"))
+        with unset_fake_temporarily():
+            save(value, file)
+
+    def loaded(*arguments: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return load(*arguments, **options)
+
+    monkeypatch.setattr(torch, "save", saved)
+    monkeypatch.setattr(torch, "load", loaded)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+CONVERSIONS: dict[str, tuple[str, tuple[int, int], Callable[..., Any], dict[str, Any]]] = {
+    "gqa": ("qwen2", (2, 4), gqa, {"groups": 2, "grouping": "similar", "propagate": True, "refit": False, "refine": 1}),
+    "mla": ("llama", (1, 2), mla, {"kv_lora_rank": 16, "qk_rope_head_dim": 4}),
+}
+
+
+@pytest.mark.usefixtures("a_gpu")
+@pytest.mark.filterwarnings("ignore:.*calibration text are few")
+@pytest.mark.parametrize(("model_type", "size", "command", "options"), CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_whole_conversion_never_mixes_devices(
+    model_type: str,
+    size: tuple[int, int],
+    command: Callable[..., Any],
+    options: dict[str, Any],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    layers, heads = size
+    source = checkpoint(model_type, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads)
+    text = {"text": ["some words to look at"], "calibration_context": 8, "calibration_tokens": 8}
+    with fake_gpu():
+        command(source, tmp_path / "out", device="cuda", **text, **options)
+    assert "model.layers.0.self_attn.o_proj.weight" in load_file(tmp_path / "out" / "model.safetensors")

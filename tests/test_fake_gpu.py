@@ -30,6 +30,7 @@ MIXED: dict[str, Operation] = {
     "index assigned": lambda gpu, cpu: assigned(gpu, [0, 1], cpu[:2]),
     "solve": lambda gpu, cpu: torch.linalg.solve(gpu, cpu),
     "attention": lambda gpu, cpu: torch.nn.functional.scaled_dot_product_attention(gpu[None], cpu[None], gpu[None]),
+    "compared": lambda gpu, cpu: torch.equal(gpu, cpu),
     "generator": lambda gpu, cpu: torch.randn(3, device=gpu.device, generator=torch.Generator()),
 }
 ALLOWED: dict[str, Operation] = {

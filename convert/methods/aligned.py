@@ -217,7 +217,7 @@ def _swapped(pairs: torch.Tensor, groups: int) -> list[int]:
         gain[group[:, None] == group] = 0
         best = int(gain.argmax())
         i, j = divmod(best, count)
-        if gain[i, j] <= 1e-9 * pairs.sum():
+        if not gain[i, j] > 1e-9 * pairs.abs().sum():  # of equal heads, pairs are rounding, of either sign
             break
         group[i], group[j] = group[j].item(), group[i].item()
     members = [[head for head in range(count) if group[head] == g] for g in range(groups)]
