@@ -401,9 +401,9 @@ def _calibration(
         _require_range(name, least if value is None else value, least)
     if text is not None and dataset is not None:
         raise Refusal("give either a text or a dataset to calibrate on", hint="--text FILE or --dataset NAME")
-    given = {}
+    given: dict[str, str] = {}
     if text is not None:
-        given["text"] = str(text) if isinstance(text, str | Path) else f"{len(text)} strings"
+        given |= {"text": str(text)} if isinstance(text, str | Path) else {"strings": str(len(text))}
     if dataset is not None:
         given["dataset"] = dataset
     return CalibrationOptions(given, tokens, context, propagate, refit, refine or 0)

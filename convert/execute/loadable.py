@@ -41,7 +41,7 @@ def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str, tr
     floating = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     for name in tensors.names:
         for source in tensors.sources(name) if name in floating else ():
-            if not infos[source].dtype.is_floating_point:
+            if not infos[source].is_float:
                 kept = str(infos[source].dtype).removeprefix("torch.")
                 raise Failure(
                     f"{source} holds {kept}, which is no weight without its scales",

@@ -100,8 +100,8 @@ class Calibration:
 
     def as_recipe(self) -> dict[str, Any]:
         """The options with an absolute path, for a recipe that is read from another directory."""
-        path = Path(self.given.get("text", ""))  # a program's strings have none
-        return self.as_options() | ({"text": str(path.resolve())} if path.is_file() else {})
+        text = {"text": str(Path(self.given["text"]).resolve())} if "text" in self.given else {}
+        return self.as_options() | text
 
     def steps(self) -> list[str]:
         """The steps beyond the method, as on the command line."""

@@ -239,7 +239,7 @@ def test_what_lies_in_the_way_is_one_line(name: str, tmp_path: Path) -> None:
 SLOW = """
 import sys, time
 from pathlib import Path
-import convert.execute.run as execute
+import convert.execute.weights as execute
 from convert.cli import main
 go, write = Path(sys.argv[1]), execute.write_shard
 def slow(*given):
@@ -314,7 +314,7 @@ def test_a_result_that_has_appeared_since_the_plan_is_not_replaced(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other run began later and has ended by the time that this one gets the lock."""
-    from convert.execute import run
+    from convert.execute import weights as run
 
     source, out = checkpoint(), tmp_path / "out"
     real = run.exclusive
