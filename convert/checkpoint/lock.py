@@ -7,6 +7,7 @@ it is held, one line of JSON in it names the holder. That line is only for messa
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -62,6 +63,8 @@ def exclusive(output: Path) -> Iterator[None]:
         try:
             lock.acquire()
         except Timeout:
+            if not path.exists():  # to filelock it is just being removed
+                raise OSError(errno.ENOENT, "no file can be made there") from None
             raise Failure(
                 f"another run is writing {output}: {_named(path)}", hint="wait until it has ended, or choose another OUTPUT"
             ) from None

@@ -215,6 +215,11 @@ def test_a_parent_that_takes_no_file_is_one_line(number: int, tmp_path: Path, mo
     assert told == f"cannot lock {tmp_path / 'out'}: {tmp_path / 'out.lock'}: {os.strerror(number)}"
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a directory in which no file can be made")
+def test_a_directory_in_which_no_file_can_be_made_is_one_line() -> None:
+    assert str(refusal(Path("/proc/out"))) == "cannot lock /proc/out: /proc/out.lock: no file can be made there"
+
+
 def test_a_disk_too_full_for_the_holders_name_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
