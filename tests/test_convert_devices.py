@@ -251,7 +251,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Attention, Record]:
 
 def test_queries_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeypatch: pytest.MonkeyPatch) -> None:
     # Fake tensors have no values to choose a share of the change by: the last one tried is taken.
-    monkeypatch.setattr("convert.calibration.refit._ROUNDING", -1.0)
+    monkeypatch.setattr("convert.calibration.refit._ROUNDING", float("nan"))
 
     def last(first: Any, *others: Any, key: Any = None) -> Any:
         return list(first)[-1] if key else min(first, *others)

@@ -60,7 +60,7 @@ def test_all_targets_come_from_one_survey_into_one_report(
     put, surveyed = Shelf.put, []
 
     def note(self: Shelf, layer: int, tensors: Any, note: Any) -> None:
-        if "second" in tensors:
+        if "second_moment" in tensors:
             surveyed.append(layer)
         put(self, layer, tensors, note)
 

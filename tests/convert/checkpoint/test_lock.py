@@ -69,7 +69,7 @@ def test_the_lock_file_lies_beside_output_stays_and_names_its_holder(tmp_path: P
     with exclusive(tmp_path / "out"):
         holder = json.loads((tmp_path / "out.lock").read_text())
         assert holder["pid"] == os.getpid()
-        assert holder.keys() == {"kvfold", "pid", "host", "began", "command"}
+        assert holder.keys() == {"kvfold", "pid", "machine", "began", "command"}
     assert (tmp_path / "out.lock").read_text() == ""
     with exclusive(tmp_path / "out"):
         pass
@@ -132,8 +132,9 @@ def test_the_refused_are_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\0" * 40, b"{", b"[]", b"5", b"null", b"\xff\xfe\x00", b'{"pid": "x"}', b'{"kvfold": 1, "pid": [], "host": 5}',
-        b"[" * 4000, b'{"kvfold": 1, "pid": -1, "host": "h", "began": "\\u001b[31m", "command": "a\\nb"}',
+        b"", b"\0" * 40, b"{", b"[]", b"5", b"null", b"\xff\xfe\x00", b'{"pid": "x"}',
+        b'{"kvfold": 1, "pid": [], "machine": 5}',
+        b"[" * 4000, b'{"kvfold": 1, "pid": -1, "machine": "h", "began": "\\u001b[31m", "command": "a\\nb"}',
     ],
     ids=range(11),
 )  # fmt: skip
@@ -163,7 +164,7 @@ def test_a_lock_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 def test_a_dead_holders_name_is_not_given_for_that_of_a_live_one(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    stale = {"kvfold": 1, "pid": ended.pid, "host": os.uname().nodename, "began": "2001-01-01", "command": "convert"}
+    stale = {"kvfold": 1, "pid": ended.pid, "machine": os.uname().nodename, "began": "2001-01-01", "command": "convert"}
     new = stale | {"pid": os.getppid(), "began": "2002-02-02"}
     with (tmp_path / "out.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -319,7 +320,7 @@ def test_a_result_that_has_appeared_since_the_plan_is_not_replaced(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other run began later and has ended by the time that this one gets the lock."""
-    from convert.execute import weights as run
+    from convert.execute import run
 
     source, out = checkpoint(), tmp_path / "out"
     real = run.exclusive

