@@ -362,7 +362,6 @@ def test_an_empty_text_is_seen_before_a_conversion(checkpoint: Make, convert: Co
     assert not (tmp_path / "out").exists()
 
 
-<<<<<<< HEAD
 HOSTILE = "x\x1b[31m\u202e\nb"
 
 
@@ -404,9 +403,6 @@ def test_experts_are_refused_where_the_config_counts_no_dense_layers(checkpoint:
 
 
 # ---- help ----------------------------------------------------------------------------------------------------------
-=======
-# ---- help ------------------------------------------------------------------------------------------------------------
->>>>>>> tests2
 
 
 NO_MODEL = [["--help"], ["gqa", "--help"], ["eval", "--help"], ["--version"], ["families"], ["families", "--json"]]

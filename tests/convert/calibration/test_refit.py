@@ -281,7 +281,6 @@ def test_of_a_long_block_some_spans_are_fitted(monkeypatch: pytest.MonkeyPatch) 
     assert loss(a, refitted_queries(a, after, X), X) < loss(a, after, X)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("kind", ["gqa", "mqa", "mla"])
 def test_how_many_heads_are_fitted_together_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = record(4, 2, 3, 2, 20)
@@ -301,9 +300,6 @@ def test_heads_that_are_fitted_together_are_all_heads_once() -> None:
 
 
 # ---- outputs -------------------------------------------------------------------------------------------------------
-=======
-# ---- outputs ---------------------------------------------------------------------------------------------------------
->>>>>>> tests2
 
 
 def reads(record_: Record, tokens: int = 60, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -624,7 +624,7 @@ def test_a_latent_is_inspected_planned_and_evaluated(full: Path, convert: Conver
         ok(convert("mla", full, tmp_path / rank, "--kv-lora-rank", rank, "--qk-rope-head-dim", rope, "--method", "svd"))
         assert row["parameters"] == sum(tensor.numel() for tensor in weights(tmp_path / rank).values())
     models = [tmp_path / "source", full, tmp_path / rank]
-    source, same, small = json.loads(ok(convert("eval", *models, "--text", words, "--json", "-q")).stdout)["models"]
+    _, same, small = json.loads(ok(convert("eval", *models, "--text", words, "--json", "-q")).stdout)["models"]
     assert same["kl_to_source"] == pytest.approx(0, abs=1e-6)
     assert small["kl_to_source"] > 1e-3
     for entry, values in ((same, 65), (small, int(rank) + int(rope))):

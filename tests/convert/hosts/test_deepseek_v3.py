@@ -71,7 +71,6 @@ def test_both_lists_of_longrope_come_back_and_where_they_change(pairs: list[int]
     assert (back.long_beyond, back.attention_factor) == (50, 1.0)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("kept", [[0, 1, 2, 3], [0, 2], [1, 3], [0, 0, 3]], ids=str)
 @pytest.mark.parametrize("source", [{}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
                                                              "original_max_position_embeddings": 32}}])  # fmt: skip
@@ -120,9 +119,6 @@ def test_constants_are_reserved(rank: int) -> None:
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
-=======
-# ---- tensors ---------------------------------------------------------------------------------------------------------
->>>>>>> tests2
 
 
 def latent(channels: int, biased: bool = True) -> FactoredAttention:

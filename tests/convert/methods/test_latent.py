@@ -123,7 +123,6 @@ def test_less_is_lost_with_more_of_either(method: str) -> None:
         assert losses_seen[-1] < 1e-5
 
 
-<<<<<<< HEAD
 # ---- from latent attention -----------------------------------------------------------------------------------------
 
 ALL = (0, 1, 2)  # frequencies of the sources
@@ -226,9 +225,6 @@ def test_one_key_at_each_frequency_has_one_component(method: str) -> None:
 
 
 # ---- whatever comes ------------------------------------------------------------------------------------------------
-=======
-# ---- whatever comes --------------------------------------------------------------------------------------------------
->>>>>>> tests2
 
 
 @pytest.mark.parametrize("method", LATENT)

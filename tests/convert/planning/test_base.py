@@ -33,6 +33,7 @@ def mla(source: Source, output: Output, text: CalibrationOptions | None = None) 
 
 def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.txt").touch()
     source()
     found = mla(Source.parse("source"), Output(Path("out"), "bfloat16", 123_000_000), TEXT).recipe()
     assert found == {
@@ -101,7 +102,7 @@ def test_no_output_class_is_a_refusal_with_every_reason(source: Sources) -> None
     made = source("qwen2")
     family, spec = readable(made), AttentionSpec.from_config(made.config)
     assert host_of("gqa", family, made, spec.grouped(2), "float32").name == "its own class"
-    with pytest.raises(Refusal, match=r"no output class carries MLA of .*source: deepseek_v3: its blocks are Llama's"):
+    with pytest.raises(Refusal, match=r"no output class carries MLA of .*source: deepseek_v3: qwen2 does not have Llama's"):
         host_of("mla", family, made, spec.latent(16, 8), "float32")
 
 

@@ -1,16 +1,17 @@
-<<<<<<< HEAD
 """What is said of checkpoints from their configs alone: with KV heads, and with a latent."""
-=======
-"""What inspect, plan and dry runs say, from the config alone."""
->>>>>>> tests2
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-<<<<<<< HEAD
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from latents import SMALL, WAYS, method_options
+from safetensors import safe_open
+from written import edit, ok
 
 from convert.families import FAMILIES
 from convert.methods import load_grouped, load_latent
@@ -23,6 +24,9 @@ from eval.source import Source
 
 Sources = Callable[..., Source]
 ROOM = {"small": 1e-3, "large": 80.0}
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
 
 
 def test_a_source_with_kv_heads_is_inspected(source: Sources) -> None:
@@ -106,19 +110,9 @@ def test_plans_in_words(source: Sources, output: Output) -> None:
     table = plans_text([grouped, latent])
     assert "GQA-2" in table
     assert "MLA-12+8" in table
-=======
-from pathlib import Path
-from typing import Any
 
-import pytest
-import torch
-from latents import SMALL, WAYS, method_options
-from safetensors import safe_open
-from written import edit, ok
 
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
+# ---- by commands ---------------------------------------------------------------------------------------------------
 
 
 def test_inspect_reads_only_the_config(checkpoint: Make, convert: Convert) -> None:
@@ -242,4 +236,3 @@ def test_a_rank_that_the_kernel_does_not_serve_is_remarked(checkpoint: Make, con
     for rank, remarks in ((16, 0), (20, 1)):
         command = ["mla", checkpoint(), tmp_path / "out", "--kv-lora-rank", rank, "--qk-rope-head-dim", 8, "--dry-run"]
         assert ok(convert(*command)).stdout.count(f"rank {rank} is no multiple of 16") == remarks
->>>>>>> tests2

@@ -1,16 +1,14 @@
-<<<<<<< HEAD
 """Plans of GQA and MQA: what is copied, what is inexact, and what is refused."""
-=======
-"""`convert gqa` and `mqa`: groups that do not fit, and what a plan says of merges that are not exact."""
->>>>>>> tests2
 
 from __future__ import annotations
 
 from collections.abc import Callable
-<<<<<<< HEAD
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from written import ok, refused
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
@@ -23,6 +21,9 @@ from eval.source import Source
 
 Sources = Callable[..., Source]
 TEXT = CalibrationOptions({"text": "some.txt"})
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
 
 
 def planned(
@@ -119,17 +120,9 @@ def test_a_latent_has_no_heads_to_merge(source: Sources, output: Output) -> None
             planned(source("deepseek_v3"), output, groups, command)
         assert caught.value.hint is not None
         assert "use `convert mla` for a smaller latent" in caught.value.hint
-=======
-from pathlib import Path
-from typing import Any
 
-import pytest
-import torch
-from written import ok, refused
 
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
+# ---- by commands ---------------------------------------------------------------------------------------------------
 
 
 def test_a_merge_that_cannot_be_exact_says_so(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -168,4 +161,3 @@ def test_a_method_that_cannot_tell_similar_heads_is_refused(checkpoint: Make, co
     assert "method mean does not say which heads are similar" in result.stderr
     assert "use --method aligned for that" in result.stderr
     assert convert(*command, "--grouping", "alike").exit_code == 2
->>>>>>> tests2

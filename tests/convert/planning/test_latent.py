@@ -122,7 +122,7 @@ def test_a_budget_with_text_is_a_choice_of_splits(source: Sources, output: Outpu
     plan = planned(made, output, "weighted", TEXT, kv_share=0.5)
     found = plan.target
     assert isinstance(found, LatentTarget)
-    assert found.notes[-1] == "this split of the cache is where the search begins: the text decides on one, for all layers"
+    assert found.notes[-1] == "the search starts from this split of the cache; the text decides the split, one for all layers"
     sizes = [(split.spec.kv_lora_rank, split.spec.qk_rope_head_dim) for split in found.splits]
     assert (found.spec.kv_lora_rank, found.spec.qk_rope_head_dim) in sizes
     assert sizes == sorted(sizes, key=lambda size: size[1])
@@ -172,7 +172,10 @@ def test_a_method_that_could_use_text_and_has_none_says_so(source: Sources, outp
 
 @pytest.mark.parametrize(
     ("model_type", "dtype", "message"),
-    [("qwen2", "float32", "its blocks are Llama's"), ("llama", "float16", "float16 ends at 65504 (use --dtype bfloat16)")],
+    [
+        ("qwen2", "float32", "qwen2 does not have Llama's decoder blocks"),
+        ("llama", "float16", "float16 ends at 65504 (use --dtype bfloat16)"),
+    ],
 )
 def test_whether_any_latent_fits_comes_before_its_size(
     model_type: str, dtype: str, message: str, source: Sources, output: Output
