@@ -33,6 +33,7 @@ def mla(source: Source, output: Output, text: CalibrationOptions | None = None) 
 
 def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.txt").touch()
     source()
     found = mla(Source.parse("source"), Output(Path("out"), "bfloat16", 123_000_000), TEXT).recipe()
     assert found == {

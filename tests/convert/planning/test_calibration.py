@@ -86,11 +86,13 @@ def test_layers_are_converted_in_order_where_they_have_to_be(
 
 def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.txt").touch()
     found = Calibration(TEXT, 500, 50, True, False, 3)
     options = {"calibration_tokens": 500, "calibration_context": 50, "propagate": True, "refit": False, "refine": 3}
     assert found.as_options() == {"text": "some.txt"} | options
     assert found.as_recipe() == {"text": str(tmp_path / "some.txt")} | options
     assert found.steps() == ["--propagate", "--refine 3"]
+    assert Calibration({"text": "3 strings"}, 500, 50, False, True, 0).as_recipe()["text"] == "3 strings", "of a program"
     named = Calibration({"dataset": "wikitext"}, 500, 50, False, True, 0)
     expected = {"dataset": "wikitext", "calibration_tokens": 500, "calibration_context": 50, "refit": True}
     assert named.as_options() == named.as_recipe() == expected

@@ -24,6 +24,9 @@ from eval.source import Source
 
 Sources = Callable[..., Source]
 ROOM = {"small": 1e-3, "large": 80.0}
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
 
 
 def test_a_source_with_kv_heads_is_inspected(source: Sources) -> None:
@@ -109,9 +112,7 @@ def test_plans_in_words(source: Sources, output: Output) -> None:
     assert "MLA-12+8" in table
 
 
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
+# ---- by commands ---------------------------------------------------------------------------------------------------
 
 
 def test_inspect_reads_only_the_config(checkpoint: Make, convert: Convert) -> None:

@@ -21,6 +21,9 @@ from eval.source import Source
 
 Sources = Callable[..., Source]
 TEXT = CalibrationOptions({"text": "some.txt"})
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
 
 
 def planned(
@@ -119,9 +122,7 @@ def test_a_latent_has_no_heads_to_merge(source: Sources, output: Output) -> None
         assert "use `convert mla` for a smaller latent" in caught.value.hint
 
 
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
+# ---- by commands ---------------------------------------------------------------------------------------------------
 
 
 def test_a_merge_that_cannot_be_exact_says_so(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
