@@ -92,7 +92,7 @@ def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatc
     assert found.as_options() == {"text": "some.txt"} | options
     assert found.as_recipe() == {"text": str(tmp_path / "some.txt")} | options
     assert found.steps() == ["--propagate", "--refine 3"]
-    assert Calibration({"text": "3 strings"}, 500, 50, False, True, 0).as_recipe()["text"] == "3 strings", "of a program"
+    assert Calibration({"strings": "3"}, 500, 50, False, True, 0).as_recipe()["strings"] == "3", "of a program"
     named = Calibration({"dataset": "wikitext"}, 500, 50, False, True, 0)
     expected = {"dataset": "wikitext", "calibration_tokens": 500, "calibration_context": 50, "refit": True}
     assert named.as_options() == named.as_recipe() == expected
