@@ -12,3 +12,4 @@ def test_damaged_weight_files_end_in_one_line_or_a_checkpoint() -> None:
     assert not found.tracebacks
     assert not found.hangs
     assert not found.raw
+    assert not found.unloadable
