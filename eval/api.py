@@ -13,7 +13,7 @@ from eval.text import Text, load_dataset, text_of
 
 
 def evaluate(
-    models: Sequence[str | Path],
+    models: str | Path | Sequence[str | Path],
     *,
     text: str | Path | Sequence[str] | None = None,
     dataset: str | None = None,
@@ -30,7 +30,7 @@ def evaluate(
     """Measure perplexity and KV bytes per token of checkpoints; the first is the source that the others are compared with.
 
     Args:
-        models: Directories or Hub ids.
+        models: A directory or a Hub id, or several.
         text: A UTF-8 file, or a list of strings.
         dataset: Instead of `text`: a named dataset, one of `eval.text.DATASETS`.
         protocol: One of `eval.protocol.PROTOCOLS`.
@@ -58,10 +58,9 @@ def evaluate(
         raise Refusal("give either a text or a dataset to evaluate on", hint="--text FILE or --dataset NAME")
     if not models:
         raise Refusal("there is no model to evaluate")
-    limit = max_perplexity_ratio
-    if limit is not None and (len(models) < 2 or not limit > 0):
+    sources, limit = _sources(models, trust_remote_code), max_perplexity_ratio
+    if limit is not None and (len(sources) < 2 or not limit > 0):
         raise Refusal("--max-perplexity-ratio needs two models or more, and a ratio above 0")
-    sources = [Source.parse(str(model), trust_remote_code) for model in models]
     settings = EvaluationSettings(protocol, context, max_tokens, dtype, device)
     check(sources, settings)  # refuse configs before reading a text
     found = report_of(sources, read_text(text, dataset, "test"), settings, progress=progress)
@@ -72,7 +71,7 @@ def evaluate(
 
 
 def bench(
-    models: Sequence[str | Path],
+    models: str | Path | Sequence[str | Path],
     *,
     batch: Sequence[int] = (1,),
     context: Sequence[int] = (),
@@ -91,7 +90,7 @@ def bench(
     """Measure speed and memory of checkpoints side by side; the others are compared with the first.
 
     Args:
-        models: Directories or Hub ids.
+        models: A directory or a Hub id, or several.
         batch: Batch sizes; each is measured.
         context: Tokens that a decode step attends over; each is measured. Empty for min(2048, the models' limit).
         steps: Decode steps per round.
@@ -118,7 +117,7 @@ def bench(
 
     if not models:
         raise Refusal("there is no model to measure")
-    sources = [Source.parse(str(model), trust_remote_code) for model in models]
+    sources = _sources(models, trust_remote_code)
     if output is not None:
         bench_report.require_room(Path(output), overwrite)
     sizes = tuple(batch), tuple(context)
@@ -126,6 +125,11 @@ def bench(
     if output is not None:
         bench_report.write(found, Path(output))
     return found
+
+
+def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool) -> list[Source]:
+    named = [models] if isinstance(models, str | Path) else models  # a string is a sequence of its letters, too
+    return [Source.parse(str(model), trust_remote_code) for model in named]
 
 
 def read_text(text: str | Path | Sequence[str] | None, dataset: str | None, split: str) -> Text:

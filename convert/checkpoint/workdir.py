@@ -120,10 +120,11 @@ def finished(output: Path, recipes: Sequence[Mapping[str, Any]], calibration_has
 def _without_text(recipe: Mapping[str, Any]) -> Any:
     """A recipe, `{command: options}`, as read back from JSON, without the path of its text."""
     plain = json.loads(json.dumps(recipe))
-    return {
-        command: {name: value for name, value in options.items() if name != "text"} if isinstance(options, dict) else options
-        for command, options in plain.items()
-    }
+    return {command: _settings(options) if isinstance(options, dict) else options for command, options in plain.items()}
+
+
+def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("text", "strings")}
 
 
 def recorded(output: Path) -> dict[str, Any]:

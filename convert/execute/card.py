@@ -57,7 +57,8 @@ def _summary(plan: Plan, record: dict[str, Any]) -> str:
 def _command(plan: Plan) -> str:
     """The command line, with paths as the user gave them: absolute paths are of no use on another machine."""
     ((command, options),) = plan.recipe().items()
-    options |= plan.calibration.given if plan.calibration else {}
+    given = plan.calibration.given if plan.calibration else {}
+    options |= {"text": "TEXT"} if options.pop("strings", None) else given  # a program's strings are not in a file
     options |= {"model": plan.source.reference} if plan.source.directory else {}
     flags: list[str] = []
     for name, value in options.items():

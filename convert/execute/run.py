@@ -220,7 +220,7 @@ def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[
 def _settings(plan: Plan) -> dict[str, Any]:
     """The recipe without the text's path: the hash of its tokens identifies the text."""
     ((command, options),) = plan.recipe().items()
-    return {"command": command, **{name: value for name, value in options.items() if name != "text"}}
+    return {"command": command, **{name: value for name, value in options.items() if name not in ("text", "strings")}}
 
 
 def _device(plan: Plan) -> torch.device:

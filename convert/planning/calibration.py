@@ -46,7 +46,7 @@ class CalibrationOptions:
     def flags(self) -> str:
         """The options that are set, for messages."""
         values = {
-            **self.given,
+            **{"text" if name == "strings" else name: value for name, value in self.given.items()},
             "calibration-tokens": self.tokens,
             "calibration-context": self.context,
             "propagate": self.propagate,
@@ -76,6 +76,11 @@ class Calibration:
     propagate: bool
     refit: bool
     refine: int
+
+    @property
+    def name(self) -> str:
+        """The text or the dataset, for people."""
+        return f"{self.given['strings']} strings" if "strings" in self.given else next(iter(self.given.values()))
 
     @property
     def in_sequence(self) -> bool:

@@ -239,7 +239,7 @@ def _plan_lines(plan: Plan) -> list[str]:
     kept = plan.cache_dtype if plan.cache_dtype == plan.source.dtype else f"{plan.cache_dtype}, was {plan.source.dtype}"
     how = f"method {method.name} ({method.summary})" if plan.applied_method else "nothing to change"
     if text:
-        how += f", calibrated on at most {text.tokens} tokens of {next(iter(text.given.values()))} in blocks of {text.context}"
+        how += f", calibrated on at most {text.tokens} tokens of {text.name} in blocks of {text.context}"
     steps = [*target.steps(), *(text.steps() if text else [])]
     return [
         f"{plan.before.kind} → {target.spec.kind}, {how}",

@@ -136,9 +136,17 @@ def test_text_is_a_path_or_strings(checkpoint: Make, text: Path, tmp_path: Path)
     assert strings["recipe"]["gqa"]["strings"] == "1", "strings have no path that could be read again"
     whole, listed = weights(tmp_path / "path"), weights(tmp_path / "strings")
     assert all(torch.equal(whole[name], listed[name]) for name in whole)
+    again = gqa(source, tmp_path / "path", groups=2, text=[text.read_text()], **CALIBRATION, resume=True)
+    assert again.record == path, "the same text, wherever it lies"
     several = mqa(source, tmp_path / "several", text=[text.read_text()[:700], text.read_text()[700:]], **CALIBRATION)
     assert several.record is not None
     assert several.record["calibration"]["text"] == "2 strings"
+    assert "calibrated on at most 256 tokens of 2 strings in blocks of 32" in str(several)
+    card = (tmp_path / "several" / "README.md").read_text()
+    assert " --text TEXT" in card
+    assert "--strings" not in card
+    with pytest.raises(Refusal, match="has no use for --calibration-context and --calibration-tokens and --text"):
+        mqa(source, tmp_path / "mean", text=["a"], method="mean", **CALIBRATION)
 
 
 def test_a_finished_conversion_is_returned_as_it_was(checkpoint: Make, tmp_path: Path, warned: Callable[[], list[str]]) -> None:

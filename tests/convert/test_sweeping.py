@@ -132,6 +132,15 @@ def test_a_source_that_cannot_become_mla_is_swept_without(
     refused(named, 2, "no output class carries MLA of")
 
 
+def test_a_latent_is_swept_to_smaller_latents(checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path) -> None:
+    ok(convert("mla", checkpoint(), tmp_path / "large", "--kv-lora-rank", 33, "--qk-rope-head-dim", 32))
+    said = ok(convert("sweep", tmp_path / "large", tmp_path / "out", *[option for option in held_out if option != "-q"]))
+    assert results(tmp_path / "out") == sorted(
+        ["report", *(f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "svd"))]
+    )
+    assert "warning: gqa-4-aligned is left out: MLA-33+32 has a latent and no KV heads to merge" in said.stderr
+
+
 # ---- interruption ----------------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ def test_a_report_is_returned_and_nothing_is_printed(
 
 def test_text_is_a_path_or_strings(pair: list[Path], text: Path) -> None:
     whole, named, strings = (evaluate(pair[:1], text=given, device="cpu") for given in (text, str(text), [WORDS]))
-    assert named == whole
+    assert named == whole == evaluate(str(pair[0]), text=text, device="cpu"), "and a model alone needs no list"
     assert strings["protocol"].pop("text") == "1 strings"
     del whole["protocol"]["text"]
     assert strings == whole
