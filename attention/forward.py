@@ -180,12 +180,19 @@ def values_of(record: Record, x: torch.Tensor, heads: Heads) -> torch.Tensor:
     return _project(x, record.v, record.v_bias)
 
 
+def widened(values: torch.Tensor, width: int) -> torch.Tensor:
+    """`values [..., Dv]` with zeros appended up to `width`; wider values stay as they are.
+
+    With values as wide as keys, torch's SDPA on a CPU does without the `[H, T, S]` weights.
+    """
+    return torch.nn.functional.pad(values, (0, max(0, width - values.shape[-1])))
+
+
 def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
     heads = heads_of(record, x)
     queries, keys, values = heads.queries, heads.keys, values_of(record, x, heads)
     share, dims = len(queries) // len(keys), values.shape[-1]
-    # As wide as keys: for other values torch has no kernel on a CPU that does without the [H, T, T] weights.
-    values = torch.nn.functional.pad(values, (0, max(0, keys.shape[-1] - dims)))
+    values = widened(values, keys.shape[-1])
     context = torch.nn.functional.scaled_dot_product_attention(
         queries[None], keys.repeat_interleave(share, 0)[None], values.repeat_interleave(share, 0)[None],
         is_causal=True, scale=record.scale,

@@ -27,6 +27,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from attention.errors import Refusal
+from attention.forward import widened
 from attention.kernels import Backend, decode
 from attention.kernels.torch_decode import probabilities, read
 
@@ -198,8 +199,7 @@ class LatentAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         queries = torch.cat((q_nope, q_rope), -1)
         if values.device.type == "cpu" and self.config._attn_implementation == "sdpa":
-            # Pad values to the width of keys: no other kernel of torch on a CPU avoids the [B, H, T, S] weights.
-            values = nn.functional.pad(values, (0, max(0, self.qk_head_dim - self.v_head_dim)))
+            values = widened(values, self.qk_head_dim)
         out, weights = attend(self, queries, keys, values, mask, dropout=0.0, scaling=self.scaling, **kwargs)
         return out[..., : self.v_head_dim], weights
 

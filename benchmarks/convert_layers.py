@@ -31,13 +31,13 @@ from random_llama import HEAD_DIM, IMPORTS, Watch, build, layer_parameters, run
 
 from attention.record import Attention
 from attention.rope import Rotary
-from convert.calibration.memory import release
 from convert.calibration.refit import refitted_queries
 from convert.methods import LATENT, load_grouped, load_latent
 from convert.methods.frequencies import pairs_by_stride
 from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
+from eval.memory import release
 
 HEADS, BLOCKS, CONTEXT = 16, 2, 2048
 

@@ -14,6 +14,7 @@ from attention.errors import GateMissed, Interrupted, KvfoldError
 from convert import options
 from convert.methods import GROUPED, LATENT
 from eval.escapes import printable, printable_lines, shell_line
+from eval.memory import keep_freed
 from eval.text import DATASETS
 
 
@@ -50,6 +51,7 @@ def main() -> None:
 
     MODEL is a checkpoint directory or a Hub id, with an optional @revision.
     """
+    keep_freed()
 
 
 _method = click.option(

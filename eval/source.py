@@ -35,6 +35,7 @@ class Source:
         repository: The Hub id, or None.
         revision: The part after the `@`, or None.
         trust_remote_code: Whether Python code that comes with the checkpoint may run.
+        label: Its name in tables; None for the last part of the path or id.
     """
 
     reference: str
@@ -42,6 +43,7 @@ class Source:
     repository: str | None
     revision: str | None
     trust_remote_code: bool = False
+    label: str | None = None
 
     @classmethod
     def parse(cls, reference: str, trust_remote_code: bool = False) -> Source:
@@ -63,7 +65,9 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The last part of the path or id, for tables."""
+        """Its name in tables."""
+        if self.label is not None:
+            return self.label
         if self.directory:
             return self.directory.name or self.directory.resolve().name  # "." and ".." have no name
         return str(self.repository).split("/")[-1] + (f"@{self.revision}" if self.revision else "")

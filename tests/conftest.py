@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from tiny import duplicate_kv_heads, save_tokenizer, tiny_config, tiny_model
+
+gc.freeze()  # what imports made stays: every collection would look through it again
 
 
 @pytest.fixture(scope="session")

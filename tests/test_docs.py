@@ -35,7 +35,7 @@ def test_the_examples_of_the_api_run(
     assert "sweep/report/report.html" in said[3]
     assert said[4].startswith("[8, 4, 2, 1]\nMHA ")
     assert "cannot make 3 groups from 8 KV heads" in said[6]
-    assert re.match(r"survey: 0 of 6 layers\n(.*\n)*convert: (\d+) of \2 bytes\n$", said[7])
+    assert re.match(r"fit: 0 of 6 layers\n(.*\n)*convert: (\d+) of \2 bytes\n$", said[7])
 
 
 def test_every_function_has_an_example() -> None:

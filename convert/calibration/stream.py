@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from accelerate.utils import set_module_tensor_to_device
 
-from convert.calibration.memory import release
+from attention.padding import pad_values
 from convert.checkpoint.loading import ClassTensors, Read, empty_model
 from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.writer import require_finite
+from eval.memory import release
 
 _TOKENS = 4096  # tokens per forward pass, unless one block is longer
 
@@ -53,7 +54,7 @@ class LayerStream:
         device: torch.device,
         trust_remote_code: bool = False,
     ) -> None:
-        model = empty_model(config, trust_remote_code)
+        model = pad_values(empty_model(config, trust_remote_code))
         self._model, self._read, self._blocks, self._spool, self.device = model, read, blocks, spool, device
         self._tensors = ClassTensors(model, infos)
         self._attentions = list(attentions)
@@ -143,6 +144,7 @@ class LayerStream:
                 then()
         for earlier in self.ready - {layer + 1, *([layer] if keep else [])}:
             self._inputs(earlier).unlink()
+        release()
 
     @contextlib.contextmanager
     def opened(self, layer: int) -> Iterator[OpenLayer]:
@@ -229,7 +231,6 @@ class LayerStream:
                     set_module_tensor_to_device(self._model, name, self.device, value=buffers[name])
                 else:
                     set_module_tensor_to_device(self._model, name, "meta")
-            release()
 
     def _finite(self, weights: Mapping[str, torch.Tensor] | None = None) -> Read:
         """A `read` that fails if a tensor is not finite."""

@@ -5,11 +5,12 @@ It knows the order of the work, but no heads, names or formulas: those belong to
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -244,20 +245,25 @@ def _statistics_directory(
 
 
 def _statistics(job: Job) -> StatisticsOf:
-    """Maps a layer to the statistics of its input: measured by a survey if there is text, else assumed."""
-    if job.text is None:
+    """Maps a layer to the statistics of its input: assumed without text, else measured by a survey when the first are wanted."""
+    if (text := job.text) is None:
         return job.assumed
-    plan, spool = job.plan, job.statistics_in / "source-inputs"
-    read, infos = job.reader.__getitem__, job.reader.infos
-    stream = job.stream(job.text, plan.source.config, plan.family.module, read, infos, spool)
-    return survey(stream, Shelf(job.statistics_in, "source"), job.progress)
+
+    @functools.cache
+    def surveyed() -> StatisticsOf:
+        plan, spool = job.plan, job.statistics_in / "source-inputs"
+        read, infos = job.reader.__getitem__, job.reader.infos
+        stream = job.stream(text, plan.source.config, plan.family.module, read, infos, spool)
+        return survey(stream, Shelf(job.statistics_in, "source"), job.progress)
+
+    return lambda layer: surveyed()(layer)
 
 
 def _layers(job: Job, manifest: Manifest, decision: Decision, statistics: StatisticsOf) -> MakeLayer:
     """Maps a layer's index to the converted layer."""
     change = decision.change
     if job.text is not None and job.text.plan.in_sequence and change is not None:
-        return in_sequence(job, job.text, manifest, decision, change, statistics)
+        return in_sequence(job, job.text, manifest, decision, change)
 
     def make(index: int) -> Layer:
         assert change is not None, "where nothing changes, no unit is an attention"
@@ -271,20 +277,21 @@ def _evaluate(
     plan: Plan, work: WorkDirectory, text: CalibrationText | None, on: Text, settings: EvaluationSettings, progress: Progress
 ) -> dict[str, Any]:
     work.keep()  # the weights are complete even if the evaluation fails
-    result = Source.parse(str(work.path), plan.source.trust_remote_code)
+    # The work directory's name must not get into the report.
+    result = replace(Source.parse(str(work.path), plan.source.trust_remote_code), label="converted")
     try:
-        report = report_of([plan.source, result], on, settings, text.tokens if text else None, progress)
+        report = report_of(
+            [replace(plan.source, label="source"), result], on, settings, text.tokens if text else None, progress
+        )
     except (Refusal, Failure) as error:
         raise Failure(
             f"the conversion is done, its evaluation failed: {error}",
             hint="the same command with --resume and without --evaluate publishes it",
         ) from error
     source, converted = report["models"]
-    # The work directory's name must not get into the report, and conversion.json does not exist yet to give method and text.
-    source |= {"name": "source", "path": plan.source.reference}
+    source |= {"path": plan.source.reference}
     converted |= {
-        "name": "converted",
-        "path": "OUTPUT",
+        "path": "OUTPUT",  # and conversion.json does not exist yet to give method and text
         "method": plan.applied_method,
         "calibration_hash": text.tokens.hash if text else None,
     }

@@ -19,7 +19,7 @@ from convert.calibration.refit import OutputFit
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
-from convert.execute.deciding import Change, Decision, StatisticsOf
+from convert.execute.deciding import Change, Decision
 from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest
@@ -31,7 +31,7 @@ from eval.progress import stage
 
 
 def in_sequence(
-    job: Job, text: CalibrationText, manifest: Manifest, decision: Decision, change: Change, statistics: StatisticsOf
+    job: Job, text: CalibrationText, manifest: Manifest, decision: Decision, change: Change
 ) -> Callable[[int], Layer]:
     """Convert all layers.
 
@@ -41,7 +41,6 @@ def in_sequence(
         manifest: The other tensors of the result.
         decision: How to change all layers.
         change: The change of one layer.
-        statistics: Maps a layer to the statistics of its input in the source.
 
     Returns:
         Maps a layer's index to the converted layer.
@@ -59,7 +58,7 @@ def in_sequence(
                 converted = _get(shelf, layer)
                 pair.skip(layer)
             else:
-                converted = _converted(job, pair, change, statistics, layer)
+                converted = _converted(job, pair, change, layer)
                 shelf.put(layer, converted.tensors, converted.note)
             if layer + 1 < layers:
                 pair.student.advance(layer, weights=converted.tensors)
@@ -137,9 +136,10 @@ class _Pair:
         return {name: tensor.float() for name, tensor in tensors.items()}
 
     def observed(self, layer: int) -> Statistics:
-        """Statistics of the inputs of the result's layer."""
-        moments = Moments(layer, self.student)
-        self.student.observe(layer, moments.see)
+        """Statistics of the inputs of the source's layer or, with `--propagate`, the result's."""
+        stream = self.student if self.text.plan.propagate else self.teacher
+        moments = Moments(layer, stream)
+        stream.observe(layer, moments.see)
         return moments.statistics()
 
     def fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
@@ -169,10 +169,9 @@ class _Pair:
         return fit.record()
 
 
-def _converted(job: Job, pair: _Pair, change: Change, statistics: StatisticsOf, layer: int) -> Layer:
+def _converted(job: Job, pair: _Pair, change: Change, layer: int) -> Layer:
     tensors, before = job.read_layer(layer)
-    known = pair.observed(layer) if pair.text.plan.propagate else statistics(layer)
-    before, after = change(before, layer, known)
+    before, after = change(before, layer, pair.observed(layer))
     more: dict[str, Any] = {}
     if pair.text.plan.fitted:
         after, more = pair.fitted(layer, after)

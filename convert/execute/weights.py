@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from convert.calibration.memory import release
 from convert.calibration.survey import SAMPLE
 from convert.checkpoint.writer import shard_names, write_index, write_shard
 from convert.execute.job import Job
@@ -17,6 +16,7 @@ from convert.execute.manifest import Manifest, Unit, deal
 from convert.methods.latent import LatentMethod
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
+from eval.memory import release
 from eval.progress import stage
 
 MakeLayer = Callable[[int], Layer]
@@ -39,17 +39,18 @@ def require_space(job: Job, manifest: Manifest) -> None:
 
 def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> int:
     """Disk space for statistics, samples, the inputs of two layers at a time, and layers converted in sequence."""
-    plan = job.plan
+    plan, method = job.plan, job.plan.target.method
     width, inputs = plan.source.config.hidden_size, 2 * 4 * len(text.tokens.ids) * plan.source.config.hidden_size
-    sample = 2 * width * max(text.plan.context, SAMPLE)
-    needed = plan.before.num_layers * (8 * width * (width + 1) + sample) + inputs
-    method = plan.target.method
+    needed = inputs
+    if isinstance(method, LatentMethod) or not text.plan.in_sequence:  # the survey
+        sample = 2 * width * max(text.plan.context, SAMPLE)
+        needed += plan.before.num_layers * (8 * width * (width + 1) + sample)
     if isinstance(method, LatentMethod) and method.measured_bytes:
         needed += plan.before.num_layers * method.measured_bytes(plan.before)
-    if not text.plan.in_sequence:
-        return needed
-    converted = (unit for unit in manifest.units if unit.layer is not None)
-    return needed + inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
+    if text.plan.in_sequence:
+        converted = (unit for unit in manifest.units if unit.layer is not None)
+        needed += inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
+    return needed
 
 
 def write_weights(job: Job, manifest: Manifest, make_layer: MakeLayer) -> list[dict[str, Any]]:

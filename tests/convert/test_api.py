@@ -91,8 +91,7 @@ def test_an_evaluation_is_part_of_the_conversion(
     assert done.report == done.as_dict()["conversion"]["evaluation"]
     written = sum(tensor.nbytes for tensor in weights(done.output).values())
     assert listener.stages() == [
-        ("survey", 3, "layer"), ("fit", 3, "layer"), ("convert", written, "byte"),
-        ("evaluate checkpoint", converted["tokens"], "token"),
+        ("fit", 3, "layer"), ("convert", written, "byte"), ("evaluate converted", converted["tokens"], "token"),
     ]  # fmt: skip
     assert capsys.readouterr().out == ""
 

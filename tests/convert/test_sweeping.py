@@ -233,7 +233,7 @@ def test_a_killed_sweep_uses_its_survey_again(
     checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = checkpoint(), tmp_path / "out"
-    command = ["sweep", source, out, "--groups", "2,1", "--methods", "aligned", *on, *held_out]
+    command = ["sweep", source, out, "--groups", "2,1", "--methods", "aligned", "--no-refit", *on, *held_out]
     done = subprocess.run([sys.executable, "-c", KILLED, *map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert results(out) == ["gqa-1-aligned.partial", "gqa-2-aligned", "survey"]

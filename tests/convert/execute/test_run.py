@@ -356,15 +356,15 @@ IN_SEQUENCE = {
 }
 
 
-# The survey advances twice and puts three layers on the shelf. Then the result advances twice, and where it has the source
-# beside it, that one three times; three converted layers are put on a shelf of their own.
+# The survey, where the method needs one, advances twice and puts three layers on the shelf. Then the result advances twice,
+# and where it has the source beside it, that one three times; three converted layers are put on a shelf of their own.
 KILLS = [
     ("inputs", 2, "pca"), ("statistics", 3, "pca"), ("shards", 3, "pca"), ("layers", 2, "all"),
 ]  # fmt: skip
 
 
 STOPPED = [
-    *KILLS, ("inputs", 4, "propagated"), ("layers", 2, "propagated"), ("layers", 1, "refitted"), ("layers", 3, "refined"),
+    *KILLS, ("inputs", 2, "propagated"), ("layers", 2, "propagated"), ("layers", 1, "refitted"), ("layers", 3, "refined"),
     *(("inputs", count, "refitted") for count in range(3, 8)), ("inputs", 6, "refined"), ("inputs", 5, "all"),
 ]  # fmt: skip
 
