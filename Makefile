@@ -10,7 +10,7 @@ demo: .venv/installed
 	$(BIN)/convert demo
 
 test: .venv/installed-test
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check .

@@ -27,8 +27,9 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
     """The causal LM of a config in fp32, with parameters on the meta device and buffers as the class computes them."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
-    with init_empty_weights():
+    with init_empty_weights(), no_init_weights():  # random numbers on the meta device take most of the time
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     return model.eval().requires_grad_(False)
 

@@ -71,7 +71,7 @@ on_cpus = pytest.mark.skipif(not INTERPRETER, reason="on a CPU by the interprete
 @pytest.mark.parametrize(("backend", "way"), [*(("torch", way) for way in WAYS), ("triton", "greedy"), ("triton", "beams")])
 def test_a_model_generates_the_same_tokens(backend: Any, way: str) -> None:
     """Left padding, over a cache that grows and one that does not."""
-    model, ids, mask = grouped_model(head_dim=16), tokens(2, 9), padding(2, 9)
+    model, ids, mask = grouped_model(head_dim=16, num_hidden_layers=2), tokens(2, 9), padding(2, 9)
     wanted = {"attention_mask": mask, "max_new_tokens": 3, "disable_compile": True} | WAYS[way]
 
     def generated(model: Any, cache: str) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_windows_shared_caches_and_prefills_in_pieces(backend: Any) -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 6}
     sizes = {"head_dim": 16, "global_head_dim": 16, "num_key_value_heads": 2} | kinds
     for model_type, changes in (("gemma3_text", {}), ("gemma4_text", half_shared)):
-        model, ids = grouped_model(model_type, **sizes, **changes), tokens(2, 13)
+        model, ids = grouped_model(model_type, **sizes, **changes), tokens(2, 12)
         for make in (lambda: None, lambda model=model: StaticCache(config=model.config, max_cache_len=24)):
             expected = logits(restore(model), ids, chunks=[7, 4], cache=make())
             assert error(logits(pack(model, backend=backend), ids, chunks=[7, 4], cache=make()), expected) < 1e-5

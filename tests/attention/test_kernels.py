@@ -109,7 +109,7 @@ def test_partials_are_merged_in_rounds(batch: int, cached: int) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 def test_any_deal_of_tiles_gives_the_same(data: st.DataObject) -> None:
     """Fewer programs than requests, more than tiles, tiles of every length, requests that see nothing anywhere."""
     batch, cached = data.draw(st.sampled_from([1, 2, 3, 5, 11])), data.draw(st.integers(1, 70))
@@ -124,7 +124,7 @@ def test_any_deal_of_tiles_gives_the_same(data: st.DataObject) -> None:
         assert agree(mla_decode(q, r, c, k, given_mask, SCALE, sizes), spelled_out(q, r, c, k, given_mask))
 
 
-@pytest.mark.parametrize("programs", [1, 2, 7, 40])
+@pytest.mark.parametrize("programs", [1, 7])
 @pytest.mark.usefixtures("poison")
 def test_a_request_that_sees_nothing_is_zero(programs: int) -> None:
     q, r, c, k = inputs(4, 3, 50, 32, 16)
@@ -569,29 +569,30 @@ COMPILE = """
     from attention.kernels.tiling import Machine, Shape, Tiling, choose, padded, shared_bytes
 
     class Gpu:
-        get_current_target = lambda self: GPUTarget("cuda", CAPABILITY, 32)
-        get_current_device = lambda self: 0
+        get_current_target = lambda self: GPUTarget("cuda", capability, 32)
+        get_current_device = lambda self: capability  # compiled kernels are kept by device
         get_current_stream = lambda self, device: 0
 
+    capability = 0
     triton.runtime.driver.set_active(Gpu())
     loaded, compiled = {}, []
     triton.knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["repr"])
     CompiledKernel.__getitem__ = lambda self, grid: loaded.__setitem__(self.name, self)
-    for heads, rank, rope, mask, dtype, tiling, groups in CASES:
+    for capability, machine, heads, rank, rope, mask, dtype, tiling, groups in CASES:
         size = dtype.itemsize
-        tiling = tiling or choose(heads, rank, rope, size, MACHINE)
+        tiling = tiling or choose(heads, rank, rope, size, machine)
         before = len(compiled)
         split_kv.build(Shape(heads, rank, rope, groups, dtype, mask), tiling)
         assert sum("_attend" in name for name in compiled[before:]) == 1, "one for every number of sequences up to 32"
         attend = loaded["_attend"]
         needed, code = attend.metadata.shared, attend.asm["ttgir"]
         told = heads, rank, rope, dtype, tiling, needed, shared_bytes(tiling, rank, rope, size)
-        assert needed <= shared_bytes(tiling, rank, rope, size) <= MACHINE.shared, told
+        assert needed <= shared_bytes(tiling, rank, rope, size) <= machine.shared, told
         loop = code[code.index("scf.for"):]
         loop = loop[:loop.index("scf.yield")]
         # one asynchronous copy a chunk, one of the rotary key, one of numbers to add: nothing is fetched twice
         assert loop.count("async_copy_global_to_local") == padded(rank).bit_count() + 1 + (mask == torch.float32), loop
-        wgmma = CAPABILITY == 90 and size == 2
+        wgmma = capability == 90 and size == 2
         assert ("wgmma" in attend.asm["ptx"]) == wgmma
         assert not wgmma or "ldmatrix" not in attend.asm["ptx"]  # which reads tiles where they lie
         so_far = list(compiled)
@@ -606,40 +607,31 @@ COMPILE = """
 """
 
 
-@pytest.mark.parametrize(
-    ("capability", "cases"),
-    [
-        (
-            80,
-            "(64, 320, 64, torch.bool, torch.float16, None, None), (8, 512, 64, torch.float32, torch.float32, None, None),"
-            "(4, 128, 128, torch.bool, torch.bfloat16, None, 8)",
-        ),
-        (89, "(40, 512, 64, torch.bool, torch.bfloat16, None, None)"),
-        # The third from the end: after loops that hold little, sums need more.
-        (
-            90,
-            "(16, 512, 64, None, torch.bfloat16, None, None), (64, 448, 64, torch.bool, torch.float16, None, None),"
-            "(5, 320, 32, torch.float32, torch.bfloat16, None, None), (8, 256, 64, torch.float32, torch.float32, None, None),"
-            "(64, 512, 64, None, torch.bfloat16, Tiling(64, 16, 2, 8, 132, 1), None),"
-            "(4, 128, 128, torch.bool, torch.bfloat16, None, 8), (32, 80, 80, torch.float32, torch.float16, None, 1)",
-        ),
-        (
-            100,
-            "(8, 576, 64, None, torch.bfloat16, None, None), (64, 448, 64, torch.bool, torch.bfloat16, None, None),"
-            "(40, 512, 64, torch.float32, torch.bfloat16, None, None), (8, 128, 128, torch.bool, torch.bfloat16, None, 4)",
-        ),
-        (120, "(64, 64, 64, torch.bool, torch.bfloat16, None, None), (16, 256, 256, torch.bool, torch.bfloat16, None, 2)"),
-    ],
-    ids=["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"],
-)
-def test_kernels_compile_and_fit(capability: int, cases: str, tmp_path: Path) -> None:
+CASES = {
+    80: "(64, 320, 64, torch.bool, torch.float16, None, None), (8, 512, 64, torch.float32, torch.float32, None, None),"
+        "(4, 128, 128, torch.bool, torch.bfloat16, None, 8)",
+    89: "(40, 512, 64, torch.bool, torch.bfloat16, None, None),",
+    # The third from the end: after loops that hold little, sums need more.
+    90: "(16, 512, 64, None, torch.bfloat16, None, None), (64, 448, 64, torch.bool, torch.float16, None, None),"
+        "(5, 320, 32, torch.float32, torch.bfloat16, None, None), (8, 256, 64, torch.float32, torch.float32, None, None),"
+        "(64, 512, 64, None, torch.bfloat16, Tiling(64, 16, 2, 8, 132, 1), None),"
+        "(4, 128, 128, torch.bool, torch.bfloat16, None, 8), (32, 80, 80, torch.float32, torch.float16, None, 1)",
+    100: "(8, 576, 64, None, torch.bfloat16, None, None), (64, 448, 64, torch.bool, torch.bfloat16, None, None),"
+         "(40, 512, 64, torch.float32, torch.bfloat16, None, None), (8, 128, 128, torch.bool, torch.bfloat16, None, 4)",
+    120: "(64, 64, 64, torch.bool, torch.bfloat16, None, None), (16, 256, 256, torch.bool, torch.bfloat16, None, 2)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("capabilities", [(80, 100), (89, 90, 120)], ids=str)
+def test_kernels_compile_and_fit(capabilities: tuple[int, ...], tmp_path: Path) -> None:
     """By Triton's own path, but for the last steps: loading and launching. No GPU is needed."""
-    script, code = tmp_path / "build.py", textwrap.dedent(COMPILE).replace("CAPABILITY", str(capability))
-    script.write_text(code.replace("MACHINE", str(MACHINES[capability])).replace("CASES", f"({cases},)"))
+    cases = " + ".join(f"tuple(({one}, {MACHINES[one]}, *case) for case in ({CASES[one]}))" for one in capabilities)
+    script = tmp_path / "build.py"
+    script.write_text(textwrap.dedent(COMPILE).replace("CASES", cases))
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[1:] == ["_attend", "_combine", "_spans"], done.stderr[-3000:]
-    assert int(done.stdout.split()[0]) >= 3  # kernels were compiled, and each of them seen
+    assert int(done.stdout.split()[0]) >= 3 * len(capabilities)  # kernels were compiled, and each of them seen
 
 
 def test_triton_is_imported_by_the_first_call_that_it_serves() -> None:

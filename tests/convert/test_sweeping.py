@@ -6,14 +6,13 @@ import errno
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from written import ok, refused, same_but_for_the_run
 
 from convert import sweeping as module
@@ -234,7 +233,7 @@ def test_a_killed_sweep_uses_its_survey_again(
 ) -> None:
     source, out = checkpoint(), tmp_path / "out"
     command = ["sweep", source, out, "--groups", "2,1", "--methods", "aligned", "--no-refit", *on, *held_out]
-    done = subprocess.run([sys.executable, "-c", KILLED, *map(str, command)], capture_output=True, text=True, check=False)
+    done = run_forked(KILLED, *command)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert results(out) == ["gqa-1-aligned.partial", "gqa-2-aligned", "survey"]
     monkeypatch.setattr(Moments, "statistics", lambda self: pytest.fail("surveyed again"))

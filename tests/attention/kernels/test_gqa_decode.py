@@ -75,7 +75,7 @@ def test_ragged_batches_with_holes(kind: str) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 def test_any_deal_of_tiles_gives_the_same(data: st.DataObject) -> None:
     """Fewer programs than KV heads, more than tiles; sequences that see nothing; shares that end within a sequence's heads."""
     batch, groups, cached = (data.draw(st.integers(1, most)) for most in (4, 5, 70))

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from latents import SMALL, WAYS, full_size, method_options
 from written import WITHOUT_KVFOLD, damage, left_nothing, ok, same_but_for_the_run
 
@@ -125,9 +126,7 @@ def test_an_interrupted_run_leaves_nothing_loadable_and_resumes(
 ) -> None:
     source, out = checkpoint(), tmp_path / "out"
     command = ["gqa", source, out, "--groups", 2, "--method", method, "--max-shard-size", "20KB"]
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, kill, *map(str, command)], capture_output=True, text=True, check=False
-    )
+    done = run_forked(INTERRUPTED, kill, *command)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     partial = tmp_path / "out.partial"
@@ -230,7 +229,7 @@ def test_what_stepped_aside_comes_back_until_something_replaces_it(
 def test_overwriting_begins_again_where_nothing_can_be_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
     command = [str(a) for a in ("gqa", source, tmp_path / "out", "--max-shard-size", "20KB", "--groups")]
-    subprocess.run([sys.executable, "-c", INTERRUPTED, "SIGKILL", *command, "2"], capture_output=True, check=False)
+    assert run_forked(INTERRUPTED, "SIGKILL", *command, 2).returncode == -signal.SIGKILL
     ok(convert(*command, 1, "--resume", "--overwrite"))
     ok(convert("gqa", source, tmp_path / "whole", *command[3:], 1))
     same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
@@ -239,7 +238,7 @@ def test_overwriting_begins_again_where_nothing_can_be_resumed(checkpoint: Make,
 def test_a_shard_that_lost_its_end_is_written_again(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, command = checkpoint(), ["--groups", 2, "--max-shard-size", "20KB"]
     arguments = [str(a) for a in ("gqa", source, tmp_path / "out", *command)]
-    subprocess.run([sys.executable, "-c", INTERRUPTED, "SIGKILL", *arguments], capture_output=True, check=False)
+    assert run_forked(INTERRUPTED, "SIGKILL", *arguments).returncode == -signal.SIGKILL
     first = min((tmp_path / "out.partial" / "checkpoint").glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:-7])
     ok(convert(*arguments, "--resume"))
@@ -250,7 +249,7 @@ def test_a_shard_that_lost_its_end_is_written_again(checkpoint: Make, convert: C
 def test_a_config_that_changed_is_not_resumed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, command = checkpoint(), ["--groups", 2, "--max-shard-size", "20KB"]
     arguments = [str(a) for a in ("gqa", source, tmp_path / "out", *command)]
-    subprocess.run([sys.executable, "-c", INTERRUPTED, "SIGKILL", *arguments], capture_output=True, check=False)
+    assert run_forked(INTERRUPTED, "SIGKILL", *arguments).returncode == -signal.SIGKILL
     raw = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 0.5}))
     result = convert(*arguments, "--resume")
@@ -376,9 +375,7 @@ def test_a_killed_run_leaves_nothing_loadable_and_resumes(
     source, out = checkpoint(), tmp_path / "out"
     options = [*SMALL, *IN_SEQUENCE[way], "--text", words, "--calibration-tokens", 256, "--max-shard-size", "20KB"]
     command = ["mla", source, out, *options]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_AT, place, str(count), *map(str, command)], capture_output=True, text=True, check=False
-    )
+    done = run_forked(KILLED_AT, place, count, *command)
     assert done.returncode == -signal.SIGKILL, done.stderr
     resumed(convert, source, out, options, tmp_path)
 
