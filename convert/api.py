@@ -163,6 +163,7 @@ def gqa(
     source = Source.parse(str(model), trust_remote_code)
     calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
     where = _output(output, dtype, max_shard_size, overwrite, resume)
+    _require_range("seed", seed, 0, 2**32 - 1)
     how = methods.load_grouped(method)
     planned = plan_grouped("gqa", source, groups, how, seed, device, where, calibration, grouping)
     return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
@@ -197,6 +198,7 @@ def mqa(
     source = Source.parse(str(model), trust_remote_code)
     calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
     where = _output(output, dtype, max_shard_size, overwrite, resume)
+    _require_range("seed", seed, 0, 2**32 - 1)
     planned = plan_grouped("mqa", source, 1, methods.load_grouped(method), seed, device, where, calibration)
     return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
 
@@ -250,6 +252,7 @@ def mla(
     wanted = LatentRequest(kv_lora_rank, qk_rope_head_dim, share, size, freqfold, pad_rank)
     calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
     where = _output(output, dtype, max_shard_size, overwrite, resume)
+    _require_range("seed", seed, 0, 2**32 - 1)
     planned = plan_latent(source, wanted, methods.load_latent(method), calibration, device, where, seed)
     return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
 
@@ -303,9 +306,10 @@ def sweep(
 
     source = Source.parse(str(model), trust_remote_code)
     where = _output(output, dtype, max_shard_size, overwrite, resume)
+    _require_range("seed", seed, 0, 2**32 - 1)
     calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
     latents = None if mla is None else tuple(dict.fromkeys(map(_latent, mla)))
-    chosen = (None if groups is None else tuple(groups), latents, None if methods is None else tuple(methods))
+    chosen = (None if groups is None else tuple(dict.fromkeys(groups)), latents, None if methods is None else tuple(methods))
     plans = sweeping.plans_for(source, sweeping.Wanted(*chosen, calibration, where, device, seed))
     directory = where.path / sweeping.REPORT
     if dry_run:

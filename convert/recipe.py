@@ -96,6 +96,13 @@ def command_lines(steps: Sequence[Step], settings: Sequence[str], group: click.G
             raise Refusal(f"--set {key}: no step of this recipe has that option")
     lines = []
     for number, ((name, given), known) in enumerate(zip(steps, parameters, strict=True), 1):
+        if "strings" in given and "strings" not in known:  # a conversion.json of the Python API
+            if "text" not in overrides:
+                raise Refusal(
+                    f"step {number} ({name}) was calibrated on {given['strings']} strings, which its record does not hold",
+                    hint="write them to a file, one after another, and give it by --set text=FILE",
+                )
+            given = {key: value for key, value in given.items() if key != "strings"}
         if unknown := sorted(set(given) - set(known)):
             raise Refusal(f"convert {name} has no option {unknown[0]!r} (it has {', '.join(sorted(known))})")
         chosen = given | {key: value for key, value in overrides.items() if key in known}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,9 +16,9 @@ from attention.errors import Failure, Interrupted, Refusal
 from convert import methods
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import check_output, partial_path, read_object
+from convert.checkpoint.workdir import check_output, partial_path, read_object, recorded
 from convert.checkpoint.writer import write_whole
-from convert.execute.run import execute, inputs_of
+from convert.execute.run import carried_out, execute, inputs_of
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
@@ -71,6 +72,9 @@ def plans_for(source: Source, wanted: Wanted) -> list[Plan]:
     require_device(wanted.device)
     require_consistent(source, wanted.calibration)
     candidates = _all(source, wanted)
+    counts = Counter(candidate.name for candidate in candidates)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise Refusal(f"two targets would both be named {twice[0]}", hint="leave one of them out")
     _require_use(wanted.calibration, [candidate.method for candidate in candidates])
     if idle := sorted(set(wanted.methods or ()) - {candidate.method.name for candidate in candidates}):
         raise Refusal(
@@ -146,7 +150,7 @@ def _swept(
     directory.mkdir(parents=True, exist_ok=True)
     for plan in plans:
         if ledger.has(plan):
-            made(plan)
+            made(carried_out(plan, recorded(plan.output.path)).plan)
             continue
         text = calibrate_on if plan.calibration else None
         made(execute(plan, text, None, progress, directory / "survey", partial(ledger.note, plan)).plan)

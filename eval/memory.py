@@ -14,8 +14,8 @@ def keep_freed() -> None:
 
     By default glibc maps each large block anew, and the kernel fills it with zeros: a sixth of the time of `convert demo`.
     """
-    _call("mallopt", _M_MMAP_THRESHOLD, 2**30)
-    _call("mallopt", _M_TRIM_THRESHOLD, 2**31 - 1)
+    if _call("mallopt", _M_MMAP_THRESHOLD, 2**30):  # glibc before 2.35 refuses such a size
+        _call("mallopt", _M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def release() -> None:
@@ -27,7 +27,9 @@ def release() -> None:
     _call("malloc_trim", 0)
 
 
-def _call(name: str, *values: int) -> None:
+def _call(name: str, *values: int) -> int:
+    """The result of a function of the C library; 0 where there is no such function."""
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError, OSError):  # another C library
-            getattr(ctypes.CDLL(None), name)(*values)
+            return int(getattr(ctypes.CDLL(None), name)(*values))
+    return 0

@@ -7,6 +7,7 @@ import json
 import struct
 import warnings
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,7 @@ class Source:
             files = HfApi().list_repo_files(str(self.repository), revision=self.commit)
         except Exception:  # offline or a network error: use what is in the local cache
             return True
-        return any(name.endswith(".safetensors") for name in files)
+        return any(fnmatch(name, _WANTED[0]) and not any(fnmatch(name, pattern) for pattern in _UNWANTED) for name in files)
 
     def _download(self, patterns: list[str], revision: str | None) -> Path:
         from huggingface_hub import snapshot_download

@@ -8,6 +8,7 @@ through its own forward, with recorders in place of the layers, shows the argume
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from convert.checkpoint.writer import require_finite
 from eval.memory import release
 
 _TOKENS = 4096  # tokens per forward pass, unless one block is longer
+_CHECKSUM = 4  # bytes at the end of a file of inputs
+_CHUNK = 2**24  # bytes
 
 Observe = Callable[[torch.Tensor], None]
 Attended = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -37,8 +40,8 @@ class LayerStream:
         read: Maps the name of a tensor in the model's checkpoint to the tensor.
         infos: The infos of all tensors of that checkpoint.
         blocks: `[n, T]` token ids.
-        spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32. It appears when it is complete, and
-            replaces the one before it, so that an interrupted run can continue there.
+        spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32, and their checksum. It appears when it is
+            complete, and replaces the one before it, so that an interrupted run can continue there.
         device: The device on which layers run.
         trust_remote_code: As in transformers.
     """
@@ -61,6 +64,7 @@ class LayerStream:
         self.width = int(config.get_text_config(decoder=True).hidden_size)
         self._batch = max(1, _TOKENS // blocks.shape[1])
         self._arguments: dict[int, list[_Call]] = {}
+        self._trusted: set[int] = set()  # layers whose inputs this object has written or checked
         embeddings = model.get_input_embeddings()
         self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embeddings)
         for module in model.modules():  # buffers that no checkpoint holds, such as rotary tables
@@ -80,21 +84,20 @@ class LayerStream:
     @property
     def ready(self) -> set[int]:
         """The layers whose inputs exist: none before `embed`, then the next layer, and the one before it if it was kept."""
-        whole = self._blocks.numel() * self.width * 4
-        files = {layer: self._inputs(layer) for layer in range(len(self._attentions) + 1)}
-        return {layer for layer, file in files.items() if file.is_file() and file.stat().st_size == whole}
+        return {layer for layer in range(len(self._attentions) + 1) if self._whole(layer)}
 
     @torch.no_grad()
     def embed(self) -> None:
         """Compute the inputs of the first layer."""
         embeddings = self._model.get_input_embeddings()
-        # The embedding stays mapped: only the rows of tokens that occur are read.
-        mapped = self._tensors.tensor(self._embedding, self._finite())
-        embeddings.weight = torch.nn.Parameter(mapped, requires_grad=False)
+        mapped = self._tensors.tensor(self._embedding, self._read)
+        tokens, rows = self._blocks.unique(return_inverse=True)  # no others are read
+        embeddings.weight = torch.nn.Parameter(mapped[tokens].float(), requires_grad=False)
+        require_finite(self._embedding, embeddings.weight)
         try:
             with self._loaded(self._around()), self._writing(0) as write:
-                for ids in self._blocks.split(self._batch):
-                    write(self._calls(embeddings(ids).float().to(self.device), first_only=True)[0].hidden)
+                for ids in rows.split(self._batch):
+                    write(self._calls(embeddings(ids).to(self.device), first_only=True)[0].hidden)
         finally:
             embeddings.weight = torch.nn.Parameter(mapped.to("meta"), requires_grad=False)
 
@@ -181,14 +184,37 @@ class LayerStream:
 
     @contextlib.contextmanager
     def _writing(self, layer: int) -> Iterator[Callable[[torch.Tensor], None]]:
-        temporary = self._spool.with_name(f"{self._spool.name}-unfinished")
+        temporary, checksum = self._spool.with_name(f"{self._spool.name}-unfinished"), 0
         with temporary.open("wb") as file:
 
             def write(hidden: torch.Tensor) -> None:
-                file.write(hidden.float().cpu().contiguous().numpy().data)
+                nonlocal checksum
+                data = hidden.float().cpu().contiguous().numpy().data
+                checksum = zlib.crc32(data, checksum)
+                file.write(data)
 
             yield write
+            file.write(checksum.to_bytes(_CHECKSUM))
         temporary.replace(self._inputs(layer))
+        self._trusted.add(layer)
+
+    def _whole(self, layer: int) -> bool:
+        """Whether the layer's inputs exist. A file of an earlier run is compared with its checksum."""
+        path = self._inputs(layer)
+        if not path.is_file():
+            return False
+        if layer not in self._trusted:
+            size = self._blocks.numel() * self.width * 4
+            if path.stat().st_size != size + _CHECKSUM:
+                return False
+            checksum = 0
+            with path.open("rb") as file:
+                while size and (data := file.read(min(size, _CHUNK))):
+                    checksum, size = zlib.crc32(data, checksum), size - len(data)
+                if file.read() != checksum.to_bytes(_CHECKSUM):
+                    return False
+            self._trusted.add(layer)
+        return True
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 

@@ -24,13 +24,24 @@ Read = Callable[[str], torch.Tensor]
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
-    """The causal LM of a config in fp32, with parameters on the meta device and buffers as the class computes them."""
+    """The causal LM of a config in fp32, with parameters on the meta device and buffers as the class computes them.
+
+    Raises:
+        Failure: There is no causal LM of this config.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     with init_empty_weights(), no_init_weights():  # random numbers on the meta device take most of the time
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        except Exception as error:  # transformers and a checkpoint's own code raise any kind
+            reason = " ".join(str(error).split())[:300]
+            raise Failure(
+                f"transformers makes no causal LM of this {config.model_type} config: {type(error).__name__}: {reason}",
+                hint="its class must be one of AutoModelForCausalLM (auto_map names one in the checkpoint's own code)",
+            ) from error
     return model.eval().requires_grad_(False)
 
 

@@ -84,7 +84,7 @@ class Reader:
         return self._shard(self._place[name]).get_tensor(name)
 
     def fingerprint(self) -> dict[str, list[int]]:
-        """Size and modification time of each file; a resumed run must find them unchanged."""
+        """Size and modification time of each file of weights; a resumed run must find them unchanged."""
         stats = {file: (self._directory / file).stat() for file in self.files}
         return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 

@@ -84,19 +84,22 @@ def _may_be_finished(output: Path, partial: Path) -> bool:
     return isinstance(recorded(output).get("recipe"), dict) and not (partial.exists() or partial.is_symlink())
 
 
-def finished(output: Path, recipes: Sequence[Mapping[str, Any]], calibration_hash: str | None) -> Mapping[str, Any] | None:
+def finished(
+    output: Path, recipes: Sequence[Mapping[str, Any]], calibration_hash: str | None, source_files: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
     """Find the conversion that a run with `--resume`, without `--overwrite`, would repeat.
 
     Args:
         output: OUTPUT.
         recipes: The recipe of the run's plan, and those among which the text decides.
         calibration_hash: The hash of the calibration tokens, if there are any. The path of their text does not matter.
+        source_files: The fingerprint of the source's files, as under `run` in conversion.json.
 
     Returns:
         The recipe by which the conversion at OUTPUT was made. None if the run has work to do.
 
     Raises:
-        Refusal: OUTPUT holds another conversion, or one with missing files.
+        Refusal: OUTPUT holds another conversion, one of other source files, or one with missing files.
     """
     if not _may_be_finished(output, partial_path(output)):
         return None
@@ -107,6 +110,13 @@ def finished(output: Path, recipes: Sequence[Mapping[str, Any]], calibration_has
         raise Refusal(
             f"OUTPUT {output} exists already, and was made by another recipe",
             hint="choose another OUTPUT, or replace it with --overwrite",
+        )
+    run = known.get("run")
+    before = run.get("source_files") if isinstance(run, dict) else None
+    if before is not None and before != source_files:
+        raise Refusal(
+            f"OUTPUT {output} exists already, and the source's files have changed since it was made",
+            hint="make it again with --overwrite",
         )
     try:
         whole = _is_checkpoint(output) and bool(Reader(output).infos)

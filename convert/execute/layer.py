@@ -40,11 +40,6 @@ class Layer:
         note = {"layer": index, **layer_errors(before, after), **more, "converted": converted}
         return cls({name: tensor.cpu() for name, tensor in tensors.items()}, note)
 
-    @classmethod
-    def copied(cls, index: int, source: dict[str, torch.Tensor]) -> Layer:
-        """A layer that stays as it is."""
-        return cls({name: tensor.cpu() for name, tensor in source.items()}, {"layer": index, "converted": []})
-
 
 def _is_copy(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
     if source is None or tensor.shape != source.shape:

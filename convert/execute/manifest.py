@@ -110,6 +110,7 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
     layers = range(0 if plan.target.copies else plan.before.num_layers)
     layer_of = {name: layer for layer in layers for name in plan.family.shapes(config, layer)}
     tied = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    tied_head = _repeated_head(plan.family, reader) if tied else {}
     units: list[Unit] = []
     placed: set[int | tuple[str, ...]] = set()
     dropped: dict[str, str] = {}
@@ -119,8 +120,8 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
             if layer not in placed:
                 placed.add(layer)
                 units.append(_attention_unit(plan.family, layout, config, sized, layer, reader, stored))
-        elif tied and name in reader.aliases:
-            dropped[name] = f"is {reader.aliases[name]}, to which the model ties it"  # a tied head is written only once
+        elif name in tied_head:
+            dropped[name] = f"is {tied_head[name]}, to which the model ties it"
         elif plan.target.copies or (plan.family is layout and plan.family.names.place(name) is None):
             units.append(_copy(name, reader.infos[name].stored_as(stored)))
         elif reason := _has_no_place(plan.family, layout, name):
@@ -161,6 +162,15 @@ def _attention_unit(
 def _copy(name: str, info: TensorInfo) -> Unit:
     place = Place(name, (name,))
     return Unit((place,), {name: info}, (place,))
+
+
+def _repeated_head(family: Family, reader: Reader) -> dict[str, str]:
+    """The head that a `.bin` stores as the embedding once more, mapped to the embedding; empty if there is none."""
+    for pair in reader.aliases.items():
+        holds = {place.roles[0]: name for name in pair if (place := family.names.place(name))}
+        if holds.keys() == {"head.weight", "embedding.weight"}:
+            return {holds["head.weight"]: holds["embedding.weight"]}
+    return {}
 
 
 def _has_no_place(family: Family, layout: Family, name: str) -> str | None:

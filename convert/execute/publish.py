@@ -32,10 +32,11 @@ class Clock:
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
     _monotonic: float = field(default_factory=time.monotonic)
 
-    def run(self, output: Path) -> dict[str, Any]:
+    def run(self, output: Path, source_files: Mapping[str, Any]) -> dict[str, Any]:
         """The entry `run` of a record: everything that differs between runs."""
         return {
             "output": str(output),
+            "source_files": source_files,
             "started": self.started.isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - self._monotonic, 3),
             "machine": platform.node(),

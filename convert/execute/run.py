@@ -98,18 +98,18 @@ def _execute(
     if evaluate_on:
         prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
     text = CalibrationText.of(plan.source, plan.calibration, calibrate_on) if plan.calibration and calibrate_on else None
-    if done := _finished_already(plan, text):
+    reader = Reader(plan.source.files)
+    if done := _finished_already(plan, reader, text):
         published()
         return done
     for remark in text.remarks(plan.source.config.hidden_size) if text else ():
         _log.warning(remark)
-    reader = Reader(plan.source.files)
     manifest = _checked(plan, reader)
     inputs = inputs_of(plan, reader, text)
     try:
         with WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite) as work:
             if work.published:  # an earlier run was stopped after OUTPUT appeared
-                done = _carried_out(plan, recorded(plan.output.path))
+                done = carried_out(plan, recorded(plan.output.path))
             else:
                 kept = _statistics_directory(plan, reader, work, text, statistics_in)
                 job = Job(plan, reader, work, text, _device(plan), progress, kept)
@@ -117,7 +117,7 @@ def _execute(
                 if evaluate_on:
                     record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
                 card = model_card(decided, record, plan.source.files)
-                record |= {"run": clock.run(plan.output.path)}
+                record |= {"run": clock.run(plan.output.path, reader.fingerprint())}
                 write_record(work.path, record, card)
                 work.publish()
                 done = Executed(decided, record)
@@ -132,18 +132,18 @@ def _execute(
         ) from None
 
 
-def _finished_already(plan: Plan, text: CalibrationText | None) -> Executed | None:
+def _finished_already(plan: Plan, reader: Reader, text: CalibrationText | None) -> Executed | None:
     """The finished conversion that `--resume` finds at OUTPUT, or None."""
     if not plan.output.resume or plan.output.overwrite:
         return None
     recipes = [one.recipe() for one in (*_splits(plan), plan)]
-    if not finished(plan.output.path, recipes, text.tokens.hash if text else None):
+    if not finished(plan.output.path, recipes, text.tokens.hash if text else None, reader.fingerprint()):
         return None
     _log.warning("%s is finished already, there is nothing to do", plan.output.path)
-    return _carried_out(plan, recorded(plan.output.path))
+    return carried_out(plan, recorded(plan.output.path))
 
 
-def _carried_out(plan: Plan, record: dict[str, Any]) -> Executed:
+def carried_out(plan: Plan, record: dict[str, Any]) -> Executed:
     """The plan with the choices that a record states, and the record."""
     return Executed(next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan), record)
 
@@ -184,8 +184,8 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
         layers = write_weights(job, manifest, _layers(job, manifest, decision, statistics))
         config = decision.plan.target.config(job.plan.source, decision.rotary)
         write_config(job.work.path, config, job.plan.output.dtype)
-        _check_result(decision.plan, job.work)
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
+        _check_result(decision.plan, job.work)
         return decision.plan, record_of(decision, job.reader, manifest, layers, job.text)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs
         raise Failure(
@@ -245,7 +245,7 @@ def _statistics_directory(
 
 
 def _statistics(job: Job) -> StatisticsOf:
-    """Maps a layer to the statistics of its input: assumed without text, else measured by a survey when the first are wanted."""
+    """Maps a layer to the statistics of its input: assumed without text, else of a survey that the first call begins."""
     if (text := job.text) is None:
         return job.assumed
 

@@ -148,6 +148,11 @@ def test_text_is_a_path_or_strings(checkpoint: Make, text: Path, tmp_path: Path)
         mqa(source, tmp_path / "mean", text=["a"], method="mean", **CALIBRATION)
 
 
+def test_a_seed_is_what_the_command_line_takes(checkpoint: Make, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="seed is 10000000000000000; it must be at least 0 and at most 4294967295"):
+        mqa(checkpoint(), tmp_path / "out", method="random", seed=10**16)
+
+
 def test_a_finished_conversion_is_returned_as_it_was(checkpoint: Make, tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     source, listener = checkpoint(), Listener()
     first = gqa(source, tmp_path / "out", groups=2)

@@ -15,6 +15,7 @@ import torch
 from forked import run_forked
 from written import ok, refused, same_but_for_the_run
 
+from attention.errors import Refusal
 from convert import sweeping as module
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
@@ -420,3 +421,31 @@ def test_a_directory_that_is_a_file_or_the_model_is_refused(
     for targets in ([], FEW):
         refused(convert("sweep", source, tmp_path / "file", *targets, *held_out), 2, "is a file")
         refused(convert("sweep", source, source, *targets, *held_out), 2, "lie inside each other")
+
+
+def test_a_resumed_sweep_names_the_split_that_was_chosen(
+    checkpoint: Make, on: list[Any], tmp_path: Path
+) -> None:
+    from convert import sweep
+
+    source, text, made = checkpoint(), on[1], [list[str](), list[str]()]
+    given = {"text": text, "calibration_tokens": 256, "calibration_context": 32, "max_tokens": 256, "device": "cpu"}
+    for resume, names in zip((False, True), made, strict=True):
+        done = sweep(
+            source, tmp_path / "out", evaluate=text, mla=["40%"], methods=["svd"], **given, resume=resume,
+            made=lambda plan, names=names: names.append(plan.target.spec.kind),
+        )  # fmt: skip
+        assert [plan.target.spec.kind for plan in done.plans] == names
+        assert done.report is not None
+        assert names == [entry["kind"] for entry in done.report["models"][1:]]
+    assert made[0] == made[1]
+
+
+def test_a_target_that_is_named_twice_is_made_once(checkpoint: Make, tmp_path: Path) -> None:
+    from convert import sweep
+
+    wanted = {"evaluate": ["words"], "dry_run": True}
+    done = sweep(checkpoint(), tmp_path / "out", groups=(2, 2), methods=["mean"], **wanted)
+    assert [plan.output.path.name for plan in done.plans] == ["gqa-2-mean"]
+    with pytest.raises(Refusal, match=r"two targets would both be named mla-33\.3333%-svd"):
+        sweep(tmp_path / "source", tmp_path / "out", mla=["33.3333%", "33.33333%"], methods=["svd"], **wanted)

@@ -263,7 +263,21 @@ def test_a_hub_repository_is_read_at_the_commit_that_was_downloaded(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("files", "pickles"), [(["config.json", "model.safetensors"], False), (["config.json", "pytorch_model.bin"], True)]
+    ("files", "pickles"),
+    [
+        (["config.json", "model.safetensors"], False),
+        (["config.json", "pytorch_model.bin"], True),
+        (
+            [
+                "config.json",
+                "pytorch_model.bin",
+                "consolidated.safetensors",
+                "model.fp16.safetensors",
+                "onnx/model.safetensors",
+            ],
+            True,
+        ),
+    ],
 )
 def test_pickled_weights_are_downloaded_only_where_there_are_no_others(
     files: list[str], pickles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

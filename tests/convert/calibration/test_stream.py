@@ -293,7 +293,7 @@ def test_one_layers_inputs_are_on_disk_at_a_time(tmp_path: Path) -> None:
     stream.embed()
     for layer in range(3):
         assert [path.name for path in tmp_path.iterdir()] == [f"spool-{layer}"]
-        assert (tmp_path / f"spool-{layer}").stat().st_size == 7 * 12 * 64 * 4
+        assert (tmp_path / f"spool-{layer}").stat().st_size == 7 * 12 * 64 * 4 + 4, "and a checksum"
         stream.advance(layer)
     (tmp_path / "other").touch()
     stream.discard()

@@ -41,6 +41,18 @@ def test_a_pickle_source_becomes_safetensors(checkpoint: Make, convert: Convert,
     assert "lm_head.weight" in weights(tmp_path / "untied"), "an untied head is not dropped for sharing memory in a file"
 
 
+def test_only_a_tied_head_is_dropped_for_sharing_memory(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint(tie_word_embeddings=True)
+    tensors = weights(source)
+    tensors["model.layers.1.input_layernorm.weight"] = tensors["model.layers.0.input_layernorm.weight"]
+    torch.save({"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors}, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
+    made = weights(tmp_path / "out")
+    assert made.keys() == tensors.keys(), "the embedding is kept, though the head comes first"
+    assert torch.equal(made["model.layers.1.input_layernorm.weight"], tensors["model.layers.0.input_layernorm.weight"])
+
+
 def test_frequencies_that_old_checkpoints_keep_are_left_out(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"

@@ -18,7 +18,7 @@ import pytest
 import torch
 from forked import run_forked
 from latents import SMALL, WAYS, full_size, method_options
-from written import WITHOUT_KVFOLD, damage, left_nothing, ok, same_but_for_the_run
+from written import WITHOUT_KVFOLD, damage, edit, left_nothing, ok, same_but_for_the_run
 
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
@@ -613,3 +613,51 @@ def test_a_survey_of_half_a_checkpoint_names_what_is_missing(
     source = damage(checkpoint(tie_word_embeddings=False), lambda tensors: tensors.pop(name))
     result = convert("mla", source, tmp_path / "out", *SMALL, "--method", "pca", "--text", words)
     left_nothing(result, 1, f"lacks {name}, which LlamaForCausalLM with this config has", tmp_path / "out")
+
+
+# ---- code of the checkpoint's own ------------------------------------------------------------------------------------
+
+
+def test_a_class_that_comes_with_the_checkpoint_is_converted(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    (source / "modeling_own.py").write_text("from transformers import LlamaForCausalLM\nclass Own(LlamaForCausalLM): pass\n")
+    edit(source, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    command = ["gqa", source, tmp_path / "out", "--groups", 2]
+    left_nothing(convert(*command), 2, "wants to run code of its own", tmp_path / "out")
+    ok(convert(*command, "--trust-remote-code"))
+    assert (tmp_path / "out" / "modeling_own.py").read_bytes() == (source / "modeling_own.py").read_bytes()
+
+
+def test_a_config_without_a_causal_lm_fails(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    (source / "configuration_own.py").write_text("from transformers import LlamaConfig\nclass Own(LlamaConfig): pass\n")
+    edit(source, auto_map={"AutoConfig": "configuration_own.Own"})
+    result = convert("gqa", source, tmp_path / "out", "--groups", 2, "--trust-remote-code")
+    left_nothing(result, 1, "transformers makes no causal LM of this llama config", tmp_path / "out")
+
+
+# ---- a finished conversion -------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_changed_since_is_not_called_finished(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint()
+    command = ["gqa", source, tmp_path / "out", "--groups", 2, "--resume"]
+    ok(convert(*command))
+    assert "finished already" in ok(convert(*command)).stderr
+    damage(source, lambda tensors: tensors["model.norm.weight"].mul_(2))
+    refused = convert(*command)
+    assert refused.exit_code == 2
+    assert "the source's files have changed since it was made" in refused.stderr
+    ok(convert(*command, "--overwrite"))
+
+
+def test_an_evaluation_without_memory_is_one_line(
+    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("eval.evaluation.compare", full)
+    result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--evaluate", words)
+    assert result.exit_code == 1
+    assert "no memory left for the evaluation: CUDA out of memory" in result.stderr

@@ -211,3 +211,28 @@ def test_a_layer_whose_file_lost_its_end_is_made_again(
     ok(convert(command, source, tmp_path / "out", *options, "--resume"))
     ok(convert(command, source, tmp_path / "whole", *options))
     same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("spool", ["source-inputs", "teacher", "student"])
+def test_inputs_that_a_crash_left_as_zeros_are_made_again(
+    spool: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, left = checkpoint(), [2 if spool == "source-inputs" else 4]
+    options, advance = ["--kv-lora-rank", 24, "--qk-rope-head-dim", 8, *on], LayerStream.advance
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return advance(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerStream, "advance", interrupted)
+        assert convert("mla", source, tmp_path / "out", *options).exit_code == 130
+    damaged = list((tmp_path / "out.partial" / "survey").glob(f"{spool}-[0-9]"))
+    assert damaged
+    for file in damaged:
+        file.write_bytes(bytes(file.stat().st_size))
+    ok(convert("mla", source, tmp_path / "out", *options, "--resume"))
+    ok(convert("mla", source, tmp_path / "whole", *options))
+    same_but_for_the_run(tmp_path / "out", tmp_path / "whole")
