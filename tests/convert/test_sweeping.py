@@ -432,7 +432,7 @@ def test_a_resumed_sweep_names_the_split_that_was_chosen(
     given = {"text": text, "calibration_tokens": 256, "calibration_context": 32, "max_tokens": 256, "device": "cpu"}
     for resume, names in zip((False, True), made, strict=True):
         done = sweep(
-            source, tmp_path / "out", evaluate=text, mla=["40%"], methods=["svd"], **given, resume=resume,
+            source, tmp_path / "out", evaluate=text, mla=["40%"], methods=["weighted"], **given, resume=resume,
             made=lambda plan, names=names: names.append(plan.target.spec.kind),
         )  # fmt: skip
         assert [plan.target.spec.kind for plan in done.plans] == names
