@@ -30,13 +30,13 @@ clean:
 
 # pip's resolver is given the whole set at once, so that torch cannot be chosen apart from its constraint.
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet --constraint constraints.txt --editable .
 	@touch $@
 
 .venv/installed-test: .venv/installed
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
 .venv/installed-lint: .venv/installed
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[lint]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet --constraint constraints.txt --editable '.[lint]'
 	@touch $@
