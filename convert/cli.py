@@ -377,7 +377,7 @@ def demo(output: Path, as_json: bool, **given: Any) -> None:
     """Convert and evaluate the bundled model.
 
     Converts a small MHA checkpoint to GQA, MQA and MLA, evaluates the results and writes a report. Needs no network, and
-    takes about two minutes.
+    takes a minute and a half.
 
     Example: convert demo
     """
