@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def free_memory(device: Any) -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # not Linux: all memory
+
+
+@contextlib.contextmanager
+def memory_for(what: str, hint: str) -> Iterator[None]:
+    """Turn errors about memory into `Failure` with this hint."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise Failure(f"not enough memory for {what}: {str(error).splitlines()[0][:200]}", hint=hint) from error
 
 
 def input_device(model: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from attention.errors import Failure, GateMissed, Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.cost import cache_figures
-from eval.device import out_of_memory, require_device
+from eval.device import memory_for, require_device
 from eval.overlap import shared_share
 from eval.perplexity import compare, protocol_record
 from eval.progress import Progress, silent, stage
@@ -106,7 +106,8 @@ def report_of(
                 for other, entry in zip(group, fixed[len(fixed) - len(group) :], strict=True):
                     entry["calibration_overlap"] = _overlap(other, tokens, whole, calibrated_on)
                 name = ", ".join(other.name for other in group or [first])
-                with stage(progress, f"evaluate {name}", total, "token") as done, _memory():
+                room = memory_for("the evaluation", "free some, or give --device cpu, or a shorter --context")
+                with stage(progress, f"evaluate {name}", total, "token") as done, room:
                     scores = compare(source, models, blocks, done)
                 del models  # or they would stay in memory while the next ones are loaded
             new = scores if not entries else scores[1:]
@@ -225,20 +226,6 @@ def load(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
             unused = sorted(map(str, info["unexpected_keys"]))
             _log.warning("%s has no use for %d tensors of %s: %s, …", type(model).__name__, len(unused), source.name, unused[0])
         yield model.eval()
-
-
-@contextlib.contextmanager
-def _memory() -> Iterator[None]:
-    """Translate errors about memory into `Failure`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise Failure(
-            f"no memory left for the evaluation: {' '.join(str(error).split())[:120]}",
-            hint="free some, or give --device cpu, or a shorter --context",
-        ) from None
 
 
 @contextlib.contextmanager

@@ -5,9 +5,9 @@ Figures are for forward passes only: no tokenizer, no sampling, random token ids
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from attention import kernels
 from attention.errors import Failure, Refusal
 from eval.capacity import GIGABYTE
 from eval.clock import hardware, spread, timed
-from eval.device import compute_device, free_memory, out_of_memory, require_device
+from eval.device import compute_device, free_memory, memory_for, require_device
 from eval.entrant import Entrant, describe, entrants, loaded
 from eval.evaluation import require_causal, require_contexts
 from eval.largest import Largest, search
@@ -252,17 +252,9 @@ def _weights_read(model: Any) -> int | None:
     return weight_bytes(model) - looked_up
 
 
-@contextlib.contextmanager
-def _memory_for(entrant: Entrant, case: Case) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise Failure(
-            f"not enough memory for {entrant.source.name} at {case} in {entrant.dtype}: {str(error).splitlines()[0][:200]}",
-            hint="use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic",
-        ) from error
+def _memory_for(entrant: Entrant, case: Case) -> AbstractContextManager[None]:
+    what = f"{entrant.source.name} at {case} in {entrant.dtype}"
+    return memory_for(what, "use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic")
 
 
 def _add_largest(

@@ -423,9 +423,7 @@ def test_a_directory_that_is_a_file_or_the_model_is_refused(
         refused(convert("sweep", source, source, *targets, *held_out), 2, "lie inside each other")
 
 
-def test_a_resumed_sweep_names_the_split_that_was_chosen(
-    checkpoint: Make, on: list[Any], tmp_path: Path
-) -> None:
+def test_a_resumed_sweep_names_the_split_that_was_chosen(checkpoint: Make, on: list[Any], tmp_path: Path) -> None:
     from convert import sweep
 
     source, text, made = checkpoint(), on[1], [list[str](), list[str]()]

@@ -660,4 +660,4 @@ def test_an_evaluation_without_memory_is_one_line(
     monkeypatch.setattr("eval.evaluation.compare", full)
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--evaluate", words)
     assert result.exit_code == 1
-    assert "no memory left for the evaluation: CUDA out of memory" in result.stderr
+    assert "not enough memory for the evaluation: CUDA out of memory" in result.stderr
