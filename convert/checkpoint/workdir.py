@@ -130,10 +130,11 @@ def finished(
 def _without_text(recipe: Mapping[str, Any]) -> Any:
     """A recipe, `{command: options}`, as read back from JSON, without the path of its text."""
     plain = json.loads(json.dumps(recipe))
-    return {command: _settings(options) if isinstance(options, dict) else options for command, options in plain.items()}
+    return {command: without_text(options) if isinstance(options, dict) else options for command, options in plain.items()}
 
 
-def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
+def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A command's options without its text, which the hash of its tokens identifies wherever it lies."""
     return {name: value for name, value in options.items() if name not in ("text", "strings")}
 
 

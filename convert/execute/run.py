@@ -21,7 +21,7 @@ from convert.calibration.survey import survey
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.shelf import Shelf
-from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded
+from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
 from convert.execute.card import model_card
 from convert.execute.deciding import Decision, StatisticsOf, decide
 from convert.execute.job import Job
@@ -219,9 +219,8 @@ def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    """The recipe without the text's path: the hash of its tokens identifies the text."""
     ((command, options),) = plan.recipe().items()
-    return {"command": command, **{name: value for name, value in options.items() if name not in ("text", "strings")}}
+    return {"command": command, **without_text(options)}
 
 
 def _device(plan: Plan) -> torch.device:
