@@ -24,13 +24,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 
 from attention import pack
 
-HEADS, DIM, LAYERS = 16, 64, 4
+HEADS, DIM = 16, 64
 
 
-def build(groups: int, dtype: torch.dtype) -> Any:
+def build(groups: int, layers: int, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "llama", hidden_size=HEADS * DIM, intermediate_size=512, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        "llama", hidden_size=HEADS * DIM, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=HEADS,
         num_key_value_heads=groups, vocab_size=256, max_position_embeddings=2**17, pad_token_id=0,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
@@ -40,7 +40,7 @@ def dynamic(model: Any, cached: int) -> Callable[[], torch.Tensor]:
     """A step over a DynamicCache, which is cut back after it; its copying is counted, as it is in use."""
     cache = DynamicCache(config=model.config)
     states = torch.randn(2, 1, model.config.num_key_value_heads, cached - 1, DIM, dtype=model.dtype)
-    for layer in range(LAYERS):
+    for layer in range(model.config.num_hidden_layers):
         cache.update(*states, layer)
 
     def step() -> torch.Tensor:
@@ -86,6 +86,7 @@ def duel(steps: list[Callable[[], torch.Tensor]], rounds: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, nargs="+", default=[16, 8, 4, 2, 1])
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -94,12 +95,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
-          f"transformers {transformers.__version__}, {args.dtype}, {args.threads} threads, {args.length} tokens\n")  # fmt: skip
+          f"transformers {transformers.__version__}, {args.dtype}, {args.layers} layers, "
+          f"{args.threads} threads, {args.length} tokens\n")  # fmt: skip
     print("| KV heads of 16 | dynamic, no mask: stock | packed | static: stock | packed | static, compiled: stock | packed |")
     print("| --: " * 7 + "|")
     for groups in args.groups:
         columns = []
-        models = [build(groups, getattr(torch, args.dtype)) for _ in range(2 if groups < HEADS else 1)]
+        models = [build(groups, args.layers, getattr(torch, args.dtype)) for _ in range(2 if groups < HEADS else 1)]
         if groups < HEADS:
             pack(models[1])
         for way in (dynamic, partial(static, backend=None), partial(static, backend=args.backend)):

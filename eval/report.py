@@ -6,6 +6,7 @@ gives both the Markdown and the HTML table, so they always agree.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -162,13 +163,9 @@ def _summary(report: Report) -> str:
 
 def to_html(report: Report) -> str:
     """One HTML page without external references; the same report gives the same bytes."""
-    from jinja2 import Environment, StrictUndefined
-
-    text = resources.files(__package__).joinpath("report.html.j2").read_text("utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     # Two drawings, of which one is shown: no single one has legible text at both 360 and 1600 pixels.
     sizes = {"narrow": (328, 340), "wide": (760, 440)}
-    page = environment.from_string(text).render(
+    page = _template().render(
         source=printable(report["models"][0]["name"]),
         version=report["kvfold"],
         summary=" ".join([_summary(report), *map(printable, _warnings(report))]),
@@ -179,6 +176,15 @@ def to_html(report: Report) -> str:
         json=to_json(report),
     )
     return page + "\n"
+
+
+@functools.cache
+def _template() -> Any:
+    from jinja2 import Environment, StrictUndefined
+
+    text = resources.files(__package__).joinpath("report.html.j2").read_text("utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(text)
 
 
 def write(report: Report, directory: Path) -> dict[str, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,9 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         record: conversion.json without its `run`: the card holds nothing that differs between runs.
         directory: The source's files; the result inherits the licence that their card names.
     """
-    import jinja2
-
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters["markdown"] = lambda value: markdown(str(value))
-    template = environment.from_string(files("convert.execute").joinpath("card.md.j2").read_text(encoding="utf-8"))
     evaluation = record.get("evaluation")
     source, converted = evaluation["models"] if evaluation else (None, None)
-    return template.render(
+    return _template().render(
         front_matter=_front_matter(plan, directory),
         kind=plan.target.spec.kind,
         before_kind=plan.before.kind,
@@ -45,6 +41,15 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         converted=converted,
         model_type=plan.target.host.layout(plan.family).model_type,
     )
+
+
+@functools.cache  # to compile it takes longer than to convert a tiny model
+def _template() -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["markdown"] = lambda value: markdown(str(value))
+    return environment.from_string(files("convert.execute").joinpath("card.md.j2").read_text(encoding="utf-8"))
 
 
 def _summary(plan: Plan, record: dict[str, Any]) -> str:

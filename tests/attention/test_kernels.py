@@ -608,30 +608,28 @@ COMPILE = """
 
 
 CASES = {
-    80: "(64, 320, 64, torch.bool, torch.float16, None, None), (8, 512, 64, torch.float32, torch.float32, None, None),"
-        "(4, 128, 128, torch.bool, torch.bfloat16, None, 8)",
+    80: "(64, 320, 64, torch.bool, torch.float16, None, None), (8, 512, 64, torch.float32, torch.float32, None, None)",
     89: "(40, 512, 64, torch.bool, torch.bfloat16, None, None),",
     # The third from the end: after loops that hold little, sums need more.
     90: "(16, 512, 64, None, torch.bfloat16, None, None), (64, 448, 64, torch.bool, torch.float16, None, None),"
         "(5, 320, 32, torch.float32, torch.bfloat16, None, None), (8, 256, 64, torch.float32, torch.float32, None, None),"
         "(64, 512, 64, None, torch.bfloat16, Tiling(64, 16, 2, 8, 132, 1), None),"
         "(4, 128, 128, torch.bool, torch.bfloat16, None, 8), (32, 80, 80, torch.float32, torch.float16, None, 1)",
-    100: "(8, 576, 64, None, torch.bfloat16, None, None), (64, 448, 64, torch.bool, torch.bfloat16, None, None),"
-         "(40, 512, 64, torch.float32, torch.bfloat16, None, None), (8, 128, 128, torch.bool, torch.bfloat16, None, 4)",
-    120: "(64, 64, 64, torch.bool, torch.bfloat16, None, None), (16, 256, 256, torch.bool, torch.bfloat16, None, 2)",
+    100: "(8, 576, 64, None, torch.bfloat16, None, None), (40, 512, 64, torch.float32, torch.bfloat16, None, None),"
+         "(8, 128, 128, torch.bool, torch.bfloat16, None, 4)",
+    120: "(16, 256, 256, torch.bool, torch.bfloat16, None, 2),",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("capabilities", [(80, 100), (89, 90, 120)], ids=str)
-def test_kernels_compile_and_fit(capabilities: tuple[int, ...], tmp_path: Path) -> None:
+def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     """By Triton's own path, but for the last steps: loading and launching. No GPU is needed."""
-    cases = " + ".join(f"tuple(({one}, {MACHINES[one]}, *case) for case in ({CASES[one]}))" for one in capabilities)
+    cases = " + ".join(f"tuple(({one}, {MACHINES[one]}, *case) for case in ({CASES[one]}))" for one in CASES)
     script = tmp_path / "build.py"
     script.write_text(textwrap.dedent(COMPILE).replace("CASES", cases))
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[1:] == ["_attend", "_combine", "_spans"], done.stderr[-3000:]
-    assert int(done.stdout.split()[0]) >= 3 * len(capabilities)  # kernels were compiled, and each of them seen
+    assert int(done.stdout.split()[0]) >= 3 * len(CASES)  # kernels were compiled, and each of them seen
 
 
 def test_triton_is_imported_by_the_first_call_that_it_serves() -> None:

@@ -144,12 +144,16 @@ def test_a_latent_is_swept_to_smaller_latents(checkpoint: Make, convert: Convert
 # ---- interruption ----------------------------------------------------------------------------------------------------
 
 
+STOP, FULL = KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")
+
+
 def times_of(directory: Path) -> dict[str, int]:
     return {path.name: (path / "model.safetensors").stat().st_mtime_ns for path in directory.glob("*-*[!l]") if path.is_dir()}
 
 
-@pytest.mark.parametrize("place", ["between conversions", "within one", "while it evaluates"])
-@pytest.mark.parametrize("how", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=["^C", "full"])
+@pytest.mark.parametrize(
+    ("place", "how"), [("between conversions", STOP), ("within one", FULL), ("while it evaluates", STOP)], ids=str
+)
 def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     place: str, how: BaseException, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

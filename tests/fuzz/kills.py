@@ -1,11 +1,11 @@
 """Kill conversions at random moments, and hold what is left, and what `--resume` makes of it, against an undisturbed run.
 
-    python tests/fuzz/kills.py [COUNT] [SEED]
+    python tests/fuzz/kills.py [COUNT] [SEED] [COMMAND...]
 
-COUNT times each of `gqa`, `mla --refine` and `sweep` is killed by SIGKILL at a moment drawn between its start and the time
-that an undisturbed run takes. Then nothing may be at OUTPUT but a whole result, and the same command with `--resume` must
-give the bytes of the undisturbed run. Runs are forked from a process that has imported everything, so that the moments fall
-into the work and not into the imports.
+COUNT times each of `gqa`, `mla --refine` and `sweep`, or of those that are named, is killed by SIGKILL at a moment drawn
+between its start and the time that an undisturbed run takes. Then nothing may be at OUTPUT but a whole result, and the same
+command with `--resume` must give the bytes of the undisturbed run. Runs are forked from a process that has imported
+everything, so that the moments fall into the work and not into the imports.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def wrong(work: Work, output: Path, expected: dict[str, dict[str, str]], after: 
     return found + ([f"{work.name}: {left} is left behind"] if left and not code else [])
 
 
-def main(count: int = 50, seed: int = 0) -> list[str]:
-    """Kill each command `count` times; what went wrong."""
+def main(count: int = 50, seed: int = 0, commands: Sequence[str] = ("gqa", "mla", "sweep")) -> list[str]:
+    """Kill each of some commands `count` times; what went wrong."""
     for name in ("torch", "transformers", "convert.execute.run", "convert.sweeping"):
         importlib.import_module(name)  # before any fork
     draw, found = random.Random(seed), list[str]()
@@ -147,7 +147,7 @@ def main(count: int = 50, seed: int = 0) -> list[str]:
         tiny_model(tiny_config("llama", num_key_value_heads=8)).save_pretrained(source)
         save_tokenizer(source)
         text.write_text(TEXT * 60)
-        for work in works(source, text):
+        for work in (work for work in works(source, text) if work.arguments[0] in commands):
             output = directory / "out"
             began = time.monotonic()
             if code := run(work.line(output)):
@@ -165,6 +165,6 @@ def main(count: int = 50, seed: int = 0) -> list[str]:
 
 
 if __name__ == "__main__":
-    problems = main(*map(int, sys.argv[1:]))
+    problems = main(*map(int, sys.argv[1:3]), *filter(None, [sys.argv[3:]]))
     print("\n".join(problems) or "nothing went wrong")
     sys.exit(bool(problems))

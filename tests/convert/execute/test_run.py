@@ -364,7 +364,7 @@ KILLS = [
 
 STOPPED = [
     *KILLS, ("inputs", 2, "propagated"), ("layers", 2, "propagated"), ("layers", 1, "refitted"), ("layers", 3, "refined"),
-    *(("inputs", count, "refitted") for count in range(3, 8)), ("inputs", 6, "refined"), ("inputs", 5, "all"),
+    *(("inputs", count, "refitted") for count in (3, 5, 7)), ("inputs", 6, "refined"), ("inputs", 5, "all"),
 ]  # fmt: skip
 
 
