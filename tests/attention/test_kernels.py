@@ -426,7 +426,7 @@ def test_a_model_generates_the_same_tokens(static: bool) -> None:
             layer.self_attn.q_proj.weight.mul_(3)
             layer.self_attn.o_proj.weight.mul_(3)
     padding = (torch.arange(12) >= torch.tensor([0, 5, 3])[:, None]).long().to(DEVICE)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 7, "no_repeat_ngram_size": 2, "pad_token_id": 0}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "no_repeat_ngram_size": 2, "pad_token_id": 0}
     if static:
         options |= {"cache_implementation": "static", "disable_compile": True}
     found = []
@@ -608,15 +608,14 @@ COMPILE = """
 
 
 CASES = {
-    80: "(64, 320, 64, torch.bool, torch.float16, None, None), (8, 512, 64, torch.float32, torch.float32, None, None)",
+    80: "(8, 512, 64, torch.float32, torch.float32, None, None),",
     89: "(40, 512, 64, torch.bool, torch.bfloat16, None, None),",
-    # The third from the end: after loops that hold little, sums need more.
-    90: "(16, 512, 64, None, torch.bfloat16, None, None), (64, 448, 64, torch.bool, torch.float16, None, None),"
-        "(5, 320, 32, torch.float32, torch.bfloat16, None, None), (8, 256, 64, torch.float32, torch.float32, None, None),"
+    # The last but one: after loops that hold little, sums need more.
+    90: "(16, 512, 64, None, torch.bfloat16, None, None),"
+        "(5, 320, 32, torch.float32, torch.bfloat16, None, None),"
         "(64, 512, 64, None, torch.bfloat16, Tiling(64, 16, 2, 8, 132, 1), None),"
-        "(4, 128, 128, torch.bool, torch.bfloat16, None, 8), (32, 80, 80, torch.float32, torch.float16, None, 1)",
-    100: "(8, 576, 64, None, torch.bfloat16, None, None), (40, 512, 64, torch.float32, torch.bfloat16, None, None),"
-         "(8, 128, 128, torch.bool, torch.bfloat16, None, 4)",
+        "(32, 80, 80, torch.bool, torch.float16, None, 1)",
+    100: "(8, 128, 128, torch.bool, torch.bfloat16, None, 4),",
     120: "(16, 256, 256, torch.bool, torch.bfloat16, None, 2),",
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from attention.latent import LatentAttention, absorbs, dense_mask, neutral_const
 from attention.reference import latent_attention
 from attention.rope import from_config
 
-LENGTH = 74  # 10 tokens at once, then 64 one by one
+LENGTH = 34  # 10 tokens at once, then 24 one by one
 VARIANTS: dict[str, dict[str, Any]] = {
     "neutral": {},
     "neutral, two constants": {"neutral": (3.0, 7.0**0.5)},

@@ -49,6 +49,7 @@ def test_the_demo_converts_evaluates_and_reports(
     parts = {VALIDATION: slice(2_500), ("difflib", "statistics"): slice(8_000, 11_000)}
     monkeypatch.setattr("convert.demo.showcase._CALIBRATION_TOKENS", 2048)
     monkeypatch.setattr("convert.demo.showcase._GROUPS", (4, 1))
+    monkeypatch.setattr("convert.demo.showcase._SIZES", (LatentRequest(48, 16),))
     monkeypatch.setattr("convert.demo.showcase.held_out_text", lambda modules: held_out_text(("statistics",))[parts[modules]])
     demo = tmp_path / "demo"
     result = convert("demo", "--output", demo, "--json", "-q")
@@ -58,28 +59,23 @@ def test_the_demo_converts_evaluates_and_reports(
     assert source["kind"] == "MHA"
     assert source["perplexity"] < 40
     by_method = {(entry["method"], entry["kind"]): entry for entry in others}
-    assert len(by_method) == 2 * 2 + 2 * 2
+    assert len(by_method) == 2 * 2 + 2
     by_name = {entry["name"]: entry["loss_nats"] for entry in others}
     for method in ("mean", "aligned"):
         losses = [by_method[method, kind]["loss_nats"] for kind in ("GQA-4", "MQA")]
         assert 0 < losses[0] < losses[1]
-    for method in ("weighted", "pca"):
-        losses = [by_name[f"mla-{share}-{method}"] for share in ("96+32", "48+16")]
-        assert 0 < losses[0] < losses[1] < by_method["mean", "MQA"]["loss_nats"]
     for kind in ("GQA-4", "MQA"):
         assert by_method["aligned", kind]["loss_nats"] < by_method["mean", kind]["loss_nats"] / 2
-    for share in ("96+32", "48+16"):
-        assert by_name[f"mla-{share}-weighted"] < by_name[f"mla-{share}-pca"]
+    assert 0 < by_name["mla-48+16-weighted"] < by_name["mla-48+16-pca"] < by_method["mean", "MQA"]["loss_nats"]
     assert {method for method, kind in by_method if by_method[method, kind]["calibration_hash"] is None} == {"mean"}
     names = [f"gqa-{groups}-{method}" for groups in (4, 1) for method in ("aligned", "mean")]
-    names += [f"mla-{share}-{method}" for share in ("96+32", "48+16") for method in ("weighted", "pca")]
+    names += [f"mla-48+16-{method}" for method in ("weighted", "pca")]
     there = {path.name for path in demo.iterdir() if path.suffix != ".lock"}
     assert there == {*names, "report", "sweep.json", "calibration.txt"}
     assert [entry["name"] for entry in others] == names
     (demo / "report" / "mine.txt").write_text("mine")
     monkeypatch.setattr("convert.demo.showcase._GROUPS", (4,))
-    monkeypatch.setattr("convert.demo.showcase._SIZES", (LatentRequest(96, 32),))
     monkeypatch.setattr("convert.demo.showcase._METHODS", ("aligned", "pca"))
     again = json.loads(convert("demo", "--output", demo, "--json", "-q").stdout)
-    assert again["models"] == [source, by_method["aligned", "GQA-4"], by_method["pca", "MLA-96+32"]]
+    assert again["models"] == [source, by_method["aligned", "GQA-4"], by_method["pca", "MLA-48+16"]]
     assert (demo / "report" / "mine.txt").read_text() == "mine"
