@@ -141,6 +141,12 @@ def causal_softmax(logits: torch.Tensor) -> torch.Tensor:
     return hide_future(logits.clone()).softmax(-1)
 
 
+def causal_softmax_at(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """`[…, t, s]`, of the given tokens `[t]` among s tokens from position 0."""
+    future = torch.arange(logits.shape[-1], device=logits.device) > tokens[:, None]
+    return logits.masked_fill(future, -torch.inf).softmax(-1)
+
+
 def hide_future(logits: torch.Tensor) -> torch.Tensor:
     """The same `[…, t, s]`, of the last t among s tokens, changed in place: −∞ where s is later than t."""
     t, s = logits.shape[-2:]

@@ -36,7 +36,7 @@ from convert.methods import LATENT, load_grouped, load_latent
 from convert.methods.frequencies import pairs_by_stride
 from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Attended, Statistics
 from eval.memory import release
 
 HEADS, BLOCKS, CONTEXT = 16, 2, 2048
@@ -68,7 +68,8 @@ class Sizes:
         projections = draw(heads, self.head_dim, self.width), draw(*kv), draw(*kv), draw(self.width, heads, self.head_dim)
         x = torch.randn(self.blocks, self.context, self.width, generator=generator)
         rows = x.flatten(0, 1).double()
-        known = Statistics(rows.T @ rows / len(rows), rows.mean(0), 10**6, x.bfloat16()).to(torch.device(device))
+        second, mean = rows.T @ rows / len(rows), rows.mean(0)
+        known = Statistics(second, mean, 10**6, Attended.assumed(second, mean), x.bfloat16()).to(torch.device(device))
         return Attention(*projections, 0.1, rotary), known
 
     def allocation(self, folds: bool, rotary: Rotary | None) -> Allocation:
@@ -131,6 +132,7 @@ def survey_only(model: Path, work: Path) -> None:
     from convert.calibration.survey import survey
     from convert.checkpoint.reader import Reader
     from convert.checkpoint.shelf import Shelf
+    from convert.families import family_of
     from eval.source import Source
 
     source = Source.parse(str(model))
@@ -139,7 +141,15 @@ def survey_only(model: Path, work: Path) -> None:
     paths = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
     reader, inputs = Reader(model), work / "inputs"
     stream = LayerStream(source.config, paths, reader.__getitem__, reader.infos, blocks, inputs, torch.device("cpu"))
-    survey(stream, Shelf(work, "source"))
+    family = family_of(source.config.model_type)
+
+    def record(layer: int) -> Attention:
+        tensors = {name: reader[name] for name in family.shapes(source.config, layer)}
+        found = family.split(tensors, source.config, layer)
+        assert isinstance(found, Attention)
+        return found
+
+    survey(stream, Shelf(work, "source"), record)
 
 
 def main() -> None:

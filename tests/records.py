@@ -11,7 +11,7 @@ from attention.qk_norm import QKNorm
 from attention.record import Attention, FactoredAttention, Record
 from attention.reference import grouped_attention, latent_attention
 from attention.rope import Pairing, Rotary
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Attended, Statistics
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -79,9 +79,10 @@ def inputs(width: int, tokens: int = 24, seed: int = 7, blocks: int = 2) -> torc
 
 
 def measured(x: torch.Tensor) -> Statistics:
-    """What a survey would find of `x [n, T, E]`."""
+    """What a survey would find of `x [n, T, E]`, but for where attention looks: everywhere."""
     rows = x.double().flatten(0, 1)
-    return Statistics(rows.T @ rows / len(rows), rows.mean(0), len(rows), x)
+    second, mean = rows.T @ rows / len(rows), rows.mean(0)
+    return Statistics(second, mean, len(rows), Attended.assumed(second, mean), x)
 
 
 def run(a: Record, x: torch.Tensor) -> torch.Tensor:

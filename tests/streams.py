@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from tiny import tiny_config, tiny_model
 
+from attention.record import Attention, FactoredAttention
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.reader import TensorInfo
+from convert.families import FAMILIES
 
 CPU = torch.device("cpu")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,6 +65,18 @@ def stream_of(model: Any, spool: Path, blocks: torch.Tensor, read: Callable[[str
     weights = model.state_dict()
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
     return LayerStream(model.config, attentions(model), read or weights.__getitem__, infos, blocks, spool, CPU)
+
+
+def records_of(model: Any) -> Callable[[int], Attention]:
+    """Maps a layer to the record of its attention, as methods take it."""
+    family, weights = FAMILIES[model.config.model_type], model.state_dict()
+
+    def record(layer: int) -> Attention:
+        tensors = {name: weights[name] for name in family.shapes(model.config, layer)}
+        found = family.split(tensors, model.config, layer)
+        return found.expanded() if isinstance(found, FactoredAttention) else found
+
+    return record
 
 
 def model_of(case: str = "llama") -> Any:

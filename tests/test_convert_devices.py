@@ -213,12 +213,13 @@ def test_a_survey_runs_on_the_gpu_and_leaves_its_statistics_on_the_disk(make: Ca
     model, seen = make(), list[torch.Tensor]()
     with fake_gpu():
         stream = stream_of(model, tmp_path / "spool", GPU)
-        found = survey(stream, Shelf(tmp_path, "source"))
+        attention = to_gpu(record(2, 2, width=stream.width))
+        found = survey(stream, Shelf(tmp_path, "source"), lambda layer: attention)
         assert devices(found(1)) == {"cpu"}
         stream.embed()
         stream.advance(0, seen.append, attended=lambda batch, inputs, added: seen.extend((inputs, added)))
         assert devices(seen) == {"cuda"}
-        moments = Moments(0, stream)
+        moments = Moments(0, stream, attention)
         moments.see(seen[0])
         assert devices(moments.statistics()) == {"cuda"}
         with pytest.raises(RuntimeError, match=REFUSED):

@@ -1,6 +1,6 @@
 """The survey: one pass over the source that stores statistics of each layer in the work directory, where `--resume` finds them.
 
-For each layer it keeps the first two moments of its activations and a bounded sample, nothing else.
+For each layer it keeps the first two moments of its activations, also as its attention sees them, and a bounded sample.
 """
 
 from __future__ import annotations
@@ -11,30 +11,37 @@ from functools import partial
 import torch
 
 from attention.errors import Failure
+from attention.forward import causal_softmax_at, heads_of
+from attention.record import Attention
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Attended, Statistics
 from eval.progress import Progress, silent, stage
 
 SAMPLE = 4096  # tokens, but at least one block
+QUERIES = 64  # of each block, evenly spread, whose attention is measured
+
+Records = Callable[[int], Attention]
 
 
 class Moments:
-    """The running first and second moment of a layer's input, fp64, and a sample of evenly spread blocks.
+    """The running moments of a layer's input, fp64, also as its attention sees them, and a sample of evenly spread blocks.
 
     Args:
         layer: The index of the layer.
         stream: The model that runs.
+        attention: The source's attention of that layer.
     """
 
-    def __init__(self, layer: int, stream: LayerStream) -> None:
+    def __init__(self, layer: int, stream: LayerStream, attention: Attention) -> None:
         blocks, context = stream.blocks
-        self._layer, self._tokens, self._seen = layer, 0, 0
+        self._layer, self._tokens, self._seen, self._attention = layer, 0, 0, attention
         count = min(blocks, max(1, SAMPLE // context))
         self._sampled = {(2 * i + 1) * blocks // (2 * count) for i in range(count)}
         self._sample: list[torch.Tensor] = []
         self._sum = torch.zeros(stream.width, dtype=torch.float64, device=stream.device)
         self._second = torch.outer(self._sum, self._sum)
+        self._attended = _AttendedSums(stream.width, stream.device)
 
     def see(self, x: torch.Tensor) -> None:
         """Add `x [b, T, E]`.
@@ -44,7 +51,7 @@ class Moments:
         """
         self._sample += [x[i].bfloat16() for i in range(len(x)) if self._seen + i in self._sampled]
         self._seen += len(x)
-        x = x.flatten(0, 1)
+        blocks, x = x, x.flatten(0, 1)
         second, total = x.T @ x, x.sum(0, dtype=torch.float64)
         if not (torch.isfinite(second).all() and torch.isfinite(total).all()):
             raise Failure(
@@ -54,6 +61,8 @@ class Moments:
         self._second += second
         self._sum += total
         self._tokens += len(x)
+        for block in blocks:
+            self._attended.add(self._attention, block)
 
     def statistics(self) -> Statistics:
         """The statistics of everything seen.
@@ -67,15 +76,42 @@ class Moments:
                 hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
             )
         sample = torch.stack(self._sample)
-        return Statistics(self._second / self._tokens, self._sum / self._tokens, self._tokens, sample)
+        attended = self._attended.moments()
+        return Statistics(self._second / self._tokens, self._sum / self._tokens, self._tokens, attended, sample)
 
 
-def survey(stream: LayerStream, shelf: Shelf, progress: Progress = silent) -> Callable[[int], Statistics]:
+class _AttendedSums:
+    """Sums over sampled queries and all heads."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._count, self._mean = 0, torch.zeros(width, dtype=torch.float64, device=device)
+        self._seen, self._read = (torch.outer(self._mean, self._mean) for _ in range(2))
+
+    def add(self, attention: Attention, block: torch.Tensor) -> None:
+        """Add the attention over a block `[T, E]`."""
+        length, heads = len(block), heads_of(attention, block)
+        count = min(length, QUERIES)
+        rows = torch.tensor([(2 * i + 1) * length // (2 * count) for i in range(count)], device=block.device)
+        share = len(heads.queries) // len(heads.keys)
+        logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(share, 0).mT
+        weights = causal_softmax_at(logits, rows).flatten(0, 1)  # [H t, T]
+        read = weights @ block
+        self._seen += block.T @ (weights.sum(0)[:, None] * block)
+        self._read += read.T @ read
+        self._mean += read.sum(0, dtype=torch.float64)
+        self._count += len(read)
+
+    def moments(self) -> Attended:
+        return Attended.measured(self._seen / self._count, self._read / self._count, self._mean / self._count)
+
+
+def survey(stream: LayerStream, shelf: Shelf, records: Records, progress: Progress = silent) -> Callable[[int], Statistics]:
     """Fill the shelf, continuing where an earlier run stopped.
 
     Args:
         stream: The model to survey.
         shelf: Where the statistics are stored.
+        records: Maps a layer to its attention.
         progress: Called with the number of finished layers.
 
     Returns:
@@ -92,7 +128,7 @@ def survey(stream: LayerStream, shelf: Shelf, progress: Progress = silent) -> Ca
         ready = 0
     with stage(progress, "survey", layers - ready, "layer") as done_layers:
         for layer in range(ready, layers):
-            moments = Moments(layer, stream)
+            moments = Moments(layer, stream, records(layer))
             if layer + 1 < layers:
                 stream.advance(layer, moments.see, partial(_put, shelf, layer, moments))
             elif not shelf.has(layer):
@@ -106,10 +142,12 @@ def survey(stream: LayerStream, shelf: Shelf, progress: Progress = silent) -> Ca
 def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
     found = moments.statistics()
     assert found.sample is not None, "a survey takes samples"
-    tensors = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample}
-    shelf.put(layer, tensors, {"tokens": found.tokens})
+    moments = {"second_moment": found.second, "first_moment": found.mean}
+    attended = {"seen": found.attended.seen, "read": found.attended.read, "read_first_moment": found.attended.mean}
+    shelf.put(layer, {**moments, **attended, "sample": found.sample}, {"tokens": found.tokens})
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     tensors, note = shelf.get(layer)
-    return Statistics(tensors["second_moment"], tensors["first_moment"], note["tokens"], tensors["sample"])
+    attended = Attended.measured(tensors["seen"], tensors["read"], tensors["read_first_moment"])
+    return Statistics(tensors["second_moment"], tensors["first_moment"], note["tokens"], attended, tensors["sample"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attention.record import FactoredAttention, Record
+from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.refine import refined
 from convert.calibration.refit import OutputFit
 from convert.calibration.stream import LayerStream
@@ -135,10 +135,10 @@ class _Pair:
         tensors = self.layout.join(record, self.plan.target.spec, layer)
         return {name: tensor.float() for name, tensor in tensors.items()}
 
-    def observed(self, layer: int) -> Statistics:
+    def observed(self, layer: int, attention: Attention) -> Statistics:
         """Statistics of the inputs of the source's layer or, with `--propagate`, the result's."""
         stream = self.student if self.text.plan.propagate else self.teacher
-        moments = Moments(layer, stream)
+        moments = Moments(layer, stream, attention)
         stream.observe(layer, moments.see)
         return moments.statistics()
 
@@ -171,7 +171,7 @@ class _Pair:
 
 def _converted(job: Job, pair: _Pair, change: Change, layer: int) -> Layer:
     tensors, before = job.read_layer(layer)
-    before, after = change(before, layer, pair.observed(layer))
+    before, after = change(before, layer, pair.observed(layer, before))
     more: dict[str, Any] = {}
     if pair.text.plan.fitted:
         after, more = pair.fitted(layer, after)

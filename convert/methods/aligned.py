@@ -27,6 +27,7 @@ import torch
 
 from attention.record import Attention
 from convert.methods.algebra import augmented, fix_signs, floored, roots
+from convert.methods.atoms import rotated_moments
 from convert.methods.grouped import Draw, GroupedMethod, merged_norm
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
@@ -87,30 +88,29 @@ class _Heads:
         self.k, v = augmented(a.k, a.k_bias), augmented(a.v, a.v_bias)
         self.o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, self.share))  # [G, share, E, D]
         columns = self.o.flatten(1, 2)
-        self.values = _Blocks.of(v, columns.mT @ columns, second)
+        self.values = _Blocks.of(v, columns.mT @ columns, known.attended.read_with_constant)
         self.nope: _Blocks | None = None
         if a.k_norm is not None:
             self.likeness = _likeness(a, self.k)
             return
         self.rope = rope
         if rope:
-            self._measure_rope(second)
+            self._measure_rope(known)
         if rope < self.k.shape[1]:
             rest = self.q[:, :, rope:]
             moments = (rest @ second @ rest.mT).sum(1)
-            constant = torch.zeros_like(second)  # a constant on nope keys cancels in the softmax
-            constant[:-1, :-1] = known.covariance
-            self.nope = _Blocks.of(self.k[:, rope:], moments, constant)
+            self.nope = _Blocks.of(self.k[:, rope:], moments, known.attended.within_with_constant)
 
-    def _measure_rope(self, second: torch.Tensor) -> None:
+    def _measure_rope(self, known: Statistics) -> None:
         """λ `[G, P/2]`, weighted keys `[G, P/2, E + 1]` and their Gram matrices `[P/2, G, G]`."""
+        second = known.with_constant
         rotary, rows = self.attention.rotary, self.q[:, :, : self.rope]
         assert rotary is not None
         power = ((rows @ second) * rows).sum(-1).sum(1)  # [G, P]
         pairs = rotary.to_complex(power)[0]
         self.weight = floored(pairs.real + pairs.imag, 1e-12).sqrt()
         self.z = rotary.to_complex(self.k[:, : self.rope])[0] * self.weight[..., None]
-        moved = rotary.to_complex(self.k[:, : self.rope] @ second)[0] * self.weight[..., None]
+        moved = rotated_moments(self.attention, known) * self.weight[..., None]
         gram = torch.einsum("gle,hle->lgh", moved, self.z.conj())
         self.gram = (gram + gram.mH) / 2
 

@@ -29,7 +29,7 @@ class RopeKeys:
     Attributes:
         attention: The record.
         z: `[G, L, E + 1]` complex, the keys times the square of RoPE's attention factor.
-        moved: `[G, L, E + 1]`, z Σ.
+        moved: `[G, L, E + 1]`, z Σ, with Σ the second moment of (x, 1) under attention.
         w: `[H, L, E + 1]` complex, the queries.
         weight: `[H, L]`, λ = √(E|w_{h,l}·x|²).
         mass: `[H, T]`, the share of head h's attention at distances 0 … T − 1.
@@ -50,15 +50,14 @@ class RopeKeys:
         keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
         power = rotary.to_complex(((rows @ second) * rows).sum(-1))[0]
         weight = floored(power.real + power.imag, 1e-12).sqrt()
-        z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, keys @ second))
+        seen = keys @ statistics.attended.seen_with_constant
+        z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, seen))
         return cls(attention, z, moved, rotary.to_complex(rows)[0], weight, _mass(attention, statistics))
 
     @property
     def waves(self) -> torch.Tensor:
         """`[T, L]`, e^{iθ_l (s − t)} at each distance t − s."""
-        distance = torch.arange(self.mass.shape[1], dtype=torch.float64, device=self.mass.device)
-        angles = -distance[:, None] * rotary_of(self.attention).frequencies_for(distance).to(distance)
-        return torch.polar(torch.ones_like(angles), angles)
+        return _waves(self.attention, self.mass)
 
     @property
     def phase(self) -> torch.Tensor:
@@ -139,6 +138,29 @@ class Components:
         for m, (pair, part) in enumerate(zip(pairs, parts, strict=True)):
             shares[:, pair, m] = self.basis[pair, :, part]
         return Atoms(pairs, keys.per_query_head(shares), self.keys[list(pairs), parts])
+
+
+def rotated_moments(attention: Attention, statistics: Statistics) -> torch.Tensor:
+    """The complex keys times Σ_l, the covariance of (x, 1) e^{iθ_l (s − t)} within a query's attention, `[G, L, E + 1]`.
+
+    As if distances and inputs were independent, Σ_l = (1 − |φ_l|²) · `seen` + |φ_l|² · `within`: what does not vary within a
+    query's attention cancels in the softmax as far as RoPE leaves it constant. |φ_l|² is averaged over heads.
+    """
+    rotary, attended, mass = rotary_of(attention), statistics.attended, _mass(attention, statistics)
+    waves = _waves(attention, mass)
+    constant = (mass.to(waves.dtype) @ waves).abs().square().mean(0)[:, None]
+    keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
+    seen, within = (
+        rotary.to_complex(keys @ moment)[0] for moment in (attended.seen_with_constant, attended.within_with_constant)
+    )
+    return (1 - constant) * seen + constant * within
+
+
+def _waves(attention: Attention, mass: torch.Tensor) -> torch.Tensor:
+    """`[T, L]`, e^{iθ_l (s − t)} at each distance t − s."""
+    distance = torch.arange(mass.shape[1], dtype=torch.float64, device=mass.device)
+    angles = -distance[:, None] * rotary_of(attention).frequencies_for(distance).to(distance)
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 def _mass(attention: Attention, statistics: Statistics) -> torch.Tensor:

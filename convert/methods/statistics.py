@@ -2,9 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Moments of a layer's input as its attention sees them, fp64, averaged over queries t and heads.
+
+    With p_t the attention of query t and x̄_t = E_{s ~ p_t}[x_s], what its head reads: to second order a change Δk of keys costs
+    ½ E_t Var_{s ~ p_t}(q_tᵀ Δk_s), and a change Δv of values E_t |W_O E_{s ~ p_t}[Δv_s]|². So nope keys are weighed by the
+    covariance within each query's attention, and values by the second moment of what heads read.
+
+    Attributes:
+        seen: `[E, E]`, E_t E_{s ~ p_t}[x_s x_sᵀ].
+        within: `[E, E]`, E_t Cov_{s ~ p_t}(x_s).
+        read: `[E, E]`, E_t[x̄_t x̄_tᵀ].
+        mean: `[E]`, E_t[x̄_t].
+    """
+
+    seen: torch.Tensor
+    within: torch.Tensor
+    read: torch.Tensor
+    mean: torch.Tensor
+
+    @classmethod
+    def measured(cls, seen: torch.Tensor, read: torch.Tensor, mean: torch.Tensor) -> Attended:
+        return cls(seen, seen - read, read, mean)
+
+    @classmethod
+    def assumed(cls, second: torch.Tensor, mean: torch.Tensor) -> Attended:
+        """For inputs with these moments: keys are compared with all others, and a head reads one token at a time."""
+        return cls(second, second - torch.outer(mean, mean), second, mean)
+
+    def to(self, device: torch.device) -> Attended:
+        return Attended(*(tensor.to(device) for tensor in (self.seen, self.within, self.read, self.mean)))
+
+    @property
+    def read_covariance(self) -> torch.Tensor:
+        """`[E, E]`, Cov_t(x̄_t)."""
+        return self.read - torch.outer(self.mean, self.mean)
+
+    @property
+    def seen_with_constant(self) -> torch.Tensor:
+        """`[E + 1, E + 1]`, `seen` of (x, 1), for weights with a bias as their last column."""
+        return _with_constant(self.seen, self.mean)
+
+    @property
+    def within_with_constant(self) -> torch.Tensor:
+        """`[E + 1, E + 1]`, `within` of (x, 1): a constant on nope keys cancels in the softmax."""
+        return torch.nn.functional.pad(self.within, (0, 1, 0, 1))
+
+    @property
+    def read_with_constant(self) -> torch.Tensor:
+        """`[E + 1, E + 1]`, `read` of (x, 1)."""
+        return _with_constant(self.read, self.mean)
+
+    def shrunk(self, tokens: int) -> Attended:
+        """The same with both covariances shrunk as those of so many tokens."""
+        within, read = _shrunk(self.within, tokens), _shrunk(self.read_covariance, tokens)
+        read = read + torch.outer(self.mean, self.mean)
+        return Attended(self.seen + within - self.within, within, read, self.mean)
 
 
 @dataclass(frozen=True)
@@ -12,15 +71,17 @@ class Statistics:
     """Statistics of a layer's input x, the normalised input of its attention.
 
     Attributes:
-        second: `[E, E]`, E[x xᵀ], fp64.
+        second: `[E, E]`, E[x xᵀ], fp64. Queries are weighed by it: each token has one.
         mean: `[E]`, E[x], fp64.
         tokens: How many x were seen; 0 if the statistics are assumed.
+        attended: The same as attention sees it: keys and values are weighed by it.
         sample: `[n, T, E]`, x of some whole blocks, to measure errors on; None without text.
     """
 
     second: torch.Tensor
     mean: torch.Tensor
     tokens: int
+    attended: Attended
     sample: torch.Tensor | None = None
 
     @classmethod
@@ -34,11 +95,12 @@ class Statistics:
         """
         gain = torch.ones(width, dtype=torch.float64) if gain is None else gain.double()
         mean = torch.zeros_like(gain) if bias is None else bias.double()
-        return cls(gain.square().diag() + torch.outer(mean, mean), mean, 0)
+        second = gain.square().diag() + torch.outer(mean, mean)
+        return cls(second, mean, 0, Attended.assumed(second, mean))
 
     def to(self, device: torch.device) -> Statistics:
         sample = None if self.sample is None else self.sample.to(device)
-        return Statistics(self.second.to(device), self.mean.to(device), self.tokens, sample)
+        return Statistics(self.second.to(device), self.mean.to(device), self.tokens, self.attended.to(device), sample)
 
     @property
     def covariance(self) -> torch.Tensor:
@@ -48,26 +110,40 @@ class Statistics:
     @property
     def with_constant(self) -> torch.Tensor:
         """`[E + 1, E + 1]`, the second moment of (x, 1), for weights with a bias as their last column."""
-        one = self.mean.new_ones(1, 1)
-        return torch.cat((torch.cat((self.second, self.mean[:, None]), 1), torch.cat((self.mean[None], one), 1)))
+        return _with_constant(self.second, self.mean)
 
     @property
     def shrinkage(self) -> float:
-        """The share of the correlation between channels to remove because the tokens are few, 0 to 1.
-
-        The oracle approximating shrinkage of a correlation matrix (Chen et al., arXiv 0907.4698, formula 23), as if
-        tokens were independent: about E / tokens for white inputs, less for inputs that fill fewer directions.
-        """
-        if not self.tokens:
-            return 0.0
-        deviation = self.covariance.diagonal().clamp_min(0).sqrt()
-        deviation = deviation.where(deviation > 0, 1)
-        width, square = len(deviation), float((self.covariance / torch.outer(deviation, deviation)).square().sum())
-        apart = (self.tokens + 1 - 2 / width) * (square - width)
-        return min(1.0, ((1 - 2 / width) * square + width**2) / apart) if apart > 0 else 1.0
+        """The share of the correlation between channels that `shrunk` removes from the covariance, 0 to 1."""
+        return _shrinkage(self.covariance, self.tokens)
 
     def shrunk(self) -> Statistics:
-        """The same statistics with the correlations between channels reduced by `shrinkage`, which vanishes with much text."""
-        share, covariance = self.shrinkage, self.covariance
-        covariance = (1 - share) * covariance + share * covariance.diagonal().diag()
-        return Statistics(covariance + torch.outer(self.mean, self.mean), self.mean, self.tokens, self.sample)
+        """The same statistics with the correlations between channels reduced because tokens are few."""
+        second = _shrunk(self.covariance, self.tokens) + torch.outer(self.mean, self.mean)
+        return replace(self, second=second, attended=self.attended.shrunk(self.tokens))
+
+
+def _with_constant(second: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    one = mean.new_ones(1, 1)
+    return torch.cat((torch.cat((second, mean[:, None]), 1), torch.cat((mean[None], one), 1)))
+
+
+def _shrinkage(covariance: torch.Tensor, tokens: int) -> float:
+    """The share of the correlation between channels to remove because the tokens are few, 0 to 1; 0 for assumed statistics.
+
+    The oracle approximating shrinkage of a correlation matrix (Chen et al., arXiv 0907.4698, formula 23), as if
+    tokens were independent: about E / tokens for white inputs, less for inputs that fill fewer directions.
+    """
+    if not tokens:
+        return 0.0
+    deviation = covariance.diagonal().clamp_min(0).sqrt()
+    deviation = deviation.where(deviation > 0, 1)
+    width, square = len(deviation), float((covariance / torch.outer(deviation, deviation)).square().sum())
+    apart = (tokens + 1 - 2 / width) * (square - width)
+    return min(1.0, ((1 - 2 / width) * square + width**2) / apart) if apart > 0 else 1.0
+
+
+def _shrunk(covariance: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The covariance with correlations reduced by `_shrinkage`, which vanishes with much text."""
+    share = _shrinkage(covariance, tokens)
+    return (1 - share) * covariance + share * covariance.diagonal().diag()

@@ -2,10 +2,12 @@
 
 Rope keys: atoms (`convert.methods.atoms`). They are the weighted complex principal components that lose most without RoPE,
 or, with fewer rotary pairs than frequencies, atoms found by pursuit; the text decides between the two.
-The remainder becomes nope keys, which share one latent with the values: the truncated SVD of
-[α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] (Σ − μμᵀ)^½, with M_h = E[q_h q_hᵀ]. A constant on nope keys cancels in the softmax,
-so both are centred; the mean of what truncation removes from the values is added to the output bias. α² times
-the ratio of both energies, κ, is the value in `_BALANCES` with the least error of attention outputs on a sample of the text.
+The remainder becomes nope keys, which share one latent with the values. Keys are weighed by Σ_K = E_t Cov_{s ~ p_t}(x_s) and
+values by Σ_V = Cov_t(E_{s ~ p_t}[x_s]), with p_t the attention of token t: a constant on nope keys cancels in the softmax,
+and the mean of what truncation removes from the values is added to the output bias. The latent is the truncated SVD of
+[α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] Σ^½, with M_h = E[q_h q_hᵀ], and Σ the mean of Σ_K and of Σ_V scaled to its trace. Keys and
+values are then regressed on the latent, each by its own Σ. α² times the ratio of both energies, κ, is the value in
+`_BALANCES` with the least error of attention outputs on a sample of the text.
 
 Without text, inputs follow from the gains of their norm, attention falls off as one over the distance, and κ is 1.
 
@@ -28,10 +30,11 @@ from convert.methods.atoms import Components, RopeKeys
 from convert.methods.frequencies import pairs_by_loss
 from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.pursuit import Pursuit, pairs_by_pursuit, pursue
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Attended, Statistics
 from convert.methods.text import TextUse
 
-_BALANCES = (0.1, 0.3, 1.0, 3.0)
+_BALANCES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_RIDGE = 1e-9  # of a regression on the latent, as a share of its mean square
 
 
 def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
@@ -85,9 +88,9 @@ class _Latent:
         values: `[G, D, E]`.
         unweigh_keys: `[H, N, N]`, M^-½.
         unweigh_values: `[G, D, D]`.
-        images: Keys and values times the root of the covariance, `[H N, E]` and `[G D, E]`.
+        images: Keys and values times the root of Σ, `[H N, E]` and `[G D, E]`.
         grams: Gram matrices of `images`, `[E, E]` each.
-        mean: `[E]`.
+        attended: The moments of the layer's input.
     """
 
     allocation: Allocation
@@ -97,7 +100,7 @@ class _Latent:
     unweigh_values: torch.Tensor
     images: tuple[torch.Tensor, torch.Tensor]
     grams: tuple[torch.Tensor, torch.Tensor]
-    mean: torch.Tensor
+    attended: Attended
 
     @classmethod
     def of(cls, attention: Attention, allocation: Allocation, rest: torch.Tensor, statistics: Statistics) -> _Latent:
@@ -107,10 +110,10 @@ class _Latent:
         columns = attention.o.double().permute(1, 0, 2)  # [H, E, D]
         weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, share)).sum(1), 1e-6)
         keys, values = weigh_keys @ rest[..., :-1], weigh_values @ attention.v.double()
-        spread = root(statistics.covariance)
+        spread = root(_common(statistics.attended))
         images = (keys.flatten(0, 1) @ spread, values.flatten(0, 1) @ spread)
         grams = (images[0].T @ images[0], images[1].T @ images[1])
-        return cls(allocation, keys, values, unweigh_keys, unweigh_values, images, grams, statistics.mean)
+        return cls(allocation, keys, values, unweigh_keys, unweigh_values, images, grams, statistics.attended)
 
     @property
     def competing(self) -> bool:
@@ -127,9 +130,11 @@ class _Latent:
         of_keys = left[: heads * dim].unflatten(0, (heads, dim))
         of_values = left[heads * dim :].unflatten(0, self.values.shape[:2])
         down = alpha * left[: heads * dim].T @ self.keys.flatten(0, 1) + left[heads * dim :].T @ self.values.flatten(0, 1)
+        of_keys = _regressed(self.keys, of_keys / alpha, down, self.attended.within)
+        of_values = _regressed(self.values, of_values, down, self.attended.read_covariance)
         up_v = self.unweigh_values @ of_values
         share, o = heads // len(self.values), a.o.float()
-        dropped = (a.v.double() - up_v @ down) @ self.mean  # the mean that truncation removes from values [G, D]
+        dropped = (a.v.double() - up_v @ down) @ self.attended.mean  # the mean that truncation removes from values [G, D]
         constant = dropped if a.v_bias is None else dropped + a.v_bias.double()
         bias = torch.einsum("ehd,hd->e", a.o.double(), constant.repeat_interleave(share, 0))
         biased = a.q_bias is not None, a.k_bias is not None
@@ -138,7 +143,7 @@ class _Latent:
             q_rope=rope.queries[..., :-1].float(),
             k_rope=rope.keys[..., :-1].float(),
             down=down.float(),
-            up_k=(self.unweigh_keys @ of_keys / alpha).float(),
+            up_k=(self.unweigh_keys @ of_keys).float(),
             up_v=up_v.repeat_interleave(share, 0).float(),
             o=o,
             scale=a.scale,
@@ -148,6 +153,23 @@ class _Latent:
             k_rope_bias=rope.keys[..., -1].float() if biased[1] else None,
             o_bias=(bias if a.o_bias is None else bias + a.o_bias.double()).float(),
         )
+
+
+def _common(attended: Attended) -> torch.Tensor:
+    """Σ `[E, E]`, by which one latent is chosen for keys and values: the mean of both covariances at the same trace."""
+    keys, values = attended.within, attended.read_covariance
+    energy = values.trace()
+    return (keys + values * (keys.trace() / energy)) / 2 if energy > 0 else keys
+
+
+def _regressed(rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
+    """`up [n, D, R]` such that up · (down x) is closest to `rows [n, D, E]` · x; what is exact already stays as it is."""
+    moved = covariance @ down.T
+    gram = down @ moved
+    ridge = (_RIDGE * gram.diagonal().mean()).clamp_min(torch.finfo(torch.float64).tiny)
+    missing = ((rows - up @ down) @ moved).flatten(0, 1)
+    change = torch.linalg.solve(gram + ridge * torch.eye(len(gram)).to(gram), missing, left=False)
+    return up + change.unflatten(0, rows.shape[:2])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from streams import CPU, MODELS, attentions, blocks_of, model_of, of_blocks, seen_by, stream_of
+from streams import CPU, MODELS, attentions, blocks_of, model_of, of_blocks, records_of, seen_by, stream_of
 from tiny import tiny_config, tiny_model
 
 from attention.errors import Failure
@@ -273,7 +273,7 @@ def test_nothing_of_a_layer_is_kept(tmp_path: Path) -> None:
 
     stream = stream_of(model, tmp_path / "spool", blocks_of(), read)
     stream.embed()
-    moments = Moments(0, of_blocks(3 * 2 * 7, 12, 64))
+    moments = Moments(0, of_blocks(3 * 2 * 7, 12, 64), records_of(model)(0))
 
     def see(x: torch.Tensor) -> None:
         alive.append(weakref.ref(x))

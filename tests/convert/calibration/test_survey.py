@@ -8,22 +8,84 @@ from typing import Any
 
 import pytest
 import torch
-from streams import blocks_of, model_of, of_blocks, seen_by, stream_of
+from records import inputs
+from records import record as random_record
+from streams import blocks_of, model_of, of_blocks, records_of, seen_by, stream_of
 
 from attention.errors import Failure
+from attention.record import Attention
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments, survey
 from convert.checkpoint.shelf import Shelf
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Attended, Statistics
 
 
 def run_survey(model: Any, directory: Path, blocks: torch.Tensor) -> Callable[[int], Statistics]:
-    return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"))
+    return survey(stream_of(model, directory / "inputs", blocks), Shelf(directory, "source"), records_of(model))
 
 
 def direct(x: torch.Tensor) -> Statistics:
     rows = x.double().flatten(0, 1)
-    return Statistics(rows.T @ rows / len(rows), rows.mean(0), len(rows))
+    second, mean = rows.T @ rows / len(rows), rows.mean(0)
+    return Statistics(second, mean, len(rows), Attended.assumed(second, mean))
+
+
+def attended(a: Attention, x: torch.Tensor) -> Attended:
+    """One query of one head after another, in fp64."""
+    share, found = len(a.q) // len(a.k), []
+    for block in x.double():
+        positions = torch.arange(len(block))
+        rows, keys = ((w.double() @ block.T).mT for w in (a.q, a.k))
+        if a.q_bias is not None and a.k_bias is not None:
+            rows, keys = rows + a.q_bias.double()[:, None], keys + a.k_bias.double()[:, None]
+        if a.rotary is not None:
+            rows, keys = (a.rotary.rotate(part, positions) for part in (rows, keys))
+        for h in range(len(rows)):
+            for t in range(len(block)):
+                weights = (a.scale * keys[h // share, : t + 1] @ rows[h, t]).softmax(0)
+                read = weights @ block[: t + 1]
+                found.append((block[: t + 1].T @ (weights[:, None] * block[: t + 1]), torch.outer(read, read), read))
+    return Attended.measured(*(torch.stack(parts).mean(0) for parts in zip(*found, strict=True)))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_inputs_are_weighed_as_attention_sees_them(groups: int, biased: bool) -> None:
+    a = random_record(groups, 4 // groups, pairs=2, nope=3, width=8, biased=biased)
+    x = 2 * inputs(8, tokens=9, blocks=3)
+    moments = Moments(0, of_blocks(3, 9, 8), a)
+    moments.see(x)
+    found, expected = moments.statistics().attended, attended(a, x)
+    for name in ("seen", "within", "read", "mean"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
+    assert torch.linalg.eigvalsh(found.within).min() > -1e-4
+
+
+def test_a_few_queries_speak_for_a_long_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, x = random_record(2, 2, pairs=2, nope=3, width=8, biased=False), inputs(8, tokens=200, blocks=4)
+    found = []
+    for queries in (20, 200):
+        monkeypatch.setattr("convert.calibration.survey.QUERIES", queries)
+        moments = Moments(0, of_blocks(4, 200, 8), a)
+        moments.see(x)
+        found.append(moments.statistics().attended)
+    few, all_of_them = found
+    torch.testing.assert_close(few.within, all_of_them.within, rtol=0.1, atol=0.1 * float(all_of_them.within.diagonal().mean()))
+    assert not torch.equal(few.within, all_of_them.within)
+
+
+def test_what_every_token_rests_on_counts_for_more_than_one_token() -> None:
+    """A first token that all others attend to: it is one input of forty, and half of what is seen and read."""
+    eye = torch.eye(4)
+    a = Attention(q=(eye[:1] * 8)[None], k=eye[1:2][None], v=eye[None], o=eye[:, None], scale=1.0)
+    x = torch.zeros(1, 40, 4)
+    x[..., 0], x[0, 0, 1], x[0, 1:, 2] = 1, 1, torch.linspace(-1, 1, 39)
+    moments = Moments(0, of_blocks(1, 40, 4), a)
+    moments.see(x)
+    known = moments.statistics()
+    assert known.second[1, 1] == pytest.approx(1 / 40)
+    assert known.attended.seen[1, 1] > 0.95
+    assert known.attended.read[1, 1] > 0.95
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2, sliding layers and scaled embeddings"])
@@ -49,13 +111,13 @@ def test_the_last_layer_need_not_run(tmp_path: Path) -> None:
         assert ".layers.2." not in name or "self_attn" not in name, "its inputs are all that is wanted"
         return weights[name]
 
-    survey(stream_of(model, tmp_path / "inputs", blocks_of(), read), Shelf(tmp_path, "source"))
+    survey(stream_of(model, tmp_path / "inputs", blocks_of(), read), Shelf(tmp_path, "source"), records_of(model))
     assert len(list(tmp_path.iterdir())) == 3, "no inputs are left"
 
 
 def test_moments_are_sums_whatever_the_pieces() -> None:
     x = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0)) + 3
-    pieces = Moments(0, of_blocks(6, 5, 8))
+    pieces = Moments(0, of_blocks(6, 5, 8), random_record(2, 2, pairs=2, nope=0, width=8, biased=False))
     for part in x.split([1, 3, 2]):
         pieces.see(part)
     found, expected = pieces.statistics(), direct(x)
@@ -69,7 +131,7 @@ def test_moments_are_sums_whatever_the_pieces() -> None:
 def test_the_sample_is_whole_blocks_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.calibration.survey.SAMPLE", 8)
     for context, blocks in ((3, 2), (8, 1), (20, 1)):
-        moments = Moments(0, of_blocks(6, context, 4))
+        moments = Moments(0, of_blocks(6, context, 4), random_record(1, 2, pairs=1, nope=0, width=4, biased=False))
         moments.see(torch.ones(6, context, 4))
         sample = moments.statistics().sample
         assert sample is not None
@@ -81,7 +143,7 @@ def test_moments_that_are_not_finite_fail_with_their_layer(value: float) -> None
     x = torch.ones(2, 3, 4)
     x[1, 2, 3] = value
     with pytest.raises(Failure, match="the input of layer 17's attention is not finite on the calibration text"):
-        Moments(17, of_blocks(2, 3, 4)).see(x)
+        Moments(17, of_blocks(2, 3, 4), random_record(1, 2, pairs=1, nope=0, width=4, biased=False)).see(x)
 
 
 def test_a_survey_of_damaged_weights_names_the_first_layer_that_sees_it(tmp_path: Path) -> None:
@@ -142,7 +204,7 @@ def test_a_finished_survey_reads_nothing(tmp_path: Path) -> None:
     model, blocks = model_of(), blocks_of()
     run_survey(model, tmp_path, blocks)
     stream = stream_of(model, tmp_path / "inputs", blocks, lambda name: pytest.fail(name))
-    survey(stream, Shelf(tmp_path, "source"))
+    survey(stream, Shelf(tmp_path, "source"), records_of(model))
 
 
 def test_lost_inputs_are_made_again_and_statistics_stay_the_same(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from attention.record import Attention
 from attention.reference import grouped_attention
 from convert.methods import aligned, load_grouped
 from convert.methods.grouped import reordered
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Attended, Statistics
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
@@ -208,7 +208,8 @@ def test_what_merged_keys_are_said_to_lose_is_what_logits_lose(factor: float) ->
     a = random_record(4, 2, pairs=3, nope=4, width=6, biased=False, factor=factor)
     generator, tokens = torch.Generator().manual_seed(0), 50_000
     mix = torch.randn(6, 6, generator=generator, dtype=torch.float64)
-    known = Statistics(mix @ mix.T, torch.zeros(6, dtype=torch.float64), 0)
+    mean = torch.zeros(6, dtype=torch.float64)
+    known = Statistics(mix @ mix.T, mean, 0, Attended.assumed(mix @ mix.T, mean))
     x, y = mix @ torch.randn(2, 6, tokens, generator=generator, dtype=torch.float64)
     rotation = torch.polar(
         factor**2 * torch.ones(3, tokens).double(), 2 * torch.pi * torch.rand(3, tokens, generator=generator).double()
