@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import nll_loss
 
 from attention.errors import Failure
 from eval.device import input_device
+from eval.positions import ByPosition
 from eval.protocol import Block, Protocol
 from eval.text import Tokens
 
@@ -32,13 +33,16 @@ class Score:
     tokens: int = 0
     kl: float = 0.0
     agreed: int = 0
+    by_position: ByPosition = field(default_factory=ByPosition)
 
-    def add(self, found: torch.Tensor, expected: torch.Tensor | None, targets: torch.Tensor) -> None:
+    def add(self, found: torch.Tensor, expected: torch.Tensor | None, targets: torch.Tensor, positions: torch.Tensor) -> None:
         """Add fp32 log-probabilities `found [N, vocabulary]` at `targets [N]`, compared with the source's, `expected`.
 
-        If `expected` is None, `found` is the source's own.
+        If `expected` is None, `found` is the source's own. `positions [N]` are those of the tokens before the targets.
         """
-        self.nats += nll_loss(found, targets.to(found.device), reduction="none").double().sum().item()
+        nats = nll_loss(found, targets.to(found.device), reduction="none")
+        self.nats += nats.double().sum().item()
+        self.by_position.add(nats, positions)
         self.tokens += targets.numel()
         if expected is None:
             self.agreed += targets.numel()
@@ -71,6 +75,7 @@ class Score:
             "tokens": self.tokens,
             "kl_to_source": self.kl / self.tokens,
             "top1_agreement": self.agreed / self.tokens,
+            "loss_by_position": self.by_position.as_figures(source.by_position),
         }
 
 
@@ -95,13 +100,20 @@ def compare(
     vocabulary = source.config.get_text_config(decoder=True).vocab_size
     with torch.inference_mode():
         for ids, first in _batches(blocks, vocabulary):
-            targets = ids[:, first:].flatten()
+            scored = _Scored(ids[:, first:].flatten(), torch.arange(first - 1, ids.shape[1] - 1).repeat(len(ids)))
             expected = _logits(source, ids, first)
-            _add(scores[0], source, expected, None, targets, vocabulary)
+            _add(scores[0], source, expected, None, scored, vocabulary)
             for score, model in zip(scores[1:], models, strict=True):  # hold one model's logits at a time
-                _add(score, model, _logits(model, ids, first), (source, expected), targets, vocabulary)
-            progress(targets.numel())
+                _add(score, model, _logits(model, ids, first), (source, expected), scored, vocabulary)
+            progress(len(scored.targets))
     return scores
+
+
+class _Scored(NamedTuple):
+    """The tokens of a batch that are scored, `[N]`, and the positions in their blocks of the tokens before them, `[N]`."""
+
+    targets: torch.Tensor
+    positions: torch.Tensor
 
 
 def _add(
@@ -109,15 +121,15 @@ def _add(
     model: Any,
     logits: torch.Tensor,
     expected: tuple[Any, torch.Tensor] | None,
-    targets: torch.Tensor,
+    scored: _Scored,
     vocabulary: int,
 ) -> None:
     """Add `logits [N, vocabulary]` to the score, compared with the source's, `expected`, some rows at a time."""
-    for start in range(0, len(targets), rows := max(1, _ROWS_AT_ONCE // vocabulary)):
+    for start in range(0, len(scored.targets), rows := max(1, _ROWS_AT_ONCE // vocabulary)):
         part = slice(start, start + rows)
         found = _log_probabilities(logits[part], model)
         before = None if expected is None else _log_probabilities(expected[1][part], expected[0]).to(found.device)
-        score.add(found, before, targets[part])
+        score.add(found, before, scored.targets[part], scored.positions[part])
 
 
 def _batches(blocks: list[Block], vocabulary: int) -> Iterator[tuple[torch.Tensor, int]]:

@@ -86,10 +86,24 @@ def to_json(report: Report) -> str:
 
 
 def to_markdown(report: Report) -> str:
-    """One GitHub table and one line with the protocol; cells are padded, so that it is readable on a terminal."""
+    """GitHub tables and one line with the protocol; cells are padded, so that it is readable on a terminal."""
     numbers = [i for i, column in enumerate(COLUMNS) if column.numeric]
-    lines = [_protocol_line(report), *map(markdown, _warnings(report))]
-    return f"{table([c.header for c in COLUMNS], _rows(report), numbers)}\n\n" + "\n\n".join(lines) + "\n"
+    parts = [table([c.header for c in COLUMNS], _rows(report), numbers)]
+    if (places := by_position(report)) is not None:
+        header, rows = places
+        parts.append(table(header, rows, range(1, len(header))))
+    return "\n\n".join([*parts, _protocol_line(report), *map(markdown, _warnings(report))]) + "\n"
+
+
+def by_position(report: Report) -> tuple[list[str], list[list[str]]] | None:
+    """Header and rows of a table: what each converted model loses early and late in its blocks; None if there is one bucket."""
+    source, *others = report["models"]
+    places = source.get("loss_by_position", [])
+    if len(places) < 2 or not others:
+        return None
+    header = ["loss (nats) by position", *(f"{place['from']:,} to {place['to'] - 1:,}" for place in places)]
+    rows = [[printable(m["name"]), *(_fixed(place["loss_nats"], "+.4f") for place in m["loss_by_position"])] for m in others]
+    return header, rows
 
 
 def _warnings(report: Report) -> list[str]:
@@ -172,6 +186,7 @@ def to_html(report: Report) -> str:
         curves=[(name, *size, curve.draw(report["models"], name, *size)) for name, size in sizes.items()],
         columns=COLUMNS,
         rows=_rows(report),
+        places=by_position(report),
         protocol=_protocol_items(report),
         json=to_json(report),
     )

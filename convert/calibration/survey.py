@@ -142,9 +142,9 @@ def survey(stream: LayerStream, shelf: Shelf, records: Records, progress: Progre
 def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
     found = moments.statistics()
     assert found.sample is not None, "a survey takes samples"
-    moments = {"second_moment": found.second, "first_moment": found.mean}
+    plain = {"second_moment": found.second, "first_moment": found.mean}
     attended = {"seen": found.attended.seen, "read": found.attended.read, "read_first_moment": found.attended.mean}
-    shelf.put(layer, {**moments, **attended, "sample": found.sample}, {"tokens": found.tokens})
+    shelf.put(layer, {**plain, **attended, "sample": found.sample}, {"tokens": found.tokens})
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:

@@ -2,11 +2,11 @@
 
 Keys: RoPE multiplies complex number l of a head by e^{iθ_l t}, so a complex factor per head and frequency commutes and can
 be absorbed into the queries. Per group and frequency, with λ_g² = Σ_h E|q_h|² over the query heads of KV head g, the shared
-key is u^H Λ Z for the top eigenvector u of Λ Z Σ Z^H Λ, and head h's query absorbs conj(u_g) / λ_g: the best rank-1 fit of the
-logits if queries, keys and frequencies were independent. Nope dims: the stacked M_g^½ K_g Σ^½, truncated to N
-dims by SVD, with M_g = Σ_h E[q_h q_hᵀ]. Values: the stacked (Σ_h O_hᵀ O_h)^½ V_g Σ^½, truncated to D; W_O absorbs the rest.
-A bias is the weight of a constant input. Σ = E[x xᵀ] is measured on calibration text, or assumed from the gains of
-the input's norm.
+key is u^H Λ Z for the top eigenvector u of Λ Z Σ_l Z^H Λ: the best rank-1 fit of the logits if queries, keys and frequencies
+were independent (Σ_l: see `rotated_moments`). Head h's query absorbs conj(u_g) / λ_g. Nope dims: the stacked M_g^½ K_g Σ_K^½,
+truncated to N dims by SVD, with M_g = Σ_h E[q_h q_hᵀ]. Values: the stacked (Σ_h O_hᵀ O_h)^½ V_g Σ_V^½, truncated to D; W_O
+absorbs the rest. A bias is the weight of a constant input. Σ_K and Σ_V are moments of x as attention sees it (`Attended`),
+measured on calibration text, or assumed from the gains of the input's norm.
 
 A QK-norm per head forbids absorption: there the shared key is the mean of the heads, scaled to one length and sign, and the
 queries change sign with it. One norm over all heads, or a bias, does not allow even that: keys are averaged unchanged.

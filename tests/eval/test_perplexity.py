@@ -90,6 +90,7 @@ def test_figures_are_the_sums_divided_once() -> None:
         "bits_per_byte": pytest.approx(2.2 / math.log(2) / 4),
         "tokens": 15,
         "kl_to_source": pytest.approx(0.3),
+        "loss_by_position": [],
         "top1_agreement": pytest.approx(0.8),
     }
 

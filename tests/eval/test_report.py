@@ -399,3 +399,24 @@ def test_a_method_with_an_underscore_in_front_is_in_the_legend() -> None:
     report["models"][1]["method"] = "_svd"
     for svg in drawings(reports.to_html(report)):
         assert " _svd" in [text.text for text in svg.iter(f"{SVG}text")]
+
+
+def test_loss_by_position_is_a_table_of_its_own() -> None:
+    report = a_report(3)
+    for number, model in enumerate(report["models"]):
+        model["loss_by_position"] = [
+            {"from": 0, "to": 128, "tokens": 9, "loss_nats": 0.1 * number},
+            {"from": 128, "to": 256, "tokens": 3, "loss_nats": 0.25 * number},
+        ]
+    report["models"][1]["name"] = HOSTILE
+    second = reports.to_markdown(report).split("\n\n")[1].splitlines()
+    assert [cell.strip() for cell in second[0].strip("|").split("|")] == ["loss (nats) by position", "0 to 127", "128 to 255"]
+    assert [cell.strip() for cell in second[3].strip("|").split("|")] == ["llama-1", "+0.2000", "+0.5000"]
+    page = reports.to_html(report)
+    assert "Loss by position" in page
+    assert HOSTILE not in page
+    for model in report["models"]:
+        del model["loss_by_position"][1]
+    assert "by position" not in reports.to_markdown(report) + reports.to_html(report), (
+        "one bucket says no more than the average"
+    )
