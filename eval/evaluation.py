@@ -267,12 +267,14 @@ def tokens_of(source: Source, text: Text, first: int | None = None) -> Tokens:
 def _identity(source: Source) -> dict[str, Any]:
     spec = AttentionSpec.from_config(source.config)
     made = _made(source)
+    calibration = made.get("calibration") or {}
     return {
         "name": source.name,
         "path": source.reference,
         "kind": spec.kind,
         "method": made.get("method"),
         "calibration_hash": made.get("calibration_hash"),
+        "calibration_context": calibration.get("context"),
         "calibration_overlap": None,
     }
 
@@ -290,10 +292,10 @@ def _made(source: Source) -> dict[str, Any]:
     if not isinstance(made, dict) or "kvfold" not in made:
         return {}  # another tool's file of that name says nothing
     calibration = made.get("calibration") or {}
-    tokens = calibration.get("tokens") if isinstance(calibration, dict) else "none"
+    counts = [calibration.get(key) for key in ("tokens", "context")] if isinstance(calibration, dict) else ["none"]
     types = {"method": made.get("method"), "calibration_hash": made.get("calibration_hash")}
     wrong = [key for key, value in types.items() if not isinstance(value, str | None)]
-    if wrong or not isinstance(tokens, int | None):
+    if wrong or not all(isinstance(count, int | None) for count in counts):
         raise Failure(
             f"conversion.json of {source.reference} is damaged: its {(wrong or ['calibration'])[0]} is of another type",
             hint="restore it, or take it away: it only says how the model was made",

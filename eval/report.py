@@ -107,13 +107,21 @@ def by_position(report: Report) -> tuple[list[str], list[list[str]]] | None:
 
 
 def _warnings(report: Report) -> list[str]:
-    """One sentence for each model that was calibrated on parts of this text."""
-    return [
+    """One sentence for each model that was calibrated on parts of this text, or on shorter blocks."""
+    context = report["protocol"]["context"]
+    flattered = [
         f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
         "which flatters its figures."
         for model in report["models"]
         if (overlap := model.get("calibration_overlap") or 0.0) > WARN_ABOVE
     ]
+    beyond = [
+        f"Warning: {model['name']} was calibrated on blocks of {shorter:,} tokens, and is evaluated on {context:,}: "
+        "it may lose more at later positions."
+        for model in report["models"]
+        if (shorter := model.get("calibration_context") or context) < context
+    ]
+    return flattered + beyond
 
 
 def _tokens(report: Report) -> str:

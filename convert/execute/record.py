@@ -37,13 +37,17 @@ def record_of(
             "cache_dtype": plan.cache_dtype,
         },
         "calibration_hash": text.tokens.hash if text else None,
-        "calibration": {"text": text.tokens.name, "tokens": len(text.tokens.ids)} if text else None,
+        "calibration": _calibration(text) if text else None,
         **decision.found,
         "notes": [*plan.notes, *(text.remarks(plan.source.config.hidden_size) if text else [])],
         "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],
         "tensors": _tensors(reader, manifest, {name for layer in layers for name in layer["converted"]}),
         "versions": versions(),
     }
+
+
+def _calibration(text: CalibrationText) -> dict[str, Any]:
+    return {"text": text.tokens.name, "tokens": len(text.tokens.ids), "context": text.blocks.shape[1]}
 
 
 def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[str, Any]:

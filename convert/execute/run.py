@@ -293,6 +293,7 @@ def _evaluate(
         "path": "OUTPUT",  # and conversion.json does not exist yet to give method and text
         "method": plan.applied_method,
         "calibration_hash": text.tokens.hash if text else None,
+        "calibration_context": text.plan.context if text else None,
     }
     if (converted["calibration_overlap"] or 0.0) > WARN_ABOVE:
         _log.warning(

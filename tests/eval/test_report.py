@@ -420,3 +420,11 @@ def test_loss_by_position_is_a_table_of_its_own() -> None:
     assert "by position" not in reports.to_markdown(report) + reports.to_html(report), (
         "one bucket says no more than the average"
     )
+
+
+def test_a_model_that_was_calibrated_on_shorter_blocks_is_named() -> None:
+    report = a_report(3)
+    report["models"][1]["calibration_context"], report["models"][2]["calibration_context"] = 256, 512
+    for page in (reports.to_markdown(report), reports.to_html(report)):
+        assert "llama-0 was calibrated on blocks of 256 tokens, and is evaluated on 512" in page
+        assert "llama-1 was calibrated" not in page
