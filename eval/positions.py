@@ -27,7 +27,7 @@ class ByPosition:
     tokens: list[int] = field(default_factory=list)
 
     def add(self, nats: torch.Tensor, positions: torch.Tensor) -> None:
-        """Add the loss `nats [N]` of tokens after those at `positions [N]`."""
+        """Add the loss `nats [N]` of some tokens; `positions [N]` are those of the tokens before them."""
         numbers = buckets_of(positions)
         for number in numbers.unique().tolist():
             chosen = numbers == number

@@ -21,7 +21,9 @@ from eval.progress import Progress, silent, stage
 SAMPLE = 4096  # tokens, but at least one block
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
-Records = Callable[[int], Attention]
+_ATTENDED = ("seen", "within", "read", "read_first_moment")  # names on the shelf of the tensors of `Attended`
+
+Records = Callable[[int], Attention | None]
 
 
 class Moments:
@@ -30,10 +32,10 @@ class Moments:
     Args:
         layer: The index of the layer.
         stream: The model that runs.
-        attention: The source's attention of that layer.
+        attention: The source's attention of that layer; None if its record does not show where it looks.
     """
 
-    def __init__(self, layer: int, stream: LayerStream, attention: Attention) -> None:
+    def __init__(self, layer: int, stream: LayerStream, attention: Attention | None) -> None:
         blocks, context = stream.blocks
         self._layer, self._tokens, self._seen, self._attention = layer, 0, 0, attention
         count = min(blocks, max(1, SAMPLE // context))
@@ -61,8 +63,9 @@ class Moments:
         self._second += second
         self._sum += total
         self._tokens += len(x)
-        for block in blocks:
-            self._attended.add(self._attention, block)
+        if self._attention:
+            for block in blocks:
+                self._attended.add(self._attention, block)
 
     def statistics(self) -> Statistics:
         """The statistics of everything seen.
@@ -76,8 +79,14 @@ class Moments:
                 hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
             )
         sample = torch.stack(self._sample)
-        attended = self._attended.moments()
-        return Statistics(self._second / self._tokens, self._sum / self._tokens, self._tokens, attended, sample)
+        second, mean = self._second / self._tokens, self._sum / self._tokens
+        attended = self._attended.moments() if self._attention else Attended.assumed(second, mean)
+        if not (torch.isfinite(attended.seen).all() and torch.isfinite(attended.read).all()):
+            raise Failure(
+                f"the attention of layer {self._layer} is not finite on the calibration text",
+                hint="the source's weights are damaged, or overflow even in float32; does `convert eval` of it work?",
+            )
+        return Statistics(second, mean, self._tokens, attended, sample)
 
 
 class _AttendedSums:
@@ -111,7 +120,7 @@ def survey(stream: LayerStream, shelf: Shelf, records: Records, progress: Progre
     Args:
         stream: The model to survey.
         shelf: Where the statistics are stored.
-        records: Maps a layer to its attention.
+        records: Maps a layer to its attention, as `Moments` takes it.
         progress: Called with the number of finished layers.
 
     Returns:
@@ -142,12 +151,12 @@ def survey(stream: LayerStream, shelf: Shelf, records: Records, progress: Progre
 def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
     found = moments.statistics()
     assert found.sample is not None, "a survey takes samples"
-    plain = {"second_moment": found.second, "first_moment": found.mean}
-    attended = {"seen": found.attended.seen, "read": found.attended.read, "read_first_moment": found.attended.mean}
-    shelf.put(layer, {**plain, **attended, "sample": found.sample}, {"tokens": found.tokens})
+    plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample}
+    attended = dict(zip(_ATTENDED, found.attended.tensors, strict=True))
+    shelf.put(layer, plain | attended, {"tokens": found.tokens})
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     tensors, note = shelf.get(layer)
-    attended = Attended.measured(tensors["seen"], tensors["read"], tensors["read_first_moment"])
+    attended = Attended(*(tensors[name] for name in _ATTENDED))
     return Statistics(tensors["second_moment"], tensors["first_moment"], note["tokens"], attended, tensors["sample"])

@@ -14,6 +14,7 @@ from convert.calibration.stream import LayerStream
 from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.workdir import WorkDirectory
 from convert.checkpoint.writer import require_finite
+from convert.families.base import hides_logits
 from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
@@ -67,6 +68,11 @@ class Job:
             require_finite(name, tensor)
         record = self.plan.family.split(tensors, config, layer)
         return tensors, record.expanded() if isinstance(record, FactoredAttention) else record
+
+    def attention(self, text: CalibrationText, layer: int) -> Attention | None:
+        """A layer's record, or None if the model's attention over the text is not the softmax of the record's logits."""
+        traits = self.plan.family.traits(self.plan.source.config)
+        return None if hides_logits(traits, text.plan.context) else self.read_layer(layer)[1]
 
     def stream(
         self,

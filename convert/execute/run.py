@@ -253,7 +253,7 @@ def _statistics(job: Job) -> StatisticsOf:
         plan, spool = job.plan, job.statistics_in / "source-inputs"
         read, infos = job.reader.__getitem__, job.reader.infos
         stream = job.stream(text, plan.source.config, plan.family.module, read, infos, spool)
-        return survey(stream, Shelf(job.statistics_in, "source"), lambda layer: job.read_layer(layer)[1], job.progress)
+        return survey(stream, Shelf(job.statistics_in, "source"), functools.partial(job.attention, text), job.progress)
 
     return lambda layer: surveyed()(layer)
 

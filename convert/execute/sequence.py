@@ -135,7 +135,7 @@ class _Pair:
         tensors = self.layout.join(record, self.plan.target.spec, layer)
         return {name: tensor.float() for name, tensor in tensors.items()}
 
-    def observed(self, layer: int, attention: Attention) -> Statistics:
+    def observed(self, layer: int, attention: Attention | None) -> Statistics:
         """Statistics of the inputs of the source's layer or, with `--propagate`, the result's."""
         stream = self.student if self.text.plan.propagate else self.teacher
         moments = Moments(layer, stream, attention)
@@ -171,7 +171,7 @@ class _Pair:
 
 def _converted(job: Job, pair: _Pair, change: Change, layer: int) -> Layer:
     tensors, before = job.read_layer(layer)
-    before, after = change(before, layer, pair.observed(layer, before))
+    before, after = change(before, layer, pair.observed(layer, job.attention(pair.text, layer)))
     more: dict[str, Any] = {}
     if pair.text.plan.fitted:
         after, more = pair.fitted(layer, after)

@@ -44,7 +44,7 @@ def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> i
     needed = inputs
     if isinstance(method, LatentMethod) or not text.plan.in_sequence:  # the survey
         sample = 2 * width * max(text.plan.context, SAMPLE)
-        needed += plan.before.num_layers * (8 * width * (width + 1) + sample)
+        needed += plan.before.num_layers * (8 * width * (4 * width + 2) + sample)
     if isinstance(method, LatentMethod) and method.measured_bytes:
         needed += plan.before.num_layers * method.measured_bytes(plan.before)
     if text.plan.in_sequence:

@@ -36,8 +36,12 @@ class Attended:
         """For inputs with these moments: keys are compared with all others, and a head reads one token at a time."""
         return cls(second, second - torch.outer(mean, mean), second, mean)
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.seen, self.within, self.read, self.mean
+
     def to(self, device: torch.device) -> Attended:
-        return Attended(*(tensor.to(device) for tensor in (self.seen, self.within, self.read, self.mean)))
+        return Attended(*(tensor.to(device) for tensor in self.tensors))
 
     @property
     def read_covariance(self) -> torch.Tensor:
@@ -71,10 +75,10 @@ class Statistics:
     """Statistics of a layer's input x, the normalised input of its attention.
 
     Attributes:
-        second: `[E, E]`, E[x xᵀ], fp64. Queries are weighed by it: each token has one.
+        second: `[E, E]`, E[x xᵀ], fp64. It weighs queries, of which each token has one.
         mean: `[E]`, E[x], fp64.
         tokens: How many x were seen; 0 if the statistics are assumed.
-        attended: The same as attention sees it: keys and values are weighed by it.
+        attended: Moments of x as attention sees it, which weigh keys and values.
         sample: `[n, T, E]`, x of some whole blocks, to measure errors on; None without text.
     """
 

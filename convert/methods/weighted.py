@@ -5,8 +5,8 @@ or, with fewer rotary pairs than frequencies, atoms found by pursuit; the text d
 The remainder becomes nope keys, which share one latent with the values. Keys are weighed by Σ_K = E_t Cov_{s ~ p_t}(x_s) and
 values by Σ_V = Cov_t(E_{s ~ p_t}[x_s]), with p_t the attention of token t: a constant on nope keys cancels in the softmax,
 and the mean of what truncation removes from the values is added to the output bias. The latent is the truncated SVD of
-[α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] Σ^½, with M_h = E[q_h q_hᵀ], and Σ the mean of Σ_K and of Σ_V scaled to its trace. Keys and
-values are then regressed on the latent, each by its own Σ. α² times the ratio of both energies, κ, is the value in
+[α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] Σ^½, with M_h = E[q_h q_hᵀ] and Σ the mean of Σ_K and Σ_V, both scaled to one trace. Keys
+and values are then regressed on the latent, each by its own Σ. α² times the ratio of both energies, κ, is the value in
 `_BALANCES` with the least error of attention outputs on a sample of the text.
 
 Without text, inputs follow from the gains of their norm, attention falls off as one over the distance, and κ is 1.
@@ -34,7 +34,7 @@ from convert.methods.statistics import Attended, Statistics
 from convert.methods.text import TextUse
 
 _BALANCES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_RIDGE = 1e-9  # of a regression on the latent, as a share of its mean square
+_NOTHING = 1e-6  # of the second moment of inputs: sums in fp32 are not more exact
 
 
 def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
@@ -130,8 +130,9 @@ class _Latent:
         of_keys = left[: heads * dim].unflatten(0, (heads, dim))
         of_values = left[heads * dim :].unflatten(0, self.values.shape[:2])
         down = alpha * left[: heads * dim].T @ self.keys.flatten(0, 1) + left[heads * dim :].T @ self.values.flatten(0, 1)
-        of_keys = _regressed(self.keys, of_keys / alpha, down, self.attended.within)
-        of_values = _regressed(self.values, of_values, down, self.attended.read_covariance)
+        noise = _NOTHING * float(((down @ self.attended.seen) * down).sum(1).mean())
+        of_keys = _regressed(self.keys, of_keys / alpha, down, self.attended.within, noise)
+        of_values = _regressed(self.values, of_values, down, self.attended.read_covariance, noise)
         up_v = self.unweigh_values @ of_values
         share, o = heads // len(self.values), a.o.float()
         dropped = (a.v.double() - up_v @ down) @ self.attended.mean  # the mean that truncation removes from values [G, D]
@@ -156,19 +157,26 @@ class _Latent:
 
 
 def _common(attended: Attended) -> torch.Tensor:
-    """Σ `[E, E]`, by which one latent is chosen for keys and values: the mean of both covariances at the same trace."""
-    keys, values = attended.within, attended.read_covariance
-    energy = values.trace()
-    return (keys + values * (keys.trace() / energy)) / 2 if energy > 0 else keys
+    """Σ `[E, E]`, by which one latent is chosen for keys and values: the mean of both covariances, scaled to one trace.
+
+    A covariance that is no more than rounding, as where all heads read one token, is left out.
+    """
+    covariances, whole = (attended.within, attended.read_covariance), attended.seen.trace()
+    scaled = [part / part.trace() for part in covariances if part.trace() > _NOTHING * whole]
+    return whole * torch.stack(scaled).mean(0) if scaled else attended.seen
 
 
-def _regressed(rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
-    """`up [n, D, R]` such that up · (down x) is closest to `rows [n, D, E]` · x; what is exact already stays as it is."""
+def _regressed(
+    rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor, covariance: torch.Tensor, noise: float
+) -> torch.Tensor:
+    """`up [n, D, R]` such that up · (down x) is closest to `rows [n, D, E]` · x; what is exact already stays as it is.
+
+    The ridge on the change of `up` is `noise`, the mean square of a latent channel that is no more than rounding.
+    """
     moved = covariance @ down.T
-    gram = down @ moved
-    ridge = (_RIDGE * gram.diagonal().mean()).clamp_min(torch.finfo(torch.float64).tiny)
     missing = ((rows - up @ down) @ moved).flatten(0, 1)
-    change = torch.linalg.solve(gram + ridge * torch.eye(len(gram)).to(gram), missing, left=False)
+    ridge = max(noise, torch.finfo(torch.float64).tiny) * torch.eye(len(down)).to(moved)
+    change = torch.linalg.solve(down @ moved + ridge, missing, left=False)
     return up + change.unflatten(0, rows.shape[:2])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,23 @@ def test_the_sample_is_whole_blocks_however_long(monkeypatch: pytest.MonkeyPatch
         sample = moments.statistics().sample
         assert sample is not None
         assert sample.shape == (blocks, context, 4)
+
+
+def test_without_a_record_attention_is_assumed() -> None:
+    x = inputs(8, tokens=9, blocks=3)
+    moments = Moments(0, of_blocks(3, 9, 8), None)
+    moments.see(x)
+    found = moments.statistics()
+    assert torch.equal(found.attended.seen, found.second)
+    assert torch.equal(found.attended.within, found.covariance)
+
+
+def test_attention_that_is_not_finite_fails_with_its_layer() -> None:
+    a = random_record(1, 2, pairs=1, nope=0, width=4, biased=False)
+    moments = Moments(17, of_blocks(2, 3, 4), replace(a, scale=float("nan")))
+    moments.see(torch.ones(2, 3, 4))
+    with pytest.raises(Failure, match="the attention of layer 17 is not finite on the calibration text"):
+        moments.statistics()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])

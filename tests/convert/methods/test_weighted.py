@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import inputs, loss, measured, random, record
 
+from attention.forward import attention_output
 from attention.rope import Pairing
 from convert.methods import load_latent
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
 from convert.methods.latent import Allocation
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Attended, Statistics
 
 
 @settings(max_examples=30, deadline=None)
@@ -80,3 +81,17 @@ def test_what_truncation_takes_from_values_on_average_is_a_constant_output() -> 
     expected = torch.einsum("ehd,hd->e", a.o.double(), (v - found.up_v.double() @ found.down.double()) @ mean)
     torch.testing.assert_close(found.o_bias.double(), expected, rtol=1e-4, atol=1e-4)
     assert loss(a, found, x) < loss(a, dataclasses.replace(found, o_bias=None), x)
+
+
+@pytest.mark.parametrize("constant", ["within", "read"])
+def test_a_covariance_that_is_zero_leaves_full_size_exact(constant: str) -> None:
+    """As where every query attends to one token, or all to the same one."""
+    a, x = record(4, 1, 2, 2, 40, biased=False), inputs(40, tokens=50)
+    known = measured(x)
+    seen, zero, mean = known.attended.seen, torch.zeros_like(known.second), torch.zeros_like(known.mean)
+    attended = Attended(seen, zero, seen, mean) if constant == "within" else Attended(seen, seen, zero, mean)
+    kept = every_pair(a)
+    after = load_latent("weighted").factor(
+        a, Allocation(full_rank(a, kept), kept), dataclasses.replace(known, attended=attended)
+    )
+    torch.testing.assert_close(attention_output(after, x), attention_output(a, x), rtol=1e-3, atol=1e-4)
