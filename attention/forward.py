@@ -67,12 +67,12 @@ class Heads:
 
     Attributes:
         plain: `[H, T, D]`, queries as they are projected.
-        nope: `[H, T, N]`, queries' part that does not turn.
-        rope: `[H, T, P]`, the other, rotated.
+        nope: `[H, T, N]`, the nope part of queries.
+        rope: `[H, T, P]`, their rope part, rotated.
         kept_nope: `[G, T, N]`, keys, or what a latent keeps in their place (see `lift`).
         kept_rope: `[G, T, P]`, rotated.
-        lift: `[H, N', N]` from a head's queries that do not turn to what is kept (MLA), or None.
-        rotation: Turns rows `[…, T, P]` by their positions.
+        lift: `[H, N', N]` from a head's nope queries to what is kept (MLA), or None.
+        rotation: Rotates rows `[…, T, P]` by their positions.
         scale: Of the logits.
     """
 
@@ -110,7 +110,7 @@ class Heads:
         )
 
     def kept(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a head's queries meet: `[T, N]` that does not turn, `[T, P]` that does."""
+        """What a head's queries meet: `[T, N]` nope and `[T, P]` rope."""
         group = head * len(self.kept_nope) // len(self.plain)
         return self.kept_nope[group], self.kept_rope[group]
 

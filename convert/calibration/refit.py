@@ -90,7 +90,7 @@ class _Met:
         queries: `[h, T, D]`, the source's, before they are rotated.
         nope: `[h, T, N]`, or `[1, T, N]` where heads share it: what is kept and not rotated, times the scale of logits.
         rope: `[h, T, P]` or `[1, T, P]`: what is kept and rotated, times the scale of logits.
-        rotation: Turns rows by the tokens' positions.
+        rotation: Rotates rows by the tokens' positions.
     """
 
     queries: torch.Tensor

@@ -19,7 +19,6 @@ from attention.rope import Rotary
 from convert.calibration.refit import refitted_queries
 from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
-from convert.families.base import hides_logits
 from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
@@ -194,7 +193,6 @@ def _refitting(job: Job, change: Change) -> Change:
 
 
 def _refitted(job: Job, before: Attention, after: Record, sample: torch.Tensor | None) -> Record:
-    text, traits = job.text, job.plan.family.traits(job.plan.source.config)
-    if text is None or not text.plan.refit or sample is None or hides_logits(traits, text.plan.context):
+    if job.text is None or not job.text.plan.refit or sample is None or not job.shows_attention:
         return after
     return refitted_queries(before, after, sample.to(job.device))

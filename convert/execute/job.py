@@ -69,10 +69,11 @@ class Job:
         record = self.plan.family.split(tensors, config, layer)
         return tensors, record.expanded() if isinstance(record, FactoredAttention) else record
 
-    def attention(self, text: CalibrationText, layer: int) -> Attention | None:
-        """A layer's record, or None if the model's attention over the text is not the softmax of the record's logits."""
+    @property
+    def shows_attention(self) -> bool:
+        """Whether the source's attention over the calibration text is the softmax of its records' logits."""
         traits = self.plan.family.traits(self.plan.source.config)
-        return None if hides_logits(traits, text.plan.context) else self.read_layer(layer)[1]
+        return self.text is not None and not hides_logits(traits, self.text.plan.context)
 
     def stream(
         self,

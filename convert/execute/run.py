@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
+from attention.record import Attention
 from convert.calibration.survey import survey
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
@@ -253,7 +254,11 @@ def _statistics(job: Job) -> StatisticsOf:
         plan, spool = job.plan, job.statistics_in / "source-inputs"
         read, infos = job.reader.__getitem__, job.reader.infos
         stream = job.stream(text, plan.source.config, plan.family.module, read, infos, spool)
-        return survey(stream, Shelf(job.statistics_in, "source"), functools.partial(job.attention, text), job.progress)
+
+        def record(layer: int) -> Attention | None:
+            return job.read_layer(layer)[1] if job.shows_attention else None
+
+        return survey(stream, Shelf(job.statistics_in, "source"), record, job.progress)
 
     return lambda layer: surveyed()(layer)
 

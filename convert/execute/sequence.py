@@ -171,7 +171,7 @@ class _Pair:
 
 def _converted(job: Job, pair: _Pair, change: Change, layer: int) -> Layer:
     tensors, before = job.read_layer(layer)
-    before, after = change(before, layer, pair.observed(layer, job.attention(pair.text, layer)))
+    before, after = change(before, layer, pair.observed(layer, before if job.shows_attention else None))
     more: dict[str, Any] = {}
     if pair.text.plan.fitted:
         after, more = pair.fitted(layer, after)

@@ -15,7 +15,7 @@ queries change sign with it. One norm over all heads, or a bias, does not allow 
 while the sum over pairs falls.
 
 Cost per group of n heads: D/2 eigendecompositions of n × n matrices and one of an n D × n D matrix, at most E × E
-where G D = E; `partition` adds one of a 2 D × 2 D matrix for each pair of heads.
+where G D = E; the attention of the sample; `partition` adds one of a 2 D × 2 D matrix for each pair of heads.
 """
 
 from __future__ import annotations
