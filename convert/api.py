@@ -16,7 +16,7 @@ from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
 from convert.sizes import parse_budget, parse_bytes, parse_latent
-from eval.api import read_text
+from eval.api import contexts_of, read_text
 from eval.progress import Progress, silent
 from eval.source import Source
 
@@ -266,7 +266,7 @@ def sweep(
     mla: Sequence[str | tuple[int, int]] | None = None,
     methods: Sequence[str] | None = None,
     protocol: str = "paper",
-    context: int | None = None,
+    context: int | Sequence[int] | None = None,
     max_tokens: int | None = None,
     text: TextGiven | None = None,
     dataset: str | None = None,
@@ -314,7 +314,7 @@ def sweep(
     directory = where.path / sweeping.REPORT
     if dry_run:
         return Sweep(plans, None, directory)
-    settings = EvaluationSettings(protocol, context, max_tokens, "auto", device)
+    settings = EvaluationSettings(protocol, contexts_of(context), max_tokens, "auto", device)
     done: list[Plan] = []
 
     def finished(plan: Plan) -> None:

@@ -162,6 +162,21 @@ def mla(**given: Any) -> None:
     help="Evaluate on the test split of this dataset. Needs pip install 'kvfold[data]'.",
 )
 @options.measuring
+@click.option("--recall", is_flag=True, help="Also measure how well the models copy random tokens over growing distances.")
+@click.option(
+    "--tasks",
+    type=options.Listed(str),
+    default=(),
+    metavar="NAME,…",
+    help="Also run tasks of lm-eval, such as hellaswag,arc_easy. Needs pip install 'kvfold[harness]'.",
+)
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Run only the first N examples of each task.")
+@click.option(
+    "--task-path",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Find tasks in the YAML files of DIR, too.",
+)
 @click.option(
     "--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × that of the first."
 )

@@ -167,9 +167,7 @@ measuring = _all(
     click.option(
         "--protocol", type=click.Choice(PROTOCOLS), default=PROTOCOLS[0], show_default=True, help="How to cut the text."
     ),
-    click.option(
-        "--context", type=click.IntRange(2), metavar="N", help="Tokens per block.  [default: 2048, or the models' limit]"
-    ),
+    listed("--context", click.IntRange(2), "Tokens per block; each is evaluated.  [default: 2048, or the models' limit]"),
     click.option("--max-tokens", type=click.IntRange(2), metavar="N", help="Use only the first N tokens of the text."),
 )
 

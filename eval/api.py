@@ -18,8 +18,12 @@ def evaluate(
     text: str | Path | Sequence[str] | None = None,
     dataset: str | None = None,
     protocol: str = "paper",
-    context: int | None = None,
+    context: int | Sequence[int] | None = None,
     max_tokens: int | None = None,
+    recall: bool = False,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
+    task_path: str | Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -34,8 +38,12 @@ def evaluate(
         text: A UTF-8 file, or a list of strings.
         dataset: Instead of `text`: a named dataset, one of `eval.text.DATASETS`.
         protocol: One of `eval.protocol.PROTOCOLS`.
-        context: Tokens per block; None for min(2048, the smallest position limit of the models).
+        context: Tokens per block, or several to evaluate each; None for min(2048, the smallest position limit of the models).
         max_tokens: How many tokens to evaluate on, from the text's start; None for all.
+        recall: Also measure how well the models copy tokens over distances (`eval.recall`).
+        tasks: Tasks of lm-eval to run, too.
+        limit: Examples per task; None for all.
+        task_path: A directory with task files of one's own.
         dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", …
         trust_remote_code: Run Python code that comes with a checkpoint.
@@ -44,7 +52,7 @@ def evaluate(
         progress: Called as `progress(stage, done, total, unit)`.
 
     Returns:
-        The content of report.json: `{"kvfold", "protocol", "models"}`.
+        The content of report.json: `{"kvfold", "protocol", "models", "other_contexts", "recall", "tasks"}`.
 
     Raises:
         Refusal: The arguments or the models' configs do not allow it.
@@ -53,20 +61,24 @@ def evaluate(
     """
     from eval import report
     from eval.evaluation import EvaluationSettings, check, report_of, require_ratio
+    from eval.tasks import TaskSettings
 
     if (text is None) == (dataset is None):
         raise Refusal("give either a text or a dataset to evaluate on", hint="--text FILE or --dataset NAME")
     if not models:
         raise Refusal("there is no model to evaluate")
-    sources, limit = _sources(models, trust_remote_code), max_perplexity_ratio
-    if limit is not None and (len(sources) < 2 or not limit > 0):
+    sources, ratio = _sources(models, trust_remote_code), max_perplexity_ratio
+    if ratio is not None and (len(sources) < 2 or not ratio > 0):
         raise Refusal("--max-perplexity-ratio needs two models or more, and a ratio above 0")
-    settings = EvaluationSettings(protocol, context, max_tokens, dtype, device)
+    wanted = TaskSettings(tuple(tasks), limit, Path(task_path) if task_path is not None else None) if tasks else None
+    if wanted is None and (limit is not None or task_path is not None):
+        raise Refusal("--limit and --task-path are of --tasks", hint="name the tasks, or leave these out")
+    settings = EvaluationSettings(protocol, contexts_of(context), max_tokens, dtype, device, recall, wanted)
     check(sources, settings)  # refuse configs before reading a text
     found = report_of(sources, read_text(text, dataset, "test"), settings, progress=progress)
     if output is not None:
         report.write(found, Path(output))
-    require_ratio(found, limit)
+    require_ratio(found, ratio)
     return found
 
 
@@ -130,6 +142,11 @@ def bench(
 def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool) -> list[Source]:
     named = [models] if isinstance(models, str | Path) else models  # a string is a sequence of its letters, too
     return [Source.parse(str(model), trust_remote_code) for model in named]
+
+
+def contexts_of(context: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The contexts that a caller gives as a number, several or None."""
+    return () if context is None else (context,) if isinstance(context, int) else tuple(dict.fromkeys(context))
 
 
 def read_text(text: str | Path | Sequence[str] | None, dataset: str | None, split: str) -> Text:

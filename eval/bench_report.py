@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attention.errors import Refusal
-from eval import curve
+from eval import drawing
 from eval.escapes import markdown, printable
 from eval.report import write_pages
 from eval.tables import table
@@ -137,7 +137,7 @@ def to_svg(report: Report) -> str:
     from matplotlib.figure import Figure
 
     # The style of the quality curve without its colours, which belong to the HTML page.
-    style = {key: value for key, value in curve.STYLE.items() if value not in curve.COLOURS.values()}
+    style = {key: value for key, value in drawing.STYLE.items() if value not in drawing.COLOURS.values()}
     with matplotlib.style.context(["default", {**style, "grid.color": "#d9dde2", "svg.hashsalt": "bench"}]):
         figure = Figure(figsize=(760 / 72, 440 / 72), dpi=72, layout="constrained")
         axes = figure.add_subplot()
@@ -157,13 +157,13 @@ def _plot(axes: Axes, report: Report) -> None:
         rows = [row for row in model["cases"] if row["batch"] == batch]
         median, low, high = ([1e3 * row["step_seconds"][key] for row in rows] for key in ("median", "min", "max"))
         errors = [[m - x for m, x in zip(median, low, strict=True)], [x - m for m, x in zip(median, high, strict=True)]]
-        label = curve.series_label(labels[index] + (f", batch {batch}" if len(batches) > 1 else ""))
-        marker, line = curve.MARKERS[nth % len(curve.MARKERS)], ("-", "--", ":", "-.")[nth % 4]
+        label = drawing.series_label(labels[index] + (f", batch {batch}" if len(batches) > 1 else ""))
+        marker, line = drawing.MARKERS[nth % len(drawing.MARKERS)], ("-", "--", ":", "-.")[nth % 4]
         axes.errorbar([row["context"] for row in rows], median, errors, None, line, color=f"C{index % 10}", marker=marker,
                       capsize=3, label=label)  # fmt: skip
     every = [row for model in models for row in model["cases"]]
-    log_x = curve.scale(axes, 0, [row["context"] for row in every])
-    log_y = curve.scale(axes, 1, [1e3 * row["step_seconds"][key] for row in every for key in ("min", "max")])
+    log_x = drawing.scale(axes, 0, [row["context"] for row in every])
+    log_y = drawing.scale(axes, 1, [1e3 * row["step_seconds"][key] for row in every for key in ("min", "max")])
     if not log_y:
         axes.set_ylim(bottom=0)
     setup, title = report["setup"], f"milliseconds per decode step{' (log scale)' if log_y else ''}"

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -14,17 +14,19 @@ from typing import Any
 from attention.errors import Failure, GateMissed, Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.cost import cache_figures
-from eval.device import memory_for, require_device
+from eval.device import require_device
+from eval.lockstep import Job, score_all
 from eval.overlap import shared_share
-from eval.perplexity import compare, protocol_record
-from eval.progress import Progress, silent, stage
+from eval.perplexity import Score, batches, protocol_record
+from eval.probes import PROBES
+from eval.progress import Progress, silent
 from eval.protocol import Protocol
 from eval.source import Source
+from eval.tasks import TaskSettings
 from eval.text import Text, Tokens, tokenize
 
 _log = logging.getLogger("kvfold")
 _DEFAULT_CONTEXT = 2048
-_SMALL = 250 * 10**6  # bytes of weights that fit beside the source on any machine
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,21 @@ class EvaluationSettings:
 
     Attributes:
         protocol: One of `eval.protocol.PROTOCOLS`.
-        context: Tokens per block; None for min(2048, the smallest position limit of the models).
+        contexts: Tokens per block; each is evaluated. Empty for min(2048, the smallest position limit of the models).
         max_tokens: How many tokens to evaluate on, from the text's start; None for all.
         dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", …; "auto" spreads a model with accelerate's device map.
+        recall: Whether to measure recall over distances.
+        tasks: Tasks of lm-eval to run, or None.
     """
 
     protocol: str = "paper"
-    context: int | None = None
+    contexts: tuple[int, ...] = ()
     max_tokens: int | None = None
     dtype: str = "auto"
     device: str = "auto"
+    recall: bool = False
+    tasks: TaskSettings | None = None
 
 
 def require_ratio(report: dict[str, Any], limit: float | None) -> None:
@@ -70,81 +76,109 @@ def report_of(
 ) -> dict[str, Any]:
     """Evaluate the first model as the source, and compare the others with it.
 
-    Memory holds the source and one other model at a time, or several if they are small; the source runs once for
-    each group.
-
     Args:
         sources: The models; the source comes first.
         text: The text to evaluate on.
         settings: How to evaluate.
         calibrated_on: The text that the others were calibrated on, if known. Otherwise their own conversion.json tells
             whether it was the start of this text.
-        progress: Called with the number of scored tokens.
+        progress: Called with the progress of each stage.
 
     Returns:
-        The report: `{"kvfold", "protocol", "models"}`, the content of report.json.
+        The report, the content of report.json: `{"kvfold", "protocol", "models", "other_contexts"}` and a key for each probe.
 
     Raises:
         Refusal: The models' configs do not allow the comparison.
         Failure: A model cannot be loaded, or its figures cannot be trusted.
     """
-    protocol, whole = prepare(sources, text, settings)
+    protocols, whole = prepare(sources, text, settings)
     tokens = replace(whole, ids=whole.ids[: settings.max_tokens])
-    blocks = protocol.blocks(tokens)
-    total = sum(len(block.ids) - block.first for block in blocks)
-    first, *others = sources
-    entries: list[dict[str, Any]] = []
-    with _padded(first, settings) as source:
-        record = protocol_record(protocol, tokens, str(source.dtype).removeprefix("torch."))
-        # Do everything that a model's config or files can make fail before the long part.
-        fixed = [{**_identity(first), **_cost(first, source)}]
-        for group in _groups(others) or [[]]:
-            with contextlib.ExitStack() as stack:
-                models = [stack.enter_context(_padded(other, settings)) for other in group]
-                byte_count = fixed[0]["kv_bytes_per_token"]
-                fixed += [{**_identity(o), **_cost(o, m, byte_count)} for o, m in zip(group, models, strict=True)]
-                for other, entry in zip(group, fixed[len(fixed) - len(group) :], strict=True):
-                    entry["calibration_overlap"] = _overlap(other, tokens, whole, calibrated_on)
-                name = ", ".join(other.name for other in group or [first])
-                room = memory_for("the evaluation", "free some, or give --device cpu, or a shorter --context")
-                with stage(progress, f"evaluate {name}", total, "token") as done, room:
-                    scores = compare(source, models, blocks, done)
-                del models  # or they would stay in memory while the next ones are loaded
-            new = scores if not entries else scores[1:]
-            entries += [fixed[len(entries) + i] | score.as_figures(tokens, scores[0]) for i, score in enumerate(new)]
-    return {"kvfold": version("kvfold"), "protocol": record, "models": entries}
+    models = _Models(sources, settings, tokens, lambda source: _overlap(source, tokens, whole, calibrated_on), progress)
+    scores = [[Score() for _ in sources] for _ in protocols]
+    jobs = [
+        Job(batch, row)
+        for protocol, row in zip(protocols, scores, strict=True)
+        for batch in batches(protocol.blocks(tokens), sources[0].vocabulary)
+    ]
+    score_all(jobs, sources, models.opened, models.visit, progress)
+    quality = [[score.as_figures(tokens, row[0]) for score in row] for row in scores]
+    return {
+        "kvfold": version("kvfold"),
+        "protocol": protocol_record(protocols[0], tokens, _compute_dtype(sources[0], settings)),
+        "models": [entry | figures for entry, figures in zip(models.entries, quality[0], strict=True)],
+        "other_contexts": [
+            {
+                "context": protocol.context,
+                "stride": protocol.stride,
+                "models": [{"name": source.name} | figures for source, figures in zip(sources, row, strict=True)],
+            }
+            for protocol, row in zip(protocols[1:], quality[1:], strict=True)
+        ],
+        **models.probed(),
+    }
 
 
-def _groups(others: Sequence[Source]) -> list[list[Source]]:
-    """The models in order, grouped: as many as have weight files of `_SMALL` bytes together, or a single one."""
-    groups: list[list[Source]] = []
-    room = 0
-    for other in others:
-        size = sum(file.stat().st_size for file in (*other.files.glob("*.safetensors"), *other.files.glob("*.bin")))
-        if not groups or size > room:
-            groups.append([])
-            room = _SMALL
-        groups[-1].append(other)
-        room -= size
-    return groups
+class _Models:
+    """Loads the models of an evaluation, and notes what is measured of each besides its score.
+
+    Attributes:
+        entries: The beginning of each model's entry in the report: what it is, and its cache.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        settings: EvaluationSettings,
+        tokens: Tokens,
+        overlap: Callable[[Source], float | None],
+        progress: Progress,
+    ) -> None:
+        self._sources, self._settings, self._overlap, self._progress = sources, settings, overlap, progress
+        self.entries: list[dict[str, Any]] = []
+        self._probes = [found for probe in PROBES if (found := probe.asked(settings, sources, tokens)) is not None]
+        self._found: dict[str, dict[int, dict[str, Any]]] = {probe.name: {} for probe in self._probes}
+
+    @contextlib.contextmanager
+    def opened(self, index: int) -> Iterator[Any]:
+        """The model with this index, freed when the block ends."""
+        source = self._sources[index]
+        with _padded(source, self._settings) as model:
+            if index == len(self.entries):  # the first time: what its config or files can make fail comes before the long part
+                first = self.entries[0]["kv_bytes_per_token"] if self.entries else None
+                overlap = self._overlap(source) if self.entries else None
+                self.entries.append(_identity(source) | {"calibration_overlap": overlap} | _cost(source, model, first))
+            yield model
+
+    def visit(self, index: int, model: Any) -> None:
+        """Measure what the settings ask for besides perplexity."""
+        for probe in self._probes:
+            name = self._sources[index].name
+            self._found[probe.name][index] = {"name": name} | probe.measure(model, name, self._progress)
+
+    def probed(self) -> dict[str, Any]:
+        """The report's part of each probe; None for those that were not asked for."""
+        made = {
+            p.name: p.record() | {"models": [found for _, found in sorted(self._found[p.name].items())]} for p in self._probes
+        }
+        return {probe.name: made.get(probe.name) for probe in PROBES}
 
 
-def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[Protocol, Tokens]:
-    """Check configs, tokenizer and text before a model is loaded. Returns the protocol and the whole text's tokens."""
-    protocol = check(sources, settings)
+def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[list[Protocol], Tokens]:
+    """Check configs, tokenizer and text before models are loaded. Returns a protocol per context, and the text's tokens."""
+    protocols = check(sources, settings)
     tokens = tokens_of(sources[0], text)
-    protocol.blocks(tokens)
-    return protocol, tokens
+    for protocol in protocols:
+        protocol.blocks(tokens)
+    return protocols, tokens
 
 
-def check(sources: Sequence[Source], settings: EvaluationSettings) -> Protocol:
-    """Check everything that configs can show. Returns the protocol at a context that all models allow."""
+def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Protocol]:
+    """Check everything that configs can show. Returns a protocol for each context; all models allow these."""
     require_device(settings.device)
     for source in sources:
         require_causal(source)
-    vocabularies = {source.config.get_text_config(decoder=True).vocab_size for source in sources}
-    if len(vocabularies) > 1:
-        listed = ", ".join(f"{s.name} {s.config.get_text_config(decoder=True).vocab_size}" for s in sources)
+    if len({source.vocabulary for source in sources}) > 1:
+        listed = ", ".join(f"{source.name} {source.vocabulary}" for source in sources)
         raise Refusal(
             f"models with different vocabularies cannot be compared: {listed}",
             hint="evaluate each by itself and compare bits/byte",
@@ -155,8 +189,7 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> Protocol:
         dtype_bytes(settings.dtype)
     if settings.max_tokens is not None and settings.max_tokens < 2:
         raise Refusal(f"perplexity needs at least 2 tokens, not {settings.max_tokens}")
-    (context,) = require_contexts(sources, () if settings.context is None else (settings.context,))
-    return Protocol.named(settings.protocol, context)
+    return [Protocol.named(settings.protocol, context) for context in require_contexts(sources, settings.contexts)]
 
 
 def require_contexts(sources: Sequence[Source], wanted: Sequence[int]) -> tuple[int, ...]:
@@ -186,6 +219,15 @@ def require_causal(source: Source) -> None:
         )
 
 
+def _compute_dtype(source: Source, settings: EvaluationSettings) -> str:
+    """The dtype of the forward passes of a model."""
+    import torch
+
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if settings.device == "cpu" or not torch.cuda.is_available() else source.dtype
+
+
 @contextlib.contextmanager
 def load(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
     """The model of `source` in eval mode, freed when the block ends.
@@ -196,14 +238,12 @@ def load(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
-    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if on_cpu else source.dtype)
     with tempfile.TemporaryDirectory(prefix="kvfold-offload-") as offload:
         placement = {} if settings.device == "cpu" else {"device_map": settings.device, "offload_folder": offload}
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 source.files,
-                dtype=getattr(torch, dtype),
+                dtype=getattr(torch, _compute_dtype(source, settings)),
                 trust_remote_code=source.trust_remote_code,
                 output_loading_info=True,
                 **placement,
@@ -255,7 +295,7 @@ def tokens_of(source: Source, text: Text, first: int | None = None) -> Tokens:
             f"cannot load the tokenizer of {source.reference}: {reason}", hint="copy the tokenizer's files beside the weights"
         ) from error
     tokens = tokenize(text, tokenizer, first)
-    limit = source.config.get_text_config(decoder=True).vocab_size
+    limit = source.vocabulary
     if int(tokens.ids.max()) >= limit:
         raise Failure(
             f"the tokenizer of {source.reference} makes ids up to {int(tokens.ids.max())}, its model knows {limit}",
@@ -275,7 +315,6 @@ def _identity(source: Source) -> dict[str, Any]:
         "method": made.get("method"),
         "calibration_hash": made.get("calibration_hash"),
         "calibration_context": calibration.get("context"),
-        "calibration_overlap": None,
     }
 
 

@@ -6,7 +6,7 @@ Sums of nats are accumulated in fp64 over fp32 log-probabilities and divided onc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,86 +79,73 @@ class Score:
         }
 
 
-def compare(
-    source: Any, models: Sequence[Any], blocks: list[Block], progress: Callable[[int], object] = lambda tokens: None
-) -> list[Score]:
-    """Score the source and converted models on the same blocks.
+class Batch(NamedTuple):
+    """Blocks of one shape, for one forward pass.
 
-    Args:
-        source: A causal LM in eval mode.
-        models: Other models with the same vocabulary; may be empty.
-        blocks: From `Protocol.blocks`.
-        progress: Called with the number of tokens newly scored.
-
-    Returns:
-        The source's score, then each model's score against it.
-
-    Raises:
-        Failure: A model's logits are not finite.
+    Attributes:
+        ids: `[B, T]`.
+        first: The index of the first scored token of each block.
     """
-    scores = [Score() for _ in (source, *models)]
-    vocabulary = source.config.get_text_config(decoder=True).vocab_size
-    with torch.inference_mode():
-        for ids, first in _batches(blocks, vocabulary):
-            scored = _Scored(ids[:, first:].flatten(), torch.arange(first - 1, ids.shape[1] - 1).repeat(len(ids)))
-            expected = _logits(source, ids, first)
-            _add(scores[0], source, expected, None, scored, vocabulary)
-            for score, model in zip(scores[1:], models, strict=True):  # hold one model's logits at a time
-                _add(score, model, _logits(model, ids, first), (source, expected), scored, vocabulary)
-            progress(len(scored.targets))
-    return scores
+
+    ids: torch.Tensor
+    first: int
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """The N scored tokens, `[N]`."""
+        return self.ids[:, self.first :].flatten()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The positions in their blocks of the tokens before the scored ones, `[N]`."""
+        return torch.arange(self.first - 1, self.ids.shape[1] - 1).repeat(len(self.ids))
 
 
-class _Scored(NamedTuple):
-    """The tokens of a batch that are scored, `[N]`, and the positions in their blocks of the tokens before them, `[N]`."""
-
-    targets: torch.Tensor
-    positions: torch.Tensor
-
-
-def _add(
-    score: Score,
-    model: Any,
-    logits: torch.Tensor,
-    expected: tuple[Any, torch.Tensor] | None,
-    scored: _Scored,
-    vocabulary: int,
-) -> None:
-    """Add `logits [N, vocabulary]` to the score, compared with the source's, `expected`, some rows at a time."""
-    for start in range(0, len(scored.targets), rows := max(1, _ROWS_AT_ONCE // vocabulary)):
-        part = slice(start, start + rows)
-        found = _log_probabilities(logits[part], model)
-        before = None if expected is None else _log_probabilities(expected[1][part], expected[0]).to(found.device)
-        score.add(found, before, scored.targets[part], scored.positions[part])
-
-
-def _batches(blocks: list[Block], vocabulary: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Blocks of one shape stacked to `[B, T]`, as many as the limit allows, with the index of the first scored token."""
+def batches(blocks: Sequence[Block], vocabulary: int) -> Iterator[Batch]:
+    """Consecutive blocks of one shape together, as many as the limit on logits allows."""
     waiting: list[Block] = []
     for block in [*blocks, None]:
         full = waiting and (len(waiting) + 1) * len(waiting[0].ids) * vocabulary > _LOGITS_AT_ONCE
         alike = waiting and block and (len(block.ids), block.first) == (len(waiting[0].ids), waiting[0].first)
         if waiting and (full or not alike):
-            yield torch.stack([w.ids for w in waiting]), waiting[0].first
+            yield Batch(torch.stack([w.ids for w in waiting]), waiting[0].first)
             waiting = []
         if block:
             waiting.append(block)
 
 
-def _logits(model: Any, ids: torch.Tensor, first: int) -> torch.Tensor:
-    """Logits `[N, vocabulary]`, in the model's dtype, at the N scored positions of `ids [B, T]`."""
-    return model(input_ids=ids.to(input_device(model)), use_cache=False).logits[:, first - 1 : -1].flatten(0, 1)
+def logits_of(model: Any, batch: Batch) -> torch.Tensor:
+    """Logits `[N, vocabulary]`, in the model's dtype, at the N scored positions.
+
+    Raises:
+        Failure: They are not finite.
+    """
+    logits = model(input_ids=batch.ids.to(input_device(model)), use_cache=False).logits
+    return finite(logits[:, batch.first - 1 : -1].flatten(0, 1), model)
 
 
-def _log_probabilities(logits: torch.Tensor, model: Any) -> torch.Tensor:
-    """fp32 log-probabilities of some rows of logits."""
+def finite(logits: torch.Tensor, model: Any) -> torch.Tensor:
+    """`logits` of a model.
+
+    Raises:
+        Failure: They are not finite.
+    """
     if not torch.isfinite(logits).all():
         dtype = str(model.dtype).removeprefix("torch.")
         raise Failure(
             f"the logits of {model.name_or_path} are not finite in {dtype}",
             hint="evaluate in another --dtype (float32 is safest); if they still are not, its weights are damaged",
         )
-    return logits.float().log_softmax(-1)
+    return logits
+
+
+def add(score: Score, batch: Batch, logits: torch.Tensor, expected: torch.Tensor | None = None) -> None:
+    """Add a model's `logits [N, vocabulary]` to its score, compared with the source's, `expected` (None: it is the source)."""
+    targets, positions = batch.targets, batch.positions
+    for start in range(0, len(targets), rows := max(1, _ROWS_AT_ONCE // logits.shape[1])):
+        part = slice(start, start + rows)
+        before = None if expected is None else expected[part].to(logits.device).float().log_softmax(-1)
+        score.add(logits[part].float().log_softmax(-1), before, targets[part], positions[part])
 
 
 def protocol_record(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:

@@ -1,73 +1,28 @@
 """Renders a report (`eval.evaluate` returns one) as JSON, Markdown and one self-contained HTML page.
 
-A report is a plain dict; this module measures nothing and loads neither models nor tokenizers. One list of columns
-gives both the Markdown and the HTML table, so they always agree.
+A report is a plain dict; this module measures nothing and loads neither models nor tokenizers. Its tables are made in
+`eval.sections`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from attention.errors import Failure
 from eval import curve
 from eval.escapes import markdown, printable
 from eval.overlap import WARN_ABOVE
+from eval.sections import fixed, perplexity_text, sections
 from eval.tables import table
 
 Model = dict[str, Any]
 Report = dict[str, Any]
-
-
-class Column(NamedTuple):
-    """One column of every table; numbers are right-aligned."""
-
-    header: str
-    numeric: bool
-    cell: Callable[[Model], str]
-
-
-def _perplexity(value: float) -> str:
-    """`value` with four significant digits while that is readable: 5.472, 30.12, 412.6, 8,103, 3.2e+07."""
-    if value >= 1e6:
-        return f"{value:.2g}"
-    return f"{value:,.{max(0, 3 - int(math.log10(value)))}f}" if value >= 1 else f"{value:.3f}"
-
-
-def _fixed(value: float, spec: str = ".4f") -> str:
-    """`value` with fixed decimals; one that rounds to zero has no sign, so that no row reads `-0.0000`."""
-    return format(value, spec) if round(value, 4) else f"{0:.4f}"
-
-
-def _divergence(value: float) -> str:
-    # An exact conversion has KL 0; a nearly exact one must look different.
-    return "<0.0001" if 0 < value < 5e-5 else _fixed(value)
-
-
-COLUMNS = (
-    Column("model", False, lambda m: m["name"]),
-    Column("attention", False, lambda m: m["kind"]),
-    Column("method", False, lambda m: str(m["method"] or "-")),
-    Column("KV bytes/token", True, lambda m: f"{m['kv_bytes_per_token']:,}"),
-    Column("of source", True, lambda m: f"{m['cache_ratio']:.2%}".replace("%", " %")),
-    Column("perplexity", True, lambda m: _perplexity(m["perplexity"])),
-    Column("loss (nats)", True, lambda m: _fixed(m["loss_nats"], "+.4f")),
-    Column("bits/byte", True, lambda m: f"{m['bits_per_byte']:.3f}"),
-    Column("KL", True, lambda m: _divergence(m["kl_to_source"])),
-    Column("top-1 agreement", True, lambda m: f"{m['top1_agreement']:.1%}".replace("%", " %")),
-)
-
-
-def _rows(report: Report) -> list[list[str]]:
-    rows = [[printable(column.cell(model)) for column in COLUMNS] for model in report["models"]]
-    rows[0][0] += " (source)"
-    return rows
 
 
 def to_json(report: Report) -> str:
@@ -87,28 +42,13 @@ def to_json(report: Report) -> str:
 
 def to_markdown(report: Report) -> str:
     """GitHub tables and one line with the protocol; cells are padded, so that it is readable on a terminal."""
-    numbers = [i for i, column in enumerate(COLUMNS) if column.numeric]
-    parts = [table([c.header for c in COLUMNS], _rows(report), numbers)]
-    if (places := by_position(report)) is not None:
-        header, rows = places
-        parts.append(table(header, rows, range(1, len(header))))
-    return "\n\n".join([*parts, _protocol_line(report), *map(markdown, _warnings(report))]) + "\n"
-
-
-def by_position(report: Report) -> tuple[list[str], list[list[str]]] | None:
-    """Header and rows of a table: what each converted model loses early and late in its blocks; None if there is one bucket."""
-    source, *others = report["models"]
-    places = source.get("loss_by_position", [])
-    if len(places) < 2 or not others:
-        return None
-    header = ["loss (nats) by position", *(f"{place['from']:,} to {place['to'] - 1:,}" for place in places)]
-    rows = [[printable(m["name"]), *(_fixed(place["loss_nats"], "+.4f") for place in m["loss_by_position"])] for m in others]
-    return header, rows
+    tables = [table(part.header, part.rows, range(part.words, len(part.header))) for part in sections(report)]
+    return "\n\n".join([*tables, _protocol_line(report), *map(markdown, _warnings(report))]) + "\n"
 
 
 def _warnings(report: Report) -> list[str]:
     """One sentence for each model that was calibrated on parts of this text, or on shorter blocks."""
-    context = report["protocol"]["context"]
+    context = max([report["protocol"]["context"], *(other["context"] for other in report.get("other_contexts", []))])
     flattered = [
         f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
         "which flatters its figures."
@@ -154,7 +94,7 @@ def _protocol_items(report: Report) -> list[tuple[str, str]]:
 def _summary(report: Report) -> str:
     """The result in one sentence; no-break spaces keep numbers with their units."""
     source, *others = report["models"]
-    before = f"perplexity\N{NO-BREAK SPACE}{_perplexity(source['perplexity'])}"
+    before = f"perplexity\N{NO-BREAK SPACE}{perplexity_text(source['perplexity'])}"
     name = printable(source["name"])
     if not others:
         return f"{name} has {before} at {source['kv_bytes_per_token']:,} KV bytes per token; nothing is compared with it."
@@ -166,39 +106,43 @@ def _summary(report: Report) -> str:
         return f"{100 * model['cache_ratio']:.3g}\N{NO-BREAK SPACE}%"
 
     def loss(model: Model) -> str:
-        return f"{_fixed(model['loss_nats'], '+.3f')}\N{NO-BREAK SPACE}nats"
+        return f"{fixed(model['loss_nats'], '+.3f')}\N{NO-BREAK SPACE}nats"
 
     # Skip models that save nothing, unless there are no others.
     smaller = [model for model in others if model["cache_ratio"] < 1] or others
     best = min(smaller, key=lambda m: (m["loss_nats"], m["cache_ratio"]))
     least = min(smaller, key=lambda m: (m["cache_ratio"], m["loss_nats"]))
-    after = f"→\N{NO-BREAK SPACE}{_perplexity(best['perplexity'])}"
+    after = f"→\N{NO-BREAK SPACE}{perplexity_text(best['perplexity'])}"
     result = f"keeps {share(best)} of the KV cache at {loss(best)} ({before} {after})"
     if len(others) == 1:
         return f"{title(best)} {result}."
     scope = f"Of {len(others)} models compared with {name}, {title(best)} loses least"
     if best is least:
         return f"{scope} and caches least: it {result}."
-    rest = f"{share(least)} at {loss(least)} (perplexity\N{NO-BREAK SPACE}{_perplexity(least['perplexity'])})"
+    rest = f"{share(least)} at {loss(least)} (perplexity\N{NO-BREAK SPACE}{perplexity_text(least['perplexity'])})"
     return f"{scope}: it {result}; {title(least)} caches least: {rest}."
 
 
 def to_html(report: Report) -> str:
     """One HTML page without external references; the same report gives the same bytes."""
-    # Two drawings, of which one is shown: no single one has legible text at both 360 and 1600 pixels.
-    sizes = {"narrow": (328, 340), "wide": (760, 440)}
     page = _template().render(
         source=printable(report["models"][0]["name"]),
         version=report["kvfold"],
         summary=" ".join([_summary(report), *map(printable, _warnings(report))]),
-        curves=[(name, *size, curve.draw(report["models"], name, *size)) for name, size in sizes.items()],
-        columns=COLUMNS,
-        rows=_rows(report),
-        places=by_position(report),
+        curves=_drawings("curve", 440, functools.partial(curve.draw, report["models"])),
+        sections=[
+            (part, _drawings(part.key, 280, part.chart.draw) if part.chart is not None else []) for part in sections(report)
+        ],
         protocol=_protocol_items(report),
         json=to_json(report),
     )
     return page + "\n"
+
+
+def _drawings(key: str, height: int, draw: Callable[[str, int, int], str]) -> list[tuple[str, int, int, str]]:
+    """Two drawings, of which one is shown: no single one has legible text at both 360 and 1600 pixels."""
+    sizes = {"narrow": (328, height * 17 // 22), "wide": (760, height)}
+    return [(name, *size, draw(f"{key}-{name}", *size)) for name, size in sizes.items()]
 
 
 @functools.cache

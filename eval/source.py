@@ -177,6 +177,11 @@ class Source:
         value = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return value if isinstance(value, int) and value > 0 else None  # XLNet has -1
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids that the model knows."""
+        return int(self.config.get_text_config(decoder=True).vocab_size)
+
     @cached_property
     def files(self) -> Path:
         """The directory with all files, downloaded if necessary.

@@ -48,7 +48,7 @@ def test_a_report_is_returned_and_nothing_is_printed(
     pair: list[Path], text: Path, seen: list[tuple[str, int, int, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = evaluate(pair, text=text, context=32, device="cpu", progress=note(seen))
-    settings = EvaluationSettings(context=32, device="cpu")
+    settings = EvaluationSettings(contexts=(32,), device="cpu")
     assert found == report_of([Source.parse(str(path)) for path in pair], Text("novel.txt", WORDS), settings)
     assert capsys.readouterr().out == ""
     tokens = found["models"][0]["tokens"]

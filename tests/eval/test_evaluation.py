@@ -17,6 +17,7 @@ import torch
 
 from attention.errors import Failure, GateMissed, Refusal
 from eval import evaluation as module
+from eval import lockstep
 from eval.evaluation import EvaluationSettings, check, load, report_of, require_ratio, tokens_of
 from eval.overlap import shared_share
 from eval.source import Source
@@ -25,7 +26,7 @@ from eval.text import Text
 Checkpoint = Callable[..., Path]
 
 TEXT = Text("novel.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
-SHORT = EvaluationSettings(context=32, device="cpu")
+SHORT = EvaluationSettings(contexts=(32,), device="cpu")
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ NUMBERS: dict[str, type] = {
 
 def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
     report = json.loads(json.dumps(report_of(pair, TEXT, SHORT), allow_nan=False))
-    assert set(report) == {"kvfold", "protocol", "models"}
+    assert set(report) == {"kvfold", "protocol", "models", "other_contexts", "recall", "tasks"}
     assert report["protocol"] == {
         "name": "paper",
         "context": 32,
@@ -146,6 +147,17 @@ def test_only_so_many_tokens_are_evaluated(pair: list[Source]) -> None:
     assert report["models"][0]["perplexity"] == begun["models"][0]["perplexity"]
 
 
+def test_each_context_is_evaluated_as_if_alone(pair: list[Source]) -> None:
+    report = report_of(pair, TEXT, replace(SHORT, contexts=(32, 16)))
+    alone = report_of(pair, TEXT, replace(SHORT, contexts=(16,)))
+    assert report | {"other_contexts": []} == report_of(pair, TEXT, SHORT)
+    (other,) = report["other_contexts"]
+    assert (other["context"], other["stride"]) == (16, 16)
+    for found, expected in zip(other["models"], alone["models"], strict=True):
+        assert found.items() <= expected.items()
+        assert {"name", "perplexity", "loss_nats", "kl_to_source", "loss_by_position"} <= set(found)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 0, -3])
 def test_too_few_tokens_are_refused(pair: list[Source], max_tokens: int) -> None:
     with pytest.raises(Refusal, match=f"perplexity needs at least 2 tokens, not {max_tokens}"):
@@ -158,7 +170,7 @@ def test_the_context_is_what_all_models_allow(pair: list[Source], limits: tuple[
         assert source.directory is not None
         rewrite(source.directory, max_position_embeddings=limit)
         forget_weights(source)
-    assert check(pair, EvaluationSettings()).context == context
+    assert check(pair, EvaluationSettings())[0].context == context
 
 
 @pytest.mark.parametrize("shorter", [0, 1])
@@ -169,15 +181,15 @@ def test_a_context_above_the_models_positions_is_refused_before_weights_are_read
     for source in pair:
         forget_weights(source)
     with pytest.raises(Refusal, match="a context of 65 tokens exceeds the 64 positions of the model") as caught:
-        report_of(pair, TEXT, EvaluationSettings(context=65))
+        report_of(pair, TEXT, EvaluationSettings(contexts=(65,)))
     assert caught.value.hint == "use --context 64 or less"
-    assert check(pair, EvaluationSettings(context=64)).context == 64
+    assert check(pair, EvaluationSettings(contexts=(64,)))[0].context == 64
 
 
 @pytest.mark.parametrize("context", [0, 1])
 def test_a_context_that_predicts_nothing_is_refused(pair: list[Source], context: int) -> None:
     with pytest.raises(Refusal, match=f"a context of {context} predicts nothing"):
-        check(pair, EvaluationSettings(context=context))
+        check(pair, EvaluationSettings(contexts=(context,)))
 
 
 def test_different_vocabularies_are_refused_before_weights_are_read(pair: list[Source]) -> None:
@@ -287,7 +299,7 @@ def test_models_run_in_the_dtype_asked_for_and_in_fp32_on_a_cpu(pair: list[Sourc
     assert report["protocol"]["dtype"] == ("bfloat16" if dtype == "bfloat16" else "float32")
 
 
-@pytest.mark.parametrize(("small", "expected"), [(0, [0, 1, 1, 1]), (2.5, [0, 1, 2, 1]), (3, [0, 1, 2, 3])])
+@pytest.mark.parametrize(("small", "expected"), [(0, [0, 1, 0, 0]), (2.5, [0, 1, 2, 0]), (3, [0, 1, 2, 3])])
 def test_models_are_in_memory_together_only_while_they_are_small(
     small: float, expected: list[int], pair: list[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,7 +315,7 @@ def test_models_are_in_memory_together_only_while_they_are_small(
 
     monkeypatch.setattr(module, "load", watched)
     assert pair[1].directory is not None
-    monkeypatch.setattr(module, "_SMALL", small * (pair[1].directory / "model.safetensors").stat().st_size)
+    monkeypatch.setattr(lockstep, "_SMALL", small * (pair[1].directory / "model.safetensors").stat().st_size)
     report = report_of([pair[0], pair[1], pair[1], pair[1]], TEXT, SHORT)
     assert alive == expected, "models that are there while another is loaded"
     source, *others = report["models"]

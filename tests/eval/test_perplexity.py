@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from scoring import compare
 from tiny import tiny_config, tiny_model
 
 from attention.errors import Failure
 from eval import perplexity
-from eval.perplexity import Score, compare, protocol_record
+from eval.perplexity import Score, protocol_record
 from eval.protocol import PROTOCOLS, Protocol
 from eval.text import Tokens
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from scoring import compare
 from tiny import tiny_config, tiny_model
 
-from eval.perplexity import compare
 from eval.positions import ByPosition, bounds, buckets_of
 from eval.protocol import Protocol
 from eval.text import Tokens

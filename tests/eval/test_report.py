@@ -16,8 +16,9 @@ from xml.etree import ElementTree
 import pytest
 
 from attention.errors import Failure
-from eval import curve
+from eval import drawing
 from eval import report as reports
+from eval.sections import COLUMNS
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert(1)</script>"
@@ -98,7 +99,7 @@ class Page(HTMLParser):
 
 def drawings(page: str) -> list[ElementTree.Element]:
     found = re.findall(r"<svg .*?</svg>", page, flags=re.DOTALL)
-    assert len(found) == 2
+    assert len(found) % 2 == 0, "narrow and wide"
     return [ElementTree.fromstring(text) for text in found]
 
 
@@ -186,7 +187,7 @@ def test_markdown_of_a_hostile_name_stays_one_row() -> None:
     report = a_report(2)
     report["models"][1]["name"] = "a|b\n| c \x1b[31m\u202e`d`"
     markdown = reports.to_markdown(report)
-    assert [len(row) for row in table_of(markdown)] == [len(reports.COLUMNS)] * 4
+    assert [len(row) for row in table_of(markdown)] == [len(COLUMNS)] * 4
     assert "\x1b" not in markdown
     assert "\u202e" not in markdown
 
@@ -222,7 +223,7 @@ def test_html_is_one_well_formed_page(count: int) -> None:
     text = reports.to_html(report)
     page = Page(text)
     assert ("html", {"lang": "en"}) in page.tags
-    assert [attrs["scope"] for tag, attrs in page.tags if tag == "th"] == ["col"] * len(reports.COLUMNS) + ["row"] * count
+    assert [attrs["scope"] for tag, attrs in page.tags if tag == "th"] == ["col"] * len(COLUMNS) + ["row"] * count
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     used = set(re.findall(r"url\(#(\w+)\)", text)) | set(re.findall(r'href="#(\w+)"', text))
@@ -285,8 +286,8 @@ def test_all_colours_of_the_drawings_come_from_the_style_sheet() -> None:
         painted = set(re.findall(r"(?:fill|stroke): ?([^;\"]+)", source))
         roles = {paint.removeprefix("var(--").removesuffix(")") for paint in painted - {"none"}}
         assert {"ink", "muted", "grid", "series-0", "series-2"} <= roles
-        assert roles <= set(curve.ROLES)
-    for role in curve.ROLES:
+        assert roles <= set(drawing.ROLES)
+    for role in drawing.ROLES:
         assert f"--{role}:" in light
         assert f"--{role}:" in dark
 
@@ -428,3 +429,59 @@ def test_a_model_that_was_calibrated_on_shorter_blocks_is_named() -> None:
     for page in (reports.to_markdown(report), reports.to_html(report)):
         assert "llama-0 was calibrated on blocks of 256 tokens, and is evaluated on 512" in page
         assert "llama-1 was calibrated" not in page
+
+
+def with_probes(report: dict[str, Any]) -> dict[str, Any]:
+    """What `--context 512,1024 --recall --tasks …` add."""
+    names = [model["name"] for model in report["models"]]
+    places = [{"from": 0, "to": 128, "tokens": 9, "loss_nats": 0.0}, {"from": 128, "to": 256, "tokens": 3, "loss_nats": 0.5}]
+    quality = ("name", "perplexity", "loss_nats", "bits_per_byte", "tokens", "kl_to_source", "top1_agreement")
+    further = [{key: model[key] for key in quality} | {"loss_by_position": places} for model in report["models"]]
+    distances = [{"distance": 128, "tokens": 63, "nats": 0.25}, {"distance": 256, "tokens": 63, "nats": 0.5}]
+    score = {"acc": {"value": 0.5, "stderr": 0.025}, "f1": {"value": 0.25, "stderr": None}}
+    return report | {
+        "other_contexts": [{"context": 1024, "stride": 1024, "models": further}],
+        "recall": {
+            "copy_tokens": 64,
+            "sequences": {"128": 1, "256": 1},
+            "models": [{"name": name, "first_nats": 9.0, "distances": distances} for name in names],
+        },
+        "tasks": {
+            "lm_eval": "0.4.13",
+            "limit": 40,
+            "context": 2048,
+            "knowledge": ["mmlu"],
+            "models": [{"name": name, "results": {"arc_easy": score, "mmlu": score}} for name in names],
+        },
+    }
+
+
+def test_everything_that_was_measured_is_in_both_pages() -> None:
+    report = with_probes(a_report(3))
+    report["recall"]["models"][1]["name"] = report["other_contexts"][0]["models"][1]["name"] = HOSTILE
+    markdown, page = reports.to_markdown(report), reports.to_html(report)
+    tables = [[line.split("|") for line in part.splitlines()] for part in markdown.split("\n\n") if part.startswith("|")]
+    assert [part[0][1].strip() for part in tables] == [
+        "model",
+        "at context 1,024",
+        "loss (nats) by position",
+        "loss (nats) on a copy",
+        "tasks",
+        "tasks that test knowledge",
+    ]
+    assert [cell.strip() for cell in tables[3][2][1:-1]] == ["llama", "9.000", "0.250", "0.500"]
+    assert [cell.strip() for cell in tables[4][2][1:4]] == ["arc_easy", "acc", "0.5 ± 0.025"]
+    assert tables[4][3][3].strip() == "0.25"
+    cells = Page(page).cells
+    assert "0.5 ± 0.025" in cells
+    assert HOSTILE not in page
+    assert len(drawings(page)) == 2 * 3, "the curve, positions and recall"
+    labels = [text.text for svg in drawings(page) for text in svg.iter(f"{SVG}text")]
+    assert "tokens from a token to its copy" in labels
+    assert page == reports.to_html(report)
+
+
+def test_a_warning_heeds_the_longest_context() -> None:
+    report = with_probes(a_report(2))
+    report["models"][1]["calibration_context"] = 512
+    assert "calibrated on blocks of 512 tokens, and is evaluated on 1,024" in reports.to_markdown(report)

@@ -1,0 +1,49 @@
+"""Line charts of a report, one line per model: loss by position, recall over distance; as the inside of an inline SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from eval.drawing import COLOURS, MARKERS, inside_of_svg, legend, series_label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A line chart.
+
+    Attributes:
+        title: What the vertical axis shows, with its unit.
+        below: What the horizontal axis shows. Its values double from one to the next.
+        ticks: The values of the horizontal axis.
+        lines: The name of each line, and its values.
+        floor: The least end of the vertical axis.
+    """
+
+    title: str
+    below: str
+    ticks: Sequence[int]
+    lines: Sequence[tuple[str, Sequence[float]]]
+    floor: float = 0.0
+
+    def draw(self, salt: str, width: int, height: int) -> str:
+        """The inside of an SVG of `width` by `height`."""
+
+        def plot(figure: Figure, axes: Axes) -> None:
+            places = range(len(self.ticks))
+            for index, (name, values) in enumerate(self.lines):
+                colour, marker = COLOURS[f"series-{index % 8}"], MARKERS[index % len(MARKERS)]
+                axes.plot(places, values, color=colour, marker=marker, markersize=5, label=series_label(name))
+            values = [value for _, line in self.lines for value in line]
+            axes.set_ylim(min(self.floor, *values), max(self.floor + 1e-3, *values) * 1.08)
+            axes.set_xticks(places, [f"{tick:,}" for tick in self.ticks])
+            axes.set_title(self.title, loc="left")
+            axes.set_xlabel(self.below)
+            legend(figure, axes, width)
+
+        return inside_of_svg(salt, width, height, plot)

@@ -1,0 +1,222 @@
+"""Tasks of lm-eval (the EleutherAI evaluation harness) on a model that is loaded already, with standard errors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attention import absorbed
+from attention.errors import Failure, KvfoldError, Refusal
+from attention.spec import AttentionSpec
+from eval.device import memory_for
+from eval.perplexity import finite
+from eval.progress import Progress, stage
+from eval.source import Source
+from eval.text import Tokens
+
+if TYPE_CHECKING:
+    from eval.evaluation import EvaluationSettings
+
+_log, _harness_log = logging.getLogger("kvfold"), logging.getLogger("lm_eval")
+_BATCH = 8
+_DRAWS = 1000  # for standard errors of metrics that have no formula
+# Tasks that ask what a model knows. A smaller cache harms these first, which an average over all tasks hides.
+_KNOWLEDGE = ("mmlu", "cmmlu", "ceval", "agieval", "gpqa", "triviaqa", "nq_open", "webqs", "truthfulqa")
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Tasks to run.
+
+    Attributes:
+        names: Tasks or groups of tasks, as lm-eval names them.
+        limit: Examples per task, from the start; None for all.
+        path: A directory with task files of one's own, or None.
+    """
+
+    names: tuple[str, ...]
+    limit: int | None = None
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The probe for some models.
+
+    Attributes:
+        settings: Which tasks.
+        manager: lm-eval's `TaskManager`, which finds them.
+        tokenizer: The source's; the models share its vocabulary.
+        context: Tokens that a prompt may have.
+    """
+
+    name: ClassVar[str] = "tasks"
+    settings: TaskSettings
+    manager: Any
+    tokenizer: Any
+    context: int
+
+    @classmethod
+    def asked(cls, settings: EvaluationSettings, sources: Sequence[Source], tokens: Tokens) -> Tasks | None:
+        """See `eval.probes.Probe`.
+
+        Raises:
+            Refusal: There is no task of a name.
+            Failure: lm-eval is not installed, or the data of a task cannot be loaded.
+        """
+        wanted = settings.tasks
+        if wanted is None:
+            return None
+        try:
+            import lm_eval.tasks
+        except ImportError:
+            raise Failure("--tasks needs the package lm-eval", hint="pip install 'kvfold[harness]'") from None
+        from transformers import AutoTokenizer
+
+        manager = _manager(lm_eval.tasks.TaskManager, wanted)
+        with _readable(wanted), _quiet():
+            manager.load(list(wanted.names))
+        limits = [limit for source in sources if (limit := source.max_positions)]
+        tokenizer = AutoTokenizer.from_pretrained(sources[0].files, trust_remote_code=sources[0].trust_remote_code)
+        return cls(wanted, manager, tokenizer, min([2048, *limits]))
+
+    def record(self) -> dict[str, Any]:
+        """What the figures depend on besides the model."""
+        return {
+            "lm_eval": version("lm_eval"),
+            "limit": self.settings.limit,
+            "context": self.context,
+            "knowledge": [name for name in self.settings.names if name.startswith(_KNOWLEDGE)],
+        }
+
+    def measure(self, model: Any, name: str, progress: Progress) -> dict[str, Any]:
+        """Run the tasks.
+
+        Returns:
+            `{"results": {task: {metric: {"value", "stderr"}}}}`; "stderr" is None where lm-eval gives none.
+
+        Raises:
+            Failure: Logits or results are not finite, or memory does not suffice.
+        """
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        room = memory_for("the tasks", "free some, or give --device cpu")
+        found: dict[str, Any] = {}
+        with stage(progress, f"tasks of {name}", len(self.settings.names), "task") as done, room, _decoding(model):
+            with _quiet():
+                harness = HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=_BATCH, max_length=self.context)
+            for task in self.settings.names:
+                with _only_finite(model), _readable(self.settings), _quiet():
+                    result = simple_evaluate(
+                        harness,
+                        tasks=[task],
+                        task_manager=self.manager,
+                        limit=self.settings.limit,
+                        bootstrap_iters=_DRAWS,
+                        log_samples=False,
+                    )
+                found[task] = _figures(task, (result["results"] | result.get("groups", {}))[task], name)
+                done(1)
+        return {"results": found}
+
+
+def _manager(make: Any, wanted: TaskSettings) -> Any:
+    """A task manager that knows all wanted names; lm-eval's own thousands of task files are read only if needed."""
+    manager: Any = None
+    for defaults in (False, True) if wanted.path is not None else (True,):
+        with _quiet():
+            manager = make(include_path=str(wanted.path) if wanted.path is not None else None, include_defaults=defaults)
+        unknown = [name for name in wanted.names if name not in manager.all_tasks]
+        if not unknown:
+            return manager
+    where = f" or {wanted.path}" if wanted.path is not None else ""
+    raise Refusal(
+        f"no task {unknown[0]!r} in lm-eval {version('lm_eval')}{where}",
+        hint="`lm-eval ls tasks` lists its tasks; --task-path names a directory with others",
+    )
+
+
+def _figures(task: str, result: dict[str, Any], name: str) -> dict[str, dict[str, float | None]]:
+    """Each metric of a task; lm-eval names them `acc,none` and `acc_stderr,none`, after the filter of answers."""
+    found: dict[str, dict[str, float | None]] = {}
+    for key, value in result.items():
+        metric, _, chosen = key.partition(",")
+        if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        error = result.get(f"{metric}_stderr,{chosen}")
+        if not math.isfinite(value):
+            raise Failure(
+                f"{metric} of {task} is {value} for {name}",
+                hint="evaluate in another --dtype (float32 is safest), or with a larger --limit",
+            )
+        label = metric if chosen == "none" else f"{metric} ({chosen})"
+        known = isinstance(error, int | float) and math.isfinite(error)
+        found[label] = {"value": float(value), "stderr": float(error) if known and error is not None else None}
+    return found
+
+
+@contextlib.contextmanager
+def _readable(wanted: TaskSettings) -> Iterator[None]:
+    """Turn errors about a task's file or data into one line."""
+    try:
+        yield
+    except KvfoldError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:  # of the network, Hub, YAML, data
+        reason = " ".join(str(error).split())[:200]
+        raise Failure(
+            f"cannot run {', '.join(wanted.names)}: {type(error).__name__}: {reason}",
+            hint="their data comes from the Hub: run once with a network, or name tasks with local data by --task-path",
+        ) from error
+
+
+@contextlib.contextmanager
+def _decoding(model: Any) -> Iterator[None]:
+    """Decode over the latent where that is possible, as a served model does."""
+    with contextlib.ExitStack() as stack:
+        if AttentionSpec.from_config(model.config).kv_lora_rank is not None:
+            try:
+                stack.enter_context(absorbed(model))
+            except KvfoldError as reason:
+                _log.warning("%s decodes as transformers has it: %s", model.name_or_path, reason)
+        yield
+
+
+@contextlib.contextmanager
+def _only_finite(model: Any) -> Iterator[None]:
+    """Fail where logits are not finite: lm-eval would count them as wrong answers."""
+
+    def check(module: Any, args: Any, output: Any) -> None:
+        finite(output.logits, model)
+
+    hook = model.register_forward_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing on stderr: lm-eval logs each step, draws bars, and lets git complain where it is not in a repository."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    level = _harness_log.level
+    _harness_log.setLevel(logging.ERROR)
+    try:
+        with Path(os.devnull).open("w") as nothing, contextlib.redirect_stderr(nothing):
+            os.dup2(nothing.fileno(), 2)
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        _harness_log.setLevel(level)

@@ -1,0 +1,101 @@
+"""Recall against models whose answer is known: one that copies, one that guesses, one that copies so far and no farther."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config, tiny_model
+
+from attention.errors import Failure, Refusal
+from eval.evaluation import EvaluationSettings, report_of
+from eval.progress import silent
+from eval.recall import COPY, Recall
+from eval.source import Source
+from eval.text import Text
+
+WORDS = 50
+IDS = torch.randint(WORDS, (3000,), generator=torch.Generator().manual_seed(0))
+
+
+class Copier:
+    """Predicts what followed the last occurrence of the last 4 tokens, up to `reach` tokens back; guesses evenly otherwise."""
+
+    device, dtype, name_or_path = torch.device("cpu"), torch.float32, "copier"
+
+    def __init__(self, reach: int, keeps: bool = True) -> None:
+        self.reach, self.read = reach, 0
+        self.forward = self.few if keeps else self.all
+
+    def few(self, input_ids: torch.Tensor, use_cache: bool, logits_to_keep: int = 0) -> Any:
+        return SimpleNamespace(logits=self.all(input_ids, use_cache).logits[:, -logits_to_keep:])
+
+    def all(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        ids = input_ids[0].tolist()
+        self.read += len(ids)
+        logits = torch.zeros(1, len(ids), WORDS)
+        for at in range(3, len(ids)):
+            for before in range(at - 1, max(2, at - self.reach - 1), -1):
+                if ids[before - 3 : before + 1] == ids[at - 3 : at + 1]:
+                    logits[0, at, ids[before + 1]] = 100
+                    break
+        return SimpleNamespace(logits=logits)
+
+    def __call__(self, **kwargs: Any) -> Any:
+        return self.forward(**kwargs)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["logits_to_keep", "all logits"])
+def test_one_that_copies_so_far_is_seen_to_do_so(keeps: bool) -> None:
+    probe = Recall.of(IDS, 512 + COPY)
+    assert probe.distances == (128, 256, 512)
+    found = probe.measure(Copier(256, keeps), "copier", silent)
+    near, middle, far = found["distances"]
+    assert [place["tokens"] for place in found["distances"]] == [(COPY - 1) * count for count in (64, 32, 16)]
+    assert near["nats"] < 0.5 > middle["nats"]
+    assert far["nats"] == pytest.approx(math.log(WORDS), rel=0.05) == pytest.approx(found["first_nats"], rel=0.05)
+
+
+def test_the_same_text_gives_the_same_tokens_and_another_part_between_each_pair() -> None:
+    probe, again = Recall.of(IDS, 8192), Recall.of(IDS, 8192)
+    assert torch.equal(probe.copies, again.copies)
+    assert probe.distances == again.distances == (128, 256, 512, 1024, 2048)
+    between = [probe._between(number, 1024) for number in range(8)]
+    assert all(len(part) == 1024 - COPY for part in between)
+    assert len({tuple(part.tolist()) for part in between}) == 8
+    assert set(probe.copies.flatten().tolist()) <= set(IDS.tolist())
+    json.dumps(probe.record(), allow_nan=False)
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(3000, 191), (63, 8192)])
+def test_what_is_too_short_is_refused(tokens: int, positions: int) -> None:
+    with pytest.raises(Refusal, match=f"at least 192 positions and a text of 64 tokens, not {positions} and {tokens}"):
+        Recall.of(IDS[:tokens], positions)
+
+
+def test_logits_that_are_not_finite_fail() -> None:
+    model: Any = tiny_model(tiny_config("llama", num_hidden_layers=1))
+    model.lm_head.weight.data[5] = math.inf
+    with pytest.raises(Failure, match="are not finite"):
+        Recall.of(IDS, 200).measure(model, "broken", silent)
+
+
+def test_a_report_holds_it_for_every_model(checkpoint: Callable[..., Path]) -> None:
+    changes = {"max_position_embeddings": 256, "num_hidden_layers": 1}
+    paths = [checkpoint(**changes), checkpoint(name="small", num_key_value_heads=2, **changes)]
+    sources = [Source.parse(str(path)) for path in paths]
+    text = Text("novel.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
+    settings = EvaluationSettings(contexts=(32,), device="cpu")
+    assert report_of(sources, text, settings)["recall"] is None
+    report = report_of(sources, text, replace(settings, recall=True))
+    assert report["recall"]["sequences"] == {"128": 64}
+    assert [model["name"] for model in report["recall"]["models"]] == ["source", "small"]
+    first, second = (model["distances"][0]["nats"] for model in report["recall"]["models"])
+    assert first > 0 < second != first

@@ -1,0 +1,20 @@
+"""Scores of models that are in memory already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from eval.lockstep import Job, score_group
+from eval.perplexity import Score, batches
+from eval.protocol import Block
+
+
+def compare(
+    source: Any, models: Sequence[Any], blocks: list[Block], progress: Callable[[int], object] = lambda tokens: None
+) -> list[Score]:
+    """The source's score on blocks, then each model's against it."""
+    scores = [Score() for _ in (source, *models)]
+    jobs = [Job(batch, scores) for batch in batches(blocks, source.config.vocab_size)]
+    score_group(jobs, source, list(enumerate(models, 1)), None, progress)
+    return scores
