@@ -27,21 +27,25 @@ def output_error(before: Record, after: Record, x: torch.Tensor) -> float:
     return float(error / energy.clamp_min(torch.finfo(torch.float64).tiny))  # a layer may add nothing
 
 
-def attention_mass(attention: Attention, x: torch.Tensor) -> torch.Tensor:
-    """How much attention each head pays to tokens t − s = 0 … T − 1 back, `[H, T]` fp64; rows sum to one.
+def attention_by_distance(attention: Attention, x: torch.Tensor) -> torch.Tensor:
+    """How much attention each head pays to the token t − s = 0 … T − 1 back, where there is one, `[H, T]` fp64.
+
+    The first token of a block is left out: many models rest much of their attention on it, however far back it is.
 
     Args:
         attention: The record.
         x: `[n, T, E]`, blocks that begin at position 0.
     """
-    mass = torch.zeros(attention.q.shape[0], x.shape[1], dtype=torch.float64, device=x.device)
+    total = torch.zeros(attention.q.shape[0], x.shape[1], dtype=torch.float64, device=x.device)
     for block in x.float():
         heads = heads_of(attention, block)
-        for head in range(len(mass)):
+        for head in range(len(total)):
             for tokens in spans(len(block)):
                 weights = causal_softmax(heads.logits(head, tokens))
-                mass[head, : tokens.stop] += _by_distance(weights)
-    return mass / mass.sum(-1, keepdim=True)
+                weights[:, 0] = 0
+                total[head, : tokens.stop] += _by_distance(weights)
+    queries = torch.arange(x.shape[1] - 1, -1, -1, device=x.device)  # that see a token that far back, the first one aside
+    return total / (len(x) * queries.clamp_min(1))
 
 
 def spans(count: int, size: int | None = None) -> list[slice]:

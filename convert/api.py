@@ -114,6 +114,7 @@ def gqa(
     dataset: str | None = None,
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
+    max_context: int | None = None,
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
@@ -140,6 +141,7 @@ def gqa(
         dataset: Instead of `text`: a named dataset, whose training split is used.
         calibration_tokens: Tokens to use from the text's start; None for 131072.
         calibration_context: Tokens per block; None for min(2048, the model's limit).
+        max_context: Tokens of the longest context that the result is for; None for the calibration context.
         propagate: Calibrate each layer on the outputs of the converted layers before it.
         refit: Refit queries and outputs by least squares; None: if there is text and the method uses it.
         refine: Steps of gradient descent that then fit each layer to its source.
@@ -161,7 +163,7 @@ def gqa(
     from convert.planning.grouped import plan_grouped
 
     source = Source.parse(str(model), trust_remote_code)
-    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
+    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
     where = _output(output, dtype, max_shard_size, overwrite, resume)
     _require_range("seed", seed, 0, 2**32 - 1)
     how = methods.load_grouped(method)
@@ -178,6 +180,7 @@ def mqa(
     dataset: str | None = None,
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
+    max_context: int | None = None,
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
@@ -196,7 +199,7 @@ def mqa(
     from convert.planning.grouped import plan_grouped
 
     source = Source.parse(str(model), trust_remote_code)
-    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
+    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
     where = _output(output, dtype, max_shard_size, overwrite, resume)
     _require_range("seed", seed, 0, 2**32 - 1)
     planned = plan_grouped("mqa", source, 1, methods.load_grouped(method), seed, device, where, calibration)
@@ -217,6 +220,7 @@ def mla(
     dataset: str | None = None,
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
+    max_context: int | None = None,
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
@@ -250,7 +254,7 @@ def mla(
     source = Source.parse(str(model), trust_remote_code)
     share, size = _budget(kv_budget)
     wanted = LatentRequest(kv_lora_rank, qk_rope_head_dim, share, size, freqfold, pad_rank)
-    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
+    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
     where = _output(output, dtype, max_shard_size, overwrite, resume)
     _require_range("seed", seed, 0, 2**32 - 1)
     planned = plan_latent(source, wanted, methods.load_latent(method), calibration, device, where, seed)
@@ -266,12 +270,13 @@ def sweep(
     mla: Sequence[str | tuple[int, int]] | None = None,
     methods: Sequence[str] | None = None,
     protocol: str = "paper",
-    context: int | Sequence[int] | None = None,
+    context: int | Sequence[int] = (),
     max_tokens: int | None = None,
     text: TextGiven | None = None,
     dataset: str | None = None,
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
+    max_context: int | None = None,
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
@@ -307,7 +312,7 @@ def sweep(
     source = Source.parse(str(model), trust_remote_code)
     where = _output(output, dtype, max_shard_size, overwrite, resume)
     _require_range("seed", seed, 0, 2**32 - 1)
-    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, propagate, refit, refine)
+    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
     latents = None if mla is None else tuple(dict.fromkeys(map(_latent, mla)))
     chosen = (None if groups is None else tuple(dict.fromkeys(groups)), latents, None if methods is None else tuple(methods))
     plans = sweeping.plans_for(source, sweeping.Wanted(*chosen, calibration, where, device, seed))
@@ -395,13 +400,15 @@ def _calibration(
     dataset: str | None,
     tokens: int | None,
     context: int | None,
+    max_context: int | None,
     propagate: bool,
     refit: bool | None,
     refine: int | None,
 ) -> CalibrationOptions:
     from convert.planning.calibration import CalibrationOptions
 
-    for name, value, least in (("calibration_tokens", tokens, 1), ("calibration_context", context, 2), ("refine", refine, 1)):
+    least_of = {"calibration_tokens": 1, "calibration_context": 2, "max_context": 2, "refine": 1}
+    for (name, least), value in zip(least_of.items(), (tokens, context, max_context, refine), strict=True):
         _require_range(name, least if value is None else value, least)
     if text is not None and dataset is not None:
         raise Refusal("give either a text or a dataset to calibrate on", hint="--text FILE or --dataset NAME")
@@ -410,7 +417,7 @@ def _calibration(
         given |= {"text": str(text)} if isinstance(text, str | Path) else {"strings": str(len(text))}
     if dataset is not None:
         given["dataset"] = dataset
-    return CalibrationOptions(given, tokens, context, propagate, refit, refine or 0)
+    return CalibrationOptions(given, tokens, context, propagate, refit, refine or 0, max_context)
 
 
 def _require_range(name: str, value: float, least: float, most: float = math.inf) -> None:

@@ -146,6 +146,13 @@ calibration = _all(
         help="Tokens per calibration block.  [default: 2048, or MODEL's limit]",
     ),
     click.option(
+        "--max-context",
+        type=click.IntRange(2),
+        metavar="N",
+        help="Tokens of the longest context that the result is for: rotary keys serve distances up to N.  "
+        "[default: the calibration context]",
+    ),
+    click.option(
         "--propagate",
         is_flag=True,
         help="Compute the statistics of each layer in the partly converted model, not in the source.",

@@ -18,7 +18,7 @@ def evaluate(
     text: str | Path | Sequence[str] | None = None,
     dataset: str | None = None,
     protocol: str = "paper",
-    context: int | Sequence[int] | None = None,
+    context: int | Sequence[int] = (),
     max_tokens: int | None = None,
     recall: bool = False,
     tasks: Sequence[str] = (),
@@ -38,7 +38,7 @@ def evaluate(
         text: A UTF-8 file, or a list of strings.
         dataset: Instead of `text`: a named dataset, one of `eval.text.DATASETS`.
         protocol: One of `eval.protocol.PROTOCOLS`.
-        context: Tokens per block, or several to evaluate each; None for min(2048, the smallest position limit of the models).
+        context: Tokens per block, or several to evaluate each; empty for min(2048, the smallest position limit of the models).
         max_tokens: How many tokens to evaluate on, from the text's start; None for all.
         recall: Also measure how well the models copy tokens over distances (`eval.recall`).
         tasks: Tasks of lm-eval to run, too.
@@ -144,9 +144,9 @@ def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool)
     return [Source.parse(str(model), trust_remote_code) for model in named]
 
 
-def contexts_of(context: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The contexts that a caller gives as a number, several or None."""
-    return () if context is None else (context,) if isinstance(context, int) else tuple(dict.fromkeys(context))
+def contexts_of(context: int | Sequence[int]) -> tuple[int, ...]:
+    """The contexts that a caller gives as a number or several."""
+    return (context,) if isinstance(context, int) else tuple(dict.fromkeys(context))
 
 
 def read_text(text: str | Path | Sequence[str] | None, dataset: str | None, split: str) -> Text:

@@ -314,7 +314,7 @@ def _identity(source: Source) -> dict[str, Any]:
         "kind": spec.kind,
         "method": made.get("method"),
         "calibration_hash": made.get("calibration_hash"),
-        "calibration_context": calibration.get("context"),
+        "calibration_context": calibration.get("max_context") or calibration.get("context"),
     }
 
 
@@ -331,7 +331,9 @@ def _made(source: Source) -> dict[str, Any]:
     if not isinstance(made, dict) or "kvfold" not in made:
         return {}  # another tool's file of that name says nothing
     calibration = made.get("calibration") or {}
-    counts = [calibration.get(key) for key in ("tokens", "context")] if isinstance(calibration, dict) else ["none"]
+    counts = (
+        [calibration.get(key) for key in ("tokens", "context", "max_context")] if isinstance(calibration, dict) else ["none"]
+    )
     types = {"method": made.get("method"), "calibration_hash": made.get("calibration_hash")}
     wrong = [key for key, value in types.items() if not isinstance(value, str | None)]
     if wrong or not all(isinstance(count, int | None) for count in counts):

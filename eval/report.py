@@ -47,7 +47,7 @@ def to_markdown(report: Report) -> str:
 
 
 def _warnings(report: Report) -> list[str]:
-    """One sentence for each model that was calibrated on parts of this text, or on shorter blocks."""
+    """One sentence for each model that was calibrated on parts of this text, or for shorter contexts."""
     context = max([report["protocol"]["context"], *(other["context"] for other in report.get("other_contexts", []))])
     flattered = [
         f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
@@ -56,7 +56,7 @@ def _warnings(report: Report) -> list[str]:
         if (overlap := model.get("calibration_overlap") or 0.0) > WARN_ABOVE
     ]
     beyond = [
-        f"Warning: {model['name']} was calibrated on blocks of {shorter:,} tokens, and is evaluated on {context:,}: "
+        f"Warning: {model['name']} was calibrated for contexts of {shorter:,} tokens, and is evaluated on {context:,}: "
         "it may lose more at later positions."
         for model in report["models"]
         if (shorter := model.get("calibration_context") or context) < context

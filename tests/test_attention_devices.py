@@ -15,7 +15,7 @@ from tiny_mla import RANK, ROPE, mla_model, tokens
 from transformers import DynamicCache
 
 from attention import absorb, pack
-from attention.forward import attention_mass, attention_output, output_error
+from attention.forward import attention_by_distance, attention_output, output_error
 from attention.latent import dense_mask, neutral_constants
 from attention.qk_norm import QKNorm
 from attention.record import FactoredAttention, Record
@@ -58,7 +58,7 @@ def test_a_record_on_the_gpu_computes_there(a: Record) -> None:
         assert devices(found) == {"cuda"}
         assert isinstance(output_error(on_gpu, to_gpu(record()), x), float)
         if not isinstance(on_gpu, FactoredAttention):
-            assert devices(attention_mass(on_gpu, x)) == {"cuda"}
+            assert devices(attention_by_distance(on_gpu, x)) == {"cuda"}
 
 
 @pytest.mark.parametrize("computed", [attention_output, run])

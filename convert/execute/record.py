@@ -47,7 +47,8 @@ def record_of(
 
 
 def _calibration(text: CalibrationText) -> dict[str, Any]:
-    return {"text": text.tokens.name, "tokens": len(text.tokens.ids), "context": text.blocks.shape[1]}
+    context, longest = text.blocks.shape[1], text.plan.max_context
+    return {"text": text.tokens.name, "tokens": len(text.tokens.ids), "context": context, "max_context": longest}
 
 
 def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[str, Any]:

@@ -260,7 +260,7 @@ def _statistics(job: Job) -> StatisticsOf:
 
         return survey(stream, Shelf(job.statistics_in, "source"), record, job.progress)
 
-    return lambda layer: surveyed()(layer)
+    return lambda layer: replace(surveyed()(layer), context=text.plan.max_context)
 
 
 def _layers(job: Job, manifest: Manifest, decision: Decision, statistics: StatisticsOf) -> MakeLayer:
@@ -298,7 +298,7 @@ def _evaluate(
         "path": "OUTPUT",  # and conversion.json does not exist yet to give method and text
         "method": plan.applied_method,
         "calibration_hash": text.tokens.hash if text else None,
-        "calibration_context": text.plan.context if text else None,
+        "calibration_context": text.plan.max_context if text else None,
     }
     if (converted["calibration_overlap"] or 0.0) > WARN_ABOVE:
         _log.warning(

@@ -140,7 +140,7 @@ class _Pair:
         stream = self.student if self.text.plan.propagate else self.teacher
         moments = Moments(layer, stream, attention)
         stream.observe(layer, moments.see)
-        return moments.statistics()
+        return replace(moments.statistics(), context=self.text.plan.max_context)
 
     def fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
         """The record fitted to the source, and the errors before and after. The source has then run past the layer."""

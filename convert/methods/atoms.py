@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.forward import attention_mass
+from attention.forward import attention_by_distance
 from attention.record import Attention
 from attention.rope import Rotary
 from convert.methods.algebra import augmented, fix_signs, floored
+from convert.methods.distances import assumed_mass, mass
 from convert.methods.latent import rotary_of
 from convert.methods.statistics import Statistics
-
-_CONTEXT = 2048  # tokens; the longest distance that is assumed without text
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class RopeKeys:
         moved: `[G, L, E + 1]`, z Σ, with Σ the second moment of (x, 1) under attention.
         w: `[H, L, E + 1]` complex, the queries.
         weight: `[H, L]`, λ = √(E|w_{h,l}·x|²).
-        mass: `[H, T]`, the share of head h's attention at distances 0 … T − 1.
+        mass: `[H, N]`, the share of head h's attention at distances 0 … N − 1.
     """
 
     attention: Attention
@@ -56,7 +55,7 @@ class RopeKeys:
 
     @property
     def waves(self) -> torch.Tensor:
-        """`[T, L]`, e^{iθ_l (s − t)} at each distance t − s."""
+        """`[N, L]`, e^{iθ_l (s − t)} at each distance t − s."""
         return _waves(self.attention, self.mass)
 
     @property
@@ -146,9 +145,9 @@ def rotated_moments(attention: Attention, statistics: Statistics) -> torch.Tenso
     As if distances and inputs were independent, Σ_l = (1 − |φ_l|²) · `seen` + |φ_l|² · `within`: what does not vary within a
     query's attention cancels in the softmax as far as RoPE leaves it constant. |φ_l|² is averaged over heads.
     """
-    rotary, attended, mass = rotary_of(attention), statistics.attended, _mass(attention, statistics)
-    waves = _waves(attention, mass)
-    constant = (mass.to(waves.dtype) @ waves).abs().square().mean(0)[:, None]
+    rotary, attended, distances = rotary_of(attention), statistics.attended, _mass(attention, statistics)
+    waves = _waves(attention, distances)
+    constant = (distances.to(waves.dtype) @ waves).abs().square().mean(0)[:, None]
     keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
     seen, within = (
         rotary.to_complex(keys @ moment)[0] for moment in (attended.seen_with_constant, attended.within_with_constant)
@@ -157,15 +156,15 @@ def rotated_moments(attention: Attention, statistics: Statistics) -> torch.Tenso
 
 
 def _waves(attention: Attention, mass: torch.Tensor) -> torch.Tensor:
-    """`[T, L]`, e^{iθ_l (s − t)} at each distance t − s."""
+    """`[N, L]`, e^{iθ_l (s − t)} at each distance t − s."""
     distance = torch.arange(mass.shape[1], dtype=torch.float64, device=mass.device)
     angles = -distance[:, None] * rotary_of(attention).frequencies_for(distance).to(distance)
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def _mass(attention: Attention, statistics: Statistics) -> torch.Tensor:
-    """`[H, T]` attention by distance, measured on the sample; without text, assumed to fall off as one over the distance."""
-    if statistics.sample is not None:
-        return attention_mass(attention, statistics.sample)
-    falling = 1 / (1 + torch.arange(_CONTEXT, dtype=torch.float64, device=attention.k.device))
-    return (falling / falling.sum()).expand(attention.q.shape[0], -1)
+    """`[H, N]` attention by distance, measured on the sample, or assumed without text."""
+    if statistics.sample is None:
+        return assumed_mass(attention.q.shape[0], attention.k.device)
+    near = attention_by_distance(attention, statistics.sample)
+    return mass(near, statistics.context or statistics.sample.shape[1])

@@ -80,6 +80,7 @@ class Statistics:
         tokens: How many x were seen; 0 if the statistics are assumed.
         attended: Moments of x as attention sees it, which weigh keys and values.
         sample: `[n, T, E]`, x of some whole blocks, to measure errors on; None without text.
+        context: Tokens of the longest context that the result is for; None for as many as a block of the sample has.
     """
 
     second: torch.Tensor
@@ -87,6 +88,7 @@ class Statistics:
     tokens: int
     attended: Attended
     sample: torch.Tensor | None = None
+    context: int | None = None
 
     @classmethod
     def assumed(cls, width: int, gain: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> Statistics:
@@ -104,7 +106,8 @@ class Statistics:
 
     def to(self, device: torch.device) -> Statistics:
         sample = None if self.sample is None else self.sample.to(device)
-        return Statistics(self.second.to(device), self.mean.to(device), self.tokens, self.attended.to(device), sample)
+        second, mean, attended = self.second.to(device), self.mean.to(device), self.attended.to(device)
+        return replace(self, second=second, mean=mean, attended=attended, sample=sample)
 
     @property
     def covariance(self) -> torch.Tensor:

@@ -182,26 +182,38 @@ def _regressed(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a layer would lose: `lost [L, G]` per component, and its pursuit where one may run."""
+    """What a layer would lose.
+
+    Attributes:
+        lost: `[L, G]`, by not rotating each component.
+        pursuit: Its pursuit, where one may run.
+        beyond: Whether the result is for longer contexts than the sample has, in which nothing can be measured.
+    """
 
     lost: torch.Tensor
     pursuit: Pursuit | None
+    beyond: bool
 
 
 def measure(attention: Attention, statistics: Statistics, fewest: int) -> _Measured:
     """What `allocate` needs to know about a layer."""
     rope = RopeKeys.of(attention, statistics.shrunk().to(attention.k.device))
     lost, tried = Components.of(rope).lost, statistics.sample is not None
-    return _Measured(lost, Pursuit.of(rope, torch.complex64) if tried and fewest < len(lost) else None)
+    pursuit = Pursuit.of(rope, torch.complex64) if tried and fewest < len(lost) else None
+    return _Measured(lost, pursuit, statistics.sample is not None and rope.mass.shape[1] > statistics.sample.shape[1])
 
 
 def allocate(found: list[_Measured], count: int, allocation: Allocation) -> list[Allocation]:
-    """The costliest components; if `count` is below the number of frequencies, also the atoms that a pursuit finds."""
+    """The costliest components; if `count` is below the number of frequencies, also the atoms that a pursuit finds.
+
+    A sample of shorter blocks cannot tell which are better in the context that the result is for. Atoms then come alone: they
+    explain more there of what rotates, since one may stand for several frequencies.
+    """
     sizes = [replace(allocation, pairs=pairs_by_loss([layer.lost[:, : allocation.rotary_keys] for layer in found], count))]
     pursuits = [layer.pursuit for layer in found if layer.pursuit]
     if pursuits and count < len(found[0].lost):
         sizes.append(replace(allocation, pairs=pairs_by_pursuit(pursuits, count), pursued=True))
-    return sizes
+    return sizes[-1:] if any(layer.beyond for layer in found) else sizes
 
 
 def measured_bytes(spec: AttentionSpec) -> int:

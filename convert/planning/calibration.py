@@ -33,6 +33,7 @@ class CalibrationOptions:
         propagate: Whether a layer's statistics are measured behind the layers converted before it.
         refit: Whether least squares refits queries and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.
+        max_context: Tokens of the longest context that the result is for; None for `context`.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class CalibrationOptions:
     propagate: bool = False
     refit: bool | None = None
     refine: int = 0
+    max_context: int | None = None
 
     @property
     def flags(self) -> str:
@@ -49,6 +51,7 @@ class CalibrationOptions:
             **{"text" if name == "strings" else name: value for name, value in self.given.items()},
             "calibration-tokens": self.tokens,
             "calibration-context": self.context,
+            "max-context": self.max_context,
             "propagate": self.propagate,
             "refit": self.refit,
             "refine": self.refine,
@@ -63,7 +66,7 @@ class CalibrationOptions:
     @property
     def text_alone(self) -> CalibrationOptions:
         """The same without steps beyond a method."""
-        return CalibrationOptions(self.given, self.tokens, self.context)
+        return CalibrationOptions(self.given, self.tokens, self.context, max_context=self.max_context)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Calibration:
     propagate: bool
     refit: bool
     refine: int
+    max_context: int
 
     @property
     def name(self) -> str:
@@ -98,6 +102,7 @@ class Calibration:
             **self.given,
             "calibration_tokens": self.tokens,
             "calibration_context": self.context,
+            **({"max_context": self.max_context} if self.max_context != self.context else {}),
             **({"propagate": True} if self.propagate else {}),
             "refit": self.refit,
             **({"refine": self.refine} if self.refine else {}),
@@ -187,9 +192,9 @@ def calibration_for(
     if method.text is TextUse.IGNORED and (wanted.propagate or not (wanted.refit or wanted.refine)):
         idle = "--propagate" if wanted.refit or wanted.refine else wanted.flags
         raise Refusal(f"method {method.name} looks at weights only and has no use for {idle}", hint="leave it out")
-    tokens, context = _numbers(source, wanted)
+    tokens, context, longest = _numbers(source, wanted)
     refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
-    return Calibration(wanted.given, tokens, context, wanted.propagate, refit, wanted.refine)
+    return Calibration(wanted.given, tokens, context, wanted.propagate, refit, wanted.refine, longest)
 
 
 def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
@@ -207,8 +212,8 @@ def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
         )
 
 
-def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int]:
-    """Tokens in all, and per block."""
+def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int, int]:
+    """Tokens in all, per block, and in the longest context that the result is for."""
     limit = source.max_positions
     context = min(2048, limit or 2048) if wanted.context is None else wanted.context
     if limit and context > limit:
@@ -222,4 +227,10 @@ def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int]:
             f"{tokens} calibration tokens are less than one block of {context}",
             hint="raise --calibration-tokens, or lower --calibration-context",
         )
-    return tokens, context
+    longest = context if wanted.max_context is None else wanted.max_context
+    if limit and longest > limit:
+        raise Refusal(
+            f"a --max-context of {longest} tokens exceeds the {limit} positions of the model",
+            hint=f"use --max-context {limit} or less",
+        )
+    return tokens, context, longest

@@ -240,6 +240,7 @@ def _plan_lines(plan: Plan) -> list[str]:
     how = f"method {method.name} ({method.summary})" if plan.applied_method else "nothing to change"
     if text:
         how += f", calibrated on at most {text.tokens} tokens of {text.name} in blocks of {text.context}"
+        how += f" for contexts of {text.max_context}" if text.max_context != text.context else ""
     steps = [*target.steps(), *(text.steps() if text else [])]
     return [
         f"{plan.before.kind} → {target.spec.kind}, {how}",

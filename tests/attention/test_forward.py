@@ -10,7 +10,7 @@ import pytest
 import torch
 from records import factored, inputs, loss, random, record, run
 
-from attention.forward import attention_mass, attention_output, causal_softmax, heads_of, output_error
+from attention.forward import attention_by_distance, attention_output, causal_softmax, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotary
 
@@ -129,21 +129,23 @@ def test_what_is_kept_makes_the_logits(case: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case, a in RECORDS.items() if isinstance(a, Attention)])
 @pytest.mark.parametrize("span", [4, 256])
-def test_the_mass_of_attention_is_counted_by_distance(case: str, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_averaged_by_distance(case: str, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.forward._SPAN", span)
     a, x = RECORDS[case], inputs(20, tokens=9, blocks=3)
     assert isinstance(a, Attention)
-    mass = attention_mass(a, x)
-    assert mass.dtype == torch.float64
-    assert mass.shape == (len(a.q), 9)
-    torch.testing.assert_close(mass.sum(-1), torch.ones(len(a.q)).double(), rtol=1e-12, atol=0)
-    counted = torch.zeros(len(a.q), 9, dtype=torch.float64)
+    near = attention_by_distance(a, x)
+    assert near.dtype == torch.float64
+    assert near.shape == (len(a.q), 9)
+    found: dict[tuple[int, int], list[float]] = {}
     for block in x:
         for head, logits in enumerate(naive_logits(a, block)):
             for t in range(9):
                 for s, weight in enumerate(logits[t, : t + 1].softmax(-1)):
-                    counted[head, t - s] += weight
-    torch.testing.assert_close(mass, counted / 27, rtol=1e-4, atol=1e-6)
+                    if s > 0:  # a block's first token is left out
+                        found.setdefault((head, t - s), []).append(float(weight))
+    for head in range(len(a.q)):
+        expected = [sum(found[head, d]) / len(found[head, d]) for d in range(8)] + [0]
+        torch.testing.assert_close(near[head], torch.tensor(expected).double(), rtol=1e-4, atol=1e-6)
 
 
 def test_outputs_of_a_layer_that_adds_nothing_do_not_differ() -> None:
@@ -153,9 +155,9 @@ def test_outputs_of_a_layer_that_adds_nothing_do_not_differ() -> None:
     assert output_error(silent, a, inputs(20)) > 1e6
 
 
-def test_a_head_that_looks_at_itself_alone_has_all_its_mass_at_distance_zero() -> None:
+def test_a_head_that_looks_at_itself_alone_looks_no_farther() -> None:
     width = 8
     a = record(1, 1, pairs=0, nope=width, width=width, biased=False)
     a = dataclasses.replace(a, q=100 * torch.eye(width)[None], k=torch.eye(width)[None])
     x = torch.nn.functional.one_hot(torch.arange(width)).float()[None] * (1 + random(1, 1, 1).abs())
-    torch.testing.assert_close(attention_mass(a, x)[0], torch.eye(width)[0].double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(attention_by_distance(a, x)[0], torch.eye(width)[0].double(), rtol=0, atol=1e-6)

@@ -427,7 +427,7 @@ def test_a_model_that_was_calibrated_on_shorter_blocks_is_named() -> None:
     report = a_report(3)
     report["models"][1]["calibration_context"], report["models"][2]["calibration_context"] = 256, 512
     for page in (reports.to_markdown(report), reports.to_html(report)):
-        assert "llama-0 was calibrated on blocks of 256 tokens, and is evaluated on 512" in page
+        assert "llama-0 was calibrated for contexts of 256 tokens, and is evaluated on 512" in page
         assert "llama-1 was calibrated" not in page
 
 
@@ -484,4 +484,4 @@ def test_everything_that_was_measured_is_in_both_pages() -> None:
 def test_a_warning_heeds_the_longest_context() -> None:
     report = with_probes(a_report(2))
     report["models"][1]["calibration_context"] = 512
-    assert "calibrated on blocks of 512 tokens, and is evaluated on 1,024" in reports.to_markdown(report)
+    assert "calibrated for contexts of 512 tokens, and is evaluated on 1,024" in reports.to_markdown(report)

@@ -639,7 +639,7 @@ def test_an_evaluation_without_memory_is_one_line(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("eval.evaluation.compare", full)
+    monkeypatch.setattr("eval.lockstep.score_group", full)
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--evaluate", words)
     assert result.exit_code == 1
     assert "not enough memory for the evaluation: CUDA out of memory" in result.stderr

@@ -9,9 +9,10 @@ import torch
 from entries import Dense, keys_of
 from records import inputs, measured, record
 
-from attention.forward import attention_mass
+from attention.forward import attention_by_distance
 from attention.rope import Rotary
 from convert.methods.atoms import Components, RopeKeys
+from convert.methods.distances import mass
 from convert.methods.statistics import Statistics
 
 
@@ -50,7 +51,10 @@ def test_distances_are_measured_on_text_and_assumed_without() -> None:
     a = record(2, 2, 3, 0, 20)
     known = measured(inputs(20))
     assert known.sample is not None
-    assert torch.equal(RopeKeys.of(a, known).mass, attention_mass(a, known.sample))
+    near = attention_by_distance(a, known.sample)
+    assert torch.equal(RopeKeys.of(a, known).mass, mass(near, near.shape[1]))
+    farther = RopeKeys.of(a, dataclasses.replace(known, context=100)).mass
+    assert torch.equal(farther, mass(near, 100))
     falling = RopeKeys.of(a, Statistics.assumed(20)).mass
     torch.testing.assert_close(falling.sum(1), torch.ones(4).double())
     torch.testing.assert_close(falling[0, 0] / falling[0, 9], torch.tensor(10.0).double())

@@ -123,7 +123,7 @@ def test_queries_that_cannot_be_refitted_are_remarked(
     model_type: str, changes: dict[str, Any], refit: bool, reason: str | None, source: Sources
 ) -> None:
     made = source(model_type, **changes)
-    text = Calibration({"text": "some.txt"}, 640, 64, False, refit, 0)
+    text = Calibration({"text": "some.txt"}, 640, 64, False, refit, 0, 64)
     traits = readable(made).traits(made.config)
     expected = [] if reason is None else [f"queries are not refitted, outputs are: {reason}"]
     assert text_notes(load_grouped("aligned"), text, traits) == expected

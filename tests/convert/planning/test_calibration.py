@@ -62,13 +62,13 @@ def test_options_come_apart_into_text_and_steps() -> None:
 @pytest.mark.parametrize(("method", "refit"), [("weighted", True), ("aligned", True), ("pca", False)])
 def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refit: bool, source: Sources) -> None:
     found = decided(source(), method, given=TEXT)
-    assert found == Calibration(TEXT, 131072, 128, False, refit, 0), "blocks are no longer than the model's positions"
+    assert found == Calibration(TEXT, 131072, 128, False, refit, 0, 128), "blocks are no longer than the model's positions"
     assert decided(source(max_position_embeddings=8192), method, given=TEXT).context == 2048
 
 
 def test_what_is_said_is_what_is_done(source: Sources) -> None:
     found = decided(source(), given=TEXT, tokens=500, context=50, propagate=True, refit=False, refine=3)
-    assert found == Calibration(TEXT, 500, 50, True, False, 3)
+    assert found == Calibration(TEXT, 500, 50, True, False, 3, 50)
     assert decided(source(), "pca", given=TEXT, refit=True).refit
 
 
@@ -87,13 +87,13 @@ def test_layers_are_converted_in_order_where_they_have_to_be(
 def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.txt").touch()
-    found = Calibration(TEXT, 500, 50, True, False, 3)
+    found = Calibration(TEXT, 500, 50, True, False, 3, 50)
     options = {"calibration_tokens": 500, "calibration_context": 50, "propagate": True, "refit": False, "refine": 3}
     assert found.as_options() == {"text": "some.txt"} | options
     assert found.as_recipe() == {"text": str(tmp_path / "some.txt")} | options
     assert found.steps() == ["--propagate", "--refine 3"]
-    assert Calibration({"strings": "3"}, 500, 50, False, True, 0).as_recipe()["strings"] == "3", "of a program"
-    named = Calibration({"dataset": "wikitext"}, 500, 50, False, True, 0)
+    assert Calibration({"strings": "3"}, 500, 50, False, True, 0, 50).as_recipe()["strings"] == "3", "of a program"
+    named = Calibration({"dataset": "wikitext"}, 500, 50, False, True, 0, 50)
     expected = {"dataset": "wikitext", "calibration_tokens": 500, "calibration_context": 50, "refit": True}
     assert named.as_options() == named.as_recipe() == expected
     assert named.steps() == ["--refit"]
@@ -156,7 +156,7 @@ def test_options_are_checked_before_there_is_a_method(source: Sources) -> None:
 def read(source: Source, characters: int, tokens: int, context: int) -> CalibrationText:
     """Of a text with a token for each character."""
     return CalibrationText.of(
-        source, Calibration(TEXT, tokens, context, False, False, 0), Text("some.txt", "ab c" * (characters // 4))
+        source, Calibration(TEXT, tokens, context, False, False, 0, context), Text("some.txt", "ab c" * (characters // 4))
     )
 
 

