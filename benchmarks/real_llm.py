@@ -49,6 +49,7 @@ CONTEXTS = (512, 2048)
 FOLDS = (1, 2, 4, 8)  # of pca
 DEVELOPMENT = 4096  # tokens behind the calibration text, which choose pca's folding
 PASSES = 8  # over the calibration text, that a conversion takes as long as
+RECALL = 65536  # tokens that the probe reads
 
 
 def make_smollm(path: Path) -> None:
@@ -82,19 +83,26 @@ class Step:
     options: dict[str, Any]
 
     def run(self, model: str, directory: Path, progress: Progress) -> Path:
-        """Where the result is; one that is there stays, and one that was interrupted is finished."""
+        """Where the result is. One of the same command stays, one that was interrupted is finished, another is refused."""
         path = directory / self.name
-        if not (path / "conversion.json").is_file():
-            self.convert(model, path, resume=partial_path(path).exists(), progress=progress, **self.options)
+        self.convert(model, path, resume=path.exists() or partial_path(path).exists(), progress=progress, **self.options)
         return path
+
+    def possible(self, model: str, directory: Path) -> bool:
+        """Whether the model allows these options; says why not."""
+        try:
+            self.convert(model, directory / f"{self.name}-plan", dry_run=True, **self.options)
+        except Refusal as refusal:
+            print(f"{self.name}: {refusal}", flush=True)
+            return False
+        return True
 
 
 def sizes(facts: Any) -> Iterator[tuple[int, int]]:
     """R and P at each share of the source's cache; P is half a head, and R + P a multiple of 16."""
     dim = facts["head_dim"]
-    for share in SHARES:
-        width = max(dim, round(share * 2 * facts["kv_heads"] * dim / 16) * 16)
-        yield width - dim // 2, dim // 2
+    widths = (max(dim, round(share * 2 * facts["kv_heads"] * dim / 16) * 16) for share in SHARES)
+    yield from ((width - dim // 2, dim // 2) for width in dict.fromkeys(widths))
 
 
 def steps(facts: Any, text: dict[str, Any], refine: int | None) -> list[Step]:
@@ -120,28 +128,20 @@ def converted(model: str, directory: Path, wanted: list[Step], end: str) -> list
     made: dict[str, list[Path]] = {}
     for step in wanted:
         begun = time.monotonic()
-        try:
-            path = step.run(model, directory, silent)
-        except Refusal as refusal:
-            print(f"{step.name}: {refusal}", flush=True)
-            continue
+        path = step.run(model, directory, silent)
         print(f"{step.name}: {time.monotonic() - begun:.0f} s", flush=True)
         made.setdefault(step.name.partition("-fold-")[0], []).append(path)
     found = []
     for name, paths in made.items():
-        losses = {path: measured_loss(model, path, end) for path in paths} if len(paths) > 1 else {paths[0]: 0.0}
-        best = min(paths, key=losses.__getitem__)
-        if len(paths) > 1:
-            print(
-                f"{name}: {', '.join(f'{path.name} {loss:+.4f}' for path, loss in losses.items())} nats on the end of the text"
-            )
-        found.append(best)
+        if len(paths) == 1:
+            found += paths
+            continue
+        report = evaluate([model, *paths], text=[end], context=CONTEXTS[0])
+        losses = {path: entry["loss_nats"] for path, entry in zip(paths, report["models"][1:], strict=True)}
+        listed = ", ".join(f"{path.name} {loss:+.4f}" for path, loss in losses.items())
+        print(f"{name}: {listed} nats on the end of the text", flush=True)
+        found.append(min(paths, key=losses.__getitem__))
     return found
-
-
-def measured_loss(model: str, path: Path, text: str) -> float:
-    report = evaluate([model, path], text=[text], context=CONTEXTS[0])
-    return float(report["models"][1]["loss_nats"])
 
 
 def end_of(text: Text, model: str, calibrated: int) -> str:
@@ -181,15 +181,17 @@ def main(arguments: list[str] | None = None) -> None:
     if not Path(model).exists() and given.model is None:
         make_smollm(Path(model))
 
-    calibrate_on, evaluate_on = ((text_of(given.text), text_of(given.evaluate)) if given.text else
-                                 (load_dataset("wikitext", "train"), load_dataset("wikitext", "test")))  # fmt: skip
-    named = {"text": str(given.text)} if given.text else {"dataset": "wikitext"}
+    named: dict[str, Any] = {"text": given.text} if given.text else {"dataset": "wikitext"}
+    held_out = {"text": given.evaluate} if given.evaluate else {"dataset": "wikitext"}
     text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context}
-    wanted = steps(inspect(model), text, given.refine)
-    cost = seconds_a_token(model) * (len(wanted) * given.calibration_tokens * PASSES + 2 * len(wanted) * given.max_tokens)
-    print(f"{len(wanted)} conversions and one evaluation: about {max(1, round(cost / 60))} minutes", flush=True)
+    wanted = [step for step in steps(inspect(model), text, given.refine) if step.possible(model, given.directory)]
+    tokens = len(wanted) * (given.calibration_tokens * PASSES + len(CONTEXTS) * given.max_tokens + RECALL)
+    tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)
+    minutes = max(1, round(seconds_a_token(model) * tokens / 60))
+    print(f"{len(wanted)} conversions and one evaluation: about {minutes} minutes", flush=True)
+    calibrate_on = text_of(given.text) if given.text else load_dataset("wikitext", "train")
     paths = converted(model, given.directory, wanted, end_of(calibrate_on, model, given.calibration_tokens))
-    evaluate([model, *paths], text=[evaluate_on.text], context=CONTEXTS, max_tokens=given.max_tokens, recall=True,
+    evaluate([model, *paths], **held_out, context=CONTEXTS, max_tokens=given.max_tokens, recall=True,
              output=given.directory / "report")  # fmt: skip
     print((given.directory / "report" / "report.md").read_text(encoding="utf-8"))
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}")

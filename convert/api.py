@@ -270,7 +270,7 @@ def sweep(
     mla: Sequence[str | tuple[int, int]] | None = None,
     methods: Sequence[str] | None = None,
     protocol: str = "paper",
-    context: int | Sequence[int] = (),
+    context: int | Sequence[int] | None = (),
     max_tokens: int | None = None,
     text: TextGiven | None = None,
     dataset: str | None = None,

@@ -18,10 +18,10 @@ def evaluate(
     text: str | Path | Sequence[str] | None = None,
     dataset: str | None = None,
     protocol: str = "paper",
-    context: int | Sequence[int] = (),
+    context: int | Sequence[int] | None = (),
     max_tokens: int | None = None,
     recall: bool = False,
-    tasks: Sequence[str] = (),
+    tasks: str | Sequence[str] = (),
     limit: int | None = None,
     task_path: str | Path | None = None,
     dtype: str = "auto",
@@ -41,7 +41,7 @@ def evaluate(
         context: Tokens per block, or several to evaluate each; empty for min(2048, the smallest position limit of the models).
         max_tokens: How many tokens to evaluate on, from the text's start; None for all.
         recall: Also measure how well the models copy tokens over distances (`eval.recall`).
-        tasks: Tasks of lm-eval to run, too.
+        tasks: A task of lm-eval to run, too, or several.
         limit: Examples per task; None for all.
         task_path: A directory with task files of one's own.
         dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
@@ -70,9 +70,12 @@ def evaluate(
     sources, ratio = _sources(models, trust_remote_code), max_perplexity_ratio
     if ratio is not None and (len(sources) < 2 or not ratio > 0):
         raise Refusal("--max-perplexity-ratio needs two models or more, and a ratio above 0")
-    wanted = TaskSettings(tuple(tasks), limit, Path(task_path) if task_path is not None else None) if tasks else None
+    names = (tasks,) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
+    wanted = TaskSettings(names, limit, Path(task_path) if task_path is not None else None) if names else None
     if wanted is None and (limit is not None or task_path is not None):
         raise Refusal("--limit and --task-path are of --tasks", hint="name the tasks, or leave these out")
+    if limit is not None and limit < 1:
+        raise Refusal(f"a limit of {limit} examples leaves none of a task", hint="leave it out for all of them")
     settings = EvaluationSettings(protocol, contexts_of(context), max_tokens, dtype, device, recall, wanted)
     check(sources, settings)  # refuse configs before reading a text
     found = report_of(sources, read_text(text, dataset, "test"), settings, progress=progress)
@@ -144,9 +147,9 @@ def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool)
     return [Source.parse(str(model), trust_remote_code) for model in named]
 
 
-def contexts_of(context: int | Sequence[int]) -> tuple[int, ...]:
-    """The contexts that a caller gives as a number or several."""
-    return (context,) if isinstance(context, int) else tuple(dict.fromkeys(context))
+def contexts_of(context: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The contexts that a caller gives as a number, several or None."""
+    return (context,) if isinstance(context, int) else tuple(dict.fromkeys(context or ()))
 
 
 def read_text(text: str | Path | Sequence[str] | None, dataset: str | None, split: str) -> Text:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from eval.escapes import printable
@@ -58,9 +58,13 @@ def inside_of_svg(salt: str, width: int, height: int, plot: Callable[[Figure, Ax
 
 def legend(figure: Figure, axes: Axes, width: int) -> None:
     """A legend above the axes of all series with a name."""
-    names = [line.get_label() for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
-    columns = min(len(names), max(1, width // (9 * max(len(str(name)) for name in names) + 30)))
-    figure.legend(loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.2)
+    names = [str(line.get_label()) for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    figure.legend(loc="outside upper left", ncols=legend_columns(names, width), handlelength=1.2, columnspacing=1.2)
+
+
+def legend_columns(names: Sequence[str], width: int) -> int:
+    """How many of these names stand side by side in a legend."""
+    return min(len(names), max(1, width // (9 * max(map(len, names)) + 30)))
 
 
 def series_label(text: str) -> str:

@@ -53,18 +53,22 @@ class EvaluationSettings:
 
 
 def require_ratio(report: dict[str, Any], limit: float | None) -> None:
-    """Require every model's perplexity to be at most `limit` times the source's.
+    """Require every model's perplexity to be at most `limit` times the source's, at every context.
 
     Raises:
         GateMissed: A model exceeds it.
     """
-    source, *others = report["models"]
-    for entry in others if limit is not None else []:
-        ratio = entry["perplexity"] / source["perplexity"]
-        if ratio > limit:
-            raise GateMissed(
-                f"perplexity of {entry['name']} is {ratio:.4g} × that of {source['name']}, the limit is {limit:g} ×", report
-            )
+    contexts = {report["protocol"]["context"]: report["models"]}
+    contexts |= {other["context"]: other["models"] for other in report["other_contexts"]}
+    for context, (source, *others) in contexts.items() if limit is not None else ():
+        for entry in others:
+            ratio = entry["perplexity"] / source["perplexity"]
+            if ratio > limit:
+                where = f" at context {context}" if len(contexts) > 1 else ""
+                raise GateMissed(
+                    f"perplexity of {entry['name']} is {ratio:.4g} × that of {source['name']}{where}, the limit is {limit:g} ×",
+                    report,
+                )
 
 
 def report_of(
@@ -133,7 +137,10 @@ class _Models:
         overlap: Callable[[Source], float | None],
         progress: Progress,
     ) -> None:
-        self._sources, self._settings, self._overlap, self._progress = sources, settings, overlap, progress
+        self._sources, self._settings, self._progress = sources, settings, progress
+        first, *others = sources  # what their files can make fail comes before the long part
+        self._known = [_identity(first) | {"calibration_overlap": None}]
+        self._known += [_identity(other) | {"calibration_overlap": overlap(other)} for other in others]
         self.entries: list[dict[str, Any]] = []
         self._probes = [found for probe in PROBES if (found := probe.asked(settings, sources, tokens)) is not None]
         self._found: dict[str, dict[int, dict[str, Any]]] = {probe.name: {} for probe in self._probes}
@@ -143,10 +150,9 @@ class _Models:
         """The model with this index, freed when the block ends."""
         source = self._sources[index]
         with _padded(source, self._settings) as model:
-            if index == len(self.entries):  # the first time: what its config or files can make fail comes before the long part
+            if index == len(self.entries):  # the first time
                 first = self.entries[0]["kv_bytes_per_token"] if self.entries else None
-                overlap = self._overlap(source) if self.entries else None
-                self.entries.append(_identity(source) | {"calibration_overlap": overlap} | _cost(source, model, first))
+                self.entries.append(self._known[index] | _cost(source, model, first))
             yield model
 
     def visit(self, index: int, model: Any) -> None:

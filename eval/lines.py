@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eval.drawing import COLOURS, MARKERS, inside_of_svg, legend, series_label
+from eval.drawing import COLOURS, MARKERS, inside_of_svg, legend, legend_columns, series_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,10 @@ class Lines:
     ticks: Sequence[int]
     lines: Sequence[tuple[str, Sequence[float]]]
     floor: float = 0.0
+
+    def height(self, width: int) -> int:
+        """Pixels that the drawing needs at a width: 240, and 18 for each row of the legend."""
+        return 240 + 18 * -(-len(self.lines) // legend_columns([name for name, _ in self.lines], width))
 
     def draw(self, salt: str, width: int, height: int) -> str:
         """The inside of an SVG of `width` by `height`."""

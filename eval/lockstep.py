@@ -8,6 +8,7 @@ all models before the next one begins, so every model is loaded once per span.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from eval.perplexity import Batch, Score, add, logits_of
 from eval.progress import Progress, stage
 from eval.source import Source
 
+_log = logging.getLogger("kvfold")
 _SMALL = 250 * 10**6  # bytes of weights that fit beside the source on any machine
 _MOST_KEPT = 32 * 10**9  # bytes of logits on disk, and at most half of what is free there
 
@@ -51,7 +53,7 @@ class KeptLogits:
             Failure: They cannot be written.
         """
         try:
-            torch.save(logits, self._file(number))
+            torch.save(logits.clone(), self._file(number))  # of a view, torch would write all that it is a view of
         except (OSError, RuntimeError) as error:  # torch raises the latter where a disk is full
             raise Failure(
                 f"cannot keep the source's logits in {self._directory}: {str(error).splitlines()[0][:200]}",
@@ -142,13 +144,20 @@ def score_all(
     groups = _groups(sources[1:])
     vocabulary = sources[0].vocabulary
     alone = len(groups) == 1  # nothing need be kept on disk
-    with kept_logits() as kept:
-        for turn, span in enumerate([jobs] if alone else spans(jobs, vocabulary, room_for_logits())):
+    parts = [jobs] if alone else list(spans(jobs, vocabulary, room_for_logits()))
+    if len(parts) > 1:
+        _log.warning(
+            "%s has room for the source's logits on a part of the text only: every model is loaded %d times "
+            "(TMPDIR names another directory)", tempfile.gettempdir(), len(parts),
+        )  # fmt: skip
+    for turn, span in enumerate(parts):
+        with kept_logits() as kept:
             for order, group in enumerate(groups):
                 with ExitStack() as stack:
                     source = stack.enter_context(opened(0)) if order == 0 else None
                     models = [(index, stack.enter_context(opened(index))) for index in group]
                     name = ", ".join(sources[index].name for index in group or [0])
+                    name += f", part {turn + 1} of {len(parts)}" if len(parts) > 1 else ""
                     total = sum(len(job.batch.targets) for job in span)
                     room = memory_for("the evaluation", "free some, or give --device cpu, or a shorter --context")
                     with stage(progress, f"evaluate {name}", total, "token") as done, room:

@@ -1,6 +1,7 @@
 """Probes: what an evaluation can measure of a loaded model besides perplexity, if it is asked for.
 
-A probe is one module with a class that has these members, and one line in `PROBES`; its tables are in `eval.sections`.
+A probe is one module with a class that has these members, and one line in `PROBES`. A field of `EvaluationSettings` asks
+for it, and `eval.sections` makes its tables.
 """
 
 from __future__ import annotations

@@ -42,12 +42,14 @@ class Recall:
         copies: Runs of tokens, `[S, COPY]`.
         text: Tokens between them, `[n]`.
         distances: From a token to its copy.
+        opening: The BOS token if the tokenizer adds one, `[1 or 0]`; every sequence begins with it.
     """
 
     name: ClassVar[str] = "recall"
     copies: torch.Tensor
     text: torch.Tensor
     distances: tuple[int, ...]
+    opening: torch.Tensor
 
     @classmethod
     def asked(cls, settings: EvaluationSettings, sources: Sequence[Source], tokens: Tokens) -> Recall | None:
@@ -59,13 +61,14 @@ class Recall:
         if not settings.recall:
             return None
         limits = [limit for source in sources if (limit := source.max_positions)]
-        return cls.of(tokens.ids, min([_FARTHEST + COPY, *limits]))
+        return cls.of(tokens.ids, min([_FARTHEST + COPY + 1, *limits]), tokens.bos)
 
     @classmethod
-    def of(cls, ids: torch.Tensor, positions: int) -> Recall:
+    def of(cls, ids: torch.Tensor, positions: int, bos: int | None = None) -> Recall:
         """The probe on a text's `ids [n]` for models of so many positions. The same arguments give the same tokens."""
+        opening = ids.new_tensor([] if bos is None else [bos])
         distances, distance = [], _NEAREST
-        while distance <= _FARTHEST and distance + COPY <= min(positions, len(ids) + 2 * COPY):
+        while distance <= _FARTHEST and distance + COPY <= min(positions - len(opening), len(ids) + 2 * COPY):
             distances.append(distance)
             distance *= 2
         if not distances:
@@ -77,7 +80,7 @@ class Recall:
         generator = torch.Generator().manual_seed(0)
         frequencies = torch.bincount(ids).double()
         drawn = frequencies.multinomial(max(map(_sequences, distances)) * COPY, replacement=True, generator=generator)
-        return cls(drawn.view(-1, COPY), ids, tuple(distances))
+        return cls(drawn.view(-1, COPY), ids, tuple(distances), opening)
 
     def record(self) -> dict[str, Any]:
         """What the figures depend on besides the model."""
@@ -109,15 +112,14 @@ class Recall:
         return {"first_nats": first.mean().item(), "distances": found}
 
     def _between(self, number: int, distance: int) -> torch.Tensor:
-        """The tokens of the text between copies of a sequence: each sequence reads another part."""
+        """The tokens of the text between the copies of a sequence: spread over the text."""
         length = distance - COPY
         start = number * (len(self.text) - length) // _sequences(distance)
         return self.text[start : start + length]
 
-    @staticmethod
-    def _nats(model: Any, ids: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    def _nats(self, model: Any, ids: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         """The loss `[COPY − 1]`, fp64, of all but the first token of `copy`, with which `ids [T]` ends."""
-        logits = finite(_last_logits(model, ids, len(copy))[:-1], model)
+        logits = finite(_last_logits(model, torch.cat((self.opening, ids)), len(copy))[:-1], model)
         return nll_loss(logits.float().log_softmax(-1), copy[1:].to(logits.device), reduction="none").double().cpu()
 
 

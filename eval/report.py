@@ -29,6 +29,7 @@ def to_json(report: Report) -> str:
     """The report itself, for scripts. Raises `Failure` on a number that JSON cannot hold."""
     fields = [("the protocol", report["protocol"])]
     fields += [(f'model "{printable(model["name"])}"', model) for model in report["models"]]
+    fields += [("the report", {key: value for key, value in report.items() if key not in ("protocol", "models")})]
     for owner, key, value in ((owner, key, value) for owner, items in fields for key, value in items.items()):
         try:
             json.dumps(value, allow_nan=False)
@@ -42,8 +43,11 @@ def to_json(report: Report) -> str:
 
 def to_markdown(report: Report) -> str:
     """GitHub tables and one line with the protocol; cells are padded, so that it is readable on a terminal."""
-    tables = [table(part.header, part.rows, range(part.words, len(part.header))) for part in sections(report)]
-    return "\n\n".join([*tables, _protocol_line(report), *map(markdown, _warnings(report))]) + "\n"
+    parts = []
+    for part in sections(report):
+        parts.append(table(part.header, part.rows, range(part.words, len(part.header))))
+        parts += [markdown(part.note)] if part.plain else []
+    return "\n\n".join([*parts, _protocol_line(report), *map(markdown, _warnings(report))]) + "\n"
 
 
 def _warnings(report: Report) -> list[str]:
@@ -129,9 +133,10 @@ def to_html(report: Report) -> str:
         source=printable(report["models"][0]["name"]),
         version=report["kvfold"],
         summary=" ".join([_summary(report), *map(printable, _warnings(report))]),
-        curves=_drawings("curve", 440, functools.partial(curve.draw, report["models"])),
+        curves=_drawings("curve", lambda width: 340 if width < 400 else 440, functools.partial(curve.draw, report["models"])),
         sections=[
-            (part, _drawings(part.key, 280, part.chart.draw) if part.chart is not None else []) for part in sections(report)
+            (part, _drawings(part.key, part.chart.height, part.chart.draw) if part.chart is not None else [])
+            for part in sections(report)
         ],
         protocol=_protocol_items(report),
         json=to_json(report),
@@ -139,9 +144,9 @@ def to_html(report: Report) -> str:
     return page + "\n"
 
 
-def _drawings(key: str, height: int, draw: Callable[[str, int, int], str]) -> list[tuple[str, int, int, str]]:
+def _drawings(key: str, height: Callable[[int], int], draw: Callable[[str, int, int], str]) -> list[tuple[str, int, int, str]]:
     """Two drawings, of which one is shown: no single one has legible text at both 360 and 1600 pixels."""
-    sizes = {"narrow": (328, height * 17 // 22), "wide": (760, height)}
+    sizes = {name: (width, height(width)) for name, width in (("narrow", 328), ("wide", 760))}
     return [(name, *size, draw(f"{key}-{name}", *size)) for name, size in sizes.items()]
 
 

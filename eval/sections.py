@@ -22,7 +22,8 @@ class Section(NamedTuple):
         header: One name per column.
         rows: Cells, as many as columns.
         words: The number of columns, from the left, that hold no numbers.
-        note: An explanation for the HTML page.
+        note: An explanation.
+        plain: Whether Markdown has the note, too.
         chart: What the table shows, drawn.
     """
 
@@ -33,6 +34,7 @@ class Section(NamedTuple):
     words: int = 1
     note: str = ""
     chart: Lines | None = None
+    plain: bool = False
 
 
 class Column(NamedTuple):
@@ -114,7 +116,10 @@ def _by_position(models: list[Model], context: int) -> Iterator[Section]:
     places = source.get("loss_by_position", [])
     if len(places) < 2 or not others:
         return
-    header = ["loss (nats) by position", *(f"{place['from']:,} to {place['to'] - 1:,}" for place in places)]
+    header = [
+        f"loss (nats) by position, context {context:,}",
+        *(f"{place['from']:,} to {place['to'] - 1:,}" for place in places),
+    ]
     losses = [(printable(model["name"]), [place["loss_nats"] for place in model["loss_by_position"]]) for model in others]
     rows = [[name, *(fixed(loss, "+.4f") for loss in line)] for name, line in losses]
     chart = Lines("loss over the source (nats)", "position in the block, up to", [place["to"] for place in places], losses)
@@ -138,7 +143,7 @@ def _recall(found: Report | None) -> Iterator[Section]:
         f"Runs of {found['copy_tokens']} random tokens, read twice, so many tokens apart with text in between. "
         "Whoever finds the first copy predicts the second; whoever does not loses as much on it as on the first."
     )
-    yield Section("recall", "Recall", header, rows, note=note, chart=chart)
+    yield Section("recall", "Recall", header, rows, note=note, chart=chart, plain=True)
 
 
 def _tasks(found: Report | None) -> Iterator[Section]:
@@ -151,12 +156,15 @@ def _tasks(found: Report | None) -> Iterator[Section]:
             [printable(task), printable(metric), *(_score(model["results"][task][metric]) for model in models)]
             for task, metrics in models[0]["results"].items()
             for metric in metrics
-            if (task in found["knowledge"]) == knowledge
+            if task.startswith(tuple(found["knowledge"])) == knowledge
         ]
         header = [title.lower(), "metric", *(printable(model["name"]) for model in models)]
-        note = f"lm-eval {found['lm_eval']}, {found['limit'] or 'all'} examples a task; ± one standard error."
+        note = (
+            f"lm-eval {found['lm_eval']}, {found['limit'] or 'all'} examples a task, prompts of at most "
+            f"{found['context']:,} tokens; ± one standard error."
+        )
         if rows:
-            yield Section("knowledge" if knowledge else "tasks", title, header, rows, words=2, note=note)
+            yield Section("knowledge" if knowledge else "tasks", title, header, rows, words=2, note=note, plain=True)
 
 
 def _score(result: dict[str, float | None]) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attention import absorbed
 from attention.errors import Failure, KvfoldError, Refusal
 from attention.spec import AttentionSpec
-from eval.device import memory_for
+from eval.device import input_device, memory_for, out_of_memory
 from eval.perplexity import finite
 from eval.progress import Progress, stage
 from eval.source import Source
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _log, _harness_log = logging.getLogger("kvfold"), logging.getLogger("lm_eval")
 _BATCH = 8
+_CONTEXT = 2048  # of prompts for models whose config names no limit
 _DRAWS = 1000  # for standard errors of metrics that have no formula
 # Tasks that ask what a model knows. A smaller cache harms these first, which an average over all tasks hides.
 _KNOWLEDGE = ("mmlu", "cmmlu", "ceval", "agieval", "gpqa", "triviaqa", "nq_open", "webqs", "truthfulqa")
@@ -82,11 +83,9 @@ class Tasks:
         from transformers import AutoTokenizer
 
         manager = _manager(lm_eval.tasks.TaskManager, wanted)
-        with _readable(wanted), _quiet():
-            manager.load(list(wanted.names))
         limits = [limit for source in sources if (limit := source.max_positions)]
         tokenizer = AutoTokenizer.from_pretrained(sources[0].files, trust_remote_code=sources[0].trust_remote_code)
-        return cls(wanted, manager, tokenizer, min([2048, *limits]))
+        return cls(wanted, manager, tokenizer, min(limits, default=_CONTEXT))
 
     def record(self) -> dict[str, Any]:
         """What the figures depend on besides the model."""
@@ -94,14 +93,15 @@ class Tasks:
             "lm_eval": version("lm_eval"),
             "limit": self.settings.limit,
             "context": self.context,
-            "knowledge": [name for name in self.settings.names if name.startswith(_KNOWLEDGE)],
+            "knowledge": list(_KNOWLEDGE),
         }
 
     def measure(self, model: Any, name: str, progress: Progress) -> dict[str, Any]:
         """Run the tasks.
 
         Returns:
-            `{"results": {task: {metric: {"value", "stderr"}}}}`; "stderr" is None where lm-eval gives none.
+            `{"results": {task: {metric: {"value", "stderr"}}}}`; "stderr" is None where lm-eval gives none. A name that stands
+            for several tasks without one score of its own gives an entry for each of them.
 
         Raises:
             Failure: Logits or results are not finite, or memory does not suffice.
@@ -114,8 +114,10 @@ class Tasks:
         with stage(progress, f"tasks of {name}", len(self.settings.names), "task") as done, room, _decoding(model):
             with _quiet():
                 harness = HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=_BATCH, max_length=self.context)
+                harness._device = input_device(model)  # lm-eval takes the model's own, which is none where it is offloaded
             for task in self.settings.names:
-                with _only_finite(model), _readable(self.settings), _quiet():
+                hint = f"does `lm-eval run --tasks {task}` work? otherwise leave it out"
+                with _only_finite(model), _one_line(f"cannot run the task {task} of lm-eval on {name}", hint), _quiet():
                     result = simple_evaluate(
                         harness,
                         tasks=[task],
@@ -124,25 +126,50 @@ class Tasks:
                         bootstrap_iters=_DRAWS,
                         log_samples=False,
                     )
-                found[task] = _figures(task, (result["results"] | result.get("groups", {}))[task], name)
+                found |= _results(task, result["results"] | result.get("groups", {}), name)
                 done(1)
         return {"results": found}
 
 
 def _manager(make: Any, wanted: TaskSettings) -> Any:
-    """A task manager that knows all wanted names; lm-eval's own thousands of task files are read only if needed."""
-    manager: Any = None
-    for defaults in (False, True) if wanted.path is not None else (True,):
+    """A task manager that knows all wanted names, whose data is there. It reads lm-eval's own thousands of files if needed.
+
+    Raises:
+        Refusal: There is no task of a name.
+        Failure: A task cannot be loaded.
+    """
+    own = wanted.path is not None
+    hint = "its data comes from the Hub: run once with a network, or name tasks with local data by --task-path"
+    for defaults in (False, True) if own else (True,):
         with _quiet():
-            manager = make(include_path=str(wanted.path) if wanted.path is not None else None, include_defaults=defaults)
+            manager = make(include_path=str(wanted.path) if own else None, include_defaults=defaults)
         unknown = [name for name in wanted.names if name not in manager.all_tasks]
+        if unknown and defaults:
+            raise Refusal(
+                f"no task {unknown[0]!r} in lm-eval {version('lm_eval')}{f' or {wanted.path}' if own else ''}",
+                hint="`lm-eval ls tasks` lists its tasks; --task-path names a directory with others",
+            )
+        try:
+            for name in [] if unknown else wanted.names:
+                with _one_line(f"cannot load the task {name} of lm-eval", hint), _quiet():
+                    manager.load([name])
+        except Failure:
+            if defaults:
+                raise
+            continue  # a group of one's own may have tasks of lm-eval's
         if not unknown:
             return manager
-    where = f" or {wanted.path}" if wanted.path is not None else ""
-    raise Refusal(
-        f"no task {unknown[0]!r} in lm-eval {version('lm_eval')}{where}",
-        hint="`lm-eval ls tasks` lists its tasks; --task-path names a directory with others",
-    )
+    raise AssertionError("the last manager is returned, or refused")
+
+
+def _results(task: str, every: dict[str, Any], name: str) -> dict[str, dict[str, dict[str, float | None]]]:
+    """The figures of a task or group or, where these have none of their own, of each task that it stands for."""
+    if task in every and (whole := _figures(task, every[task], name)):
+        return {task: whole}
+    parts = {part: figures for part, result in every.items() if (figures := _figures(part, result, name))}
+    if not parts:
+        raise Failure(f"the task {task} of lm-eval gave no figures for {name}", hint="leave it out, or name its parts")
+    return parts
 
 
 def _figures(task: str, result: dict[str, Any], name: str) -> dict[str, dict[str, float | None]]:
@@ -165,18 +192,17 @@ def _figures(task: str, result: dict[str, Any], name: str) -> dict[str, dict[str
 
 
 @contextlib.contextmanager
-def _readable(wanted: TaskSettings) -> Iterator[None]:
-    """Turn errors about a task's file or data into one line."""
+def _one_line(what: str, hint: str) -> Iterator[None]:
+    """Turn errors of lm-eval, of a task's file and of its data, which are of many classes, into a `Failure`."""
     try:
         yield
     except KvfoldError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:  # of the network, Hub, YAML, data
+    except Exception as error:
+        if out_of_memory(error):
+            raise
         reason = " ".join(str(error).split())[:200]
-        raise Failure(
-            f"cannot run {', '.join(wanted.names)}: {type(error).__name__}: {reason}",
-            hint="their data comes from the Hub: run once with a network, or name tasks with local data by --task-path",
-        ) from error
+        raise Failure(f"{what}: {type(error).__name__}: {reason}", hint=hint) from error
 
 
 @contextlib.contextmanager

@@ -139,3 +139,35 @@ def test_the_compiler_says_what_it_made_of_the_kernel() -> None:
     assert row[:2] == ["32 × 64", "32 × 128, 4, swapped"]
     moved, products, arrival = (float(cell) for cell in row[-3:])
     assert 0 < products < moved < arrival
+
+
+def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = script("real_llm")
+    for name, value in {"CONTEXTS": (32, 64), "SHARES": (0.5,), "FOLDS": (2, 4), "DEVELOPMENT": 128}.items():
+        monkeypatch.setattr(benchmark, name, value)
+    model = checkpoint(num_hidden_layers=1, max_position_embeddings=256)
+    for name in ("calibrate", "evaluate"):
+        (tmp_path / name).write_text(f"It was a bright cold day in April, and the {name} clocks were striking. " * 20)
+    command = [
+        *(str(tmp_path / "out"), "--model", str(model), "--text", str(tmp_path / "calibrate")),
+        *("--evaluate", str(tmp_path / "evaluate"), "--calibration-tokens", "256", "--calibration-context", "32"),
+    ]
+    stopped = benchmark.evaluate
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "evaluate", stop)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(command)
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/conversion.json")}
+    assert {path.parent.name for path in made} >= {"gqa-2-mean", "gqa-1-aligned", "mla-28+4-weighted", "mla-28+4-pca-fold-2"}
+    monkeypatch.setattr(benchmark, "evaluate", stopped)
+    benchmark.main(command)
+    out = capsys.readouterr().out
+    assert "nats on the end of the text" in out
+    assert "loss (nats) on a copy" in out
+    assert all(path.stat().st_mtime_ns == time for path, time in made.items())
+    assert (tmp_path / "out" / "report" / "report.html").is_file()

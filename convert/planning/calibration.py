@@ -65,8 +65,8 @@ class CalibrationOptions:
 
     @property
     def text_alone(self) -> CalibrationOptions:
-        """The same without steps beyond a method."""
-        return CalibrationOptions(self.given, self.tokens, self.context, max_context=self.max_context)
+        """The same without steps beyond a method, and for the context of its blocks."""
+        return CalibrationOptions(self.given, self.tokens, self.context)
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,8 @@ def calibration_for(
     if method.text is TextUse.IGNORED and (wanted.propagate or not (wanted.refit or wanted.refine)):
         idle = "--propagate" if wanted.refit or wanted.refine else wanted.flags
         raise Refusal(f"method {method.name} looks at weights only and has no use for {idle}", hint="leave it out")
+    if method.text is not TextUse.USED and wanted.max_context is not None:
+        raise Refusal(f"method {method.name} has no use for --max-context", hint="leave it out")
     tokens, context, longest = _numbers(source, wanted)
     refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
     return Calibration(wanted.given, tokens, context, wanted.propagate, refit, wanted.refine, longest)

@@ -152,6 +152,11 @@ def test_each_context_is_evaluated_as_if_alone(pair: list[Source]) -> None:
     alone = report_of(pair, TEXT, replace(SHORT, contexts=(16,)))
     assert report | {"other_contexts": []} == report_of(pair, TEXT, SHORT)
     (other,) = report["other_contexts"]
+    require_ratio(report, 1000)
+    other["models"][1]["perplexity"] *= 2000
+    with pytest.raises(GateMissed, match="at context 16, the limit is 1000"):
+        require_ratio(report, 1000)
+    other["models"][1]["perplexity"] /= 2000
     assert (other["context"], other["stride"]) == (16, 16)
     for found, expected in zip(other["models"], alone["models"], strict=True):
         assert found.items() <= expected.items()
@@ -272,7 +277,8 @@ def test_the_bos_protocol_needs_a_tokenizer_that_adds_one(pair: list[Source]) ->
 
 
 def judged(**perplexities: float) -> dict[str, Any]:
-    return {"models": [{"name": name, "perplexity": value} for name, value in perplexities.items()]}
+    models = [{"name": name, "perplexity": value} for name, value in perplexities.items()]
+    return {"protocol": {"context": 512}, "models": models, "other_contexts": []}
 
 
 def test_a_model_above_the_limit_misses_the_gate() -> None:

@@ -65,7 +65,11 @@ def test_five_models_cost_one_pass_of_the_source(
 
 
 def test_a_report_does_not_depend_on_groups_and_spans(
-    models: list[Source], read: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: list[Source],
+    read: dict[str, int],
+    tmp_path: Path,
+    warned: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = report_of(models, TEXT, SHORT)
     once = dict(read)
@@ -74,9 +78,12 @@ def test_a_report_does_not_depend_on_groups_and_spans(
     monkeypatch.setattr("eval.perplexity._LOGITS_AT_ONCE", 64 * 96)  # several batches
     batched = report_of(models, TEXT, SHORT)
     read.clear()
+    assert warned() == []
     monkeypatch.setattr(lockstep, "room_for_logits", lambda: 200 * 96 * 4)  # several spans
     assert report_of(models, TEXT, SHORT) == batched
     assert read == once
+    (warning,) = warned()
+    assert "has room for the source's logits on a part of the text only" in warning
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
@@ -93,6 +100,13 @@ def test_kept_logits_come_back_as_they_were(tmp_path: Path) -> None:
         kept.keep(2, logits)
         assert kept.logits(2).dtype == dtype
         assert torch.equal(kept.logits(2), logits)
+
+
+def test_a_view_takes_no_more_room_than_its_own_values(tmp_path: Path) -> None:
+    whole = torch.zeros(1, 1000, 50)
+    KeptLogits(tmp_path).keep(0, whole[:, 500:-1].flatten(0, 1))
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size < 0.6 * whole.numel() * 4
 
 
 def test_a_full_disk_fails_with_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

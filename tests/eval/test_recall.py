@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -63,10 +64,23 @@ def test_one_that_copies_so_far_is_seen_to_do_so(keeps: bool) -> None:
     assert far["nats"] == pytest.approx(math.log(WORDS), rel=0.05) == pytest.approx(found["first_nats"], rel=0.05)
 
 
+def test_a_sequence_begins_with_bos_if_the_tokenizer_adds_one() -> None:
+    seen: list[torch.Tensor] = []
+    model = Copier(256)
+    few = model.forward
+    model.forward = lambda input_ids, **kwargs: seen.append(input_ids[0]) or few(input_ids, **kwargs)
+    model.forward.__signature__ = inspect.signature(few)
+    Recall.of(IDS, 200, bos=7).measure(model, "copier", silent)
+    assert {int(ids[0]) for ids in seen} == {7}
+    assert {len(ids) for ids in seen} == {1 + COPY, 1 + 128 + COPY}
+
+
 def test_the_same_text_gives_the_same_tokens_and_another_part_between_each_pair() -> None:
     probe, again = Recall.of(IDS, 8192), Recall.of(IDS, 8192)
     assert torch.equal(probe.copies, again.copies)
     assert probe.distances == again.distances == (128, 256, 512, 1024, 2048)
+    opened = Recall.of(IDS, 512 + COPY, bos=7)
+    assert opened.distances == (128, 256), "BOS takes a position"
     between = [probe._between(number, 1024) for number in range(8)]
     assert all(len(part) == 1024 - COPY for part in between)
     assert len({tuple(part.tolist()) for part in between}) == 8
@@ -98,4 +112,5 @@ def test_a_report_holds_it_for_every_model(checkpoint: Callable[..., Path]) -> N
     assert report["recall"]["sequences"] == {"128": 64}
     assert [model["name"] for model in report["recall"]["models"]] == ["source", "small"]
     first, second = (model["distances"][0]["nats"] for model in report["recall"]["models"])
-    assert first > 0 < second != first
+    alone = report_of(sources[1:], text, replace(settings, recall=True))["recall"]["models"][0]
+    assert second == alone["distances"][0]["nats"] != first

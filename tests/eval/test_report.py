@@ -411,7 +411,11 @@ def test_loss_by_position_is_a_table_of_its_own() -> None:
         ]
     report["models"][1]["name"] = HOSTILE
     second = reports.to_markdown(report).split("\n\n")[1].splitlines()
-    assert [cell.strip() for cell in second[0].strip("|").split("|")] == ["loss (nats) by position", "0 to 127", "128 to 255"]
+    assert [cell.strip() for cell in second[0].strip("|").split("|")] == [
+        "loss (nats) by position, context 512",
+        "0 to 127",
+        "128 to 255",
+    ]
     assert [cell.strip() for cell in second[3].strip("|").split("|")] == ["llama-1", "+0.2000", "+0.5000"]
     page = reports.to_html(report)
     assert "Loss by position" in page
@@ -450,7 +454,7 @@ def with_probes(report: dict[str, Any]) -> dict[str, Any]:
             "lm_eval": "0.4.13",
             "limit": 40,
             "context": 2048,
-            "knowledge": ["mmlu"],
+            "knowledge": ["mmlu", "gpqa"],
             "models": [{"name": name, "results": {"arc_easy": score, "mmlu": score}} for name in names],
         },
     }
@@ -464,7 +468,7 @@ def test_everything_that_was_measured_is_in_both_pages() -> None:
     assert [part[0][1].strip() for part in tables] == [
         "model",
         "at context 1,024",
-        "loss (nats) by position",
+        "loss (nats) by position, context 1,024",
         "loss (nats) on a copy",
         "tasks",
         "tasks that test knowledge",
@@ -485,3 +489,19 @@ def test_a_warning_heeds_the_longest_context() -> None:
     report = with_probes(a_report(2))
     report["models"][1]["calibration_context"] = 512
     assert "calibrated for contexts of 512 tokens, and is evaluated on 1,024" in reports.to_markdown(report)
+
+
+def test_many_models_leave_room_in_the_charts() -> None:
+    """A figure whose axes collapse makes matplotlib warn, which fails a test."""
+    report = with_probes(a_report(14))
+    for model in report["recall"]["models"]:
+        model["name"] += "-of-a-long-name-that-fills-a-row"
+    heights = [float(str(svg.get("viewBox")).split()[3]) for svg in drawings(reports.to_html(report))]
+    assert max(heights) > 400, "of the narrow ones, for fourteen rows of names"
+
+
+def test_a_number_of_a_probe_that_is_not_finite_is_named() -> None:
+    report = with_probes(a_report(2))
+    report["recall"]["models"][1]["first_nats"] = math.nan
+    with pytest.raises(Failure, match="recall of the report"):
+        reports.to_json(report)

@@ -38,7 +38,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "tasks").mkdir()
     data = tmp_path / "tasks" / "data.jsonl"
-    rows = [{"question": f"{a} and ", "choices": [a, "zzzz"], "answer": 0} for a in "abcdef"]
+    rows = [{"question": f"{a * n} and ", "choices": [a, "zzzz"], "answer": 0} for n, a in enumerate("abcdef", 1)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     choices = (
         'doc_to_choice: "{{choices}}"\ndoc_to_target: answer\n'
@@ -64,7 +64,7 @@ def test_tasks_are_run_side_by_side_with_standard_errors(
     found = evaluate([checkpoint(), latent], text=[WORDS], context=32, device="cpu", tasks=names, task_path=own, limit=5,
                      output=tmp_path / "report")  # fmt: skip
     part = found["tasks"]
-    assert (part["limit"], part["knowledge"]) == (5, ["mmlu_letters"])
+    assert (part["limit"], part["knowledge"][0]) == (5, "mmlu")
     assert [model["name"] for model in part["models"]] == ["source", "latent"]
     for model in part["models"]:
         results = model["results"]
@@ -73,7 +73,7 @@ def test_tasks_are_run_side_by_side_with_standard_errors(
         assert right == pytest.approx(round(right)), "a mean over the first five"
         share = right / 5
         assert results["mmlu_letters"]["acc"]["stderr"] == pytest.approx(math.sqrt(share * (1 - share) / 4))
-        assert 0 <= results["words"]["exact_match"]["value"] <= 1
+        assert set(results["words"]) == {"exact_match"}
     markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
     assert "| tasks " in markdown
     assert "| tasks that test knowledge " in markdown
@@ -111,7 +111,7 @@ def test_metrics_after_filters_keep_their_names() -> None:
     }
 
 
-def test_wrong_names_and_missing_data_end_before_models_are_loaded(checkpoint: Checkpoint, own: Path) -> None:
+def test_missing_data_and_wrong_limits_end_before_models_are_loaded(checkpoint: Checkpoint, own: Path) -> None:
     path = checkpoint()
     (path / "model.safetensors").write_bytes(b"no weights")
 
@@ -119,11 +119,27 @@ def test_wrong_names_and_missing_data_end_before_models_are_loaded(checkpoint: C
         evaluate(path, text=[WORDS], context=32, device="cpu", tasks=names, **more)
 
     (own / "away.yaml").write_text(TASK.format(name="away", data=own / "none.jsonl", kind="generate_until", more=""))
-    with pytest.raises(Failure, match=r"cannot run away: .*none\.jsonl"):
+    with pytest.raises(Failure, match=r"cannot load the task away of lm-eval: .*none\.jsonl"):
         run("away", task_path=own)
     with pytest.raises(Refusal, match="--limit and --task-path are of --tasks"):
         run(limit=3)
-    assert tasks._KNOWLEDGE[0] == "mmlu"
+    with pytest.raises(Refusal, match="a limit of 0 examples"):
+        run("away", limit=0, task_path=own)
+
+
+def test_a_name_for_several_tasks_gives_an_entry_for_each() -> None:
+    every = {"arc_easy": {"acc,none": 0.5}, "arc_hard": {"acc,none": 0.25}, "arc": {"alias": "arc", " ": " "}}
+    assert list(tasks._results("arc", every, "m")) == ["arc_easy", "arc_hard"]
+    assert list(tasks._results("arc_hard", every, "m")) == ["arc_hard"]
+    with pytest.raises(Failure, match="the task x of lm-eval gave no figures for m"):
+        tasks._results("x", {"x": {"alias": "x"}}, "m")
+
+
+def test_an_error_within_lm_eval_is_one_line(checkpoint: Checkpoint, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = TASK.format(name="broken", data=own / "data.jsonl", kind="generate_until", more='doc_to_target: "{{nothing}}"')
+    (own / "broken.yaml").write_text(text.replace("question", "no such column"), encoding="utf-8")
+    with pytest.raises(Failure, match=r"cannot (run|load) the task broken of lm-eval"):
+        evaluate(checkpoint(), text=[WORDS], context=32, device="cpu", tasks="broken", task_path=own)
 
 
 def test_a_name_that_nobody_knows_is_refused(own: Path) -> None:

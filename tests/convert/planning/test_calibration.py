@@ -51,7 +51,7 @@ def test_options_are_named_as_on_the_command_line(options: dict[str, Any], flags
 
 
 def test_options_come_apart_into_text_and_steps() -> None:
-    whole = CalibrationOptions(TEXT, 100, 10, True, True, 5)
+    whole = CalibrationOptions(TEXT, 100, 10, True, True, 5, 40)
     assert whole.text_alone == CalibrationOptions(TEXT, 100, 10)
     assert whole.steps == CalibrationOptions(propagate=True, refit=True, refine=5)
 
@@ -70,6 +70,19 @@ def test_what_is_said_is_what_is_done(source: Sources) -> None:
     found = decided(source(), given=TEXT, tokens=500, context=50, propagate=True, refit=False, refine=3)
     assert found == Calibration(TEXT, 500, 50, True, False, 3, 50)
     assert decided(source(), "pca", given=TEXT, refit=True).refit
+    longer = decided(source(), given=TEXT, context=50, max_context=128)
+    assert (longer.context, longer.max_context) == (50, 128)
+    assert longer.as_options()["max_context"] == 128
+    assert "max_context" not in found.as_options(), "a context of one block goes without saying"
+
+
+def test_a_context_that_the_model_lacks_or_the_method_ignores_is_refused(source: Sources) -> None:
+    with pytest.raises(Refusal, match="a --max-context of 129 tokens exceeds the 128 positions of the model"):
+        decided(source(), given=TEXT, max_context=129)
+    with pytest.raises(Refusal, match="method pca has no use for --max-context"):
+        decided(source(), "pca", given=TEXT, max_context=100)
+    with pytest.raises(Refusal, match="--max-context is about calibration text, and there is none"):
+        decided(source(), max_context=100)
 
 
 @pytest.mark.parametrize(
