@@ -61,7 +61,7 @@ class KeptLogits:
             ) from error
 
     def logits(self, number: int) -> torch.Tensor:
-        found: torch.Tensor = torch.load(self._file(number), weights_only=True)
+        found: torch.Tensor = torch.load(self._file(number), map_location="cpu", weights_only=True)
         return found
 
     def _file(self, number: int) -> Path:
@@ -118,7 +118,8 @@ def score_group(
                 add(scores[0], batch, expected)
                 if kept is not None:
                     kept.keep(number, expected)
-            elif kept is not None:
+            else:
+                assert kept is not None, "a later group reads what the first one kept"
                 expected = kept.logits(number)
             for index, model in models:  # hold one model's logits at a time
                 add(scores[index], batch, logits_of(model, batch), expected)
