@@ -36,6 +36,12 @@ doc_to_text: "{{{{question}}}}"
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a task of choices and one of generation."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    import lm_eval.tasks  # here, because it takes seconds that workers without these tests need not spend
+
+    manager = lm_eval.tasks.TaskManager
+    # lm-eval's own thousands of files take ten seconds to index.
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, include_defaults: manager(None, include_path, False))
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # asks pip and the compiler, for seconds
     (tmp_path / "tasks").mkdir()
     data = tmp_path / "tasks" / "data.jsonl"
     rows = [{"question": f"{a * n} and ", "choices": [a, "zzzz"], "answer": 0} for n, a in enumerate("abcdef", 1)]

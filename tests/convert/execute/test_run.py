@@ -346,7 +346,7 @@ KILLS = [
 
 STOPPED = [
     *KILLS, ("inputs", 2, "propagated"), ("layers", 2, "propagated"), ("layers", 1, "refitted"), ("layers", 3, "refined"),
-    *(("inputs", count, "refitted") for count in (3, 5, 7)), ("inputs", 6, "refined"), ("inputs", 5, "all"),
+    ("inputs", 5, "refitted"), ("inputs", 6, "refined"), ("inputs", 5, "all"),
 ]  # fmt: skip
 
 
