@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scoring import compare
 from tiny import tiny_config, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attention.errors import Failure, Refusal
 from eval import evaluate, tasks
+from eval.protocol import Block
 from eval.tasks import _figures
 
 Checkpoint = Callable[..., Path]
@@ -131,6 +134,22 @@ def test_missing_data_and_wrong_limits_end_before_models_are_loaded(checkpoint: 
         run(limit=3)
     with pytest.raises(Refusal, match="a limit of 0 examples"):
         run("away", limit=0, task_path=own)
+
+
+def test_bits_per_byte_are_those_of_lm_eval_on_the_same_windows(checkpoint: Checkpoint) -> None:
+    """lm-eval cuts a text into windows of so many tokens to predict, each after the last token of the window before."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    path, text = checkpoint(), WORDS[: 6 * 32]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=32)
+    (nats,) = harness.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
+    ids = torch.tensor([tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]])
+    windows = [Block(ids[start : start + 33], 1) for start in range(0, len(text), 32)]
+    (score,) = compare(model, [], windows)
+    assert score.tokens == len(text)
+    assert score.nats == pytest.approx(-nats, rel=1e-5)
 
 
 def test_a_name_for_several_tasks_gives_an_entry_for_each() -> None:
