@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eval.drawing import COLOURS, MARKERS, inside_of_svg, legend, legend_columns, series_label
+from eval.drawing import COLOURS, MARKERS, inside_of_svg, legend, legend_columns, scale, series_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_LOG = 20  # the ratio of values above which a linear axis hides the smaller ones
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,12 @@ class Lines:
         below: What the horizontal axis shows. Its values double from one to the next.
         ticks: The values of the horizontal axis.
         lines: The name of each line, and its values.
-        floor: The least end of the vertical axis.
     """
 
     title: str
     below: str
     ticks: Sequence[int]
     lines: Sequence[tuple[str, Sequence[float]]]
-    floor: float = 0.0
 
     def height(self, width: int) -> int:
         """Pixels that the drawing needs at a width: 240, and 18 for each row of the legend."""
@@ -44,9 +44,13 @@ class Lines:
                 colour, marker = COLOURS[f"series-{index % 8}"], MARKERS[index % len(MARKERS)]
                 axes.plot(places, values, color=colour, marker=marker, markersize=5, label=series_label(name))
             values = [value for _, line in self.lines for value in line]
-            axes.set_ylim(min(self.floor, *values), max(self.floor + 1e-3, *values) * 1.08)
+            log = max(values) > _LOG * min(values) > 0
+            if log:
+                scale(axes, 1, values)
+            else:
+                axes.set_ylim(min(0.0, *values), max(1e-3, *values) * 1.08)
             axes.set_xticks(places, [f"{tick:,}" for tick in self.ticks])
-            axes.set_title(self.title, loc="left")
+            axes.set_title(self.title + (" (log scale)" if log else ""), loc="left")
             axes.set_xlabel(self.below)
             legend(figure, axes, width)
 

@@ -505,3 +505,12 @@ def test_a_number_of_a_probe_that_is_not_finite_is_named() -> None:
     report["recall"]["models"][1]["first_nats"] = math.nan
     with pytest.raises(Failure, match="recall of the report"):
         reports.to_json(report)
+
+
+@pytest.mark.parametrize(("worst", "log"), [(0.9, False), (9.0, True)])
+def test_a_bad_model_does_not_hide_the_good_ones(worst: float, log: bool) -> None:
+    report = with_probes(a_report(3))
+    for model, nats in zip(report["recall"]["models"], (0.1, 0.2, worst), strict=True):
+        model["distances"] = [place | {"nats": nats} for place in model["distances"]]
+    labels = [text.text for svg in drawings(reports.to_html(report)) for text in svg.iter(f"{SVG}text")]
+    assert ("loss on the second copy (nats) (log scale)" in labels) == log
