@@ -40,7 +40,6 @@ from convert import gqa, inspect, mla
 from convert.checkpoint.workdir import partial_path
 from eval import evaluate
 from eval.evaluation import tokens_of
-from eval.progress import Progress, silent
 from eval.source import Source
 from eval.text import Text, load_dataset, text_of
 
@@ -81,10 +80,10 @@ class Step:
     convert: Callable[..., Any]
     options: dict[str, Any]
 
-    def run(self, model: str, directory: Path, progress: Progress) -> Path:
+    def run(self, model: str, directory: Path) -> Path:
         """Where the result is. One of the same command stays, one that was interrupted is finished, another is refused."""
         path = directory / self.name
-        self.convert(model, path, resume=path.exists() or partial_path(path).exists(), progress=progress, **self.options)
+        self.convert(model, path, resume=path.exists() or partial_path(path).exists(), **self.options)
         return path
 
     def possible(self, model: str, directory: Path) -> bool:
@@ -113,9 +112,8 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
         found += [Step(f"gqa-{groups}-aligned{way}", gqa, {"groups": groups} | options) for way, options in ways.items()]
     for rank, rope in sizes(facts, given.shares):
         size = {"kv_lora_rank": rank, "qk_rope_head_dim": rope}
-        unfitted = {key: value for key, value in text.items() if key != "refine"}
         found += [
-            Step(f"mla-{rank}+{rope}-pca-fold-{fold}", mla, size | unfitted | {"method": "pca", "freqfold": fold})
+            Step(f"mla-{rank}+{rope}-pca-fold-{fold}", mla, size | text | {"method": "pca", "freqfold": fold})
             for fold in given.folds
         ]
         found += [Step(f"mla-{rank}+{rope}-weighted{way}", mla, size | options) for way, options in ways.items()]
@@ -127,7 +125,7 @@ def converted(model: str, directory: Path, wanted: list[Step], end: str) -> list
     made: dict[str, list[Path]] = {}
     for step in wanted:
         begun = time.monotonic()
-        path = step.run(model, directory, silent)
+        path = step.run(model, directory)
         print(f"{step.name}: {time.monotonic() - begun:.0f} s", flush=True)
         made.setdefault(step.name.partition("-fold-")[0], []).append(path)
     found = []
@@ -145,9 +143,8 @@ def converted(model: str, directory: Path, wanted: list[Step], end: str) -> list
 
 def end_of(text: Text, model: str, calibrated: int) -> str:
     """Text behind the calibration tokens, of about as many tokens as choose the folding."""
-    tokens = tokens_of(Source.parse(model), text, calibrated + DEVELOPMENT)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return str(tokenizer.decode(tokens.ids[calibrated:]))
+    source = Source.parse(model)
+    return str(source.tokenizer().decode(tokens_of(source, text, calibrated + DEVELOPMENT).ids[calibrated:]))
 
 
 def seconds_a_token(model: str) -> float:

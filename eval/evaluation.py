@@ -21,7 +21,7 @@ from eval.perplexity import Score, batches, protocol_record
 from eval.probes import PROBES
 from eval.progress import Progress, silent
 from eval.protocol import Protocol
-from eval.source import Source
+from eval.source import Source, position_limit
 from eval.tasks import TaskSettings
 from eval.text import Text, Tokens, tokenize
 
@@ -204,13 +204,13 @@ def require_contexts(sources: Sequence[Source], wanted: Sequence[int]) -> tuple[
     Raises:
         Refusal: A context exceeds a model's positions.
     """
-    limits = [limit for source in sources if (limit := source.max_positions)]
-    if limits and max(wanted, default=0) > min(limits):
+    limit = position_limit(sources)
+    if limit is not None and max(wanted, default=0) > limit:
         raise Refusal(
-            f"a context of {max(wanted)} tokens exceeds the {min(limits)} positions of the model",
-            hint=f"use --context {min(limits)} or less",
+            f"a context of {max(wanted)} tokens exceeds the {limit} positions of the model",
+            hint=f"use --context {limit} or less",
         )
-    return tuple(wanted) or (min([_DEFAULT_CONTEXT, *limits]),)
+    return tuple(wanted) or (min(_DEFAULT_CONTEXT, limit or _DEFAULT_CONTEXT),)
 
 
 def require_causal(source: Source) -> None:
@@ -289,18 +289,7 @@ def tokens_of(source: Source, text: Text, first: int | None = None) -> Tokens:
     Raises:
         Failure: The tokenizer cannot be loaded, or gives ids that the model does not know.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.files, trust_remote_code=source.trust_remote_code)
-    except Failure:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise Failure(
-            f"cannot load the tokenizer of {source.reference}: {reason}", hint="copy the tokenizer's files beside the weights"
-        ) from error
-    tokens = tokenize(text, tokenizer, first)
+    tokens = tokenize(text, source.tokenizer(), first)
     limit = source.vocabulary
     if int(tokens.ids.max()) >= limit:
         raise Failure(

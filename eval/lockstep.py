@@ -47,7 +47,7 @@ class KeptLogits:
         self._directory = directory
 
     def keep(self, number: int, logits: torch.Tensor) -> None:
-        """Keep the logits of a batch, instead of those that had this number.
+        """Keep the logits of the batch with this number.
 
         Raises:
             Failure: They cannot be written.

@@ -22,7 +22,7 @@ from attention.errors import Refusal
 from eval.device import input_device, memory_for
 from eval.perplexity import finite
 from eval.progress import Progress, stage
-from eval.source import Source
+from eval.source import Source, position_limit
 from eval.text import Tokens
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class Recall:
         """
         if not settings.recall:
             return None
-        limits = [limit for source in sources if (limit := source.max_positions)]
-        return cls.of(tokens.ids, min([_FARTHEST + COPY + 1, *limits]), tokens.bos)
+        most = _FARTHEST + COPY + 1
+        return cls.of(tokens.ids, min(most, position_limit(sources) or most), tokens.bos)
 
     @classmethod
     def of(cls, ids: torch.Tensor, positions: int, bos: int | None = None) -> Recall:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import struct
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
@@ -177,6 +178,24 @@ class Source:
         value = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return value if isinstance(value, int) and value > 0 else None  # XLNet has -1
 
+    def tokenizer(self) -> Any:
+        """Its own tokenizer.
+
+        Raises:
+            Failure: It cannot be loaded.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.files, trust_remote_code=self.trust_remote_code)
+        except Failure:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise Failure(
+                f"cannot load the tokenizer of {self.reference}: {reason}", hint="copy the tokenizer's files beside the weights"
+            ) from error
+
     @property
     def vocabulary(self) -> int:
         """The number of token ids that the model knows."""
@@ -235,6 +254,11 @@ class Source:
             f"cannot get {self.reference!r} from the Hub: {reason}",
             hint="no directory of that name exists either; check the spelling, the network and `hf auth login`",
         )
+
+
+def position_limit(sources: Sequence[Source]) -> int | None:
+    """The most positions that all of these models support, or None if no config says."""
+    return min((limit for source in sources if (limit := source.max_positions)), default=None)
 
 
 def _number(value: dict[str, Any]) -> Any:

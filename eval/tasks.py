@@ -19,7 +19,7 @@ from attention.spec import AttentionSpec
 from eval.device import input_device, memory_for, out_of_memory
 from eval.perplexity import finite
 from eval.progress import Progress, stage
-from eval.source import Source
+from eval.source import Source, position_limit
 from eval.text import Tokens
 
 if TYPE_CHECKING:
@@ -80,12 +80,8 @@ class Tasks:
             import lm_eval.tasks
         except ImportError:
             raise Failure("--tasks needs the package lm-eval", hint="pip install 'kvfold[harness]'") from None
-        from transformers import AutoTokenizer
-
         manager = _manager(lm_eval.tasks.TaskManager, wanted)
-        limits = [limit for source in sources if (limit := source.max_positions)]
-        tokenizer = AutoTokenizer.from_pretrained(sources[0].files, trust_remote_code=sources[0].trust_remote_code)
-        return cls(wanted, manager, tokenizer, min(limits, default=_CONTEXT))
+        return cls(wanted, manager, sources[0].tokenizer(), position_limit(sources) or _CONTEXT)
 
     def record(self) -> dict[str, Any]:
         """What the figures depend on besides the model."""
