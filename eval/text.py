@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +32,7 @@ class Tokens:
 
     Attributes:
         name: The name of the text.
-        ids: `[tokens]`, int64, without special tokens: the whole text or its start.
+        ids: `[tokens]`, int64, without special tokens: the whole text, its start, or blocks of it (`spread`).
         text_bytes: UTF-8 bytes of the whole text.
         per_byte: Tokens per byte of the encoded part.
         bos: The id of the begin-of-sequence token if the tokenizer adds one to a text, else None.
@@ -49,11 +49,26 @@ class Tokens:
         """`sha256:` and the hex digest of the ids as little-endian int32."""
         return "sha256:" + hashlib.sha256(self.ids.numpy().astype("<i4").tobytes()).hexdigest()
 
+    def spread(self, count: int, context: int) -> Tokens:
+        """At most `count` tokens in whole blocks of `context`, spread evenly over the text's first `REACH` tokens.
+
+        Neighbouring blocks are about the same things, so blocks from all over a text show more of what a model does.
+        """
+        ids = self.ids[: max(REACH, count)]
+        blocks = ids[: len(ids) // context * context].view(-1, context)
+        return replace(self, ids=blocks[evenly_spread(min(count // context, len(blocks)), len(blocks))].flatten())
+
+
+def evenly_spread(count: int, of: int) -> list[int]:
+    """The middles of `count` equal parts of 0 … `of` − 1."""
+    return [(2 * i + 1) * of // (2 * count) for i in range(count)]
+
 
 # name → (Hub id, configuration, column, separator of its rows), as in the perplexity tables of papers.
 _DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\n\n")}
 DATASETS = tuple(_DATASETS)
 
+REACH = 2**19  # tokens of a text that blocks may come from, since encoding takes time and memory
 _CHARACTERS, _UNSURE = 8, 256  # first guess of characters per token; tokens before a cut that do not count
 
 

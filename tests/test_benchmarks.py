@@ -93,7 +93,7 @@ def test_layers_are_timed_and_surveyed(tmp_path: Path, monkeypatch: pytest.Monke
     for groups in (2, 1):
         rows = dict(benchmark.layer_cost(benchmark.Sizes(256, groups, context=32, rank=64, rope=32), "cpu", 1))
         latent = ["weighted, measure", "weighted", "weighted, pursuit", "svd, measure", "svd", "pca"]
-        refits = [f"queries of {what} refitted" for what in ("aligned, to 1 KV heads", "weighted")]
+        refits = [f"{what}, refitted" for what in ("aligned, to 1 KV heads", "weighted")]
         assert list(rows) == ["aligned, to 1 KV heads", *latent, *refits]
         assert all(seconds > 0 for seconds, *_ in rows.values())
     tiny_model(tiny_config("llama")).save_pretrained(tmp_path / "model")
@@ -169,7 +169,7 @@ def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     monkeypatch.setattr(benchmark, "evaluate", stopped)
     benchmark.main(command)
     out = capsys.readouterr().out
-    assert "nats on the end of the text" in out
+    assert "nats on text that calibration has not seen" in out
     assert "loss (nats) on a copy" in out
     assert all(path.stat().st_mtime_ns == time for path, time in made.items())
     assert (tmp_path / "out" / "report" / "report.html").is_file()

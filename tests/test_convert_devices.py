@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from attention.record import Attention, FactoredAttention, Record
 from convert.api import gqa, mla
+from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
-from convert.calibration.refit import OutputFit, refitted_queries
+from convert.calibration.refit import refitted
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments, survey
 from convert.checkpoint.reader import TensorInfo
@@ -250,7 +251,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Attention, Record]:
     return request.param
 
 
-def test_queries_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeypatch: pytest.MonkeyPatch) -> None:
     # Fake tensors have no values to choose a share of the change by: the last one tried is taken.
     monkeypatch.setattr("convert.calibration.refit._ROUNDING", float("nan"))
 
@@ -260,7 +261,7 @@ def test_queries_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeyp
     monkeypatch.setattr("convert.calibration.refit.min", last, raising=False)
     with fake_gpu():
         before, after = map(to_gpu, pair)
-        fitted = refitted_queries(before, after, X[:1].to(GPU))
+        fitted = refitted(before, after, X[:1].to(GPU), SURVEYED.attended)
         assert fitted is not after
         assert devices(fitted) == {"cuda"}
 
@@ -269,7 +270,7 @@ def test_queries_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeyp
 def test_a_part_of_the_refit_left_on_the_cpu_is_noticed(part: int) -> None:
     parts: list[Any] = [*RESULTS["latent"], X[:1]]
     with fake_gpu(), pytest.raises(RuntimeError, match=REFUSED):
-        refitted_queries(*(value if i == part else to_gpu(value) for i, value in enumerate(parts)))
+        refitted(*(value if i == part else to_gpu(value) for i, value in enumerate(parts)), SURVEYED.attended)
 
 
 @pytest.mark.parametrize("truths", [True, False])

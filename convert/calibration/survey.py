@@ -15,10 +15,10 @@ from attention.forward import causal_softmax_at, heads_of
 from attention.record import Attention
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
-from convert.methods.statistics import Attended, Statistics
+from convert.methods.statistics import EXCERPT, Attended, Statistics
 from eval.progress import Progress, silent, stage
+from eval.text import evenly_spread
 
-SAMPLE = 4096  # tokens, but at least one block
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
 _ATTENDED = ("seen", "within", "read", "read_first_moment")  # names on the shelf of the tensors of `Attended`
@@ -33,13 +33,14 @@ class Moments:
         layer: The index of the layer.
         stream: The model that runs.
         attention: The source's attention of that layer; None if its record does not show where it looks.
+        sample: Tokens of the sample, but at least one block.
     """
 
-    def __init__(self, layer: int, stream: LayerStream, attention: Attention | None) -> None:
+    def __init__(self, layer: int, stream: LayerStream, attention: Attention | None, sample: int = EXCERPT) -> None:
         blocks, context = stream.blocks
         self._layer, self._tokens, self._seen, self._attention = layer, 0, 0, attention
-        count = min(blocks, max(1, SAMPLE // context))
-        self._sampled = {(2 * i + 1) * blocks // (2 * count) for i in range(count)}
+        count = min(blocks, max(1, sample // context))
+        self._sampled = set(evenly_spread(count, blocks))
         self._sample: list[torch.Tensor] = []
         self._sum = torch.zeros(stream.width, dtype=torch.float64, device=stream.device)
         self._second = torch.outer(self._sum, self._sum)
@@ -100,7 +101,7 @@ class _AttendedSums:
         """Add the attention over a block `[T, E]`."""
         length, heads = len(block), heads_of(attention, block)
         count = min(length, QUERIES)
-        rows = torch.tensor([(2 * i + 1) * length // (2 * count) for i in range(count)], device=block.device)
+        rows = torch.tensor(evenly_spread(count, length), device=block.device)
         share = len(heads.queries) // len(heads.keys)
         logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(share, 0).mT
         weights = causal_softmax_at(logits, rows).flatten(0, 1)  # [H t, T]

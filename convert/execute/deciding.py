@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from attention.errors import Failure
 from attention.forward import output_error
 from attention.record import Attention, Record
 from attention.rope import Rotary
-from convert.calibration.refit import refitted_queries
+from convert.calibration.refit import refitted
 from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
 from convert.methods.latent import Allocation, LatentMethod
@@ -24,6 +24,7 @@ from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.progress import stage
+from eval.text import evenly_spread
 
 _TRIED_LAYERS = 4
 
@@ -168,7 +169,7 @@ def _errors(job: Job, method: LatentMethod, offers: Sequence[Allocation], statis
     """
     layers = job.plan.before.num_layers
     count = min(layers, _TRIED_LAYERS)
-    tried_layers = sorted({(2 * i + 1) * layers // (2 * count) for i in range(count)})
+    tried_layers = evenly_spread(count, layers)
     errors = [0.0] * len(offers)
     with stage(job.progress, "try", len(offers) * len(tried_layers), "candidate") as done:
         for layer in tried_layers:
@@ -176,23 +177,23 @@ def _errors(job: Job, method: LatentMethod, offers: Sequence[Allocation], statis
             assert known.sample is not None
             tried, other = known.sample[::2], known.sample[1::2] if len(known.sample) > 1 else known.sample
             for i, offer in enumerate(offers):
-                after = _refitted(job, before, method.factor(before, offer, known), other)
+                after = _refitted(job, before, method.factor(before, offer, known), replace(known, sample=other))
                 errors[i] += output_error(before, after, tried) / count
                 done(1)
     return errors
 
 
 def _refitting(job: Job, change: Change) -> Change:
-    """The same change, followed by the refit of queries if the plan has one."""
+    """The same change, followed by the refit if the plan has one."""
 
-    def refitted(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
+    def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
         before, after = change(before, layer, known)
-        return before, _refitted(job, before, after, known.sample)
+        return before, _refitted(job, before, after, known)
 
-    return refitted
+    return changed
 
 
-def _refitted(job: Job, before: Attention, after: Record, sample: torch.Tensor | None) -> Record:
-    if job.text is None or not job.text.plan.refit or sample is None or not job.shows_attention:
+def _refitted(job: Job, before: Attention, after: Record, known: Statistics) -> Record:
+    if job.text is None or not job.text.plan.refit or known.sample is None or not job.shows_attention:
         return after
-    return refitted_queries(before, after, sample.to(job.device))
+    return refitted(before, after, known.sample.to(job.device), known.attended)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from attention.record import Attention, FactoredAttention, Record
+from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
-from convert.calibration.refit import OutputFit
+from convert.calibration.refit import sample_for
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
@@ -24,7 +25,7 @@ from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest
 from convert.families import Family
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
 from eval.progress import stage
@@ -138,7 +139,7 @@ class _Pair:
     def observed(self, layer: int, attention: Attention | None) -> Statistics:
         """Statistics of the inputs of the source's layer or, with `--propagate`, the result's."""
         stream = self.student if self.text.plan.propagate else self.teacher
-        moments = Moments(layer, stream, attention)
+        moments = Moments(layer, stream, attention, sample_for(stream.width) if self.text.plan.refit else EXCERPT)
         stream.observe(layer, moments.see)
         return replace(moments.statistics(), context=self.text.plan.max_context)
 

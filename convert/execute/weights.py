@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from convert.calibration.survey import SAMPLE
 from convert.checkpoint.writer import shard_names, write_index, write_shard
 from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest, Unit, deal
 from convert.methods.latent import LatentMethod
+from convert.methods.statistics import EXCERPT
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
 from eval.memory import release
@@ -43,7 +43,7 @@ def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> i
     width, inputs = plan.source.config.hidden_size, 2 * 4 * len(text.tokens.ids) * plan.source.config.hidden_size
     needed = inputs
     if isinstance(method, LatentMethod) or not text.plan.in_sequence:  # the survey
-        sample = 2 * width * max(text.plan.context, SAMPLE)
+        sample = 2 * width * max(text.plan.context, EXCERPT)
         needed += plan.before.num_layers * (8 * width * (4 * width + 2) + sample)
     if isinstance(method, LatentMethod) and method.measured_bytes:
         needed += plan.before.num_layers * method.measured_bytes(plan.before)

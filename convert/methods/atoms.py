@@ -18,7 +18,7 @@ from attention.rope import Rotary
 from convert.methods.algebra import augmented, fix_signs, floored
 from convert.methods.distances import assumed_mass, mass
 from convert.methods.latent import rotary_of
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Statistics, excerpt
 
 
 @dataclass(frozen=True)
@@ -166,5 +166,5 @@ def _mass(attention: Attention, statistics: Statistics) -> torch.Tensor:
     """`[H, N]` attention by distance, measured on the sample, or assumed without text."""
     if statistics.sample is None:
         return assumed_mass(attention.q.shape[0], attention.k.device)
-    near = attention_by_distance(attention, statistics.sample)
+    near = attention_by_distance(attention, excerpt(statistics.sample))
     return mass(near, statistics.context or statistics.sample.shape[1])

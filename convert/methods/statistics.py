@@ -6,6 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from eval.text import evenly_spread
+
+EXCERPT = 4096  # tokens, on which errors are measured
+
 
 @dataclass(frozen=True)
 class Attended:
@@ -79,7 +83,7 @@ class Statistics:
         mean: `[E]`, E[x], fp64.
         tokens: How many x were seen; 0 if the statistics are assumed.
         attended: Moments of x as attention sees it, which weigh keys and values.
-        sample: `[n, T, E]`, x of some whole blocks, to measure errors on; None without text.
+        sample: `[n, T, E]`, x of some whole blocks, to fit and to measure errors on; None without text.
         context: Tokens of the longest context that the result is for; None for as many as a block of the sample has.
     """
 
@@ -128,6 +132,12 @@ class Statistics:
         """The same statistics with the correlations between channels reduced because tokens are few."""
         second = _shrunk(self.covariance, self.tokens) + torch.outer(self.mean, self.mean)
         return replace(self, second=second, attended=self.attended.shrunk(self.tokens))
+
+
+def excerpt(sample: torch.Tensor) -> torch.Tensor:
+    """At most `EXCERPT` tokens of a sample `[n, T, E]` in evenly spread blocks, but at least one block."""
+    count = min(len(sample), max(1, EXCERPT // sample.shape[1]))
+    return sample if count == len(sample) else sample[evenly_spread(count, len(sample))]
 
 
 def _with_constant(second: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

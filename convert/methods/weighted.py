@@ -30,7 +30,7 @@ from convert.methods.atoms import Components, RopeKeys
 from convert.methods.frequencies import pairs_by_loss
 from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.pursuit import Pursuit, pairs_by_pursuit, pursue
-from convert.methods.statistics import Attended, Statistics
+from convert.methods.statistics import Attended, Statistics, excerpt
 from convert.methods.text import TextUse
 
 _BALANCES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -45,7 +45,7 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     del rest  # one of the largest tensors here
     if known.sample is None or not latent.competing:
         return latent.result(attention, rope, 1.0)
-    trial = known.sample[::2]  # half of the sample is enough to rank a few results
+    trial = excerpt(known.sample)[::2]  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 
     def error(result: FactoredAttention) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +28,10 @@ class CalibrationOptions:
 
     Attributes:
         given: The text: {"text": FILE} or {"dataset": NAME}; empty for no text.
-        tokens: How many tokens to use from its start, in whole blocks.
+        tokens: How many tokens to use, in whole blocks spread evenly over the text.
         context: Tokens per block.
         propagate: Whether a layer's statistics are measured behind the layers converted before it.
-        refit: Whether least squares refits queries and output projections.
+        refit: Whether least squares refits queries, keys, values and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.
         max_context: Tokens of the longest context that the result is for; None for `context`.
     """
@@ -128,7 +128,7 @@ class CalibrationText:
 
     Attributes:
         plan: How the text is used.
-        tokens: The text's tokens: whole blocks from its start.
+        tokens: The text's tokens: whole blocks, spread evenly over it.
     """
 
     plan: Calibration
@@ -142,14 +142,15 @@ class CalibrationText:
             Failure: The text is shorter than one block.
         """
         from eval.evaluation import tokens_of
+        from eval.text import REACH
 
-        tokens = tokens_of(source, text, plan.tokens)
+        tokens = tokens_of(source, text, max(REACH, plan.tokens))
         if len(tokens.ids) < plan.context:
             raise Failure(
                 f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {plan.context}",
                 hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
             )
-        return cls(plan, replace(tokens, ids=tokens.ids[: len(tokens.ids) // plan.context * plan.context]))
+        return cls(plan, tokens.spread(plan.tokens, plan.context))
 
     @property
     def blocks(self) -> torch.Tensor:

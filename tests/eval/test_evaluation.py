@@ -444,8 +444,9 @@ def test_what_is_no_decoder_is_refused(model_type: str, tmp_path: Path) -> None:
 def test_a_model_calibrated_on_this_text_is_found_out(pair: list[Source]) -> None:
     assert pair[1].directory is not None
     tokens = tokens_of(pair[0], TEXT)
-    seen = replace(tokens, ids=tokens.ids[:100])
-    made = {"kvfold": "0.1.0", "calibration": {"text": "a", "tokens": 100}, "calibration_hash": seen.hash}
+    seen = tokens.spread(300, 50)
+    calibration = {"text": "a", "tokens": 300, "context": 50}
+    made = {"kvfold": "0.1.0", "calibration": calibration, "calibration_hash": seen.hash}
     (pair[1].directory / "conversion.json").write_text(json.dumps(made))
     source, converted = report_of(pair, TEXT, SHORT)["models"]
     assert source["calibration_overlap"] is None

@@ -150,6 +150,30 @@ def test_the_hash_changes_with_one_token(ids: list[int]) -> None:
     assert tokens_of(ids).hash != tokens_of([1, 2, 70_000]).hash
 
 
+@pytest.mark.parametrize(
+    ("length", "count", "context", "starts"),
+    [
+        (100, 30, 10, [10, 50, 80]),
+        (109, 39, 10, [10, 50, 80]),
+        (100, 100, 10, list(range(0, 100, 10))),
+        (25, 100, 10, [0, 10]),
+        (9, 100, 10, []),
+    ],
+)
+def test_blocks_are_spread_evenly_over_a_text(length: int, count: int, context: int, starts: list[int]) -> None:
+    tokens = tokens_of(list(range(length)))
+    found = tokens.spread(count, context)
+    assert found.ids.tolist() == [start + i for start in starts for i in range(context)]
+    assert (found.name, found.text_bytes) == (tokens.name, tokens.text_bytes)
+
+
+@pytest.mark.parametrize(("count", "last"), [(20, 40), (80, 80)], ids=["within reach", "all that is wanted"])
+def test_blocks_come_from_the_part_of_a_text_that_is_encoded(count: int, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.text.REACH", 50)
+    found = tokens_of(list(range(1000))).spread(count, 10)
+    assert found.ids.max() < last + 10
+
+
 def sentencepiece_style(corpus: list[str]) -> Any:
     """Llama's kind of tokenizer: BPE with byte fallback over the whole text at once, nothing split beforehand."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers

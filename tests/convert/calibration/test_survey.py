@@ -129,10 +129,10 @@ def test_moments_are_sums_whatever_the_pieces() -> None:
     torch.testing.assert_close(found.with_constant, direct(ones).second, rtol=1e-6, atol=1e-6)
 
 
-def test_the_sample_is_whole_blocks_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convert.calibration.survey.SAMPLE", 8)
+def test_the_sample_is_whole_blocks_however_long() -> None:
     for context, blocks in ((3, 2), (8, 1), (20, 1)):
-        moments = Moments(0, of_blocks(6, context, 4), random_record(1, 2, pairs=1, nope=0, width=4, biased=False))
+        a = random_record(1, 2, pairs=1, nope=0, width=4, biased=False)
+        moments = Moments(0, of_blocks(6, context, 4), a, 8)
         moments.see(torch.ones(6, context, 4))
         sample = moments.statistics().sample
         assert sample is not None

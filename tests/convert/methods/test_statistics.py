@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import inputs, measured, random
 
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Statistics, excerpt
 
 
 def test_without_text_the_gains_of_the_norm_are_all_there_is() -> None:
@@ -84,3 +84,12 @@ def test_moving_to_a_device_keeps_everything() -> None:
     known = measured(inputs(5)).to(torch.device("cpu"))
     assert known.tokens == 48
     assert known.sample is not None
+
+
+@pytest.mark.parametrize(
+    ("blocks", "context", "chosen"),
+    [(3, 512, [0, 1, 2]), (8, 512, list(range(8))), (32, 512, [2, 6, 10, 14, 18, 22, 26, 30]), (4, 3000, [2]), (2, 9000, [1])],
+)
+def test_an_excerpt_is_a_few_blocks_from_all_over_a_sample(blocks: int, context: int, chosen: list[int]) -> None:
+    sample = torch.arange(blocks)[:, None, None].expand(-1, context, 1)
+    assert excerpt(sample)[:, 0, 0].tolist() == chosen

@@ -108,22 +108,26 @@ def test_no_output_class_is_a_refusal_with_every_reason(source: Sources) -> None
         host_of("mla", family, made, spec.latent(16, 8), "float32")
 
 
+HIDDEN = "queries, keys and values are not refitted, outputs are:"
+NORMALISED = "queries and keys are not refitted, values and outputs are: they are normalised after their projection"
+
+
 @pytest.mark.parametrize(
-    ("model_type", "changes", "refit", "reason"),
+    ("model_type", "changes", "refit", "note"),
     [
         ("llama", {}, True, None),
-        ("gemma2", {}, True, "attn_logit_softcapping changes what heads attend to"),
-        ("mistral", {"sliding_window": 32}, True, "sliding_window changes what heads attend to"),
+        ("gemma2", {}, True, f"{HIDDEN} attn_logit_softcapping changes what heads attend to"),
+        ("mistral", {"sliding_window": 32}, True, f"{HIDDEN} sliding_window changes what heads attend to"),
         ("mistral", {"sliding_window": 64}, True, None),
         ("mistral", {"sliding_window": 32}, False, None),
-        ("qwen3", {}, True, "they are normalised after their projection"),
+        ("qwen3", {}, True, NORMALISED),
     ],
 )
-def test_queries_that_cannot_be_refitted_are_remarked(
-    model_type: str, changes: dict[str, Any], refit: bool, reason: str | None, source: Sources
+def test_what_cannot_be_refitted_is_remarked(
+    model_type: str, changes: dict[str, Any], refit: bool, note: str | None, source: Sources
 ) -> None:
     made = source(model_type, **changes)
     text = Calibration({"text": "some.txt"}, 640, 64, False, refit, 0, 64)
     traits = readable(made).traits(made.config)
-    expected = [] if reason is None else [f"queries are not refitted, outputs are: {reason}"]
+    expected = [] if note is None else [note]
     assert text_notes(load_grouped("aligned"), text, traits) == expected

@@ -1,0 +1,113 @@
+"""Keys fitted to the queries that meet them: min Σ_h E_t Var_{s ~ p_t} (δ_ts − q̂_htᵀ R_s B x_s)² over a change B.
+
+B changes W_K of each KV head (GQA), or the rope key of all heads (MLA; its nope keys are made of the latent, which also makes
+values). δ is what the logits lack, q̂_ht are the result's queries, rotated, and R_s rotates token s. The ridge is a share of
+Σ_ht q̂² ⊗ E_t E_{s ~ p_t}[x_s x_sᵀ]: about the curvature, if RoPE leaves no key constant and queries are independent of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from attention.forward import Heads, heads_of
+from attention.record import Attention, FactoredAttention, Record
+from attention.rope import Rotation
+from convert.calibration.least_squares import RIDGE, TOKENS, centred, conjugate_gradients, fitted_spans, inverse, missing
+
+_LEAST = 1e-3  # of the queries' mean power: a dim that they hardly use
+
+
+def fitted_keys(before: Attention, after: Record, x: torch.Tensor, seen: torch.Tensor) -> Callable[[float], Record]:
+    """The result with a share of the change of its keys that fits, by that share.
+
+    Args:
+        before: The source's record.
+        after: The result's, whose heads are in the same order.
+        x: `[n, T, E]`, inputs in blocks from position 0, fp32.
+        seen: `[E, E]`, E_t E_{s ~ p_t}[x_s x_sᵀ].
+    """
+    groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
+    parts = fitted_spans(len(before.q), len(x), x.shape[1], TOKENS)
+    fits = [
+        _Fit.of(heads_of(before, rows), heads_of(after, rows), rows, groups, part) for rows, part in zip(x, parts, strict=True)
+    ]
+    change = _solved(fits, seen.float())
+    if isinstance(after, FactoredAttention):
+        return lambda share: replace(after, k_rope=after.k_rope.float() + share * change[0])
+    return lambda share: replace(after, k=after.k.float() + share * change)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The least squares problem of all keys, as far as one block states it. A KV head has n query heads and D' fitted dims.
+
+    Attributes:
+        x: `[T, E]`.
+        rotation: Rotates rows by the tokens' positions.
+        spans: Tokens whose queries meet the keys.
+        queries: `[G, n t, D']` of each span, rotated, times the scale of logits.
+        weights: `[G, n t, s]` of each span, the source's attention p.
+        wanted: `[G, D', E]`, the descent of half the squared error where keys are not changed.
+    """
+
+    x: torch.Tensor
+    rotation: Rotation
+    spans: list[slice]
+    queries: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    wanted: torch.Tensor
+
+    @classmethod
+    def of(cls, source: Heads, result: Heads, x: torch.Tensor, groups: int, parts: list[slice]) -> _Fit:
+        every = slice(0, len(source.plain))
+        weights, pulls = (
+            [_grouped(rows, groups) for rows in part] for part in missing(source.part(every), result.part(every), parts)
+        )
+        fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
+        queries = [_grouped(result.scale * fitted[:, tokens], groups) for tokens in parts]
+        fit = cls(x, result.rotation, parts, queries, weights, x.new_zeros(()))
+        return replace(fit, wanted=fit._gradient(pulls))
+
+    def curvature(self, change: torch.Tensor) -> torch.Tensor:
+        """`[G, D', E]`, the gradient of half the squared error less that where keys are not changed."""
+        keys = self.rotation(self.x @ change.mT)
+        logits = (queries @ keys[:, : tokens.stop].mT for queries, tokens in zip(self.queries, self.spans, strict=True))
+        return self._gradient([centred(rows, weights) for rows, weights in zip(logits, self.weights, strict=True)])
+
+    def _gradient(self, pulls: list[torch.Tensor]) -> torch.Tensor:
+        """`[G, D', E]`, by W_K, of the sum over all logits, each times its pull `[G, n t, s]`."""
+        of_keys = self.x.new_zeros(len(self.queries[0]), len(self.x), self.queries[0].shape[-1])
+        for tokens, queries, pull in zip(self.spans, self.queries, pulls, strict=True):
+            of_keys[:, : tokens.stop] += pull.mT @ queries
+        return self.rotation.adjoint(of_keys).mT @ self.x
+
+    def power(self) -> torch.Tensor:
+        """`[G, D']`, Σ q̂² of each dim, averaged over the two dims of a rotary pair: all angles are alike."""
+        power = torch.stack([queries.square().sum(1) for queries in self.queries]).sum(0)
+        rotated = self.rotation.of(slice(0, 1))
+        turned = replace(rotated, cos=torch.zeros_like(rotated.cos), sin=torch.ones_like(rotated.sin))
+        rope = 2 * rotated.cos.shape[-1]
+        swapped = torch.cat((turned(power[:, None])[:, 0, :rope].abs(), power[:, rope:]), -1)
+        return (power + swapped) / 2
+
+
+def _grouped(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """`[H, t, …]` as `[G, n t, …]`."""
+    return rows.unflatten(0, (groups, -1)).flatten(1, 2)
+
+
+def _solved(fits: list[_Fit], seen: torch.Tensor) -> torch.Tensor:
+    """`[G, D', E]`, the change of the keys after a few steps of conjugate gradients, over tokens of all blocks."""
+    power = torch.stack([fit.power() for fit in fits]).sum(0)
+    power = power.maximum(_LEAST * power.mean(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    ridge = RIDGE * seen.diagonal().mean().clamp_min(1e-30)
+    right = inverse((seen + ridge * torch.eye(len(seen)).to(seen))[None])
+
+    def applied(change: torch.Tensor) -> torch.Tensor:
+        return torch.stack([fit.curvature(change) for fit in fits]).sum(0) + ridge * power * change
+
+    wanted = torch.stack([fit.wanted for fit in fits]).sum(0)
+    return conjugate_gradients(wanted, applied, lambda residual: residual / power @ right)

@@ -1,0 +1,95 @@
+"""Weighted least squares on the logits of calibration text: what fits of queries and of keys share.
+
+Both minimise E_t Var_{s ~ p_t} of what a result's logits lack, with p_t the source's attention of token t, by a few steps of
+preconditioned conjugate gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from attention.forward import Heads, causal_softmax, spans
+
+SPAN = 128  # tokens
+RIDGE = 1e-3  # of the curvature
+
+_STEPS = 7
+TOKENS = 8192  # of all blocks whose logits are fitted
+_LOGITS = 2**27  # of some heads in all blocks, whose weights are kept: half a gigabyte
+
+
+def fitted_spans(heads: int, blocks: int, context: int, tokens: int | None = None) -> list[list[slice]]:
+    """For each block the spans of tokens that are fitted: all of them, or as many as time and memory allow, evenly spread.
+
+    Blocks differ in where they begin, so that all positions have their turn.
+
+    Args:
+        heads: Heads that are fitted together.
+        blocks: Their number.
+        context: Tokens per block.
+        tokens: About how many tokens of all blocks to fit, if time matters.
+    """
+    everything = spans(context, SPAN)
+    stride = max(-(-blocks * context // (tokens or blocks * context)), -(-heads * blocks * context**2 // (2 * _LOGITS)))
+    stride = min(stride, len(everything))
+    return [everything[(stride // 2 + block) % stride :: stride] for block in range(blocks)]
+
+
+def missing(source: Heads, result: Heads, parts: list[slice]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of each span, with the same heads of both: p `[h, t, s]`, and by each logit the descent of half the squared error."""
+    weights, pulls = [], []
+    for logits, own in zip(logits_of(source, parts), logits_of(result, parts), strict=True):
+        weights.append(causal_softmax(logits))
+        pulls.append(centred(logits.sub_(own), weights[-1]))
+    return weights, pulls
+
+
+def logits_of(heads: Heads, parts: Iterable[slice]) -> Iterator[torch.Tensor]:
+    """`[h, t, s]` of each part's t tokens, for all s up to the last of them."""
+    queries, keys = heads.scale * heads.queries, heads.keys
+    for tokens in parts:
+        yield queries[:, tokens] @ keys[:, : tokens.stop].mT
+
+
+def centred(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Half the gradient of the logits' variances under the weights, `[h, t, s]`; it takes the place of the logits."""
+    pull = logits.mul_(weights)
+    return pull.addcmul_(weights, pull.sum(-1, keepdim=True), value=-1)
+
+
+def conjugate_gradients(
+    wanted: torch.Tensor,
+    applied: Callable[[torch.Tensor], torch.Tensor],
+    preconditioned: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """A few steps towards the x with applied(x) = wanted, `[h, n, m]`, from zero; of each of the h problems by itself."""
+    change, residual, direction = torch.zeros_like(wanted), wanted, preconditioned(wanted)
+    energy = _products(residual, direction)
+    for _ in range(_STEPS):
+        image = applied(direction)
+        length = torch.where(energy > 0, energy / _products(direction, image), 0)
+        change, residual = change + length * direction, residual - length * image
+        step = preconditioned(residual)
+        last, energy = energy, _products(residual, step)
+        direction = step + torch.where(last > 0, energy / last, 0) * direction
+    return change
+
+
+def diagonal(matrices: torch.Tensor) -> torch.Tensor:
+    """`[…, n]`, a copy."""
+    return matrices.diagonal(dim1=-2, dim2=-1).clone()
+
+
+def inverse(matrices: torch.Tensor, used: torch.Tensor | None = None) -> torch.Tensor:
+    """Of `[h, n, n]`, fp32; the identity for those that are not `used`."""
+    whole = matrices.double()
+    if used is not None:
+        whole = torch.where(used[:, None, None], whole, torch.eye(whole.shape[-1], dtype=whole.dtype, device=whole.device))
+    return torch.linalg.inv(whole).float()
+
+
+def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`[h, 1, 1]`, of matrices `[h, …, …]`."""
+    return (a * b).sum((1, 2), keepdim=True)

@@ -1,0 +1,237 @@
+"""Queries fitted to what they meet: min E_t Var_{s ~ p_t} (q_tᵀ k_ts − q_tᵀ A φ_ts)² over a map A for each head.
+
+q_t are the source's queries, p_t its attention, k_ts its keys as they are rotated relative to t, and φ_ts what the result keeps
+of token s. W_Q (GQA), or W_UK and the rotary queries (MLA), take A up. A ridge holds back the change of A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from attention.forward import Heads, heads_of, joined
+from attention.record import Attention, FactoredAttention, Record
+from attention.rope import Rotation
+from convert.calibration.least_squares import (
+    RIDGE,
+    SPAN,
+    TOKENS,
+    centred,
+    conjugate_gradients,
+    diagonal,
+    fitted_spans,
+    inverse,
+    missing,
+)
+from eval.text import evenly_spread
+
+_TOGETHER = 2**20  # logits of one span of a block, of as many heads as are fitted together
+_SAMPLED = 64  # tokens, spread evenly, for which keys are rotated back
+
+
+def fitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Callable[[float], Record]:
+    """The result with a share of the change of its queries that fits, by that share.
+
+    Args:
+        before: The source's record.
+        after: The result's, whose heads are in the same order.
+        x: `[n, T, E]`, inputs in blocks from position 0, fp32.
+    """
+    blocks = [(heads_of(before, block), heads_of(after, block)) for block in x]
+    free, changes = _free(before, after), []
+    for heads in _together(len(before.q), x.shape[1]):
+        parts = fitted_spans(heads.stop - heads.start, len(x), x.shape[1], TOKENS)
+        fits = [_Fit.of(a.part(heads), b.part(heads), part) for (a, b), part in zip(blocks, parts, strict=True)]
+        changes.append(_solved(fits, free))
+    change = torch.cat(changes)
+    return lambda share: _applied(before, after, share * change)
+
+
+def _together(count: int, context: int) -> list[slice]:
+    """Consecutive heads of `count`, as many at a time as are fitted together."""
+    parts = -(-count // max(1, _TOGETHER // (context * SPAN)))
+    size = -(-count // parts)
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+@dataclass(frozen=True)
+class _Met:
+    """What the queries of some heads meet in one block.
+
+    Attributes:
+        queries: `[h, T, D]`, the source's, before they are rotated.
+        nope: `[h, T, N]`, or `[1, T, N]` where heads share it: what is kept and not rotated, times the scale of logits.
+        rope: `[h, T, P]` or `[1, T, P]`: what is kept and rotated, times the scale of logits.
+        rotation: Rotates rows by the tokens' positions.
+    """
+
+    queries: torch.Tensor
+    nope: torch.Tensor
+    rope: torch.Tensor
+    rotation: Rotation
+
+    @classmethod
+    def of(cls, source: Heads, result: Heads) -> _Met:
+        return cls(source.plain, result.scale * result.kept_nope, result.scale * result.kept_rope, result.rotation)
+
+    @property
+    def lifts(self) -> bool:
+        """Whether what is kept is taken through A to the queries, because it has more dims than they."""
+        return self.nope.shape[-1] > self.queries.shape[-1]
+
+    def logits(self, change: torch.Tensor, parts: Iterable[slice]) -> Iterator[torch.Tensor]:
+        """`[h, t, s]` of each part, which a change of A `[h, D, N + P]` adds."""
+        nope, rope = change.tensor_split([self.nope.shape[-1]], -1)
+        queries, kept = (self.queries, self.nope @ nope.mT) if self.lifts else (self.queries @ nope, self.nope)
+        queries, kept = joined(queries, self.rotation(self.queries @ rope)), joined(kept, self.rope)
+        for tokens in parts:
+            yield queries[:, tokens] @ kept[:, : tokens.stop].mT
+
+    def gradient(self, pulls: Iterable[torch.Tensor], parts: Iterable[slice]) -> torch.Tensor:
+        """`[h, D, N + P]`, by A, of the sum over all logits, each times its pull `[h, t, s]`."""
+        queries, lifts = self.queries, self.lifts
+        of_nope = torch.zeros_like(queries) if lifts else queries.new_zeros(*queries.shape[:2], self.nope.shape[-1])
+        of_rope = queries.new_zeros(*queries.shape[:2], self.rope.shape[-1])
+        for tokens, pull in zip(parts, pulls, strict=True):
+            of_rope[:, tokens] = pull @ self.rope[:, : tokens.stop]
+            if lifts:
+                of_nope[:, : tokens.stop] += pull.mT @ queries[:, tokens]
+            else:
+                of_nope[:, tokens] = pull @ self.nope[:, : tokens.stop]
+        nope = of_nope.mT @ self.nope if lifts else queries.mT @ of_nope
+        return torch.cat((nope, queries.mT @ self.rotation.adjoint(of_rope)), -1)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The least squares problem of some heads, as far as one block states it.
+
+    Attributes:
+        met: What the heads meet.
+        spans: Tokens that are fitted.
+        weights: `[h, t, s]` of each span, the source's attention p.
+        wanted: `[h, D, N + P]`, the descent of half the squared error where A is not changed.
+    """
+
+    met: _Met
+    spans: list[slice]
+    weights: list[torch.Tensor]
+    wanted: torch.Tensor
+
+    @classmethod
+    def of(cls, source: Heads, result: Heads, parts: list[slice]) -> _Fit:
+        """The problem of a block's heads, of some of its spans."""
+        met, (weights, pulls) = _Met.of(source, result), missing(source, result, parts)
+        return cls(met, parts, weights, met.gradient(pulls, parts))
+
+    @property
+    def count(self) -> int:
+        """Tokens that are fitted."""
+        return sum(tokens.stop - tokens.start for tokens in self.spans)
+
+    def curvature(self, change: torch.Tensor) -> torch.Tensor:
+        """`[h, D, N + P]`, the gradient of half the squared error less that where A is not changed."""
+        return self.met.gradient(map(centred, self.met.logits(change, self.spans), self.weights), self.spans)
+
+    def moments(self, sampled: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Σ_t q qᵀ `[h, D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[h, N + P, N + P]`, of parts with and without positions apart.
+
+        They precondition the problem and size its ridge; its solution needs no more of them than that.
+
+        Args:
+            sampled: Of how many tokens to rotate keys back.
+        """
+        queries = torch.cat([self.met.queries[:, tokens] for tokens in self.spans], 1)
+        nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.spans)))
+        split = nope.shape[-1]
+        spread = nope.new_zeros(len(nope), split + rope.shape[-1], split + rope.shape[-1])
+        spread[:, :split, :split], spread[:, split:, split:] = nope, rope
+        return queries.mT @ queries, spread
+
+    def _nope_spread(self) -> torch.Tensor:
+        nope = self.met.nope
+        seen = nope.new_zeros(len(self.weights[0]), nope.shape[1])
+        of_means = nope.new_zeros(())
+        for tokens, weights in zip(self.spans, self.weights, strict=True):
+            seen[:, : tokens.stop] += weights.sum(1)
+            means = weights @ nope[:, : tokens.stop]
+            of_means = of_means + means.mT @ means
+        return nope.mT @ (seen[..., None] * nope) - of_means
+
+    def _rope_spread(self, sampled: int) -> torch.Tensor:
+        """Of keys as queries see them that are not rotated: rotated back, for some tokens of each span in place of all."""
+        total = self.met.rope.new_zeros(())
+        for tokens, weights in zip(self.spans, self.weights, strict=True):
+            length = weights.shape[1]
+            count = min(length, sampled)
+            rows = evenly_spread(count, length)
+            back = self.met.rotation.of(tokens).adjoint
+            back = replace(back, cos=back.cos[rows, None], sin=back.sin[rows, None])
+            keys = back(self.met.rope[:, None, : tokens.stop].expand(-1, count, -1, -1))  # [h or 1, rows, s, P]
+            weighted = weights[:, rows, :, None] * keys
+            means = weighted.sum(2)
+            spread = keys.flatten(1, 2).mT @ weighted.flatten(1, 2) - means.mT @ means
+            total = total + length / count * spread
+        return total
+
+
+def _free(before: Attention, after: Record) -> torch.Tensor:
+    """`[D, N + P]`, ones for the entries of A that the result can hold.
+
+    All of them, but where the result's nope queries are fewer than the source's dims (a smaller latent of a latent): the last
+    ones then, so that only these are mapped onto the latent.
+    """
+    if not isinstance(after, FactoredAttention):
+        return before.q.new_ones(1, 1, dtype=torch.float32)
+    dims, (nope, rank) = before.q.shape[1], after.up_k.shape[1:]
+    free = torch.ones(dims, rank + after.k_rope.shape[0], device=before.q.device)
+    free[: dims - nope, :rank] = 0
+    return free
+
+
+def _solved(fits: list[_Fit], free: torch.Tensor) -> torch.Tensor:
+    """`[h, D, N + P]`, the change of A after a few steps of conjugate gradients, over tokens of all blocks.
+
+    Entries that are not `free` stay zero: gradients and preconditioned steps are projected onto the others.
+    """
+    moments = [fit.moments(-(-_SAMPLED // len(fits))) for fit in fits]
+    queries, kept = (torch.stack(parts).sum(0) for parts in zip(*moments, strict=True))
+    used = queries.flatten(1).any(-1) & kept.flatten(1).any(-1)  # else a head without queries, or that meets nothing
+    spread = diagonal(kept)
+    rope = spread[:, fits[0].met.nope.shape[-1] :]
+    rope[:] = rope.mean(-1, keepdim=True)
+    spread = spread.maximum(1e-9 * spread.amax(-1, keepdim=True).clamp_min(1e-30))
+    ridge = RIDGE * spread
+    queries = queries / sum(fit.count for fit in fits)
+    queries = queries + (RIDGE * diagonal(queries).mean(-1, keepdim=True)).expand(-1, queries.shape[-1]).diag_embed()
+    left, right = inverse(queries, used), inverse(kept + (ridge + 1e-9 * spread).diag_embed(), used)
+
+    def applied(change: torch.Tensor) -> torch.Tensor:
+        return free * (torch.stack([fit.curvature(change) for fit in fits]).sum(0) + queries @ change * ridge[:, None])
+
+    wanted = free * torch.stack([fit.wanted for fit in fits]).sum(0)
+    return conjugate_gradients(wanted, applied, lambda residual: free * (left @ residual @ right))
+
+
+def _applied(before: Attention, after: Record, change: torch.Tensor) -> Record:
+    q, bias = before.q.float(), before.q_bias
+    if isinstance(after, FactoredAttention):
+        rank = after.down.shape[0]
+        maps = change[..., rank:].mT
+        return replace(
+            after,
+            up_k=after.up_k + change[:, -after.up_k.shape[1] :, :rank],
+            q_rope=after.q_rope + maps @ q,
+            q_rope_bias=None if bias is None or after.q_rope_bias is None else after.q_rope_bias + _times(maps, bias),
+        )
+    rope = after.rotary.dims if after.rotary else 0
+    nope = change.shape[-1] - rope
+    change = torch.cat((change[..., nope:], change[..., :nope]), -1).mT
+    new_bias = None if bias is None or after.q_bias is None else after.q_bias.float() + _times(change, bias)
+    return replace(after, q=after.q.float() + change @ q, q_bias=new_bias)
+
+
+def _times(maps: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return (maps @ bias.float()[..., None])[..., 0]

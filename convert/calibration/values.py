@@ -1,0 +1,100 @@
+"""Values fitted to what comes out: min E_t |ε_t − Σ_h O_h C Σ_s p̂_ht(s) x_s|² over a change C of W_V of each KV head.
+
+ε is what the output lacks, p̂ the result's attention. The ridge is a share of Σ_h O_hᵀ O_h ⊗ E_t[x̄_t x̄_tᵀ], the curvature if
+heads were independent; x̄_t is what the source's heads read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from attention.forward import attention_output, causal_softmax, heads_of
+from attention.record import Attention
+from convert.calibration.least_squares import RIDGE, conjugate_gradients, fitted_spans, inverse, logits_of
+
+
+def fitted_values(before: Attention, after: Attention, x: torch.Tensor, read: torch.Tensor) -> Callable[[float], Attention]:
+    """The result with a share of the change of its values that fits, by that share.
+
+    Args:
+        before: The source's record.
+        after: The result's, whose heads are in the same order.
+        x: `[n, T, E]`, inputs in blocks from position 0, fp32.
+        read: `[E, E]`, E_t[x̄_t x̄_tᵀ] of what heads read.
+    """
+    parts = fitted_spans(len(after.q), len(x), x.shape[1])
+    lacking = attention_output(before, x) - attention_output(after, x)
+    fits = [_Fit.of(after, *block) for block in zip(x, lacking, parts, strict=True)]
+    change = _solved(fits, read.float())
+    return lambda share: replace(after, v=after.v.float() + share * change)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The least squares problem of all values, as far as one block states it. A KV head has n query heads.
+
+    Attributes:
+        x: `[T, E]`.
+        outputs: `[E, G, n, D]`, W_O of each head.
+        spans: Tokens whose outputs are fitted.
+        weights: `[G, n t, s]` of each span, the result's attention p̂.
+        wanted: `[G, D, E]`, the descent of half the squared error where values are not changed.
+    """
+
+    x: torch.Tensor
+    outputs: torch.Tensor
+    spans: list[slice]
+    weights: list[torch.Tensor]
+    wanted: torch.Tensor
+
+    @classmethod
+    def of(cls, after: Attention, x: torch.Tensor, lacking: torch.Tensor, parts: list[slice]) -> _Fit:
+        heads, groups = heads_of(after, x), len(after.v)
+        weights = [
+            causal_softmax(logits).unflatten(0, (groups, -1)).flatten(1, 2)
+            for logits in logits_of(heads.part(slice(0, len(after.q))), parts)
+        ]
+        outputs = after.o.float().unflatten(1, (groups, -1))
+        fit = cls(x, outputs, parts, weights, x.new_zeros(()))
+        return replace(fit, wanted=fit._gradient([lacking[tokens] for tokens in parts]))
+
+    @property
+    def count(self) -> int:
+        """Tokens that are fitted."""
+        return sum(tokens.stop - tokens.start for tokens in self.spans)
+
+    def curvature(self, change: torch.Tensor) -> torch.Tensor:
+        """`[G, D, E]`, the gradient of half the squared error less that where values are not changed."""
+        values, made = self.x @ change.mT, []
+        for tokens, weights in zip(self.spans, self.weights, strict=True):
+            read = (weights @ values[:, : tokens.stop]).unflatten(1, (self.outputs.shape[2], -1))  # [G, n, t, D]
+            made.append(read.permute(2, 0, 1, 3).flatten(1) @ self.outputs.flatten(1).T)
+        return self._gradient(made)
+
+    def _gradient(self, pulls: list[torch.Tensor]) -> torch.Tensor:
+        """`[G, D, E]`, by W_V, of the sum over all outputs, each times its pull `[t, E]`."""
+        of_values = self.x.new_zeros(self.outputs.shape[1], len(self.x), self.outputs.shape[-1])
+        for tokens, weights, pull in zip(self.spans, self.weights, pulls, strict=True):
+            of_heads = (pull @ self.outputs.flatten(1)).unflatten(-1, self.outputs.shape[1:])  # [t, G, n, D]
+            of_values[:, : tokens.stop] += weights.mT @ of_heads.permute(1, 2, 0, 3).flatten(1, 2)
+        return of_values.mT @ self.x
+
+
+def _solved(fits: list[_Fit], read: torch.Tensor) -> torch.Tensor:
+    """`[G, D, E]`, the change of the values after a few steps of conjugate gradients, over tokens of all blocks."""
+    outputs = fits[0].outputs.permute(1, 2, 0, 3).flatten(1, 2)  # [G, n E, D]
+    left = outputs.mT @ outputs
+    least = (RIDGE * left.diagonal(dim1=1, dim2=2).mean(-1)).clamp_min(torch.finfo(torch.float32).tiny)
+    left = left + least[:, None].expand(-1, left.shape[-1]).diag_embed()
+    ridge = RIDGE * read.diagonal().mean().clamp_min(1e-30)
+    count = sum(fit.count for fit in fits)
+    left_inverse, right = inverse(left), inverse((read + ridge * torch.eye(len(read)).to(read))[None]) / count
+
+    def applied(change: torch.Tensor) -> torch.Tensor:
+        return torch.stack([fit.curvature(change) for fit in fits]).sum(0) + count * ridge * left @ change
+
+    wanted = torch.stack([fit.wanted for fit in fits]).sum(0)
+    return conjugate_gradients(wanted, applied, lambda residual: left_inverse @ residual @ right)

@@ -1,0 +1,81 @@
+"""Keys fitted to the queries that meet them: what is restored, and that the gradient is one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from records import random, record
+from refitting import SEEN, X, changed, latent, merged
+
+from attention.forward import causal_softmax, heads_of, output_error
+from attention.record import Attention, FactoredAttention, Record
+from convert.calibration import keys
+from convert.calibration.keys import fitted_keys
+from convert.calibration.least_squares import fitted_spans
+from convert.calibration.refit import _Search
+
+
+def with_fitted_keys(before: Attention, after: Record) -> Record:
+    return _Search(before, X).closer(after, fitted_keys(before, after, X, SEEN.seen))
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("nope", [0, 3])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_keys_of_gqa_that_were_spoilt_are_restored(groups: int, nope: int, pairing: str) -> None:
+    a = record(groups, 4 // groups, 3, nope, 20, pairing, True)  # type: ignore[arg-type]
+    spoilt = dataclasses.replace(a, k=a.k + 0.3 * random(*a.k.shape, seed=5) * a.k.std())
+    fitted = with_fitted_keys(a, spoilt)
+    assert output_error(a, spoilt, X) > 1e-3
+    assert output_error(a, fitted, X) < 0.2 * output_error(a, spoilt, X)
+    assert changed(fitted, spoilt) == {"k"}
+
+
+def test_the_rope_key_of_mla_that_was_spoilt_is_restored() -> None:
+    a = record(2, 2, 3, 2, 20)
+    whole = latent(a, 20, (0, 0, 1, 1, 2, 2))
+    spoilt = dataclasses.replace(whole, k_rope=whole.k_rope + 0.3 * random(*whole.k_rope.shape, seed=5) * whole.k_rope.std())
+    fitted = with_fitted_keys(a, spoilt)
+    assert output_error(a, spoilt, X) > 1e-3
+    assert output_error(a, fitted, X) < 0.2 * output_error(a, spoilt, X)
+    assert changed(fitted, spoilt) == {"k_rope"}
+
+
+@pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "mla", "mqa"])
+def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """½ Σ_h Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one head after another."""
+    monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
+    a = record(4, 1, 2, 2 if "partial" in case else 0, 20, "interleaved" if "inter" in case else "half", biased=False)
+    after: Record = latent(a, 5, (0, 1)) if case == "mla" else merged(a, 1 if case == "mqa" else 2)
+    kept = after.k_rope[None] if isinstance(after, FactoredAttention) else after.k
+    leaf = (0.1 * random(*kept.shape, seed=5)).requires_grad_(True)
+    whole = kept.float() + leaf
+    moved = (
+        dataclasses.replace(after, k_rope=whole[0])
+        if isinstance(after, FactoredAttention)
+        else dataclasses.replace(after, k=whole)
+    )
+    total, parts = torch.zeros(()), fitted_spans(4, 1, X.shape[1])[0]
+    x = X[0]
+    source, result = heads_of(a, x), heads_of(moved, x)
+    for head in range(4):
+        p = causal_softmax(source.logits(head))
+        missing = result.logits(head) - source.logits(head)
+        total = total + 0.5 * (p * (missing - (p * missing).sum(-1, keepdim=True)).square()).sum()
+    (expected,) = torch.autograd.grad(total, leaf)
+    fit = keys._Fit.of(source, heads_of(after, x), x, len(kept), parts)
+    found = fit.curvature(leaf.detach()) - fit.wanted
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_both_dims_of_a_rotary_pair_count_alike(pairing: str) -> None:
+    a = record(2, 2, 3, 2, 20, pairing)  # type: ignore[arg-type]
+    fit = keys._Fit.of(heads_of(a, X[0]), heads_of(a, X[0]), X[0], 2, fitted_spans(4, 1, X.shape[1])[0])
+    queries_ = heads_of(a, X[0]).rope.square().sum(1).unflatten(0, (2, 2)).sum(1) * a.scale**2
+    first, second = queries_.unflatten(1, (2, 3) if pairing == "half" else (3, 2)).unbind(1 if pairing == "half" else 2)
+    power = fit.power()[:, :6].unflatten(1, (2, 3) if pairing == "half" else (3, 2))
+    for half in power.unbind(1 if pairing == "half" else 2):
+        torch.testing.assert_close(half, (first + second) / 2)

@@ -1,0 +1,135 @@
+"""W_O fitted behind converted layers: ridge regression, and a ridge that keeps chance out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from records import factored, random, record
+
+from attention.record import Record
+from convert.calibration.outputs import _RIDGES, OutputFit
+
+
+def reads(record_: Record, tokens: int = 60, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    width = record_.o.shape[1] * record_.o.shape[2]
+    read = random(3, tokens, width, seed=seed) @ (torch.eye(width) + 0.3 * random(width, width, seed=seed + 1)) + 0.5
+    return read, random(3, tokens, record_.o.shape[0], seed=seed + 2)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", [record, factored])
+def test_the_output_is_ridge_regression_of_what_is_missing(kind: type, biased: bool) -> None:
+    a: Record = kind(biased=biased)
+    read, target = reads(a)
+    fit = OutputFit(a)
+    for part in range(3):
+        fit.see(read[part : part + 1], target[part : part + 1])
+    found = fit.record()
+    x, y = read.flatten(0, 1).double(), target.flatten(0, 1).double()
+    missing = y - x @ a.o.double().flatten(1).T
+    if biased:
+        assert a.o_bias is not None
+        missing = missing - a.o_bias.double()
+        centre, shift = x.mean(0), missing.mean(0)
+    else:
+        centre, shift = torch.zeros(x.shape[1]).double(), torch.zeros(y.shape[1]).double()
+    square = (x - centre).T @ (x - centre)
+    ridge = fit._ridge() * square.diagonal().mean()
+    # The ridge as rows of its own: one more equation for each coefficient, which wants it to be zero.
+    rows = torch.cat((x - centre, ridge.sqrt() * torch.eye(x.shape[1]).double()))
+    wanted = torch.cat((missing - shift, torch.zeros(x.shape[1], y.shape[1]).double()))
+    change = torch.linalg.lstsq(rows, wanted).solution.T
+    torch.testing.assert_close(found.o.double(), a.o.double() + change.view(a.o.shape), rtol=1e-3, atol=1e-4)
+    if biased:
+        assert found.o_bias is not None
+        torch.testing.assert_close(found.o_bias.double(), a.o_bias.double() + shift - change @ centre, rtol=1e-3, atol=1e-4)
+    else:
+        assert found.o_bias is None
+    changed = {f.name for f in dataclasses.fields(found) if getattr(found, f.name) is not getattr(a, f.name)}
+    assert changed == ({"o", "o_bias"} if biased else {"o"})
+
+
+def squared_error(a: Record, read: torch.Tensor, target: torch.Tensor) -> float:
+    out = read @ a.o.flatten(1).T + (0 if a.o_bias is None else a.o_bias)
+    return float((out - target).square().sum())
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_fitted_outputs_are_next_to_the_best_and_never_worse(biased: bool) -> None:
+    a = record(biased=biased)
+    read, target = reads(a)
+    fit = OutputFit(a)
+    fit.see(read, target)
+    x = read.flatten(0, 1)
+    x = torch.cat((x, torch.ones(len(x), 1)), 1) if biased else x
+    best = torch.linalg.lstsq(x, target.flatten(0, 1)).solution
+    least = float((x @ best - target.flatten(0, 1)).square().sum())
+    assert least <= squared_error(fit.record(), read, target) * (1 + 1e-5)
+    assert squared_error(fit.record(), read, target) < min(1.05 * least, squared_error(a, read, target))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_where_nothing_is_missing_nothing_is_added(biased: bool) -> None:
+    a = record(biased=biased)
+    read, _ = reads(a)
+    fit = OutputFit(a)
+    fit.see(read, read @ a.o.flatten(1).T + (0 if a.o_bias is None else a.o_bias))
+    found = fit.record()
+    torch.testing.assert_close(found.o, a.o, rtol=1e-5, atol=1e-6)
+    if biased:
+        assert found.o_bias is not None
+        torch.testing.assert_close(found.o_bias, a.o_bias, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_fewer_tokens_than_dims_are_no_obstacle(biased: bool) -> None:
+    a = record(biased=biased)
+    read, target = reads(a, tokens=2)
+    fit = OutputFit(a)
+    fit.see(read, target)
+    assert squared_error(fit.record(), read, target) < squared_error(a, read, target)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_heads_that_read_nothing_leave_the_output_as_it_is(biased: bool) -> None:
+    """Values of zeros: the matrix stays, and the bias takes what is missing."""
+    a = record(biased=biased)
+    read, target = reads(a)
+    fit = OutputFit(a)
+    fit.see(torch.zeros_like(read), target)
+    found = fit.record()
+    torch.testing.assert_close(found.o, a.o)
+    if biased:
+        assert found.o_bias is not None
+        torch.testing.assert_close(found.o_bias, target.flatten(0, 1).mean(0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("share", "ridge"), [(0.0, _RIDGES[-1]), (1.0, _RIDGES[0])], ids=["chance", "a large change"])
+def test_the_ridge_is_the_one_that_holds_on_the_other_half(share: float, ridge: float) -> None:
+    a = record()
+    read, noise = reads(a, tokens=100)
+    there = read @ a.o.flatten(1).T + (0 if a.o_bias is None else a.o_bias)
+    moved = read @ random(read.shape[-1], a.o.shape[0], seed=9)
+    fit = OutputFit(a)
+    for part in range(3):
+        fit.see(read[part : part + 1], (there + share * moved + 0.1 * noise)[part : part + 1])
+    assert fit._ridge() == ridge
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_error_on_a_half_is_that_of_its_tokens(biased: bool) -> None:
+    a = record(biased=biased)
+    read, target = reads(a)
+    fit = OutputFit(a)
+    for part in range(2):
+        fit.see(read[part : part + 1], target[part : part + 1])
+    one, other = fit._halves
+    change, bias = one.fitted(1e-2, biased)
+    moved = dataclasses.replace(
+        a,
+        o=(a.o.double() + change.T.view(a.o.shape)).float(),
+        o_bias=None if a.o_bias is None else (a.o_bias.double() + bias).float(),
+    )
+    assert other.error(change, bias) == pytest.approx(squared_error(moved, read[1:2], target[1:2]), rel=1e-4)

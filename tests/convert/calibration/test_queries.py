@@ -1,0 +1,278 @@
+"""Queries fitted to what they meet: what must not get worse, what is restored, and that the gradient is one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import factored, inputs, loss, measured, random, record, run
+from refitting import X, changed, latent, merged, refitted_queries
+
+from attention.forward import causal_softmax, heads_of, output_error
+from attention.record import Attention, FactoredAttention, Record
+from convert.calibration import queries
+from convert.calibration.least_squares import TOKENS, fitted_spans
+from convert.calibration.queries import _together
+from convert.methods import load_latent
+from convert.methods.latent import Allocation
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    share=st.integers(1, 2), pairs=st.integers(1, 3), nope=st.integers(0, 2), biased=st.booleans(),
+    pairing=st.sampled_from(["half", "interleaved"]), method=st.sampled_from(["aligned", "mean", "weighted", "svd"]),
+    factor=st.sampled_from([1.0, 1.2]), seed=st.integers(0, 50),
+)  # fmt: skip
+def test_fitted_queries_never_do_worse(
+    share: int, pairs: int, nope: int, biased: bool, pairing: str, method: str, factor: float, seed: int
+) -> None:
+    a = record(4, share, pairs, nope, 20, pairing, biased, factor, seed)  # type: ignore[arg-type]
+    after: Record = merged(a, 2, method) if method in ("aligned", "mean") else latent(a, 6, (0,), method)
+    fitted = refitted_queries(a, after, X)
+    assert output_error(a, fitted, X) <= output_error(a, after, X)
+
+
+def test_fitted_queries_do_much_better_where_there_is_something_to_gain() -> None:
+    for seed in range(3):
+        a = record(4, 1, 3, 2, 20, seed=seed)
+        for after in (merged(a, 2, "mean"), latent(a, 6, (0,), "svd")):
+            fitted = refitted_queries(a, after, X)
+            assert output_error(a, fitted, X) < 0.95 * output_error(a, after, X)
+            # What was fitted on one text holds on another of the same kind.
+            other = inputs(20, tokens=32, blocks=4, seed=7) + 0.1 * random(4, 32, 20, seed=99)
+            assert output_error(a, fitted, other) < output_error(a, after, other)
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("nope", [0, 3])
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_is_exact_stays_exact(biased: bool, nope: int, pairing: str) -> None:
+    a = record(2, 2, 3, nope, 20, pairing, biased)  # type: ignore[arg-type]
+    every = (0, 0, 1, 1, 2, 2)
+    whole = latent(a, min(20, 2 * 2 * (6 + nope) - 12), every)
+    names = [name for name in ("k", "v", "k_bias", "v_bias") if getattr(a, name) is not None]
+    twice = dataclasses.replace(a, **{name: getattr(a, name).repeat_interleave(2, 0) for name in names})
+    for before, after in ((a, whole), (a, a), (twice, merged(twice, 2))):
+        assert loss(before, after, X) < 1e-5
+        assert loss(before, refitted_queries(before, after, X), X) < 1e-5
+
+
+def perturbed_heads(count: int, dim: int, seed: int = 3) -> torch.Tensor:
+    """`[heads, D, D]` near the identity."""
+    return torch.eye(dim) + 0.3 * random(count, dim, dim, seed=seed) * dim**-0.5
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("nope", [0, 3])
+@pytest.mark.parametrize("biased", [False, True])
+def test_queries_of_gqa_that_were_spoilt_are_restored(biased: bool, nope: int, pairing: str) -> None:
+    a = record(2, 2, 3, nope, 20, pairing, biased)  # type: ignore[arg-type]
+    maps = perturbed_heads(4, 6 + nope)
+    bias = None if a.q_bias is None else (maps @ a.q_bias[..., None])[..., 0]
+    spoilt = dataclasses.replace(a, q=maps @ a.q, q_bias=bias)
+    fitted = refitted_queries(a, spoilt, X)
+    assert output_error(a, spoilt, X) > 1e-3
+    assert output_error(a, fitted, X) < 0.05 * output_error(a, spoilt, X)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_queries_of_mla_that_were_spoilt_are_restored(biased: bool) -> None:
+    a = record(2, 2, 3, 2, 20, "half", biased)
+    whole = latent(a, 20, (0, 0, 1, 1, 2, 2))
+    maps = perturbed_heads(4, whole.q_rope.shape[1])
+    bias = None if whole.q_rope_bias is None else (maps @ whole.q_rope_bias[..., None])[..., 0]
+    spoilt = dataclasses.replace(
+        whole, q_rope=maps @ whole.q_rope, q_rope_bias=bias, up_k=perturbed_heads(4, 8, 4) @ whole.up_k
+    )
+    fitted = refitted_queries(a, spoilt, X)
+    assert isinstance(fitted, FactoredAttention)
+    assert output_error(a, spoilt, X) > 1e-3
+    assert output_error(a, fitted, X) < 0.05 * output_error(a, spoilt, X)
+    assert changed(fitted, spoilt) == {"up_k", "q_rope"} | ({"q_rope_bias"} if biased else set())
+
+
+def smaller(a: FactoredAttention, rank: int, pairs: tuple[int, ...], method: str = "weighted") -> FactoredAttention:
+    """A latent made of a latent: nope keys keep their dims, and get those that do not rotate any more."""
+    nope = a.q_nope.shape[1] + (0 if len(pairs) == len(a.rotary.frequencies) else a.rotary.dims)
+    size = Allocation(rank, pairs, rotary=a.rotary, nope_dims=nope, rotary_keys=1)
+    return load_latent(method).factor(a.expanded(), size, measured(X))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_queries_of_a_latent_made_of_a_latent_that_were_spoilt_are_restored(biased: bool) -> None:
+    """What can be absorbed into it is restored: the rope queries are spoilt by all dims, the latent's by nope dims alone."""
+    a = factored(4, 6, 2, 9, 20, biased)
+    source, whole = a.expanded(), smaller(a, 9, (0, 1))
+    assert whole.q_nope.shape[1] < source.q.shape[1]
+    assert loss(a, whole, X) < 1e-5
+    maps, every = perturbed_heads(4, 4), 0.05 * random(4, 4, 10, seed=4) * whole.q_rope.norm() / a.q_rope.norm()
+    spoilt = dataclasses.replace(
+        whole, q_rope=maps @ whole.q_rope + every @ source.q, up_k=perturbed_heads(4, 6, 4) @ whole.up_k
+    )
+    if biased:
+        assert whole.q_rope_bias is not None
+        assert source.q_bias is not None
+        bias = maps @ whole.q_rope_bias[..., None] + every @ source.q_bias[..., None]
+        spoilt = dataclasses.replace(spoilt, q_rope_bias=bias[..., 0])
+    fitted = refitted_queries(source, spoilt, X)
+    assert isinstance(fitted, FactoredAttention)
+    assert output_error(source, spoilt, X) > 1e-3
+    assert output_error(source, fitted, X) < 0.05 * output_error(source, spoilt, X)
+    assert fitted.up_k.shape == whole.up_k.shape
+    assert changed(fitted, spoilt) == {"up_k", "q_rope"} | ({"q_rope_bias"} if biased else set())
+
+
+@pytest.mark.parametrize("method", ["weighted", "svd"])
+@pytest.mark.parametrize("pairs", [(0, 1, 2), (0, 2)], ids=["all rotate", "some rotate"])
+def test_a_latent_made_of_a_latent_is_fitted(pairs: tuple[int, ...], method: str) -> None:
+    for seed in range(3):
+        a = factored(4, 6, 3, 12, 20, seed=seed, value=5)
+        source = a.expanded()
+        after = smaller(a, 5, pairs, method)
+        fitted = refitted_queries(source, after, X)
+        assert output_error(source, fitted, X) < 0.98 * output_error(source, after, X), (seed, output_error(source, after, X))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_is_exact_of_a_latent_made_of_a_latent_stays_exact(biased: bool) -> None:
+    a = factored(4, 6, 3, 9, 20, biased, value=5)
+    whole = smaller(a, 9, (0, 1, 2))
+    assert loss(a, refitted_queries(a.expanded(), whole, X), X) < 1e-5
+
+
+def test_no_query_that_rotates_is_mapped_onto_the_latent() -> None:
+    """The change is what least squares give for the nope queries alone: rope queries of the source are no regressors."""
+    a = factored(2, 4, 2, 6, 20)
+    source, whole = a.expanded(), smaller(a, 6, (0, 1))
+    spoilt = dataclasses.replace(whole, up_k=perturbed_heads(2, 4, 4) @ whole.up_k)
+    for head in range(2):
+        fits = fits_of(source, spoilt, slice(head, head + 1))
+        change = queries._solved(fits, queries._free(source, spoilt))[0]
+        assert change.shape == (8, 6 + 4)
+        assert not change[:4, :6].any()
+        assert change[4:, :6].abs().min() > 0
+        assert change[:, 6:].abs().min() > 0
+        unbound = queries._solved(fits, torch.ones(1, 1))[0]
+        assert unbound[:4, :6].abs().min() > 0, "it would be used if it could"
+
+
+def test_only_queries_of_gqa_change() -> None:
+    a = record(4, 1, 3, 0, 20)
+    after = merged(a, 2, "mean")
+    fitted = refitted_queries(a, after, X)
+    assert changed(fitted, after) == {"q", "q_bias"}
+
+
+def test_the_same_sample_gives_the_same_bits() -> None:
+    a = record(4, 2, 3, 2, 20)
+    once, again = (refitted_queries(a, merged(a, 2), X) for _ in range(2))
+    assert isinstance(once, Attention)
+    assert isinstance(again, Attention)
+    assert torch.equal(once.q, again.q)
+
+
+@pytest.mark.parametrize("what", ["q", "k", "v", "o"])
+def test_heads_of_zeros_stay_finite(what: str) -> None:
+    a = record(4, 1, 3, 2, 20)
+    tensor = getattr(a, what).clone()
+    (tensor[:, :2] if what == "o" else tensor[:2]).zero_()
+    a = dataclasses.replace(a, **{what: tensor})
+    for after in (merged(a, 2), latent(a, 6, (0, 1))):
+        assert torch.isfinite(run(refitted_queries(a, after, X), X)).all()
+
+
+# ---- the objective ---------------------------------------------------------------------------------------------------
+
+
+def fits_of(a: Attention, after: Record, heads: slice) -> list[queries._Fit]:
+    parts = fitted_spans(heads.stop - heads.start, len(X), X.shape[1], TOKENS)
+    blocks = [(heads_of(a, x).part(heads), heads_of(after, x).part(heads)) for x in X]
+    return [queries._Fit.of(*block, part) for block, part in zip(blocks, parts, strict=True)]
+
+
+@pytest.mark.parametrize("target", [False, True])
+@pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "mla", "mla, a latent as wide as heads", "mqa"])
+def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """½ Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one token after another."""
+    monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)  # blocks are not a multiple of it
+    a = record(4, 1, 2, 2 if "partial" in case else 0, 20, "interleaved" if "inter" in case else "half")
+    rank, groups = 4 if "wide" in case else 5, 1 if case == "mqa" else 2
+    after: Record = latent(a, rank, (0, 1)) if "mla" in case else merged(a, groups)
+    blocks, heads = [(heads_of(a, x), heads_of(after, x)) for x in X], slice(1, 3)
+    columns = sum(part.shape[-1] for part in blocks[0][1].kept(1))
+    leaf = (0.1 * random(2, a.q.shape[1], columns, seed=5)).double().requires_grad_(True)
+    total = torch.zeros((), dtype=torch.float64)
+    for source, result in blocks:
+        for head, maps in zip((1, 2), leaf, strict=True):
+            query, attended = source.plain[head].double(), causal_softmax(source.logits(head)).double()
+            nope, rope = (part.double() for part in result.kept(head))
+            missing = (source.logits(head) - result.logits(head)).double()
+            for t in range(len(query)):
+                moved, p = query[t] @ maps, attended[t, : t + 1]
+                rotated = result.rotation(moved[nope.shape[1] :].expand(len(query), -1))[t]
+                got = result.scale * (nope[: t + 1] @ moved[: nope.shape[1]] + rope[: t + 1] @ rotated)
+                error = got - missing[t, : t + 1] if target else got
+                total = total + 0.5 * (p * (error - (p * error).sum()).square()).sum()
+    (expected,) = torch.autograd.grad(total, leaf)
+    fits = fits_of(a, after, heads)
+    assert fits[0].met.lifts == (case == "mla")
+    found = torch.stack([fit.curvature(leaf.detach().float()) - (fit.wanted if target else 0) for fit in fits]).sum(0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("case", ["gqa, partial", "mla", "attention factor"])
+def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotated relative to the token, one token after another; what has a position and what has none, apart."""
+    monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
+    a = record(4, 1, 2, 2, 20, "interleaved", True, 1.3 if case == "attention factor" else 1.0)
+    after: Record = latent(a, 5, (0, 1)) if case == "mla" else merged(a, 2)
+    x, head = X[0], 2
+    source, result = heads_of(a, x), heads_of(after, x)
+    nope, rope = (result.scale * part.double() for part in result.kept(head))
+    split, attended = nope.shape[1], causal_softmax(source.logits(head)).double()
+    expected = torch.zeros(split + rope.shape[1], split + rope.shape[1], dtype=torch.float64)
+    for t, p in enumerate(attended):
+        back = result.rotation.of(slice(t, t + 1)).adjoint(rope)
+        for part, kept in ((slice(0, split), nope), (slice(split, None), back)):
+            centred = kept - p @ kept
+            expected[part, part] += (centred.T * p) @ centred
+    of_queries, spread = queries._Fit.of(
+        source.part(slice(1, 3)), result.part(slice(1, 3)), *fitted_spans(2, 1, len(x))
+    ).moments(10**6)
+    torch.testing.assert_close(spread[1].double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(of_queries[1], source.plain[head].T @ source.plain[head], rtol=1e-4, atol=1e-4)
+
+
+def test_of_many_tokens_some_spans_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = record(4, 1, 2, 2, 20)
+    after = merged(a, 2)
+    size = X.shape[1] // 8
+    monkeypatch.setattr("convert.calibration.least_squares.SPAN", size)
+    whole = fits_of(a, after, slice(0, 4))
+    monkeypatch.setattr(f"{__name__}.TOKENS", X.shape[0] * X.shape[1] // 4)
+    some = fits_of(a, after, slice(0, 4))
+    assert ({len(fit.spans) for fit in whole}, {len(fit.spans) for fit in some}) == ({8}, {2})
+    assert [[part.start // size for part in fit.spans] for fit in some] == [[2, 6], [3, 7], [0, 4], [1, 5]]
+    assert [weights.shape for weights in some[0].weights] == [(4, size, end * size) for end in (3, 7)]
+    assert [fit.count for fit in some] == [2 * size] * 4
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mqa", "mla"])
+def test_how_many_heads_are_fitted_together_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = record(4, 2, 3, 2, 20)
+    after: Record = latent(a, 6, (0, 1)) if kind == "mla" else merged(a, 2 if kind == "gqa" else 1)
+    at_once = refitted_queries(a, after, X)
+    monkeypatch.setattr("convert.calibration.queries._TOGETHER", 3 * 128 * 32)  # three heads of eight, and two at the end
+    assert len(_together(8, 32)) == 3
+    in_parts = refitted_queries(a, after, X)
+    for name in ("q",) if isinstance(after, Attention) else ("up_k", "q_rope"):
+        torch.testing.assert_close(getattr(in_parts, name), getattr(at_once, name), rtol=1e-3, atol=1e-4)
+
+
+def test_heads_that_are_fitted_together_are_all_heads_once() -> None:
+    for heads, context in ((1, 512), (9, 512), (32, 2048), (32, 100_000), (7, 1)):
+        parts = _together(heads, context)
+        assert [head for part in parts for head in range(heads)[part]] == list(range(heads))
