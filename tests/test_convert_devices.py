@@ -261,14 +261,14 @@ def test_records_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeyp
     monkeypatch.setattr("convert.calibration.refit.min", last, raising=False)
     with fake_gpu():
         before, after = map(to_gpu, pair)
-        fitted = refitted(before, after, X[:1].to(GPU), SURVEYED.attended)
+        fitted = refitted(before, after, X.to(GPU), SURVEYED.attended)
         assert fitted is not after
         assert devices(fitted) == {"cuda"}
 
 
 @pytest.mark.parametrize("part", range(3), ids=["source", "result", "inputs"])
 def test_a_part_of_the_refit_left_on_the_cpu_is_noticed(part: int) -> None:
-    parts: list[Any] = [*RESULTS["latent"], X[:1]]
+    parts: list[Any] = [*RESULTS["latent"], X]
     with fake_gpu(), pytest.raises(RuntimeError, match=REFUSED):
         refitted(*(value if i == part else to_gpu(value) for i, value in enumerate(parts)), SURVEYED.attended)
 

@@ -12,7 +12,7 @@ import torch
 
 from attention.record import Record
 
-_RIDGES = (1e-3, 1e-2, 1e-1)  # of the mean square of what a head's dim reads
+_RIDGES = (1e-3, 1e-2, 1e-1)  # of the mean square of what a dim of a head reads; from 1 on, halves of the text ask for too much
 _ROUNDING = 1e-8  # of the output's energy: what does not lack more than that is left as it is
 
 
@@ -68,12 +68,19 @@ class OutputFit:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._halves: list[_Sums] = []
-        self._next = 0
+        self._halves: dict[int, _Sums] = {}  # of the blocks with even numbers, and of those with odd ones
+        self._blocks = 0
 
     def see(self, read: torch.Tensor, target: torch.Tensor) -> None:
         """Add what the heads read `[b, T, H D]` and what should come out of it `[b, T, E]`."""
-        read, target = read.flatten(0, 1), target.flatten(0, 1)
+        for half in (0, 1):
+            rows = slice((half + self._blocks) % 2, None, 2)
+            if len(read[rows]):
+                sums = self._sums(read[rows].flatten(0, 1), target[rows].flatten(0, 1))
+                self._halves[half] = self._halves[half] + sums if half in self._halves else sums
+        self._blocks += len(read)
+
+    def _sums(self, read: torch.Tensor, target: torch.Tensor) -> _Sums:
         missing = target - read @ self._record.o.float().flatten(1).T
         if self._record.o_bias is not None:
             missing = missing - self._record.o_bias.float()
@@ -81,16 +88,12 @@ class OutputFit:
             part.double() for part in (read.T @ read, read.T @ missing, read.sum(0), missing.sum(0))
         )
         energies = float(missing.square().sum()), float(target.square().sum())
-        sums = _Sums(square, cross, total, lacking, *energies, len(read))
-        if len(self._halves) < 2:
-            self._halves.append(sums)
-        else:
-            self._halves[self._next] += sums
-        self._next = 1 - self._next
+        return _Sums(square, cross, total, lacking, *energies, len(read))
 
     def record(self) -> Record:
         """The record with its output projection fitted."""
-        a, total = self._record, sum(self._halves[1:], self._halves[0])
+        a, (first, *rest) = self._record, self._halves.values()
+        total = sum(rest, first)
         if total.lacking <= _ROUNDING * total.whole:
             return a
         change, bias = total.fitted(self._ridge(), a.o_bias is not None)
@@ -98,10 +101,9 @@ class OutputFit:
         return replace(a, o=o.float(), o_bias=None if a.o_bias is None else (a.o_bias.double() + bias).float())
 
     def _ridge(self) -> float:
+        """The ridge with the least error on the half that it was not fitted on; the smallest if there is but one block."""
         if len(self._halves) < 2:
             return _RIDGES[0]
-        pairs = (self._halves, self._halves[::-1])
-        errors = [
-            sum(other.error(*one.fitted(ridge, self._record.o_bias is not None)) for one, other in pairs) for ridge in _RIDGES
-        ]
+        biased, halves = self._record.o_bias is not None, [self._halves[0], self._halves[1]]
+        errors = [sum(other.error(*one.fitted(ridge, biased)) for one, other in (halves, halves[::-1])) for ridge in _RIDGES]
         return _RIDGES[min(range(len(_RIDGES)), key=errors.__getitem__)]

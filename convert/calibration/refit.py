@@ -3,7 +3,8 @@
 
 Methods take queries, keys, values and distances for independent. `refitted` fits each of them to the others on the text:
 queries (`queries`) and keys (`keys`) by turns, as long as that helps, then values (`values`). A change is taken as far as it
-brings the layer's outputs closer to the source's. `outputs` then fits W_O behind the converted layers.
+brings the layer's outputs closer to the source's on blocks that it was not fitted on. `outputs` then fits W_O behind the
+converted layers.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from attention.record import Attention, Record
 from convert.calibration.keys import fitted_keys
 from convert.calibration.queries import fitted_queries
 from convert.calibration.values import fitted_values
-from convert.methods.statistics import EXCERPT, Attended, excerpt
+from convert.methods.statistics import EXCERPT, Attended
+from eval.text import evenly_spread
 
 _TOKENS, _NUMBERS = 2**14, 2**24  # of the sample at most; of one activation of all its tokens, which bounds memory
 _ROUNDS, _GAIN = 3, 0.9  # of keys and queries; the share of the error that a round has to leave for another one
+_OTHERS = 8  # every eighth block judges
 _ROUNDING = 1e-8  # of an output's energy: what does not lose more than that is left as it is
 _WHOLE = 0.9  # of a change: a larger share of it is not told from all of it
 
 
 def refitted(before: Attention, after: Record, x: torch.Tensor, attended: Attended) -> Record:
     """The result with queries, keys and values that fit, as far as they bring its outputs closer to the source's.
+
+    A single block has no other one to judge by. Only queries are fitted on it, which have the fewest weights.
 
     Args:
         before: The source's record.
@@ -35,17 +40,18 @@ def refitted(before: Attention, after: Record, x: torch.Tensor, attended: Attend
         attended: Moments of the text as the source's attention sees it.
     """
     x, attended = x.float(), attended.to(x.device)
-    search = _Search(before, x)
+    fitted, others = _parted(x)
+    search, alone = _Search(before, others), len(x) == 1
     if before.k_norm is None:  # no change of queries or keys can pass a norm
-        after = search.closer(after, fitted_queries(before, after, x))
-        for _ in range(_ROUNDS):
+        after = search.closer(after, fitted_queries(before, after, fitted))
+        for _ in range(0 if alone else _ROUNDS):
             error = search.error(after)
-            after = search.closer(after, fitted_keys(before, after, x, attended.seen))
-            after = search.closer(after, fitted_queries(before, after, x))
+            after = search.closer(after, fitted_keys(before, after, fitted, attended.seen))
+            after = search.closer(after, fitted_queries(before, after, fitted))
             if search.error(after) > _GAIN * error:
                 break
-    if isinstance(after, Attention):
-        after = search.closer(after, fitted_values(before, after, x, attended.read))
+    if isinstance(after, Attention) and not alone:
+        after = search.closer(after, fitted_values(before, after, fitted, attended.read))
     return after
 
 
@@ -54,16 +60,23 @@ def sample_for(width: int) -> int:
     return max(EXCERPT, min(_TOKENS, _NUMBERS // width))
 
 
+def _parted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks to fit on, and others, an eighth and at least one, to judge by. A single block does both."""
+    if len(x) == 1:
+        return x, x
+    others = evenly_spread(max(1, len(x) // _OTHERS), len(x))
+    return x[[i for i in range(len(x)) if i not in others]], x[others]
+
+
 class _Search:
     """Finds how much of a change brings outputs closest to the source's.
 
     Args:
         before: The source's record.
-        x: `[n, T, E]`; a few blocks of it tell.
+        x: `[n, T, E]`.
     """
 
     def __init__(self, before: Attention, x: torch.Tensor) -> None:
-        x = excerpt(x)
         self._x, self._expected = x, attention_output(before, x)
         self._energy = float(self._expected.double().square().sum())
         self._last: tuple[Record, torch.Tensor] | None = None
@@ -83,7 +96,7 @@ class _Search:
             tried[share] = made(share)
             lacking[share] = self._lacking(tried[share])
         errors = {share: float(rows.double().square().sum()) for share, rows in lacking.items()}
-        best = min(errors, key=errors.__getitem__) if errors[0.0] > _ROUNDING * self._energy else 0.0
+        best = 0.0 if errors[0.0] <= _ROUNDING * self._energy else min(errors, key=errors.__getitem__)
         self._last = tried[best], lacking[best]
         return tried[best]
 

