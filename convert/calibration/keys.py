@@ -1,13 +1,13 @@
 """Keys fitted to the queries that meet them: min Σ_h E_t Var_{s ~ p_t} (δ_ts − q̂_htᵀ R_s B x_s)² over a change B.
 
 B changes W_K of each KV head (GQA), or the rope key of all heads (MLA; its nope keys are made of the latent, which also makes
-values). δ is what the logits lack, q̂_ht are the result's queries, rotated, and R_s rotates token s. The ridge is a share of
-Σ_ht q̂² ⊗ E_t E_{s ~ p_t}[x_s x_sᵀ]: about the curvature, if RoPE leaves no key constant and queries are independent of keys.
+values). δ is what the logits lack, q̂_ht are the result's queries, rotated, and R_s rotates token s. A ridge holds back B:
+a share of Σ_ht q̂² times the mean square of a channel that attention sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,9 +75,9 @@ class _Fit:
         """`[G, D', E]`, the gradient of half the squared error less that where keys are not changed."""
         keys = self.rotation(self.x @ change.mT)
         logits = (queries @ keys[:, : tokens.stop].mT for queries, tokens in zip(self.queries, self.spans, strict=True))
-        return self._gradient([centred(rows, weights) for rows, weights in zip(logits, self.weights, strict=True)])
+        return self._gradient(map(centred, logits, self.weights))
 
-    def _gradient(self, pulls: list[torch.Tensor]) -> torch.Tensor:
+    def _gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
         """`[G, D', E]`, by W_K, of the sum over all logits, each times its pull `[G, n t, s]`."""
         of_keys = self.x.new_zeros(len(self.queries[0]), len(self.x), self.queries[0].shape[-1])
         for tokens, queries, pull in zip(self.spans, self.queries, pulls, strict=True):

@@ -1,7 +1,7 @@
-"""Weighted least squares on the logits of calibration text: what fits of queries and of keys share.
+"""Least squares on calibration text: what the fits of queries, keys and values share.
 
-Both minimise E_t Var_{s ~ p_t} of what a result's logits lack, with p_t the source's attention of token t, by a few steps of
-preconditioned conjugate gradients.
+All take a few steps of preconditioned conjugate gradients over some spans of tokens. Queries and keys minimise
+E_t Var_{s ~ p_t} of what a result's logits lack, with p_t the source's attention of token t.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ SPAN = 128  # tokens
 RIDGE = 1e-3  # of the curvature
 
 _STEPS = 7
-TOKENS = 8192  # of all blocks whose logits are fitted
-_LOGITS = 2**27  # of some heads in all blocks, whose weights are kept: half a gigabyte
+TOKENS = 8192  # of all blocks together, whose logits are fitted
+_LOGITS = 2**27  # attention weights that are kept at a time: half a gigabyte
 
 
 def fitted_spans(heads: int, blocks: int, context: int, tokens: int | None = None) -> list[list[slice]]:
     """For each block the spans of tokens that are fitted: all of them, or as many as time and memory allow, evenly spread.
 
-    Blocks differ in where they begin, so that all positions have their turn.
+    The first fitted span differs from block to block, so that all positions have their turn.
 
     Args:
         heads: Heads that are fitted together.

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.record import Record
+from eval.text import evenly_spread
 
-_RIDGES = (1e-3, 1e-2, 1e-1)  # of the mean square of what a dim of a head reads; from 1 on, halves of the text ask for too much
+_RIDGES = (1e-3, 1e-2, 1e-1)  # of the mean square of what a dim of a head reads; 1 was chosen everywhere, and lost more
+_JUDGED = 1024  # outputs, by which ridges are compared: solving for all outputs of a wide model takes long
 _ROUNDING = 1e-8  # of the output's energy: what does not lack more than that is left as it is
 
 
@@ -25,8 +27,8 @@ class _Sums:
         cross: `[H D, E]`, Σ r mᵀ.
         read: `[H D]`, Σ r.
         missing: `[E]`, Σ m.
-        lacking: Σ |m|².
-        whole: Σ |m + what is there|².
+        missing_energy: Σ |m|².
+        target_energy: Σ |m + what is there|².
         count: Tokens.
     """
 
@@ -34,12 +36,16 @@ class _Sums:
     cross: torch.Tensor
     read: torch.Tensor
     missing: torch.Tensor
-    lacking: float
-    whole: float
+    missing_energy: float
+    target_energy: float
     count: int
 
     def __add__(self, other: _Sums) -> _Sums:
         return _Sums(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def of(self, outputs: list[int]) -> _Sums:
+        """Of some outputs only. Both energies stay those of all, which shifts errors by a constant."""
+        return replace(self, cross=self.cross[:, outputs], missing=self.missing[outputs])
 
     def fitted(self, ridge: float, biased: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The change of W_O as a map of r, `[H D, E]`, and of its bias `[E]`, which is zero without one."""
@@ -56,7 +62,7 @@ class _Sums:
         """Σ |m − changeᵀ r − bias|²."""
         explained = 2 * ((change * self.cross).sum() + bias @ self.missing)
         added = ((self.square @ change) * change).sum() + 2 * bias @ (self.read @ change) + self.count * bias.square().sum()
-        return self.lacking + float(added - explained)
+        return self.missing_energy + float(added - explained)
 
 
 class OutputFit:
@@ -84,26 +90,33 @@ class OutputFit:
         missing = target - read @ self._record.o.float().flatten(1).T
         if self._record.o_bias is not None:
             missing = missing - self._record.o_bias.float()
-        square, cross, total, lacking = (
-            part.double() for part in (read.T @ read, read.T @ missing, read.sum(0), missing.sum(0))
+        square, cross, of_read, of_missing = read.T @ read, read.T @ missing, read.sum(0), missing.sum(0)
+        return _Sums(
+            square=square.double(),
+            cross=cross.double(),
+            read=of_read.double(),
+            missing=of_missing.double(),
+            missing_energy=float(missing.square().sum()),
+            target_energy=float(target.square().sum()),
+            count=len(read),
         )
-        energies = float(missing.square().sum()), float(target.square().sum())
-        return _Sums(square, cross, total, lacking, *energies, len(read))
 
     def record(self) -> Record:
         """The record with its output projection fitted."""
         a, (first, *rest) = self._record, self._halves.values()
         total = sum(rest, first)
-        if total.lacking <= _ROUNDING * total.whole:
+        if total.missing_energy <= _ROUNDING * total.target_energy:
             return a
         change, bias = total.fitted(self._ridge(), a.o_bias is not None)
         o = a.o.double() + change.T.view(a.o.shape)
         return replace(a, o=o.float(), o_bias=None if a.o_bias is None else (a.o_bias.double() + bias).float())
 
     def _ridge(self) -> float:
-        """The ridge with the least error on the half that it was not fitted on; the smallest if there is but one block."""
+        """The ridge with the least error on the half that it was not fitted on; the largest if there is but one block."""
         if len(self._halves) < 2:
-            return _RIDGES[0]
-        biased, halves = self._record.o_bias is not None, [self._halves[0], self._halves[1]]
+            return _RIDGES[-1]
+        width, biased = self._record.o.shape[0], self._record.o_bias is not None
+        outputs = evenly_spread(min(width, _JUDGED), width)
+        halves = [self._halves[0].of(outputs), self._halves[1].of(outputs)]
         errors = [sum(other.error(*one.fitted(ridge, biased)) for one, other in (halves, halves[::-1])) for ridge in _RIDGES]
         return _RIDGES[min(range(len(_RIDGES)), key=errors.__getitem__)]

@@ -21,11 +21,11 @@ from convert.calibration.values import fitted_values
 from convert.methods.statistics import EXCERPT, Attended
 from eval.text import evenly_spread
 
-_TOKENS, _NUMBERS = 2**14, 2**24  # of the sample at most; of one activation of all its tokens, which bounds memory
-_ROUNDS, _GAIN = 3, 0.9  # of keys and queries; the share of the error that a round has to leave for another one
-_OTHERS = 8  # every eighth block judges
+_TOKENS, _NUMBERS = 2**14, 2**25  # of the sample at most; of one activation of all its tokens, which bounds memory
+_ROUNDS, _GAIN = 3, 0.9  # of keys and queries; another one follows only if the last one left at most this share of the error
+_OTHERS = 8  # one block of so many judges, at least one
 _ROUNDING = 1e-8  # of an output's energy: what does not lose more than that is left as it is
-_WHOLE = 0.9  # of a change: a larger share of it is not told from all of it
+_WHOLE = 0.9  # of a change: from this share on, all of it is taken
 
 
 def refitted(before: Attention, after: Record, x: torch.Tensor, attended: Attended) -> Record:

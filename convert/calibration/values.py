@@ -1,7 +1,7 @@
 """Values fitted to what comes out: min E_t |ε_t − Σ_h O_h C Σ_s p̂_ht(s) x_s|² over a change C of W_V of each KV head.
 
-ε is what the output lacks, p̂ the result's attention. The ridge is a share of Σ_h O_hᵀ O_h ⊗ E_t[x̄_t x̄_tᵀ], the curvature if
-heads were independent; x̄_t is what the source's heads read.
+ε is what the output lacks, p̂ the result's attention. A ridge holds back C: a share of Σ_h O_hᵀ O_h times the mean square of a
+channel of x̄_t, what the source's heads read.
 """
 
 from __future__ import annotations

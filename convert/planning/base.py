@@ -207,6 +207,6 @@ def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, t
     reasons = [f"{' and '.join(hiding)} changes what heads attend to"] if hiding else []
     reasons += ["they are normalised after their projection"] if traits.qk_norm else []
     if text and text.refit and reasons:
-        left, fitted = ("queries, keys and values", "outputs") if hiding else ("queries and keys", "values and outputs")
-        return [f"{left} are not refitted, {fitted} are: {', and '.join(reasons)}"]
+        what = "only outputs are refitted" if hiding else "queries and keys are not refitted"
+        return [f"{what}: {', and '.join(reasons)}"]
     return []

@@ -31,7 +31,7 @@ class CalibrationOptions:
         tokens: How many tokens to use, in whole blocks spread evenly over the text.
         context: Tokens per block.
         propagate: Whether a layer's statistics are measured behind the layers converted before it.
-        refit: Whether least squares refits queries, keys, values and output projections.
+        refit: Whether least squares refits queries, keys, values (GQA) and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.
         max_context: Tokens of the longest context that the result is for; None for `context`.
     """

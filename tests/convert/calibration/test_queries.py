@@ -248,12 +248,14 @@ def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatc
 
 def test_of_many_tokens_some_spans_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     a = record(4, 1, 2, 2, 20)
-    after = merged(a, 2)
-    size = X.shape[1] // 8
+    after, fitted = merged(a, 2), []
+    size, solved = X.shape[1] // 8, queries._solved
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", size)
-    whole = fits_of(a, after, slice(0, 4))
-    monkeypatch.setattr(f"{__name__}.TOKENS", X.shape[0] * X.shape[1] // 4)
-    some = fits_of(a, after, slice(0, 4))
+    monkeypatch.setattr(queries, "_solved", lambda fits, free: fitted.append(fits) or solved(fits, free))
+    for tokens in (X.shape[0] * X.shape[1], X.shape[0] * X.shape[1] // 4):
+        monkeypatch.setattr(queries, "TOKENS", tokens)
+        queries.fitted_queries(a, after, X)
+    whole, some = fitted
     assert ({len(fit.spans) for fit in whole}, {len(fit.spans) for fit in some}) == ({8}, {2})
     assert [[part.start // size for part in fit.spans] for fit in some] == [[2, 6], [3, 7], [0, 4], [1, 5]]
     assert [weights.shape for weights in some[0].weights] == [(4, size, end * size) for end in (3, 7)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from refitting import SEEN, X, changed, latent, merged, refitted_queries
 
 from attention.forward import output_error
 from attention.record import Attention, Record
+from convert.calibration import refit
 from convert.calibration.least_squares import fitted_spans
 from convert.calibration.refit import _parted, refitted, sample_for
 
@@ -106,7 +109,7 @@ def test_spans_that_are_fitted_are_bounded_and_there_is_one_at_least(
     assert all(span.start < context for part in parts for span in part)
 
 
-@pytest.mark.parametrize(("width", "tokens"), [(64, 16384), (1024, 16384), (2048, 8192), (4096, 4096), (16384, 4096)])
+@pytest.mark.parametrize(("width", "tokens"), [(64, 16384), (2048, 16384), (4096, 8192), (8192, 4096), (16384, 4096)])
 def test_wide_models_are_refitted_on_fewer_tokens(width: int, tokens: int) -> None:
     assert sample_for(width) == tokens
 
@@ -130,3 +133,22 @@ def test_what_fits_one_block_by_chance_is_not_taken() -> None:
     after, x = merged(a, 2), random(2, 6, 20, seed=3)
     fitted = refitted(a, after, x, SEEN)
     assert output_error(a, fitted, x[1:]) <= output_error(a, after, x[1:])
+
+
+def test_keys_are_weighed_as_attention_sees_tokens_and_values_as_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {}
+
+    def noting(name: str, fit: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            given[name] = args[3]
+            return fit(*args)
+
+        return noted
+
+    for name in ("fitted_keys", "fitted_values"):
+        monkeypatch.setattr(refit, name, noting(name, getattr(refit, name)))
+    a = record(4, 1, 3, 2, 20)
+    refitted(a, merged(a, 2), X, SEEN)
+    assert torch.equal(given["fitted_keys"], SEEN.seen)
+    assert torch.equal(given["fitted_values"], SEEN.read)
+    assert not torch.allclose(SEEN.seen, SEEN.read)

@@ -108,8 +108,8 @@ def test_no_output_class_is_a_refusal_with_every_reason(source: Sources) -> None
         host_of("mla", family, made, spec.latent(16, 8), "float32")
 
 
-HIDDEN = "queries, keys and values are not refitted, outputs are:"
-NORMALISED = "queries and keys are not refitted, values and outputs are: they are normalised after their projection"
+HIDDEN = "only outputs are refitted:"
+NORMALISED = "queries and keys are not refitted: they are normalised after their projection"
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_a_plan_says_that_normalised_queries_are_not_refitted(
     way: list[Any], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
 ) -> None:
     command = ["gqa", checkpoint("qwen3"), tmp_path / "out", "--groups", 2, "--dry-run", *on, *way]
-    note = "queries and keys are not refitted, values and outputs are: they are normalised after their projection"
+    note = "queries and keys are not refitted: they are normalised after their projection"
     assert note in ok(convert(*command)).stdout.splitlines()
     command[1] = checkpoint("qwen2", name="other")
     assert "not refitted" not in ok(convert(*command)).stdout
