@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -43,5 +44,6 @@ def run_forked(script: str, *arguments: object) -> Done:
 def _main(script: str, arguments: list[str], said: list[Path]) -> None:
     for number, path in enumerate(said, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has the jobs in its background ignore it
     sys.argv = ["-c", *arguments]
     exec(script, {"__name__": "__main__"})
