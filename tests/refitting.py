@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from records import inputs, measured, record
 
 from attention.record import Attention, FactoredAttention, Record
@@ -14,12 +16,25 @@ from convert.calibration.survey import _AttendedSums
 from convert.methods import load_grouped, load_latent
 from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
+from convert.methods.statistics import Attended
 
 X = inputs(20, tokens=32, blocks=4)
-_SUMS = _AttendedSums(20, torch.device("cpu"))
-for _block in X:
-    _SUMS.add(record(2, 2, 3, 2, 20), _block)
-SEEN = _SUMS.moments()
+
+
+def attended(x: torch.Tensor) -> Attended:
+    """Moments of `x [n, T, E]` as some attention sees it: no two of them are equal."""
+    sums = _AttendedSums(x.shape[-1], x.device)
+    for block in x:
+        sums.add(record(2, 2, 3, 2, x.shape[-1]), block)
+    return sums.moments()
+
+
+SEEN = attended(X)
+any_refit = given(
+    share=st.integers(1, 2), pairs=st.integers(1, 3), nope=st.integers(0, 2), biased=st.booleans(),
+    pairing=st.sampled_from(["half", "interleaved"]), method=st.sampled_from(["aligned", "mean", "weighted", "svd"]),
+    factor=st.sampled_from([1.0, 1.2]), seed=st.integers(0, 50),
+)  # fmt: skip
 
 
 def merged(a: Attention, groups: int, method: str = "aligned") -> Attention:

@@ -15,7 +15,7 @@ import torch
 from attention.forward import Heads, heads_of
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotation
-from convert.calibration.least_squares import RIDGE, TOKENS, centred, conjugate_gradients, fitted_spans, inverse, missing
+from convert.calibration.least_squares import TOKENS, centred, conjugate_gradients, fitted_spans, grouped, missing, ridged
 
 _LEAST = 1e-3  # of the queries' mean power: a dim that they hardly use
 
@@ -64,10 +64,10 @@ class _Fit:
     def of(cls, source: Heads, result: Heads, x: torch.Tensor, groups: int, parts: list[slice]) -> _Fit:
         every = slice(0, len(source.plain))
         weights, pulls = (
-            [_grouped(rows, groups) for rows in part] for part in missing(source.part(every), result.part(every), parts)
+            [grouped(rows, groups) for rows in part] for part in missing(source.part(every), result.part(every), parts)
         )
         fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
-        queries = [_grouped(result.scale * fitted[:, tokens], groups) for tokens in parts]
+        queries = [grouped(result.scale * fitted[:, tokens], groups) for tokens in parts]
         fit = cls(x, result.rotation, parts, queries, weights, x.new_zeros(()))
         return replace(fit, wanted=fit._gradient(pulls))
 
@@ -87,24 +87,17 @@ class _Fit:
     def power(self) -> torch.Tensor:
         """`[G, D']`, Σ q̂² of each dim, averaged over the two dims of a rotary pair: all angles are alike."""
         power = torch.stack([queries.square().sum(1) for queries in self.queries]).sum(0)
-        rotated = self.rotation.of(slice(0, 1))
-        turned = replace(rotated, cos=torch.zeros_like(rotated.cos), sin=torch.ones_like(rotated.sin))
-        rope = 2 * rotated.cos.shape[-1]
-        swapped = torch.cat((turned(power[:, None])[:, 0, :rope].abs(), power[:, rope:]), -1)
+        first = self.rotation.of(slice(0, 1))
+        right_angle = replace(first, cos=torch.zeros_like(first.cos), sin=torch.ones_like(first.sin))
+        swapped = right_angle(power[:, None])[:, 0].abs()  # it gives each dim the other one of its pair; nope dims stay
         return (power + swapped) / 2
-
-
-def _grouped(rows: torch.Tensor, groups: int) -> torch.Tensor:
-    """`[H, t, …]` as `[G, n t, …]`."""
-    return rows.unflatten(0, (groups, -1)).flatten(1, 2)
 
 
 def _solved(fits: list[_Fit], seen: torch.Tensor) -> torch.Tensor:
     """`[G, D', E]`, the change of the keys after a few steps of conjugate gradients, over tokens of all blocks."""
     power = torch.stack([fit.power() for fit in fits]).sum(0)
     power = power.maximum(_LEAST * power.mean(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-    ridge = RIDGE * seen.diagonal().mean().clamp_min(1e-30)
-    right = inverse((seen + ridge * torch.eye(len(seen)).to(seen))[None])
+    ridge, right = ridged(seen)
 
     def applied(change: torch.Tensor) -> torch.Tensor:
         return torch.stack([fit.curvature(change) for fit in fits]).sum(0) + ridge * power * change

@@ -59,6 +59,11 @@ def centred(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return pull.addcmul_(weights, pull.sum(-1, keepdim=True), value=-1)
 
 
+def grouped(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """`[H, t, …]` as `[G, n t, …]`, with the n query heads of a KV head together."""
+    return rows.unflatten(0, (groups, -1)).flatten(1, 2)
+
+
 def conjugate_gradients(
     wanted: torch.Tensor,
     applied: Callable[[torch.Tensor], torch.Tensor],
@@ -88,6 +93,12 @@ def inverse(matrices: torch.Tensor, used: torch.Tensor | None = None) -> torch.T
     if used is not None:
         whole = torch.where(used[:, None, None], whole, torch.eye(whole.shape[-1], dtype=whole.dtype, device=whole.device))
     return torch.linalg.inv(whole).float()
+
+
+def ridged(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ridge for inputs with this second moment `[E, E]`, and the inverse `[1, E, E]` of the moment with it."""
+    ridge = RIDGE * moment.diagonal().mean().clamp_min(1e-30)
+    return ridge, inverse((moment + ridge * torch.eye(len(moment)).to(moment))[None])
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.record import Record
-from eval.text import evenly_spread
+from attention.spread import evenly_spread
 
 _RIDGES = (1e-3, 1e-2, 1e-1)  # of the mean square of what a dim of a head reads; 1 was chosen everywhere, and lost more
 _JUDGED = 1024  # outputs, by which ridges are compared: solving for all outputs of a wide model takes long

@@ -1,7 +1,7 @@
 """Queries fitted to what they meet: min E_t Var_{s ~ p_t} (q_tᵀ k_ts − q_tᵀ A φ_ts)² over a map A for each head.
 
 q_t are the source's queries, p_t its attention, k_ts its keys as they are rotated relative to t, and φ_ts what the result keeps
-of token s. W_Q (GQA), or W_UK and the rotary queries (MLA), take A up. A ridge holds back the change of A.
+of token s. W_Q (GQA), or W_UK and the rope queries (MLA), take A up. A ridge holds back the change of A.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from attention.forward import Heads, heads_of, joined
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotation
+from attention.spread import evenly_spread
 from convert.calibration.least_squares import (
     RIDGE,
     SPAN,
@@ -25,7 +26,6 @@ from convert.calibration.least_squares import (
     inverse,
     missing,
 )
-from eval.text import evenly_spread
 
 _TOGETHER = 2**20  # logits of one span of a block, of as many heads as are fitted together
 _SAMPLED = 64  # tokens, spread evenly, for which keys are rotated back

@@ -15,11 +15,11 @@ import torch
 
 from attention.forward import attention_output
 from attention.record import Attention, Record
+from attention.spread import evenly_spread
 from convert.calibration.keys import fitted_keys
 from convert.calibration.queries import fitted_queries
 from convert.calibration.values import fitted_values
 from convert.methods.statistics import EXCERPT, Attended
-from eval.text import evenly_spread
 
 _TOKENS, _NUMBERS = 2**14, 2**25  # of the sample at most; of one activation of all its tokens, which bounds memory
 _ROUNDS, _GAIN = 3, 0.9  # of keys and queries; another one follows only if the last one left at most this share of the error

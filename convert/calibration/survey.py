@@ -13,11 +13,11 @@ import torch
 from attention.errors import Failure
 from attention.forward import causal_softmax_at, heads_of
 from attention.record import Attention
+from attention.spread import evenly_spread, spread_blocks
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
 from convert.methods.statistics import EXCERPT, Attended, Statistics
 from eval.progress import Progress, silent, stage
-from eval.text import evenly_spread
 
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
@@ -39,8 +39,7 @@ class Moments:
     def __init__(self, layer: int, stream: LayerStream, attention: Attention | None, sample: int = EXCERPT) -> None:
         blocks, context = stream.blocks
         self._layer, self._tokens, self._seen, self._attention = layer, 0, 0, attention
-        count = min(blocks, max(1, sample // context))
-        self._sampled = set(evenly_spread(count, blocks))
+        self._sampled = set(spread_blocks(sample, blocks, context))
         self._sample: list[torch.Tensor] = []
         self._sum = torch.zeros(stream.width, dtype=torch.float64, device=stream.device)
         self._second = torch.outer(self._sum, self._sum)

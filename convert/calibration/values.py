@@ -13,7 +13,7 @@ import torch
 
 from attention.forward import attention_output, causal_softmax, heads_of
 from attention.record import Attention
-from convert.calibration.least_squares import RIDGE, conjugate_gradients, fitted_spans, inverse, logits_of
+from convert.calibration.least_squares import RIDGE, conjugate_gradients, fitted_spans, grouped, inverse, logits_of, ridged
 
 
 def fitted_values(before: Attention, after: Attention, x: torch.Tensor, read: torch.Tensor) -> Callable[[float], Attention]:
@@ -53,10 +53,7 @@ class _Fit:
     @classmethod
     def of(cls, after: Attention, x: torch.Tensor, lacking: torch.Tensor, parts: list[slice]) -> _Fit:
         heads, groups = heads_of(after, x), len(after.v)
-        weights = [
-            causal_softmax(logits).unflatten(0, (groups, -1)).flatten(1, 2)
-            for logits in logits_of(heads.part(slice(0, len(after.q))), parts)
-        ]
+        weights = [grouped(causal_softmax(logits), groups) for logits in logits_of(heads.part(slice(0, len(after.q))), parts)]
         outputs = after.o.float().unflatten(1, (groups, -1))
         fit = cls(x, outputs, parts, weights, x.new_zeros(()))
         return replace(fit, wanted=fit._gradient([lacking[tokens] for tokens in parts]))
@@ -89,12 +86,11 @@ def _solved(fits: list[_Fit], read: torch.Tensor) -> torch.Tensor:
     left = outputs.mT @ outputs
     least = (RIDGE * left.diagonal(dim1=1, dim2=2).mean(-1)).clamp_min(torch.finfo(torch.float32).tiny)
     left = left + least[:, None].expand(-1, left.shape[-1]).diag_embed()
-    ridge = RIDGE * read.diagonal().mean().clamp_min(1e-30)
+    left_inverse, (ridge, right) = inverse(left), ridged(read)
     count = sum(fit.count for fit in fits)
-    left_inverse, right = inverse(left), inverse((read + ridge * torch.eye(len(read)).to(read))[None]) / count
 
     def applied(change: torch.Tensor) -> torch.Tensor:
         return torch.stack([fit.curvature(change) for fit in fits]).sum(0) + count * ridge * left @ change
 
     wanted = torch.stack([fit.wanted for fit in fits]).sum(0)
-    return conjugate_gradients(wanted, applied, lambda residual: left_inverse @ residual @ right)
+    return conjugate_gradients(wanted, applied, lambda residual: left_inverse @ residual @ right / count)

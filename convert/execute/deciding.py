@@ -16,6 +16,7 @@ from attention.errors import Failure
 from attention.forward import output_error
 from attention.record import Attention, Record
 from attention.rope import Rotary
+from attention.spread import evenly_spread
 from convert.calibration.refit import refitted
 from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
@@ -24,7 +25,6 @@ from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.progress import stage
-from eval.text import evenly_spread
 
 _TRIED_LAYERS = 4
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from eval.text import evenly_spread
+from attention.spread import spread_blocks
 
 EXCERPT = 4096  # tokens, on which errors are measured
 
@@ -136,8 +136,7 @@ class Statistics:
 
 def excerpt(sample: torch.Tensor) -> torch.Tensor:
     """At most `EXCERPT` tokens of a sample `[n, T, E]` in evenly spread blocks, but at least one block."""
-    count = min(len(sample), max(1, EXCERPT // sample.shape[1]))
-    return sample if count == len(sample) else sample[evenly_spread(count, len(sample))]
+    return sample[spread_blocks(EXCERPT, len(sample), sample.shape[1])]
 
 
 def _with_constant(second: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

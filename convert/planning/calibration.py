@@ -142,9 +142,9 @@ class CalibrationText:
             Failure: The text is shorter than one block.
         """
         from eval.evaluation import tokens_of
-        from eval.text import REACH
+        from eval.text import reach
 
-        tokens = tokens_of(source, text, max(REACH, plan.tokens))
+        tokens = tokens_of(source, text, reach(plan.tokens))
         if len(tokens.ids) < plan.context:
             raise Failure(
                 f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {plan.context}",
@@ -155,7 +155,7 @@ class CalibrationText:
     @property
     def blocks(self) -> torch.Tensor:
         """`[n, T]` token ids."""
-        return self.tokens.ids.view(-1, self.plan.context)
+        return self.tokens.blocks(self.plan.context)
 
     def remarks(self, width: int) -> list[str]:
         """A remark if the text is short for a model of width `width`."""

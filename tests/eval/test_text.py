@@ -169,7 +169,7 @@ def test_blocks_are_spread_evenly_over_a_text(length: int, count: int, context: 
 
 @pytest.mark.parametrize(("count", "last"), [(20, 40), (80, 80)], ids=["within reach", "all that is wanted"])
 def test_blocks_come_from_the_part_of_a_text_that_is_encoded(count: int, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.text.REACH", 50)
+    monkeypatch.setattr("eval.text._REACH", 50)
     found = tokens_of(list(range(1000))).spread(count, 10)
     assert found.ids.max() < last + 10
 

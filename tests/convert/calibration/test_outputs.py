@@ -59,7 +59,7 @@ def squared_error(a: Record, read: torch.Tensor, target: torch.Tensor) -> float:
 @pytest.mark.parametrize("biased", [False, True])
 def test_fitted_outputs_are_next_to_the_best_and_never_worse(biased: bool) -> None:
     a = record(biased=biased)
-    read, target = reads(a)
+    read, target = reads(a, tokens=600)
     fit = OutputFit(a)
     fit.see(read, target)
     x = read.flatten(0, 1)
@@ -67,7 +67,7 @@ def test_fitted_outputs_are_next_to_the_best_and_never_worse(biased: bool) -> No
     best = torch.linalg.lstsq(x, target.flatten(0, 1)).solution
     least = float((x @ best - target.flatten(0, 1)).square().sum())
     assert least <= squared_error(fit.record(), read, target) * (1 + 1e-5)
-    assert squared_error(fit.record(), read, target) < min(1.1 * least, squared_error(a, read, target))
+    assert squared_error(fit.record(), read, target) < min(1.05 * least, squared_error(a, read, target))
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 from records import factored, inputs, loss, measured, random, record, run
-from refitting import X, changed, latent, merged, refitted_queries
+from refitting import X, any_refit, changed, latent, merged, refitted_queries
 
 from attention.forward import causal_softmax, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
@@ -21,11 +20,7 @@ from convert.methods.latent import Allocation
 
 
 @settings(max_examples=12, deadline=None)
-@given(
-    share=st.integers(1, 2), pairs=st.integers(1, 3), nope=st.integers(0, 2), biased=st.booleans(),
-    pairing=st.sampled_from(["half", "interleaved"]), method=st.sampled_from(["aligned", "mean", "weighted", "svd"]),
-    factor=st.sampled_from([1.0, 1.2]), seed=st.integers(0, 50),
-)  # fmt: skip
+@any_refit
 def test_fitted_queries_never_do_worse(
     share: int, pairs: int, nope: int, biased: bool, pairing: str, method: str, factor: float, seed: int
 ) -> None:

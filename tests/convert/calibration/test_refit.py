@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 from records import inputs, loss, measured, random, record, run
-from refitting import SEEN, X, changed, latent, merged, refitted_queries
+from refitting import SEEN, X, any_refit, changed, latent, merged, refitted_queries
 
 from attention.forward import output_error
 from attention.record import Attention, Record
@@ -25,11 +24,7 @@ def all_refitted(before: Attention, after: Record) -> Record:
 
 
 @settings(max_examples=8, deadline=None)
-@given(
-    share=st.integers(1, 2), pairs=st.integers(1, 3), nope=st.integers(0, 2), biased=st.booleans(),
-    pairing=st.sampled_from(["half", "interleaved"]), method=st.sampled_from(["aligned", "mean", "weighted", "svd"]),
-    factor=st.sampled_from([1.0, 1.2]), seed=st.integers(0, 50),
-)  # fmt: skip
+@any_refit
 def test_a_refit_never_does_worse_on_blocks_that_it_was_not_fitted_on(
     share: int, pairs: int, nope: int, biased: bool, pairing: str, method: str, factor: float, seed: int
 ) -> None:
