@@ -148,10 +148,8 @@ def left_out(text: Text, model: str, count: int, context: int) -> list[str]:
     source = Source.parse(model)
     tokens = tokens_of(source, text, reach(count))
     seen = set(map(tuple, tokens.spread(count, context).blocks(context).tolist()))
-    others, wanted = (
-        [block for block in tokens.blocks(context).tolist() if tuple(block) not in seen],
-        max(1, DEVELOPMENT // context),
-    )
+    others = [block for block in tokens.blocks(context).tolist() if tuple(block) not in seen]
+    wanted = max(1, DEVELOPMENT // context)
     if len(others) < wanted:
         sys.exit(
             f"{text.name} has {len(tokens.ids)} tokens; to calibrate and to choose a folding takes {count + wanted * context}"
