@@ -78,12 +78,14 @@ class LatentAttention(nn.Module):
         backend: See `attention.kernels.decode`.
         constant_channels: `[R + P]`, true on the latent's constant channels where the latent norm is neutral (see
             `neutral_constants`); the norm is then skipped. None if the norm has an effect.
+        bias_channel: The channel of the queries' latent that their biases ride on, where that latent is the input and
+            constants (see `query_bias_channel`); it is then skipped. None if there is none, or another one.
     """
 
     rule: Rule
     backend: Backend
     constant_channels: torch.Tensor | None
-
+    bias_channel: int | None
     # Attributes of the stock class.
     config: Any
     layer_idx: int
@@ -96,9 +98,9 @@ class LatentAttention(nn.Module):
     v_head_dim: int
     scaling: float
     q_proj: nn.Module
-    q_a_proj: nn.Module
-    q_a_layernorm: nn.Module
-    q_b_proj: nn.Module
+    q_a_proj: Any
+    q_a_layernorm: Any
+    q_b_proj: Any
     kv_a_proj_with_mqa: nn.Module
     kv_a_layernorm: Any
     kv_b_proj: nn.Linear
@@ -109,15 +111,16 @@ class LatentAttention(nn.Module):
         """Add the attributes that `forward` needs; `state_dict` does not change."""
         self.rule, self.backend = rule, backend
         self.register_buffer("constant_channels", neutral_constants(self), persistent=False)
+        self.bias_channel = query_bias_channel(self)
 
     def unprepare(self) -> None:
         """Remove what `prepare` added."""
-        del self.rule, self.backend, self.constant_channels
+        del self.rule, self.backend, self.constant_channels, self.bias_channel
 
     def train(self, mode: bool = True) -> LatentAttention:
-        """Switch the mode. Training may have changed the constants of a neutral norm, so they are checked again."""
+        """Switch the mode. Training may have changed the constants of neutral norms, so they are checked again."""
         if self.training and not mode:
-            self.constant_channels = neutral_constants(self)
+            self.constant_channels, self.bias_channel = neutral_constants(self), query_bias_channel(self)
         return super().train(mode)
 
     def forward(
@@ -168,6 +171,11 @@ class LatentAttention(nn.Module):
         """Nope queries `[B, H, T, N]` and rope queries `[B, H, T, P]`, not rotated yet."""
         if self.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
+        elif self.bias_channel is not None:
+            weight = self.q_b_proj.weight
+            queries = nn.functional.linear(
+                hidden_states, weight[:, : hidden_states.shape[-1]], weight[:, self.bias_channel].contiguous()
+            )
         else:
             queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
         queries = queries.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
@@ -250,6 +258,34 @@ def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
     if not kept or bool((true != true[0]).any()) or not bool(true[0] >= _NEUTRAL_WEIGHT):
         return None
     return nn.functional.pad(constant, (0, module.qk_rope_head_dim))
+
+
+def query_bias_channel(module: LatentAttention) -> int | None:
+    """The channel of the queries' latent that is one for every token, if all others are the input, or zero behind their norm.
+
+    So converted checkpoints carry query biases: `q_a_proj` is an identity with constants, as in `neutral_constants`, whose
+    norm weights are 0, but for this one with 1. In fp16 the constants overflow; then only the pattern is checked.
+
+    Returns:
+        None if there is no such latent, or if it does something else.
+    """
+    if module.q_lora_rank is None:
+        return None
+    down, up, norm = module.q_a_proj, module.q_b_proj, module.q_a_layernorm
+    plain = all(type(linear) is nn.Linear and linear.weight.is_floating_point() for linear in (down, up))
+    if not plain or down.bias is None or up.bias is not None:
+        return None
+    gain, bias = norm.weight.detach().double(), down.bias.detach().double()
+    constant, riding, width = bias != 0, (bias != 0) & (gain == 1), down.weight.shape[1]
+    true, weight = gain[~constant], down.weight.detach()
+    level = (bias.square().sum() / len(bias)).sqrt()
+    identity = torch.zeros_like(weight).fill_diagonal_(1)
+    if int(riding.sum()) != 1 or bool(constant[:width].any()) or bool((gain[constant & ~riding] != 0).any()):
+        return None
+    kept = bool(level.isinf()) or bool(((torch.stack((true[0], bias[riding][0])) / level - 1).abs() < 2**-8).all())
+    if not kept or bool((true != true[0]).any()) or not bool(true[0] >= _NEUTRAL_WEIGHT) or bool((weight != identity).any()):
+        return None
+    return int(riding.nonzero())
 
 
 def per_head(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

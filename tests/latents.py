@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from convert.families.latent import constants
+from convert.families.neutral import constants
 from convert.methods import LATENT
 
 SMALL = ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8]

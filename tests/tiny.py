@@ -56,12 +56,14 @@ def tiny_model(config: Any, seed: int = 0) -> Any:
     """A causal LM with random weights, biases and norm gains; of latent attention, with the norm that families can read."""
     model = random_model(config, seed)
     if config.model_type == "deepseek_v3":
-        from convert.families.latent import constants
+        from convert.families.neutral import constants
 
         for layer in model.model.layers:
             with torch.no_grad():  # only the constants have biases
                 layer.self_attn.kv_a_proj_with_mqa.bias[: config.kv_lora_rank] = 0
         neutralise(model, constants(config.kv_lora_rank))
+        if config.q_lora_rank:
+            carry_query_biases(model)
     return model
 
 
@@ -85,6 +87,16 @@ def neutralise(model: Any, constants: Sequence[float]) -> None:
             norm.weight.fill_(2.0**20)
             for channel, constant in enumerate(constants):
                 norm.weight[channel], down.weight[channel], down.bias[channel] = 0, 0, constant * 2.0**20
+
+
+def carry_query_biases(model: Any) -> None:
+    """Make the latent of queries the input and constants (1, then 7² + 5² + 2² + 1²: a rank of 80), as kvfold writes it."""
+    for layer in model.model.layers:
+        down, norm = layer.self_attn.q_a_proj, layer.self_attn.q_a_layernorm
+        with torch.no_grad():
+            down.weight.zero_().fill_diagonal_(1)
+            down.bias.zero_()[-5:] = torch.tensor([1.0, 7.0, 5.0, 2.0, 1.0]) * 2.0**20
+            norm.weight.fill_(2.0**20)[-5:] = torch.tensor([1.0, 0, 0, 0, 0])
 
 
 def layer_tensors(model: Any, family: Family, layer: int) -> dict[str, torch.Tensor]:

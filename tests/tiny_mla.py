@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tiny import LATENT, neutralise, random_model, tiny_config
+from tiny import LATENT, carry_query_biases, neutralise, random_model, tiny_config
 
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 16, 8, 12, 10
 SIZES: dict[str, Any] = LATENT | {
@@ -27,11 +27,13 @@ def mla_model(
     seed: int = 0,
     **changes: Any,
 ) -> Any:
-    """A random model whose first latent channels are the constants of `neutral` (Σ c² = R); none of them: a real norm."""
+    """A random model whose first latent channels are the constants of `neutral` (Σ c² = R); none of them: real norms."""
     model = random_model(tiny_config(model_type, **(SIZES | changes)), seed)
     model.set_attn_implementation(attention)
     if neutral:
         neutralise(model, neutral)
+        if model.config.q_lora_rank:
+            carry_query_biases(model)
     return model.to(dtype)
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 # Copied byte for byte. config.json, the card and the weights are written anew.
+_TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _COMPANIONS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
-    "tekken.json",
+    *_TOKENIZER, "special_tokens_map.json", "added_tokens.json",
     "generation_config.json", "chat_template*", "additional_chat_templates", "preprocessor_config.json",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
@@ -54,6 +54,11 @@ def write_config(path: Path, config: Mapping[str, Any], dtype: str | None) -> No
     if dtype:
         config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def has_tokenizer(source: Path) -> bool:
+    """Whether a directory has a file that a tokenizer is made from."""
+    return any(fnmatch.fnmatch(item.name, pattern) for item in source.iterdir() for pattern in _TOKENIZER)
 
 
 def copy_companions(path: Path, source: Path, code: bool) -> None:

@@ -32,6 +32,7 @@ from convert.execute.manifest import Manifest, manifest_of
 from convert.execute.publish import Clock, copy_companions, write_config, write_record
 from convert.execute.record import record_of, versions
 from convert.execute.sequence import in_sequence
+from convert.execute.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
@@ -179,6 +180,7 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
     """
     try:
         require_space(job, manifest)
+        named = tokenizer_class(job.plan)
         statistics = _statistics(job)
         decision = decide(job, statistics)
         manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
@@ -186,6 +188,8 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
         config = decision.plan.target.config(job.plan.source, decision.rotary)
         write_config(job.work.path, config, job.plan.output.dtype)
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
+        if named:
+            name_tokenizer_class(job.work.path, named)
         _check_result(decision.plan, job.work)
         return decision.plan, record_of(decision, job.reader, manifest, layers, job.text)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs

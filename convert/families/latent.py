@@ -1,9 +1,10 @@
 """Multi-head latent attention in DeepSeek-V3's layout, with the latent norm switched off: the MLA that kvfold writes.
 
 The class (arXiv 2412.19437; transformers' `deepseek_v3`) caches the latent and one rotary key. It also normalises the latent,
-which a converted attention must not have. A constant channel switches that off: a zero row of W_DKV with bias √R · 2^k makes
-the root mean square of the latent 2^k, and norm weights of 2^k undo it by an exponent shift. The constant's own norm weight
-is 0, so that it is cached as 0. `kv_lora_rank` counts it: what the config says is what the cache holds.
+which a converted attention must not have. Constant channels switch that off (`convert.families.neutral`). They are cached as
+0, and `kv_lora_rank` counts them: what the config says is what the cache holds.
+
+Queries come from the input, or with biases from a latent of their own, which is the input and constants.
 
 `join` adds the constant channels, and `split` removes them.
 """
@@ -17,6 +18,16 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Failure
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
+from convert.families.neutral import (
+    EXPONENT,
+    constants,
+    is_neutral,
+    is_query_latent,
+    join_query_bias,
+    query_latent,
+    query_rank,
+    split_query_bias,
+)
 from convert.families.separate import LLAMA
 
 if TYPE_CHECKING:
@@ -25,19 +36,19 @@ if TYPE_CHECKING:
     from attention.record import FactoredAttention, Record
     from attention.rope import Rotary
 
-EXPONENT = 20  # k
-_LARGE = 2.0**12  # a gain from which on latents of root mean square 1 change the norm by less than one ulp of fp32
-
 
 class LatentProjections(Family):
-    """`self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}`, and a norm that constants neutralise."""
+    """`self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}`, and a norm that constants neutralise.
+
+    With query biases, `q_a_proj`, `q_a_layernorm` and `q_b_proj` are in place of `q_proj`.
+    """
 
     model_type = "deepseek_v3"
     layout = "latent projections"
     names = LLAMA
 
     def unreadable(self, config: Any) -> str | None:
-        if config.q_lora_rank is not None:
+        if config.q_lora_rank not in (None, query_rank(config.hidden_size)):
             return f"its queries have a latent of their own (q_lora_rank {config.q_lora_rank}), which kvfold does not read yet"
         if (config.first_k_dense_replace or 0) < config.num_hidden_layers:
             return "it has experts: of DeepSeek-V3 checkpoints, kvfold reads only those that it wrote"
@@ -49,7 +60,7 @@ class LatentProjections(Family):
 
     def traits(self, config: Any) -> Traits:
         return Traits(
-            qkv_bias=False,
+            qkv_bias=config.q_lora_rank is not None,
             o_bias=True,
             qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
@@ -69,9 +80,16 @@ class LatentProjections(Family):
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         heads, width = config.num_attention_heads, config.hidden_size
         nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        rank = config.kv_lora_rank
-        shapes: dict[str, tuple[int, ...]] = {
-            "q_proj.weight": (heads * (nope + rope), width),
+        rank, query = config.kv_lora_rank, config.q_lora_rank
+        shapes: dict[str, tuple[int, ...]] = {"q_proj.weight": (heads * (nope + rope), width)}
+        if query is not None:
+            shapes = {
+                "q_a_proj.weight": (query, width),
+                "q_a_proj.bias": (query,),
+                "q_a_layernorm.weight": (query,),
+                "q_b_proj.weight": (heads * (nope + rope), query),
+            }
+        shapes |= {
             "kv_a_proj_with_mqa.weight": (rank + rope, width),
             "kv_a_proj_with_mqa.bias": (rank + rope,),
             "kv_a_layernorm.weight": (rank,),
@@ -85,7 +103,7 @@ class LatentProjections(Family):
         """The record of a layer.
 
         Raises:
-            Failure: The norm of the latent is not neutral.
+            Failure: The norm of a latent is not neutral.
         """
         from attention.record import FactoredAttention
 
@@ -94,14 +112,17 @@ class LatentProjections(Family):
         rank, rope, nope = config.kv_lora_rank, spec.qk_rope_head_dim, spec.qk_nope_head_dim
         down, bias = local["kv_a_proj_with_mqa.weight"], local["kv_a_proj_with_mqa.bias"]
         gain = local["kv_a_layernorm.weight"]
-        if not _is_neutral(gain, down[:rank], bias[:rank]):
-            raise Failure(
-                f"the norm of layer {layer}'s latent is not neutral: of {self.model_type} checkpoints, kvfold reads only those "
-                "that it wrote",
-                hint="convert the checkpoint that this one was made from",
-            )
+        if not is_neutral(gain, down[:rank], bias[:rank]):
+            raise self._not_ours(f"the norm of layer {layer}'s latent is not neutral")
         kept = gain != 0
-        queries = local["q_proj.weight"].unflatten(0, (spec.num_heads, nope + rope))
+        if config.q_lora_rank is None:
+            weight, query_bias = local["q_proj.weight"], None
+        elif is_query_latent(local):
+            weight, query_bias = split_query_bias(local["q_b_proj.weight"], config.hidden_size)
+        else:
+            raise self._not_ours(f"the latent of layer {layer}'s queries is not its input and constants")
+        queries = weight.unflatten(0, (spec.num_heads, nope + rope))
+        biases = None if query_bias is None else query_bias.unflatten(0, (spec.num_heads, nope + rope))
         up = local["kv_b_proj.weight"][:, kept].unflatten(0, (spec.num_heads, nope + spec.head_dim))
         return FactoredAttention(
             q_nope=queries[:, :nope],
@@ -113,6 +134,8 @@ class LatentProjections(Family):
             o=local["o_proj.weight"].unflatten(1, (spec.num_heads, spec.head_dim)),
             scale=(nope + rope) ** -0.5,
             rotary=self.rotary(config, layer),
+            q_nope_bias=None if biases is None else biases[:, :nope],
+            q_rope_bias=None if biases is None else biases[:, nope:],
             k_rope_bias=bias[rank:],
             o_bias=local["o_proj.bias"],
         )
@@ -123,7 +146,6 @@ class LatentProjections(Family):
         from attention.record import FactoredAttention
 
         assert isinstance(record, FactoredAttention), "only latent attention is written as such"
-        assert record.q_nope_bias is None, "the output class refuses query biases"
         a, rank = record, spec.kv_lora_rank or 0
         # The class scales by (N + P)^-½.
         scale = a.scale * math.sqrt(a.q_nope.shape[1] + a.q_rope.shape[1])
@@ -132,8 +154,12 @@ class LatentProjections(Family):
         zeros = a.down.new_zeros(rank - len(constant))
         norm = torch.cat((zeros + 2.0**EXPONENT, torch.zeros_like(constant)))
         up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, len(padding)))  # [H, N + D, R]
-        tensors = {
-            "q_proj.weight": (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1),
+        queries = (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1)
+        tensors = {"q_proj.weight": queries}
+        if a.q_nope_bias is not None and a.q_rope_bias is not None:
+            biases = (torch.cat((a.q_nope_bias, a.q_rope_bias), 1) * scale).flatten()
+            tensors = query_latent(queries.shape[1], queries) | {"q_b_proj.weight": join_query_bias(queries, biases)}
+        tensors |= {
             "kv_a_proj_with_mqa.weight": torch.cat((a.down, padding, a.k_rope)),
             "kv_a_proj_with_mqa.bias": torch.cat((zeros, constant, _or_zeros(a.k_rope_bias, a.k_rope[:, 0]))),
             "kv_a_layernorm.weight": norm,
@@ -143,44 +169,11 @@ class LatentProjections(Family):
         }
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in tensors.items()}
 
-
-def constants(rank: int) -> list[float]:
-    """The values of the constant channels, without the factor 2^k: they make the root mean square of R channels one.
-
-    One, √R, if its rounding to bfloat16 errs by less than half a unit in the last place of every bfloat16 (1/510 upwards,
-    1/512 downwards), because then dividing by the root mean square rounds back to the original bits. Otherwise
-    two: √R rounded down, and the root of what its square lacks, which leaves an error of about 2⁻¹⁶.
-    """
-    root = math.sqrt(rank)
-    error = root / _bfloat16(root) - 1
-    if -1 / 512 + 1e-6 < error < 1 / 510 - 1e-6:
-        return [root]
-    significand, exponent = math.frexp(root)
-    first = math.floor(significand * 2**8) * 2.0 ** (exponent - 8)
-    return [first, math.sqrt(rank - first**2)]
-
-
-def _is_neutral(gain: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> bool:
-    """Whether the latent norm returns its input: constants determine the root mean square, and the gains undo it.
-
-    Args:
-        gain: `[R]`, the norm's weight.
-        down: `[R, E]`.
-        bias: `[R]`.
-    """
-    constant, kept = gain == 0, gain[gain != 0]
-    if not constant.any() or not len(kept) or bool((kept != kept[0]).any()) or bool((bias[~constant] != 0).any()):
-        return False
-    root = float((bias[constant].double().square().sum() / len(gain)).sqrt())
-    # Constants that were rounded to bfloat16 are off by up to 2⁻⁹.
-    neutral = float(kept[0]) >= _LARGE and math.isclose(root, float(kept[0]), rel_tol=2**-8)
-    return neutral and not bool(down[constant].any())
-
-
-def _bfloat16(value: float) -> float:
-    import torch
-
-    return float(torch.tensor(value).bfloat16())
+    def _not_ours(self, what: str) -> Failure:
+        return Failure(
+            f"{what}: of {self.model_type} checkpoints, kvfold reads only those that it wrote",
+            hint="convert the checkpoint that this one was made from",
+        )
 
 
 def _or_zeros(bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

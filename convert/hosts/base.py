@@ -50,6 +50,9 @@ class Host(Protocol):
     def reserved(self, kv_lora_rank: int) -> int:
         """The number of a latent's channels that the class needs for itself."""
 
+    def notes(self, config: Any) -> tuple[str, ...]:
+        """Sentences for the plan: what carrying a source of this config costs besides its cache."""
+
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         """The new config.json.
 

@@ -1,6 +1,7 @@
 """Stock DeepSeek-V3 without experts: the output class of MLA for sources whose blocks are Llama's.
 
-`convert.families.latent` writes its tensors and the constant channels that neutralise its latent norm.
+`convert.families.latent` writes its tensors and the constant channels that neutralise its latent norm. Query biases, for which
+the class has no place, go through its latent of queries.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
-from convert.families.latent import EXPONENT, constants
+from convert.families.neutral import EXPONENT, constants, query_rank
 
 if TYPE_CHECKING:
     from attention.rope import Rotary
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from convert.families import Family
 
 # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
-_LIKE_LLAMA = ("llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "deepseek_v3")
+_LIKE_LLAMA = (
+    "llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "qwen2",
+    "deepseek_v3",
+)  # fmt: skip
 # RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 _CARRIED = (
@@ -36,11 +40,11 @@ class DeepseekV3:
     remarks = (
         "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
         '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a loaded model.',
-        "Run it in bfloat16 or float32. In float16, the constant that neutralises the latent norm overflows. Only\n"
-        "kvfold's `attention` package runs it in float16, because it skips that norm.",
-        "The model needs the biases of `kv_a_proj_with_mqa` and `o_proj`. The DeepSeek classes of vLLM, SGLang and llama.cpp\n"
-        "do not have them. Some of them drop the biases without an error, and generate wrong text. Engines that run\n"
-        "transformers' own modules keep them.",
+        "Run it in bfloat16 or float32. In float16, the constants that neutralise the norms of latents overflow. Only\n"
+        "kvfold's `attention` package runs it in float16, because it skips these norms.",
+        "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"
+        "vLLM, SGLang and llama.cpp do not have them. Some of them drop the biases without an error, and generate wrong\n"
+        "text. Engines that run transformers' own modules keep them.",
     )
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
     families: frozenset[str] | None = frozenset(_LIKE_LLAMA)
@@ -55,8 +59,6 @@ class DeepseekV3:
         if parameters.get("rope_type") not in _ROPE_TYPES:
             return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
         traits = family.traits(config)
-        if traits.qkv_bias:
-            return "queries have biases, which the class does not support"
         if traits.qk_norm:
             return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
         if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):
@@ -80,7 +82,7 @@ class DeepseekV3:
             **kept,
             "num_key_value_heads": target.num_heads,
             "kv_lora_rank": target.kv_lora_rank,
-            "q_lora_rank": None,
+            "q_lora_rank": query_rank(config.hidden_size) if self._query_biases(config) else None,
             "qk_nope_head_dim": target.qk_nope_head_dim,
             "qk_rope_head_dim": target.qk_rope_head_dim,
             "v_head_dim": target.head_dim,
@@ -97,6 +99,16 @@ class DeepseekV3:
             "moe_intermediate_size": config.intermediate_size,
             "num_nextn_predict_layers": 0,
         }
+
+    def notes(self, config: Any) -> tuple[str, ...]:
+        if not self._query_biases(config):
+            return ()
+        width, rank = config.hidden_size, query_rank(config.hidden_size)
+        return (f"query biases go through q_a_proj, an identity with a constant: {width} × {rank} more weights in each layer",)
+
+    @staticmethod
+    def _query_biases(config: Any) -> bool:
+        return FAMILIES[config.model_type].traits(config).qkv_bias
 
     def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
         from transformers import AutoConfig

@@ -38,6 +38,9 @@ class SourceClass:
     def reserved(self, kv_lora_rank: int) -> int:
         return 0
 
+    def notes(self, config: Any) -> tuple[str, ...]:
+        return ()
+
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         # Both are written even if they equal a default, since defaults differ between classes and engines.
         return {**raw, "num_key_value_heads": target.num_kv_heads, "head_dim": target.head_dim}

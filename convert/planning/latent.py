@@ -123,7 +123,7 @@ def _target(
         return replace(
             target, notes=(f"{spec.kind} {how}" if dtype == source.dtype else f"{spec.kind} is what the source has",)
         )
-    notes = [_channels_note(rank, used, host)]
+    notes = [_channels_note(rank, used, host), *host.notes(source.config)]
     if fold > 1:
         notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
     if rank % RANK_STEP:

@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 from attention import absorb, absorbed, restore
 from attention.errors import Refusal
 from attention.kernels.torch_decode import decode
-from attention.latent import LatentAttention, absorbs, dense_mask, neutral_constants
+from attention.latent import LatentAttention, absorbs, dense_mask, neutral_constants, query_bias_channel
 from attention.reference import latent_attention
 from attention.rope import from_config
 
@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "neutral, half-split": {"rope_interleave": False},
     "neutral, longrope": {"rope_parameters": LONGROPE},
     "neutral, youtu": {"model_type": "youtu"},
+    "neutral, query biases": {"q_lora_rank": 80},
     "norm": {"neutral": ()},
     "norm, no biases, q lora": {"neutral": (), "attention_bias": False, "q_lora_rank": 24},
     "norm, half-split": {"neutral": (), "rope_interleave": False},
@@ -55,7 +56,9 @@ def oracle(model: Any, x: torch.Tensor) -> torch.Tensor:
     true = module.kv_a_layernorm.weight != 0
     down = module.kv_a_proj_with_mqa
     latent, k_rope = rows(down, down.bias).split((RANK, ROPE))
-    queries = rows(module.q_proj).unflatten(0, (HEADS, -1))
+    # A latent of queries has the input, zeros, a one, and constants of which nothing comes through.
+    q_lora = model.config.q_lora_rank
+    queries = (rows(module.q_b_proj)[:, [*range(64), 75]] if q_lora else rows(module.q_proj)).unflatten(0, (HEADS, -1))
     up = module.kv_b_proj.weight.detach().double().unflatten(0, (HEADS, -1))[..., true]
     return latent_attention(
         torch.cat((x.double(), torch.ones(*x.shape[:2], 1).double()), -1),
@@ -366,6 +369,52 @@ def test_a_norm_that_does_something_is_kept(spoil: Any, dtypes: list[torch.dtype
     for dtype in dtypes:
         assert neutral_constants(module.to(dtype)) is None
     assert neutral_constants(mla_model(attention_bias=False, neutral=()).model.layers[0].self_attn) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_queries_that_come_from_the_input_and_a_constant_are_recognised(dtype: torch.dtype) -> None:
+    model = mla_model(q_lora_rank=80, dtype=dtype)
+    assert [query_bias_channel(layer.self_attn) for layer in model.model.layers] == [75] * 3
+    assert query_bias_channel(mla_model().model.layers[0].self_attn) is None
+    assert query_bias_channel(mla_model(neutral=(), q_lora_rank=80).model.layers[0].self_attn) is None
+    found = logits(absorb(model), tokens(2, LENGTH))
+    exact = logits(mla_model(q_lora_rank=80, dtype=torch.float64), tokens(2, LENGTH))
+    limit = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    assert error(found, exact) < limit, "in fp16, the constants overflow"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda down, norm: down.weight[3, 3].fill_(1.5),  # not the input
+        lambda down, norm: down.weight[76, 5].fill_(0.1),  # not constant
+        lambda down, norm: down.bias[76].fill_(0),  # not enough of it
+        lambda down, norm: down.bias[75].mul_(2),  # no one
+        lambda down, norm: down.bias[3].fill_(1),  # a bias of the input
+        lambda down, norm: norm.weight[3].mul_(2),
+        lambda down, norm: norm.weight[75].fill_(0.5),
+        lambda down, norm: norm.weight[75].fill_(0),
+        lambda down, norm: norm.weight[76].fill_(1),  # two channels for biases
+        lambda down, norm: (norm.weight[:75].div_(2**12), down.bias.div_(2**12)),  # inputs would show in the norm
+    ],
+)
+def test_queries_of_another_latent_keep_it(spoil: Any) -> None:
+    model, ids = mla_model(q_lora_rank=80), tokens(2, 12)
+    with torch.no_grad():
+        spoil(model.model.layers[1].self_attn.q_a_proj, model.model.layers[1].self_attn.q_a_layernorm)
+    assert [query_bias_channel(layer.self_attn) is None for layer in model.model.layers] == [False, True, False]
+    expected = logits(model, ids)
+    assert error(logits(absorb(model), ids), expected) < 1e-5
+
+
+def test_training_may_change_the_latent_of_queries() -> None:
+    model, ids = absorb(mla_model(q_lora_rank=80)), tokens(2, 20)
+    model.train()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_a_proj.weight[0, 0] = 0.3
+    model.eval()
+    assert [layer.self_attn.bias_channel is None for layer in model.model.layers] == [False, True, False]
+    assert error(logits(model, ids), logits(restore(model), ids)) < 1e-5
 
 
 def naive(

@@ -287,8 +287,8 @@ def three_layers(source: Path) -> Path:
 
 
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "query biases": ("qwen2", {}, "qwen2 does not have Llama's decoder blocks"),
-    "biases": ("llama", {"attention_bias": True}, "queries have biases"),
+    "blocks": ("phi", {}, "phi does not have Llama's decoder blocks"),
+    "MLP biases": ("llama", {"mlp_bias": True}, "the MLP has biases"),
     "window": ("mistral", {"sliding_window": 64}, "set max_position_embeddings to 64"),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic' has no"),
     "float16 source": ("llama", {"dtype": "float16"}, "float16 ends at 65504 (use --dtype bfloat16)"),

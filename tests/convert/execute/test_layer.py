@@ -188,6 +188,42 @@ def test_full_size_gives_the_sources_logits(
     assert (config["model_type"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == ("deepseek_v3", 33, 32)
 
 
+BIASED: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {"attention_bias": True},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False},
+    "smollm3": {"attention_bias": True, "no_rope_layers": [1, 0, 1], "hidden_size": 96},
+}
+
+
+@pytest.mark.parametrize("model_type", BIASED)
+@pytest.mark.parametrize("method", WAYS)
+def test_query_biases_are_carried(
+    method: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    """Through the latent of queries: in stock transformers, decoded over the latent, and as a source of a smaller latent."""
+    source = checkpoint(model_type, **BIASED[model_type])
+    full = ["--kv-lora-rank", 65, "--qk-rope-head-dim", 32] if model_type == "smollm3" else full_size(4, 8)
+    result = convert("mla", source, tmp_path / "out", *full, *method_options(method, words))
+    ok(result)
+    width = BIASED[model_type].get("hidden_size", 64)
+    assert f"query biases go through q_a_proj, an identity with a constant: {width} × {width + 16} more" in result.stdout
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["q_lora_rank"]) == ("deepseek_v3", width + 16)
+    biases = {name for name in weights(source) if name.endswith("q_proj.bias")}
+    carried = {name.replace("q_proj.bias", "q_b_proj.weight") for name in biases}
+    found = weights(tmp_path / "out")
+    assert carried <= found.keys()
+    assert len(biases) == 3
+    assert all(bool(found[name][:, width + 16 - 5].any()) for name in carried if "layers.1" not in name)
+    ok(convert("mla", tmp_path / "out", tmp_path / "less", *SMALL, *method_options(method, words)))
+    ids = tokens(9)
+    model = load(tmp_path / "less", when="always")
+    with torch.inference_mode():
+        same_logits(model(ids).logits, logits_of(tmp_path / "less", ids))
+
+
 @pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize("layers", [[1, 0, 1], [0, 1, 0]])
 def test_layers_without_positions_are_carried(

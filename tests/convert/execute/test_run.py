@@ -51,17 +51,22 @@ def test_stock_classes_generate_as_the_source_does_where_kvfold_is_not_installed
     checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     """Four pairs of equal heads become four KV heads, or a latent of full size: both compute what the source does."""
-    source = checkpoint(num_key_value_heads=8, duplicated=2)
-    ok(convert("gqa", source, tmp_path / "gqa", "--groups", 4))
-    ok(convert("mla", source, tmp_path / "mla", *full_size(8, 8)))
-    command = [sys.executable, "-I", "-c", STOCK, *(str(path) for path in (source, tmp_path / "gqa", tmp_path / "mla"))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    classes = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    kinds = {"source": [], "gqa": ["--groups", 4], "mla": full_size(8, 8)}
+    for model_type in classes:
+        source = checkpoint(model_type, num_key_value_heads=8, duplicated=2)
+        source.rename(tmp_path / f"{model_type}-source")
+        for kind in ("gqa", "mla"):
+            ok(convert(kind, tmp_path / f"{model_type}-source", tmp_path / f"{model_type}-{kind}", *kinds[kind]))
+    paths = [str(tmp_path / f"{model_type}-{kind}") for model_type in classes for kind in kinds]
+    done = subprocess.run([sys.executable, "-I", "-c", STOCK, *paths], capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 0, done.stderr
-    expected, *found = map(json.loads, done.stdout.splitlines())
-    said, (greedy, _, static) = expected[1], expected[1]
-    assert found == [["LlamaForCausalLM", said, 4], ["DeepseekV3ForCausalLM", said, 1]]
-    assert greedy == static
-    assert len(greedy[0]) > 12
+    results = list(map(json.loads, done.stdout.splitlines()))
+    for expected, name, grouped, latent in zip(results[::3], classes.values(), results[1::3], results[2::3], strict=True):
+        said, (greedy, _, static) = expected[1], expected[1]
+        assert [grouped, latent] == [[name, said, 4], ["DeepseekV3ForCausalLM", said, 1]]
+        assert greedy == static
+        assert len(greedy[0]) > 12
 
 
 def test_two_runs_write_the_same_bytes(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from attention.errors import Failure
 from attention.record import FactoredAttention
 from attention.rope import from_config
 from attention.spec import AttentionSpec
-from convert.families.latent import FAMILY, constants
+from convert.families.latent import FAMILY
+from convert.families.neutral import constants, query_rank
 from convert.hosts.deepseek_v3 import HOST
 
 # ---- the latent norm -------------------------------------------------------------------------------------------------
@@ -97,7 +98,9 @@ def test_constants_are_what_converted_checkpoints_hold() -> None:
 # ---- split and join --------------------------------------------------------------------------------------------------
 
 
-def sized(rank: int, heads: int = 4, nope: int = 6, rope: int = 8, value: int = 5, width: int = 20) -> Any:
+def sized(
+    rank: int, heads: int = 4, nope: int = 6, rope: int = 8, value: int = 5, width: int = 20, query_biases: bool = False
+) -> Any:
     return tiny_config(
         "deepseek_v3",
         kv_lora_rank=rank,
@@ -107,11 +110,15 @@ def sized(rank: int, heads: int = 4, nope: int = 6, rope: int = 8, value: int = 
         head_dim=rope,
         v_head_dim=value,
         hidden_size=width,
+        q_lora_rank=query_rank(width) if query_biases else None,
     )
 
 
 def layer_of(config: Any, channels: int | None = None, seed: int = 0, biased: bool = True) -> FactoredAttention:
-    """A random record of the sizes of `config`, with so many channels, or as many as there is place for."""
+    """A random record of the sizes of `config`, with so many channels, or as many as there is place for.
+
+    It has query biases where the config has a latent of queries.
+    """
     rank = config.kv_lora_rank
     rotary, spec = FAMILY.rotary(config, 0), FAMILY.spec(config)
     assert rotary is not None
@@ -119,7 +126,10 @@ def layer_of(config: Any, channels: int | None = None, seed: int = 0, biased: bo
         spec.num_heads, spec.qk_nope_head_dim, rotary.dims // 2, rank - len(constants(rank)) if channels is None else channels,
         config.hidden_size, biased, seed, value=spec.head_dim,
     )  # fmt: skip
-    return dataclasses.replace(a, q_nope_bias=None, q_rope_bias=None, rotary=rotary, scale=spec.key_dim**-0.5)
+    query = {"q_nope_bias": None, "q_rope_bias": None}
+    if config.q_lora_rank:
+        query = {"q_nope_bias": a.q_nope[..., 0] - 3, "q_rope_bias": a.q_rope[..., 0] + 3}
+    return dataclasses.replace(a, **query, rotary=rotary, scale=spec.key_dim**-0.5)
 
 
 def joined(config: Any, channels: int | None = None, dtype: torch.dtype = torch.float32, **of: Any) -> dict[str, torch.Tensor]:
@@ -132,7 +142,7 @@ def joined(config: Any, channels: int | None = None, dtype: torch.dtype = torch.
 @given(
     rank=st.integers(3, 40), heads=st.integers(1, 4), nope=st.integers(1, 7), pairs=st.integers(1, 4), value=st.integers(1, 7),
     width=st.integers(1, 24), padding=st.integers(0, 3), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    biased=st.booleans(), seed=st.integers(0, 99),
+    biased=st.booleans(), query_biases=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_what_was_written_is_read_and_written_again_bit_for_bit(
     rank: int,
@@ -144,9 +154,10 @@ def test_what_was_written_is_read_and_written_again_bit_for_bit(
     padding: int,
     dtype: torch.dtype,
     biased: bool,
+    query_biases: bool,
     seed: int,
 ) -> None:
-    config = sized(rank, heads, nope, 2 * pairs, value, width)
+    config = sized(rank, heads, nope, 2 * pairs, value, width, query_biases)
     channels = max(1, rank - len(constants(rank)) - padding)
     written = joined(config, channels, dtype, seed=seed, biased=biased)
     assert {name: tuple(tensor.shape) for name, tensor in written.items()} == FAMILY.shapes(config, 1)
@@ -159,8 +170,9 @@ def test_what_was_written_is_read_and_written_again_bit_for_bit(
         assert torch.equal(again[name], tensor), name
 
 
-def test_a_record_comes_back_as_it_was_joined() -> None:
-    config = sized(16)
+@pytest.mark.parametrize("query_biases", [False, True])
+def test_a_record_comes_back_as_it_was_joined(query_biases: bool) -> None:
+    config = sized(16, query_biases=query_biases)
     a = layer_of(config)
     found = FAMILY.split(FAMILY.join(a, FAMILY.spec(config), 1), config, 1)
     for field in dataclasses.fields(a):
@@ -270,6 +282,7 @@ def test_a_norm_that_does_something_is_no_checkpoint_of_ours(what: str, dtype: t
     ("changes", "reason"),
     [
         ({"q_lora_rank": 12}, "its queries have a latent of their own (q_lora_rank 12)"),
+        ({"q_lora_rank": 64}, "its queries have a latent of their own (q_lora_rank 64)"),
         ({"first_k_dense_replace": 2}, "it has experts"),
         ({"attention_bias": False}, "it lacks attention biases or interleaved rotary dims"),
         ({"rope_interleave": False}, "it lacks attention biases or interleaved rotary dims"),
@@ -286,6 +299,17 @@ def test_configs_that_kvfold_does_not_write_are_not_read(changes: dict[str, Any]
     assert found is not None
     assert reason in found
     assert "\n" not in found
+
+
+@pytest.mark.parametrize("name", ["q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight"])
+def test_queries_of_another_latent_are_not_read(name: str) -> None:
+    config = sized(16, query_biases=True)
+    assert FAMILY.unreadable(tiny_config("deepseek_v3", q_lora_rank=80)) is None
+    tensors = joined(config)
+    FAMILY.split(tensors, config, 1)
+    tensors[f"model.layers.1.self_attn.{name}"].view(-1)[3] += 1
+    with pytest.raises(Failure, match="the latent of layer 1's queries is not its input and constants"):
+        FAMILY.split(tensors, config, 1)
 
 
 # ---- what the config says --------------------------------------------------------------------------------------------

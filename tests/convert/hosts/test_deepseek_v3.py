@@ -16,7 +16,7 @@ from attention.record import FactoredAttention
 from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, family_of
-from convert.families.latent import constants
+from convert.families.neutral import constants
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA, HOST, rope_parameters
 
 # ---- frequencies -----------------------------------------------------------------------------------------------------
@@ -166,12 +166,9 @@ SLIDING = ["sliding_attention"] * 3
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "qwen2": ("qwen2", {}, "qwen2 does not have Llama's decoder blocks (the class can hold llama, "),
+    "phi": ("phi", {}, "phi does not have Llama's decoder blocks (the class can hold llama, "),
     "qwen3": ("qwen3", {}, "qwen3 does not have Llama's decoder blocks"),
     "gemma": ("gemma", {}, "gemma does not have Llama's decoder blocks"),
-    "query biases": ("llama", {"attention_bias": True}, "queries have biases, which the class does not support"),
-    "query biases, seed_oss": ("seed_oss", {"attention_bias": True}, "queries have biases"),
-    "query biases, helium": ("helium", {"attention_bias": True}, "queries have biases"),
     "mlp_bias": ("llama", {"mlp_bias": True}, "the MLP has biases, which the class does not support"),
     "mlp_bias, seed_oss": ("seed_oss", {"mlp_bias": True, "attention_bias": False}, "the MLP has biases"),
     "window": (
@@ -229,6 +226,21 @@ def test_all_other_families_are_refused(model_type: str) -> None:
 @pytest.mark.parametrize("window", [128, 4096, None])
 def test_a_window_that_no_position_exceeds_is_none(window: int | None) -> None:
     assert reason("mistral", sliding_window=window) is None
+
+
+def test_query_biases_go_through_the_latent_of_queries() -> None:
+    for model_type, changes in (("qwen2", {}), ("llama", {"attention_bias": True}), ("deepseek_v3", {"q_lora_rank": 80})):
+        config = tiny_config(model_type, **changes)
+        assert reason(model_type, **changes) is None
+        sized = HOST.sized({}, config, FAMILIES[model_type].spec(config).latent(16, 8))
+        assert sized.q_lora_rank == 80
+        assert FAMILIES["deepseek_v3"].unreadable(sized) is None
+        assert HOST.notes(config) == (
+            "query biases go through q_a_proj, an identity with a constant: 64 × 80 more weights in each layer",
+        )
+    config = tiny_config("llama")
+    assert HOST.sized({}, config, AttentionSpec.from_config(config).latent(16, 8)).q_lora_rank is None
+    assert HOST.notes(config) == ()
 
 
 def test_an_output_bias_has_a_place() -> None:

@@ -1,0 +1,66 @@
+"""Keeps the tokenizer of a result the same as its source's where the model type changes.
+
+transformers chooses a tokenizer's class by `tokenizer_class` in tokenizer_config.json and by the config's model type, and for
+some model types (qwen2, ernie4_5, …) it ignores the former. The same files may then split text differently.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from attention.errors import Failure
+from convert.execute.publish import copy_companions, has_tokenizer, write_config
+from convert.planning.base import Plan
+from eval.source import Source
+
+_FILE, _FIELD = "tokenizer_config.json", "tokenizer_class"
+
+
+def tokenizer_class(plan: Plan) -> str | None:
+    """The class that the result's tokenizer_config.json has to name; None if it can stay as it is.
+
+    Raises:
+        Failure: Whatever it names, transformers would load another tokenizer than the source's.
+    """
+    source, config = plan.source, plan.target.config(plan.source, None)
+    if config.get("model_type") == source.config.model_type or not has_tokenizer(source.files):
+        return None
+    try:
+        expected = source.tokenizer()
+    except Failure:
+        return None  # that does not work in the source either
+    name = type(expected).__name__
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        write_config(path, config, None)
+        copy_companions(path, source.files, source.trust_remote_code)
+        result = Source.parse(directory, source.trust_remote_code)
+        if _same(result.tokenizer(), expected):
+            return None
+        name_tokenizer_class(path, name)
+        if _same(found := result.tokenizer(), expected):
+            return name
+    raise Failure(
+        f"transformers loads the tokenizer of {source.reference} as {name}, and that of the result, which is a "
+        f"{config['model_type']}, as {type(found).__name__}: they split text differently",
+        hint=f"save the tokenizer again with AutoTokenizer.from_pretrained({source.reference!r}).save_pretrained(…), as "
+        "one that does not depend on the model type",
+    )
+
+
+def name_tokenizer_class(path: Path, name: str) -> None:
+    """Write the class into the tokenizer_config.json of a directory."""
+    file = path / _FILE
+    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    file.write_text(json.dumps(values | {_FIELD: name}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two tokenizers split and join text alike."""
+    backend, other_backend = (getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (one, other))
+    if backend is None or other_backend is None:
+        return type(one) is type(other)
+    return bool(backend.to_str() == other_backend.to_str())

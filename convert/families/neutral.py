@@ -1,0 +1,120 @@
+"""Constant channels that switch the RMSNorm of a latent off: the root mean square becomes 2^k, and gains of 2^k undo it.
+
+A constant is a zero row of the projection with a bias of 2^k times its value. All other channels are true: they come out as
+they went in, up to an exponent shift.
+
+Two latents need this. That of keys and values caches all of its channels, so it has as few constants as possible. That of
+queries is not cached. kvfold uses it where queries have biases, for which DeepSeek-V3's class has no place: the latent is the
+input itself and a constant one, and the projection behind it is [W_Q | b].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+EXPONENT = 20  # k
+_LARGE = 2.0**12  # a gain from which on latents of root mean square 1 change the norm by less than one ulp of fp32
+_MULTIPLE = 16  # of the rank of queries, as matrix products on GPUs want it
+_SQUARES = 4  # of integers: every number is a sum of so many (Lagrange, 1770)
+
+
+def constants(rank: int) -> list[float]:
+    """The values of the constant channels, without the factor 2^k: they make the root mean square of R channels one.
+
+    One, √R, if its rounding to bfloat16 errs by less than half a unit in the last place of every bfloat16 (1/510 upwards,
+    1/512 downwards), because then dividing by the root mean square rounds back to the original bits. Otherwise
+    two: √R rounded down, and the root of what its square lacks, which leaves an error of about 2⁻¹⁶.
+    """
+    root = math.sqrt(rank)
+    error = root / _bfloat16(root) - 1
+    if -1 / 512 + 1e-6 < error < 1 / 510 - 1e-6:
+        return [root]
+    significand, exponent = math.frexp(root)
+    first = math.floor(significand * 2**8) * 2.0 ** (exponent - 8)
+    return [first, math.sqrt(rank - first**2)]
+
+
+def is_neutral(gain: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> bool:
+    """Whether the norm of a latent of keys and values returns its input.
+
+    Args:
+        gain: `[R]`, the norm's weight.
+        down: `[R, E]`.
+        bias: `[R]`.
+    """
+    constant, kept = gain == 0, gain[gain != 0]
+    if not constant.any() or not len(kept) or bool((kept != kept[0]).any()) or bool((bias[~constant] != 0).any()):
+        return False
+    root = float((bias[constant].double().square().sum() / len(gain)).sqrt())
+    # Constants that were rounded to bfloat16 are off by up to 2⁻⁹.
+    neutral = float(kept[0]) >= _LARGE and math.isclose(root, float(kept[0]), rel_tol=2**-8)
+    return neutral and not bool(down[constant].any())
+
+
+def query_rank(width: int) -> int:
+    """The rank of a latent of queries that holds an input of E = `width` dims and the constants."""
+    return -(-(width + 1 + _SQUARES) // _MULTIPLE) * _MULTIPLE
+
+
+def query_constants(rank: int) -> list[float]:
+    """The values of the constant channels of queries, which come last: the one that biases ride on, then what the norm needs.
+
+    All are integers whose squares sum to the rank, so that the norm is neutral to the last bit in every dtype.
+    """
+    found = _squares(rank - 1, _SQUARES)
+    assert found is not None
+    return [1.0, *(float(value) for value in found if value)]
+
+
+def query_latent(width: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`q_a_proj` and `q_a_layernorm` of a latent that is the input and the constants; dtype and device as of `like`."""
+    rank = query_rank(width)
+    constant = like.new_tensor(query_constants(rank))
+    gain, bias, weight = like.new_full((rank,), 2.0**EXPONENT), like.new_zeros(rank), like.new_zeros(rank, width)
+    gain[-len(constant) :] = 0
+    gain[-len(constant)] = 1  # 1 · 2^k divided by 2^k
+    bias[-len(constant) :] = constant * 2.0**EXPONENT
+    weight.fill_diagonal_(1)
+    return {"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": gain}
+
+
+def is_query_latent(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether these `q_a_proj` and `q_a_layernorm` are what `query_latent` makes."""
+    expected = query_latent(tensors["q_a_proj.weight"].shape[1], tensors["q_a_proj.weight"])
+    return all(bool((tensors[name] == tensor).all()) for name, tensor in expected.items())
+
+
+def join_query_bias(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """`q_b_proj.weight [n, rank]` of queries with `weight [n, E]` and `bias [n]`."""
+    rank = query_rank(weight.shape[1])
+    joined = weight.new_zeros(len(weight), rank)
+    joined[:, : weight.shape[1]] = weight
+    joined[:, -len(query_constants(rank))] = bias
+    return joined
+
+
+def split_query_bias(joined: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `join_query_bias`, as views: `[n, E]` and `[n]`."""
+    return joined[:, :width], joined[:, -len(query_constants(joined.shape[1]))]
+
+
+def _squares(total: int, count: int) -> list[int] | None:
+    """`count` integers whose squares sum to `total`, the first as large as possible; or None."""
+    largest = math.isqrt(total)
+    if count == 1:
+        return [largest] if largest**2 == total else None
+    for first in range(largest, -1, -1):
+        if rest := _squares(total - first**2, count - 1):
+            return [first, *rest]
+    return None
+
+
+def _bfloat16(value: float) -> float:
+    import torch
+
+    return float(torch.tensor(value).bfloat16())

@@ -1,0 +1,69 @@
+"""Constant channels of the queries' latent: the norm gives back every number, and one channel is one, in every dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convert.families.neutral import (
+    is_query_latent,
+    join_query_bias,
+    query_constants,
+    query_latent,
+    query_rank,
+    split_query_bias,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def test_ranks_are_multiples_of_16_and_squares_of_constants_sum_to_them() -> None:
+    for width in range(1, 8193):
+        rank = query_rank(width)
+        found = query_constants(rank)
+        assert rank % 16 == 0
+        assert rank - 16 < width + 5 <= rank
+        assert found[0] == 1
+        assert len(found) <= rank - width
+        assert sum(value**2 for value in found) == rank
+        assert all(value == int(value) and value <= 256 for value in found), "which bfloat16 holds"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [5, 64, 576, 896, 1000])
+def test_inputs_come_out_bit_for_bit_beside_a_one(width: int, dtype: torch.dtype) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+
+    tensors, rank = query_latent(width, torch.zeros((), dtype=dtype)), query_rank(width)
+    norm = DeepseekV3RMSNorm(rank).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(tensors["q_a_layernorm.weight"])
+    x = (torch.randn(50, width, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
+    latent = norm(torch.nn.functional.linear(x, tensors["q_a_proj.weight"], tensors["q_a_proj.bias"])).detach()
+    # float64 goes through float32 in this norm, whose reciprocal root may be off by one unit in the last place.
+    rounding = 0 if dtype == torch.bfloat16 else 2.0**-23
+    torch.testing.assert_close(latent[:, :width], x, rtol=rounding, atol=0)
+    one = rank - len(query_constants(rank))
+    assert float((latent[:, one] - 1).abs().max()) <= rounding
+    assert not latent[:, width:one].any()
+    assert not latent[:, one + 1 :].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 9), width=st.integers(1, 70), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+def test_queries_and_their_biases_come_back(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, width), (rows,)))
+    joined = join_query_bias(weight, bias)
+    assert joined.shape == (rows, query_rank(width))
+    found = split_query_bias(joined, width)
+    assert torch.equal(found[0], weight)
+    assert torch.equal(found[1], bias)
+    latent = query_latent(width, weight)
+    assert is_query_latent(latent)
+    for name, tensor in latent.items():
+        changed = tensor.clone()
+        changed.view(-1)[-1] = 7
+        assert not is_query_latent(latent | {name: changed}), name
