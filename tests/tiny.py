@@ -111,6 +111,10 @@ def duplicate_kv_heads(model: Any, times: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             part = name.split("self_attn.")[-1]
+            if part.startswith("qkv_proj"):
+                stacked = parameter[model.config.num_attention_heads * model.config.head_dim :]
+                rows = stacked.unflatten(0, (2 * heads // times, times, -1))
+                stacked.copy_(rows[:, :1].expand_as(rows).reshape(stacked.shape))
             if not part.startswith(("k_", "v_", "key_")) or parameter.shape[0] % heads or ".norms." in part:
                 continue
             if part.startswith(("k_proj", "v_proj")) or parameter.shape[0] in (heads, heads * model.config.head_dim):

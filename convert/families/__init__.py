@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attention.errors import Refusal
-from convert.families import latent, separate
+from convert.families import latent, separate, stacked
 from convert.families.base import Family
 
-FAMILIES: dict[str, Family] = {row.model_type: row for row in (*separate.ROWS, latent.FAMILY)}
+FAMILIES: dict[str, Family] = {row.model_type: row for row in (*separate.ROWS, *stacked.ROWS, latent.FAMILY)}
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 

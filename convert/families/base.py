@@ -69,12 +69,14 @@ class Family(ABC):
         layout: How the file stores the projections, for display: "separate projections".
         names: Every tensor that a checkpoint may hold besides those of its attentions.
         gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
+        restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
     """
 
     model_type: str
     layout: str
     names: NameTable
     gain_offset: float = 0.0
+    restarts_cache: bool = False
 
     # ---- what a layout defines -------------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ _NORMS_AROUND = _NORMS_BEHIND.replacing(
     _in_layers("pre_feedforward_layernorm", "mlp_norm"),
 )
 _WITHOUT_GAINS = LLAMA.replacing(without=("layers.{layer}.attention_norm", "layers.{layer}.mlp_norm", "final_norm"))
-_FUSED_MLP = LLAMA.replacing(_in_layers("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
+FUSED_MLP = LLAMA.replacing(_in_layers("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
 _EXPERTS = LLAMA.replacing(
     _in_layers("mlp.gate", "mlp.router"),
     *(_in_layers(f"mlp.experts.{{expert}}.{part}_proj", f"mlp.experts.{{expert}}.{part}") for part in _PARTS),
@@ -152,6 +152,7 @@ class SeparateProjections(Family):
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         beyond: Config fields that, when set, make the class do more than the record describes.
         beyond_switch: The config field that switches those on; always on if None.
+        restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
     """
 
     model_type: str
@@ -169,6 +170,7 @@ class SeparateProjections(Family):
     adds_output: bool = True
     beyond: tuple[str, ...] = ()
     beyond_switch: str | None = None
+    restarts_cache: bool = False
 
     layout = "separate projections"
 
@@ -268,7 +270,7 @@ class SeparateProjections(Family):
         return super().scale(config) if self.scaled_by is None else float(getattr(config, self.scaled_by) ** self.scale_power)
 
 
-_WINDOW = ("sliding_window",)
+WINDOW = ("sliding_window",)
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _POST_NORM: dict[str, Any] = {"names": _NORMS_BEHIND, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scalar", "scale_power": -0.5}
@@ -276,11 +278,11 @@ _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scala
 ROWS = [
     SeparateProjections("llama", **_ATTENTION_BIAS),
     SeparateProjections("arcee", **_ATTENTION_BIAS),
-    SeparateProjections("cwm", beyond=_WINDOW),
-    SeparateProjections("mistral", beyond=_WINDOW),
-    SeparateProjections("ministral", beyond=_WINDOW),
-    SeparateProjections("mixtral", names=_NUMBERED_EXPERTS, beyond=_WINDOW),
-    SeparateProjections("qwen2", qkv_bias=True, beyond=_WINDOW),  # None or 0 in these, if `use_sliding_window` is off
+    SeparateProjections("cwm", beyond=WINDOW),
+    SeparateProjections("mistral", beyond=WINDOW),
+    SeparateProjections("ministral", beyond=WINDOW),
+    SeparateProjections("mixtral", names=_NUMBERED_EXPERTS, beyond=WINDOW),
+    SeparateProjections("qwen2", qkv_bias=True, beyond=WINDOW),  # None or 0 in these, if `use_sliding_window` is off
     SeparateProjections(
         "qwen2_moe",
         names=_EXPERTS.replacing(
@@ -288,13 +290,13 @@ ROWS = [
             *(_in_layers(f"mlp.shared_expert.{part}_proj", f"mlp.shared.{part}") for part in _PARTS),
         ),
         qkv_bias="qkv_bias",
-        beyond=_WINDOW,
+        beyond=WINDOW,
     ),
-    SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
-    SeparateProjections("qwen3_moe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(), beyond=_WINDOW),
+    SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=WINDOW),
+    SeparateProjections("qwen3_moe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(), beyond=WINDOW),
     SeparateProjections("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
     SeparateProjections(
-        "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=_WINDOW, beyond_switch="use_sliding_window"
+        "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=WINDOW, beyond_switch="use_sliding_window"
     ),
     SeparateProjections("granite", adds_output=False, **_ATTENTION_BIAS, scaled_by="attention_multiplier"),
     SeparateProjections(
@@ -322,14 +324,14 @@ ROWS = [
         adds_output=False,
         gain_offset=1.0,
         **_GEMMA2,
-        beyond=("attn_logit_softcapping", *_WINDOW),
+        beyond=("attn_logit_softcapping", *WINDOW),
     ),
     SeparateProjections(
         "vaultgemma",
         names=LLAMA.replacing(_in_layers("pre_feedforward_layernorm", "mlp_norm")),
         gain_offset=1.0,
         **_GEMMA2,
-        beyond=("attn_logit_softcapping", *_WINDOW),
+        beyond=("attn_logit_softcapping", *WINDOW),
     ),
     SeparateProjections(
         "gemma3_text",
@@ -338,13 +340,13 @@ ROWS = [
         gain_offset=1.0,
         **_GEMMA2,
         norm=NormRow(gain_offset=1.0),
-        beyond=("attn_logit_softcapping", *_WINDOW),
+        beyond=("attn_logit_softcapping", *WINDOW),
     ),
     SeparateProjections("olmo", names=_WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=("clip_qkv",)),
     SeparateProjections("olmo2", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
-    SeparateProjections("olmo3", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=_WINDOW),
+    SeparateProjections("olmo3", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=WINDOW),
     SeparateProjections("olmoe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
-    SeparateProjections("exaone4", **_POST_NORM, norm=NormRow(), rotates=_sliding_or_no_window, beyond=_WINDOW),
+    SeparateProjections("exaone4", **_POST_NORM, norm=NormRow(), rotates=_sliding_or_no_window, beyond=WINDOW),
     SeparateProjections(
         "apertus",
         names=LLAMA.replacing(
@@ -366,7 +368,7 @@ ROWS = [
         names=LLAMA.replacing(_in_layers("mlp.c_fc", "mlp.up"), _in_layers("mlp.c_proj", "mlp.down")),
         qkv_bias="use_bias",
         o_bias="use_bias",
-        beyond=_WINDOW,
+        beyond=WINDOW,
     ),
     SeparateProjections("nemotron", gain_offset=1.0, **_ATTENTION_BIAS, partial_rotary=True),
     SeparateProjections(
@@ -390,7 +392,7 @@ ROWS = [
         o_name="dense",
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
     ),
-    SeparateProjections("phimoe", names=_NUMBERED_EXPERTS, **_ATTENTION_BIAS, beyond=_WINDOW),
+    SeparateProjections("phimoe", names=_NUMBERED_EXPERTS, **_ATTENTION_BIAS, beyond=WINDOW),
     SeparateProjections(
         "cohere",
         adds_output=False,
@@ -399,12 +401,12 @@ ROWS = [
         pairing="interleaved",
     ),
     SeparateProjections(
-        "cohere2", adds_output=False, **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=_WINDOW
+        "cohere2", adds_output=False, **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=WINDOW
     ),
-    SeparateProjections("glm", names=_FUSED_MLP, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
+    SeparateProjections("glm", names=FUSED_MLP, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
     SeparateProjections(
         "glm4",
-        names=_FUSED_MLP.replacing(
+        names=FUSED_MLP.replacing(
             _in_layers("post_self_attn_layernorm", "attention_output_norm"),
             _in_layers("post_mlp_layernorm", "mlp_output_norm"),
         ),

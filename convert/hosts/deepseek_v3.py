@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
 _LIKE_LLAMA = (
-    "llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "qwen2",
+    "llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "qwen2", "phi3",
     "deepseek_v3",
 )  # fmt: skip
 # RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
@@ -58,6 +58,12 @@ class DeepseekV3:
             return f"{family.model_type} does not have Llama's decoder blocks (the class can hold {', '.join(_LIKE_LLAMA)})"
         if parameters.get("rope_type") not in _ROPE_TYPES:
             return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
+        rotary = family.rotary(config, 0)
+        if family.restarts_cache and rotary and rotary.long_frequencies is not None:
+            return (
+                f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the "
+                "cache anew, and this one does not"
+            )
         traits = family.traits(config)
         if traits.qk_norm:
             return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"

@@ -104,6 +104,11 @@ def _target(
 
     rank, rope_dim = size.kv_lora_rank or 0, size.qk_rope_head_dim or 0
     spec = before.latent(rank, rope_dim)
+    if rope_dim > (most := _most_rotary_dims(source, family, before)):
+        raise Refusal(
+            f"cannot keep {rope_dim} rotary dims of {source.reference}: of each key's {before.head_dim} dims only "
+            f"{_rotary_dim(family, source)} have RoPE, which makes {most}"
+        )
     full = full_rank(source, family, rope_dim)
     channels = rank - host.reserved(rank)
     if channels < 1:
@@ -191,9 +196,14 @@ def _splits(source: Source, family: Family, before: AttentionSpec, target: Atten
     for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
         rank, full = values - rope_dim, full_rank(source, family, rope_dim)
         channels = rank - host.reserved(rank) if rank > 0 else 0
-        if 2 <= rope_dim <= before.most_rotary_dims and 1 <= channels <= full:
+        if 2 <= rope_dim <= _most_rotary_dims(source, family, before) and 1 <= channels <= full:
             found.append(LatentRequest(served_rank(rank, with_reserved(host, full), values), rope_dim))
     return found
+
+
+def _most_rotary_dims(source: Source, family: Family, before: AttentionSpec) -> int:
+    """The most rotary dims that a latent can keep: those that have RoPE, of all different keys."""
+    return min(before.most_rotary_dims, before.rotary_keys * _rotary_dim(family, source))
 
 
 def _rotary_dim(family: Family, source: Source) -> int:

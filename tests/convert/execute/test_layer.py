@@ -39,6 +39,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 128},
     "ministral": {"sliding_window": 128, "layer_types": SLIDING},
     "cwm": {"sliding_window": 128, "layer_types": SLIDING},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
 }
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -181,11 +182,24 @@ def test_similar_heads_that_are_apart_are_grouped_and_lossless(
 def test_full_size_gives_the_sources_logits(
     method: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
 ) -> None:
+    """Of phi3's dims, 6 of 8 have RoPE; the others are nope dims, which go into the latent."""
     source = checkpoint(model_type, **PLAIN.get(model_type, {}))
-    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), *method_options(method, words)))
+    rank, rope = (41, 24) if model_type == "phi3" else (33, 32)
+    size = ["--kv-lora-rank", rank, "--qk-rope-head-dim", rope, *method_options(method, words)]
+    ok(convert("mla", source, tmp_path / "out", *size))
     same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["model_type"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == ("deepseek_v3", 33, 32)
+    assert (config["model_type"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == ("deepseek_v3", rank, rope)
+
+
+def test_dims_without_rope_are_no_rotary_dims(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint("phi3", **PLAIN["phi3"])
+    message = "of each key's 8 dims only 6 have RoPE, which makes 24"
+    given = convert("mla", source, tmp_path / "out", "--kv-lora-rank", 33, "--qk-rope-head-dim", 26)
+    left_nothing(given, 2, message, tmp_path / "out")
+    ok(convert("mla", source, tmp_path / "whole", "--kv-budget", "100%"))
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert config["qk_rope_head_dim"] <= 24
 
 
 BIASED: dict[str, dict[str, Any]] = {

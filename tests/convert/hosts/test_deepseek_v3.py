@@ -178,6 +178,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "window, ministral": ("ministral", {"sliding_window": 64, "layer_types": SLIDING}, "the sliding window of 64 tokens"),
     "window, cwm": ("cwm", {"sliding_window": 64, "layer_types": SLIDING}, "the sliding window of 64 tokens"),
+    "a cache that is computed anew": (
+        "phi3", {"original_max_position_embeddings": 32, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 32}},
+        "its LongRoPE has other frequencies beyond 32 tokens, where its own class computes the cache anew",
+    ),
     "dynamic": (
         "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "RoPE of type 'dynamic' has no fixed list of frequencies",
