@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
+from attention import models
 from attention.errors import Failure, Refusal
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
 from attention.kernels import Backend, check
@@ -52,6 +53,7 @@ def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **
     """
     _rule(when)
     check(backend)
+    models.register()
     model = AutoModelForCausalLM.from_pretrained(path, **arguments)
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         return absorb(model, when=when, backend=backend)

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from attention import models
 from attention.errors import Failure, Refusal
 from eval import config_rules
 
@@ -100,9 +101,20 @@ class Source:
     def model_type(self) -> str:
         return str(self.raw["model_type"])
 
+    @property
+    def inner_model_type(self) -> str | None:
+        """The model type of its `text_config`, if it has one."""
+        inner = self.raw.get("text_config")
+        return str(inner["model_type"]) if isinstance(inner, dict) and "model_type" in inner else None
+
+    @property
+    def _own_class(self) -> bool:
+        """Whether it is of the class that kvfold has, so that the code beside the weights is not needed."""
+        return self.model_type == models.MODEL_TYPE
+
     def refuse_remote_code(self) -> None:
         """Raise `Refusal` if the checkpoint needs its own code and the user has not allowed it."""
-        if self.raw.get("auto_map") and not self.trust_remote_code:
+        if self.raw.get("auto_map") and not self.trust_remote_code and not self._own_class:
             raise Refusal(
                 f"{self.reference} wants to run code of its own (auto_map in config.json)",
                 hint="read that code, then give --trust-remote-code",
@@ -126,7 +138,9 @@ class Source:
         values = {key: value for key, value in self.raw.items() if key != "model_type"}
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
-                if self.raw.get("auto_map"):
+                if self._own_class:
+                    models.register()
+                elif self.raw.get("auto_map"):
                     return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
                 # By type and values, not by path: a Hub config needs no second look at the network.
                 return self._config_class()(**values)
@@ -175,7 +189,7 @@ class Source:
     @property
     def max_positions(self) -> int | None:
         """The most positions that the model supports, or None if its config does not say."""
-        value = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        value = getattr(self.decoder, "max_position_embeddings", None)
         return value if isinstance(value, int) and value > 0 else None  # XLNet has -1
 
     def tokenizer(self) -> Any:
@@ -197,9 +211,14 @@ class Source:
             ) from error
 
     @property
+    def decoder(self) -> Any:
+        """The part of its config that describes the decoder layers."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
     def vocabulary(self) -> int:
         """The number of token ids that the model knows."""
-        return int(self.config.get_text_config(decoder=True).vocab_size)
+        return int(self.decoder.vocab_size)
 
     @cached_property
     def files(self) -> Path:

@@ -56,7 +56,7 @@ def logits() -> Callable[..., torch.Tensor]:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-        ids = torch.randint(4, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(4, model.config.get_text_config().vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
         with torch.inference_mode():
             return model(ids).logits
 

@@ -38,6 +38,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     if model_type == "deepseek_v3":
         every = {"num_key_value_heads": values["num_attention_heads"], "first_k_dense_replace": values["num_hidden_layers"]}
         values = values | LATENT | every | changes
+    if model_type == "gpt_neox":  # which ignores these
+        values = {key: value for key, value in values.items() if key not in ("num_key_value_heads", "head_dim")}
     if model_type.startswith("gemma") or model_type == "vaultgemma":
         values = {"query_pre_attn_scalar": 4} | values
     return AutoConfig.for_model(model_type, **values)
@@ -107,10 +109,14 @@ def layer_tensors(model: Any, family: Family, layer: int) -> dict[str, torch.Ten
 
 def duplicate_kv_heads(model: Any, times: int) -> None:
     """Make runs of `times` KV heads equal, everywhere in the model: weights, biases, gains per head."""
-    heads = model.config.num_key_value_heads
+    heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             part = name.split("self_attn.")[-1]
+            if "query_key_value" in part:  # [heads, 3, D, …]
+                rows = parameter.unflatten(0, (heads // times, times, 3, -1))
+                rows[:, 1:, 1:] = rows[:, :1, 1:]
+                continue
             if part.startswith("qkv_proj"):
                 stacked = parameter[model.config.num_attention_heads * model.config.head_dim :]
                 rows = stacked.unflatten(0, (2 * heads // times, times, -1))

@@ -48,13 +48,13 @@ class Job:
         plan = self.plan
         norm, found = plan.family.input_norm(layer), self.reader.infos
         if norm is None:
-            return Statistics.assumed(plan.source.config.hidden_size)
+            return Statistics.assumed(plan.source.decoder.hidden_size)
         tensors = {name: self.reader[name] for kind in ("weight", "bias") if (name := f"{norm.name}.{kind}") in found}
         for name, tensor in tensors.items():
             require_finite(name, tensor)
         gain = tensors.get(f"{norm.name}.weight")
         gain = None if gain is None else gain.double() + norm.gain_offset
-        return Statistics.assumed(plan.source.config.hidden_size, gain, tensors.get(f"{norm.name}.bias"))
+        return Statistics.assumed(plan.source.decoder.hidden_size, gain, tensors.get(f"{norm.name}.bias"))
 
     def read_layer(self, layer: int) -> tuple[dict[str, torch.Tensor], Attention]:
         """The tensors of a layer's attention by name, and their record in the form that methods take.

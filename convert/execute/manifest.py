@@ -177,7 +177,7 @@ def _has_no_place(family: Family, layout: Family, name: str) -> str | None:
     """Why the output class drops a tensor other than an attention's, or None."""
     place = family.names.place(name)
     if place is None:
-        return "the model computes it itself" if name.endswith("inv_freq") else "the output class has no place for it"
+        return "the model computes it itself" if name.endswith(family.computed) else "the output class has no place for it"
     if all(layout.names.holding(role) is None for role in place.roles):
         return "the output class has no place for it"
     return None
@@ -228,8 +228,8 @@ def _check_layer(plan: Plan, reader: Reader, layer: int, expected: Mapping[str, 
                 hint="compare num_attention_heads, num_key_value_heads, head_dim and hidden_size with the weights",
             )
     module = plan.family.module(layer) + "."
-    # Old checkpoints store RoPE's frequencies, which classes now compute; they are copied like any other tensor.
-    extra = [n for n in reader.infos if n.startswith(module) and n not in expected and not n.endswith("inv_freq")]
+    # Old checkpoints store what classes now compute; where the class stays the same, it is copied like any other tensor.
+    extra = [n for n in reader.infos if n.startswith(module) and n not in expected and not n.endswith(plan.family.computed)]
     if extra:
         raise Failure(
             f"{where} has tensor {extra[0]}, which {plan.family.model_type} with this config does not",

@@ -10,7 +10,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -71,6 +71,12 @@ def copy_companions(path: Path, source: Path, code: bool) -> None:
             shutil.copytree(item, path / item.name, dirs_exist_ok=True)
         else:
             shutil.copyfile(item, path / item.name)
+
+
+def copy_code(path: Path, files: Iterable[Path]) -> None:
+    """Copy Python files that the result is loaded with."""
+    for file in files:
+        shutil.copyfile(file, path / file.name)
 
 
 def write_record(path: Path, record: Mapping[str, Any], card: str) -> None:

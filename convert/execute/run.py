@@ -29,7 +29,7 @@ from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.loadable import require_loadable
 from convert.execute.manifest import Manifest, manifest_of
-from convert.execute.publish import Clock, copy_companions, write_config, write_record
+from convert.execute.publish import Clock, copy_code, copy_companions, write_config, write_record
 from convert.execute.record import record_of, versions
 from convert.execute.sequence import in_sequence
 from convert.execute.tokenizer import name_tokenizer_class, tokenizer_class
@@ -104,7 +104,7 @@ def _execute(
     if done := _finished_already(plan, reader, text):
         published()
         return done
-    for remark in text.remarks(plan.source.config.hidden_size) if text else ():
+    for remark in text.remarks(plan.source.decoder.hidden_size) if text else ():
         _log.warning(remark)
     manifest = _checked(plan, reader)
     inputs = inputs_of(plan, reader, text)
@@ -188,6 +188,7 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
         config = decision.plan.target.config(job.plan.source, decision.rotary)
         write_config(job.work.path, config, job.plan.output.dtype)
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
+        copy_code(job.work.path, decision.plan.target.host.code)
         if named:
             name_tokenizer_class(job.work.path, named)
         _check_result(decision.plan, job.work)

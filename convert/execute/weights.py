@@ -40,7 +40,7 @@ def require_space(job: Job, manifest: Manifest) -> None:
 def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> int:
     """Disk space for statistics, samples, the inputs of two layers at a time, and layers converted in sequence."""
     plan, method = job.plan, job.plan.target.method
-    width, inputs = plan.source.config.hidden_size, 2 * 4 * len(text.tokens.ids) * plan.source.config.hidden_size
+    width, inputs = plan.source.decoder.hidden_size, 2 * 4 * len(text.tokens.ids) * plan.source.decoder.hidden_size
     needed = inputs
     if isinstance(method, LatentMethod) or not text.plan.in_sequence:  # the survey
         sample = 2 * width * max(text.plan.context, EXCERPT)

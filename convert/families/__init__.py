@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from attention.errors import Refusal
-from convert.families import latent, separate, stacked
+from attention.models import MODEL_TYPE
+from convert.families import interleaved, latent, separate, stacked
 from convert.families.base import Family
+from convert.families.own import OwnClass
 
-FAMILIES: dict[str, Family] = {row.model_type: row for row in (*separate.ROWS, *stacked.ROWS, latent.FAMILY)}
+FAMILIES: dict[str, Family] = {row.model_type: row for row in (*separate.ROWS, *stacked.ROWS, *interleaved.ROWS, latent.FAMILY)}
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 
 
-def family_of(model_type: str) -> Family:
+def family_of(model_type: str, inner: str | None = None) -> Family:
     """The family of a config's `model_type`.
+
+    Args:
+        model_type: As in config.json.
+        inner: The model type of its `text_config`, which kvfold's own class has.
 
     Raises:
         Refusal: No family has that model type; the hint lists the known ones.
     """
+    if model_type == MODEL_TYPE and inner is not None:
+        return OwnClass(family_of(inner))
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     raise Refusal(

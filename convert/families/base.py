@@ -70,6 +70,9 @@ class Family(ABC):
         names: Every tensor that a checkpoint may hold besides those of its attentions.
         gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
+        shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
+        attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
+        computed: Ends of the names of tensors that the class computes itself, and that checkpoints may hold.
     """
 
     model_type: str
@@ -77,6 +80,9 @@ class Family(ABC):
     names: NameTable
     gain_offset: float = 0.0
     restarts_cache: bool = False
+    shares_heads: bool = True
+    attention_path: str = "model.layers.{layer}.self_attn"
+    computed: tuple[str, ...] = ("inv_freq",)
 
     # ---- what a layout defines -------------------------------------------------------------------------------------
 
@@ -147,7 +153,7 @@ class Family(ABC):
         traits = self.traits(config)
         rotaries = (self.rotary(config, layer) for layer in range(self.spec(config).num_layers))
         rotary = next((rotary for rotary in rotaries if rotary), None)
-        parameters = getattr(config, "rope_parameters", None) or {}
+        parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
         return {
             "qkv_bias": traits.qkv_bias,
             "o_bias": traits.o_bias,
@@ -164,7 +170,7 @@ class Family(ABC):
 
     def module(self, layer: int) -> str:
         """The path of a layer's attention module; its parent is the decoder layer."""
-        return f"model.layers.{layer}.self_attn"
+        return self.attention_path.format(layer=layer)
 
     def output(self, layer: int) -> str:
         """The path of the layer's output projection."""

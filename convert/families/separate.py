@@ -7,7 +7,7 @@ A family is a row of `ROWS`, which says where its class differs from Llama. What
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from attention import rope
@@ -17,6 +17,7 @@ from attention.rope import Pairing
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable, Row
+from convert.families.projections import join_projections, projection_shapes, split_projections
 
 if TYPE_CHECKING:
     import torch
@@ -183,16 +184,7 @@ class SeparateProjections(Family):
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec(config), config.hidden_size
-        heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
-        qkv_bias, o_bias = self._flag(config, self.qkv_bias), self._flag(config, self.o_bias)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, count in heads.items():
-            shapes[f"{name}.weight"] = (count * spec.head_dim, width)
-            if qkv_bias:
-                shapes[f"{name}.bias"] = (count * spec.head_dim,)
-        shapes[f"{self.o_name}.weight"] = (width, spec.num_heads * spec.head_dim)
-        if o_bias:
-            shapes[f"{self.o_name}.bias"] = (width,)
+        shapes = projection_shapes(spec, width, self._flag(config, self.qkv_bias), self._flag(config, self.o_bias), self.o_name)
         if norm := self._norm(config):
             for name, count in ((norm.q, spec.num_heads), (norm.k, spec.num_kv_heads)):
                 for part in norm.names(name, count):
@@ -203,34 +195,19 @@ class SeparateProjections(Family):
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
         spec, prefix = self.spec(config), self._prefix(layer)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        depth = (-1, spec.head_dim)  # [heads * D, …] -> [heads, D, …]
-        bias = {p: local[f"{p}_proj.bias"].unflatten(0, depth) for p in "qkv" if f"{p}_proj.bias" in local}
-        norm = self._norm(config)
-        eps = getattr(config, norm.eps) if norm else 0.0
-        return Attention(
-            q=local["q_proj.weight"].unflatten(0, depth),
-            k=local["k_proj.weight"].unflatten(0, depth),
-            v=local["v_proj.weight"].unflatten(0, depth),
-            o=local[f"{self.o_name}.weight"].unflatten(1, depth),
-            scale=self.scale(config),
-            rotary=self.rotary(config, layer),
-            q_bias=bias.get("q"),
-            k_bias=bias.get("k"),
-            v_bias=bias.get("v"),
-            o_bias=local.get(f"{self.o_name}.bias"),
-            q_norm=norm.read(local, norm.q, spec.num_heads, spec.head_dim, eps) if norm else None,
-            k_norm=norm.read(local, norm.k, spec.num_kv_heads, spec.head_dim, eps) if norm else None,
+        record = split_projections(local, spec.head_dim, self.scale(config), self.rotary(config, layer), self.o_name)
+        if (norm := self._norm(config)) is None:
+            return record
+        eps = getattr(config, norm.eps)
+        return replace(
+            record,
+            q_norm=norm.read(local, norm.q, spec.num_heads, spec.head_dim, eps),
+            k_norm=norm.read(local, norm.k, spec.num_kv_heads, spec.head_dim, eps),
         )
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        a = record
-        local = {f"{p}_proj.weight": w.flatten(0, 1) for p, w in (("q", a.q), ("k", a.k), ("v", a.v))}
-        biases = (("q", a.q_bias), ("k", a.k_bias), ("v", a.v_bias))
-        local |= {f"{p}_proj.bias": b.flatten() for p, b in biases if b is not None}
-        local[f"{self.o_name}.weight"] = a.o.flatten(1)
-        if a.o_bias is not None:
-            local[f"{self.o_name}.bias"] = a.o_bias
+        a, local = record, join_projections(record, self.o_name)
         if self.norm and a.q_norm and a.k_norm:
             local |= self.norm.write(a.q_norm, self.norm.q, a.q.shape[0])
             local |= self.norm.write(a.k_norm, self.norm.k, a.k.shape[0])

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
@@ -38,8 +40,12 @@ class Host(Protocol):
         """What happened to a tensor of the source's attention that the class has no name for, for conversion.json."""
 
     @property
-    def families(self) -> frozenset[str] | None:
-        """The families whose blocks it can carry if the config allows it; None for all."""
+    def families(self) -> frozenset[str]:
+        """The families whose blocks it can carry if the config allows it."""
+
+    @property
+    def code(self) -> tuple[Path, ...]:
+        """Files of Python that the result is loaded with, which are copied beside its weights."""
 
     def layout(self, family: Family) -> Family:
         """The layout of the class's tensors for a source of `family`."""

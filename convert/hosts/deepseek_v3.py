@@ -13,6 +13,8 @@ from convert.families import FAMILIES
 from convert.families.neutral import EXPONENT, constants, query_rank
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
@@ -47,14 +49,15 @@ class DeepseekV3:
         "text. Engines that run transformers' own modules keep them.",
     )
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
-    families: frozenset[str] | None = frozenset(_LIKE_LLAMA)
+    families: frozenset[str] = frozenset(_LIKE_LLAMA)
+    code: tuple[Path, ...] = ()
 
     def layout(self, family: Family) -> Family:
         return FAMILIES["deepseek_v3"]
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         parameters = getattr(config, "rope_parameters", None) or {}
-        if self.families is not None and family.model_type not in self.families:
+        if family.model_type not in self.families:
             return f"{family.model_type} does not have Llama's decoder blocks (the class can hold {', '.join(_LIKE_LLAMA)})"
         if parameters.get("rope_type") not in _ROPE_TYPES:
             return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"

@@ -1,5 +1,7 @@
 """The source's own class with fewer KV heads: the output class of GQA and MQA if it knows `num_key_value_heads`.
 
+Any class can hold what has as many KV heads as the source: it is a copy.
+
 Everything else that the class does (windows, soft-capping, MoE, …) stays the same, because nothing else changes.
 """
 
@@ -9,7 +11,12 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from convert.families import FAMILIES
+from convert.families.own import OwnClass
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
@@ -27,13 +34,17 @@ class SourceClass:
         "`attention.pack(model)` for a loaded model with sdpa attention.",
     )
     replaces = "belonged to a KV head that was merged into another"
-    families: frozenset[str] | None = None
+    families: frozenset[str] = frozenset(name for name, family in FAMILIES.items() if family.shares_heads)
+    code: tuple[Path, ...] = ()
 
     def layout(self, family: Family) -> Family:
         return family
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
-        return None
+        copied = target == family.spec(config) and not isinstance(family, OwnClass)  # whose code comes with it
+        if family.shares_heads or copied:
+            return None
+        return f"{family.model_type} ignores num_key_value_heads, so its heads cannot share"
 
     def reserved(self, kv_lora_rank: int) -> int:
         return 0
@@ -42,6 +53,8 @@ class SourceClass:
         return ()
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        if config.model_type not in self.families:  # only copied, and a stray key would mislead others
+            return dict(raw)
         # Both are written even if they equal a default, since defaults differ between classes and engines.
         return {**raw, "num_key_value_heads": target.num_kv_heads, "head_dim": target.head_dim}
 

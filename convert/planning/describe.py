@@ -204,10 +204,7 @@ def support() -> list[dict[str, str]]:
         {
             "family": name,
             "layout": family.layout,
-            **{
-                kind: ", ".join(host.name for host in hosts if host.families is None or name in host.families) or "-"
-                for kind, hosts in HOSTS.items()
-            },
+            **{kind: ", ".join(host.name for host in hosts if name in host.families) or "-" for kind, hosts in HOSTS.items()},
         }
         for name, family in sorted(FAMILIES.items())
     ]

@@ -67,7 +67,7 @@ def plan_grouped(
         host,
         grouping,
         seed,
-        getattr(source.config, "initializer_range", 0.02),
+        getattr(source.decoder, "initializer_range", 0.02),
         notes,
     )
     text = None if target.copies else text  # a copy needs no calibration

@@ -140,7 +140,7 @@ def _target(
 
 def full_rank(source: Source, family: Family, rope_dim: int) -> int:
     """The rank beyond which nothing is gained: nope dims of keys plus dims of values, or the model's width if that is less."""
-    return min(source.config.hidden_size, family.latent_dims(source.config, rope_dim))
+    return min(source.decoder.hidden_size, family.latent_dims(source.config, rope_dim))
 
 
 def with_reserved(host: Host, channels: int) -> int:
@@ -208,7 +208,7 @@ def _most_rotary_dims(source: Source, family: Family, before: AttentionSpec) -> 
 
 def _rotary_dim(family: Family, source: Source) -> int:
     """Rotary dims of one head in layers with RoPE; output classes refuse models without any such layer."""
-    rotaries = (family.rotary(source.config, layer) for layer in range(source.config.num_hidden_layers))
+    rotaries = (family.rotary(source.config, layer) for layer in range(source.decoder.num_hidden_layers))
     return next(rotary.dims for rotary in rotaries if rotary)
 
 

@@ -25,6 +25,7 @@ from convert.families import FAMILIES
 from convert.families.latent import LatentProjections
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA
 from eval import evaluate
+from eval.source import Source
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -54,6 +55,10 @@ ROPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def spec_of(path: Path) -> AttentionSpec:
+    return AttentionSpec.from_config(Source.parse(str(path)).config)
+
+
 # ---- fewer KV heads --------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +66,7 @@ ROPES: dict[str, dict[str, Any]] = {
 def test_as_many_groups_as_heads_copies_every_bit(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint(model_type)
     for method in ("mean", "random"):
-        ok(convert("gqa", source, tmp_path / method, "--groups", 4, "--method", method))
+        ok(convert("gqa", source, tmp_path / method, "--groups", spec_of(source).num_kv_heads, "--method", method))
         before, after = weights(source), weights(tmp_path / method)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -73,9 +78,12 @@ def test_equal_heads_merge_without_loss(
 ) -> None:
     switches = dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm"), True)
     source = checkpoint(model_type, duplicated=2, **switches)
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["num_key_value_heads"], config["head_dim"]) == (2, 8)
+    groups = spec_of(source).num_kv_heads // 2
+    ok(convert("gqa", source, tmp_path / "out", "--groups", groups))
+    assert spec_of(tmp_path / "out") == spec_of(source).grouped(groups)
+    if FAMILIES[model_type].shares_heads:
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert (config["num_key_value_heads"], config["head_dim"]) == (2, 8)
     torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=1e-4, atol=1e-4)
 
 
@@ -130,13 +138,14 @@ def test_every_family_is_calibrated_and_equal_heads_stay_lossless(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
 ) -> None:
     source = checkpoint(model_type, duplicated=2, num_hidden_layers=2, **dict.fromkeys(SWITCHES, True))
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
+    ok(convert("gqa", source, tmp_path / "out", "--groups", spec_of(source).num_kv_heads // 2, *on))
     assert distance(logits(tmp_path / "out"), logits(source)) < 1e-3
     ok(convert("mqa", source, tmp_path / "one", *on, "--refine", 1))
     assert torch.isfinite(logits(tmp_path / "one")).all()
     assert (logits(tmp_path / "one") - logits(source)).abs().max() > 1e-3
     before, after = weights(source), weights(tmp_path / "one")
-    assert all(torch.equal(before[name], after[name]) for name in before if "self_attn" not in name)
+    inside, prefix = FAMILIES[model_type].module(0).rpartition(".")[2], "" if FAMILIES[model_type].shares_heads else "model."
+    assert all(torch.equal(before[name], after[prefix + name]) for name in before if f".{inside}." not in name)
 
 
 @pytest.mark.parametrize("way", [[], ["--propagate"], ["--refine", 2]], ids=str)

@@ -16,11 +16,18 @@ from convert.families import FAMILIES, family_of
 from convert.families.base import hides_logits
 
 
+def modules(model: Any) -> list[tuple[Any, Any]]:
+    """The attention module of every layer, and the layer."""
+    family = FAMILIES[model.config.model_type]
+    paths = [family.module(layer) for layer in range(model.config.num_hidden_layers)]
+    return [(model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])) for path in paths]
+
+
 def attention_calls(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Input and output of every layer's attention module in one forward pass."""
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(
+    for attention, _ in modules(model):
+        attention.register_forward_hook(
             lambda module, args, kwargs, out: calls.append(
                 (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], out[0])
             ),
@@ -48,7 +55,8 @@ def test_the_record_computes_what_the_class_computes(model_type: str, on: bool) 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_shapes_name_every_attention_tensor(model_type: str, on: bool) -> None:
     model, family = tiny_model(switched(model_type, on)), FAMILIES[model_type]
-    there = {name: tuple(t.shape) for name, t in model.state_dict().items() if ".self_attn." in name}
+    inside = tuple(f"{family.module(layer)}." for layer in range(model.config.num_hidden_layers))
+    there = {name: tuple(t.shape) for name, t in model.state_dict().items() if name.startswith(inside)}
     named = {}
     for layer in range(model.config.num_hidden_layers):
         named |= family.shapes(model.config, layer)
@@ -76,9 +84,9 @@ def around(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
         return hook
 
-    for layer in model.model.layers:
+    for attention, layer in modules(model):
         layer.register_forward_pre_hook(keep(layers), with_kwargs=True)
-        layer.self_attn.register_forward_pre_hook(keep(attentions), with_kwargs=True)
+        attention.register_forward_pre_hook(keep(attentions), with_kwargs=True)
     with torch.inference_mode():
         model(torch.randint(4, 96, (2, 20), generator=torch.Generator().manual_seed(0)))
     return layers, attentions
@@ -133,10 +141,10 @@ def layer_outputs(model: Any, shift: torch.Tensor, constant: torch.Tensor) -> to
         stub = constant - shift
         return (stub, *out[1:]) if isinstance(out, tuple) else stub
 
-    layer = model.model.layers[0]
+    attention, layer = modules(model)[0]
     handles = [
         layer.register_forward_pre_hook(before, with_kwargs=True),
-        layer.self_attn.register_forward_hook(after),
+        attention.register_forward_hook(after),
         layer.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out)),
     ]
     with torch.inference_mode():

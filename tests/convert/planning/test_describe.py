@@ -93,7 +93,8 @@ def test_support_has_a_row_for_each_family() -> None:
     rows = {row["family"]: row for row in support()}
     assert rows.keys() == FAMILIES.keys()
     assert rows["deepseek_v3"]["mla"] == "deepseek_v3"
-    assert rows["qwen2"]["mla"] == "-"
+    assert rows["phi"]["mla"] == "-"
+    assert (rows["gpt_neox"]["gqa"], rows["phi3"]["gqa"]) == ("kvfold", "its own class")
 
 
 def test_plans_in_words(source: Sources, output: Output) -> None:
@@ -159,7 +160,7 @@ def test_plan_and_inspect_size_latents_as_they_are_written(checkpoint: Make, con
 
 
 def test_what_cannot_become_mla_is_told_why(checkpoint: Make, convert: Convert) -> None:
-    source = checkpoint("qwen2")
+    source = checkpoint("phi")
     facts = json.loads(convert("plan", source, "--json").stdout)
     assert not any(row["kind"].startswith("MLA") for row in facts["targets"])
     assert facts["mla"].startswith("none: no output class carries MLA of")

@@ -1,0 +1,18 @@
+"""The model class of our own, for results that no stock class can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MODEL_TYPE = "kvfold"
+CODE = Path(__file__).with_name("modeling_kvfold.py")  # all that a checkpoint of that type needs
+
+
+def register() -> None:
+    """Make transformers' Auto classes know it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from attention.models.modeling_kvfold import KvfoldConfig, KvfoldForCausalLM
+
+    AutoConfig.register(MODEL_TYPE, KvfoldConfig, exist_ok=True)
+    AutoModelForCausalLM.register(KvfoldConfig, KvfoldForCausalLM, exist_ok=True)

@@ -1,0 +1,196 @@
+"""A transformers model whose attention was replaced: for results that no stock class can hold.
+
+It builds the stock class of the source, and puts grouped attention with projections of its own in the place of each layer's
+attention. So it works with classes that ignore `num_key_value_heads`, and caches as little as the heads say.
+
+This file is all that such a checkpoint needs: kvfold copies it beside the weights, for `trust_remote_code=True`. It imports
+nothing of kvfold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The config of a source and what its attention became.
+
+    Attributes:
+        text_config: The source's config, with `num_key_value_heads` of the result.
+        attention_path: Where a layer's attention is in the source's class, with `{layer}` for its number.
+        qkv_bias: Whether Q, K and V have biases.
+        o_bias: Whether O has one.
+        scaling: What logits are multiplied by before the softmax.
+    """
+
+    model_type = "kvfold"
+    sub_configs = {"text_config": AutoConfig}  # noqa: RUF012  # as transformers declares it
+
+    text_config: dict[str, Any] | PreTrainedConfig | None = None
+    attention_path: str = ""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    scaling: float = 1.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.text_config, dict):
+            self.text_config = AutoConfig.for_model(**self.text_config)
+        super().__post_init__(**kwargs)
+
+
+class GroupedAttention(nn.Module):
+    """Attention whose query heads share KV heads, called as the attention that it replaces.
+
+    Letters: B batch, T query tokens, E model width, D head dim.
+
+    Args:
+        config: The whole model's config.
+        layer_idx: The index of the layer, by which the cache knows it.
+    """
+
+    def __init__(self, config: KvfoldConfig, layer_idx: int) -> None:
+        super().__init__()
+        inner: Any = config.text_config
+        heads, kv_heads = inner.num_attention_heads, inner.num_key_value_heads
+        self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
+        self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
+        self.num_key_value_groups = heads // kv_heads
+        self.attention_dropout = getattr(inner, "attention_dropout", 0.0)
+        self.q_proj = nn.Linear(inner.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, inner.hidden_size, bias=config.o_bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        layer_past: Cache | None = None,
+        past_key_values: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `[B, T, E]`.
+            attention_mask: As the config's attention implementation takes it.
+            layer_past: The cache, in classes that call it so.
+            past_key_values: The cache, in all others.
+            position_embeddings: Cosines and sines `[B or 1, T, rotary dims]`, of which both halves are equal; or None.
+            kwargs: Passed to the attention function.
+
+        Returns:
+            `[B, T, E]`, and the probabilities if the attention function returns them.
+        """
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        queries, keys, values = (
+            linear(hidden_states).view(shape).transpose(1, 2) for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if position_embeddings is not None:
+            queries, keys = (_rotated(states, *position_embeddings) for states in (queries, keys))
+        cache = layer_past if past_key_values is None else past_key_values
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(
+            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )  # [B, T, H, D]
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """The source's class, `model`, with other attention."""
+
+    config: KvfoldConfig
+    config_class = KvfoldConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    def __init__(self, config: KvfoldConfig) -> None:
+        super().__init__(config)
+        inner: Any = config.text_config
+        self.model = AutoModelForCausalLM.from_config(inner)
+        for layer in range(inner.num_hidden_layers):
+            self.model.set_submodule(config.attention_path.format(layer=layer), GroupedAttention(config, layer))
+        self._no_split_modules = self.model._no_split_modules
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.model.set_output_embeddings(new_embeddings)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """As the source's class."""
+        return self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+
+def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of the first dims of `states [B, heads, T, D]`, whose pairs are half of these dims apart."""
+    dims = cos.shape[-1]
+    rotary, rest = states[..., :dims], states[..., dims:]
+    first, second = rotary.chunk(2, -1)
+    turned = rotary * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+    return torch.cat((turned, rest), -1)
+
+
+def _eager(
+    module: GroupedAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention that returns its probabilities: `[B, T, H, D]` and `[B, H, T, S]`."""
+    key, value = (states.repeat_interleave(module.num_key_value_groups, 1) for states in (key, value))
+    logits = query @ key.mT * scaling
+    if attention_mask is not None:
+        logits = logits + attention_mask
+    weights = nn.functional.softmax(logits, -1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights

@@ -1,0 +1,127 @@
+"""Families whose queries, keys and values are one projection with the rows of each head together: its Q, its K, its V.
+
+That is GPT-NeoX (Pythia). Its class ignores `num_key_value_heads`, so only other classes can share KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attention import rope
+from attention.record import Attention, Record
+from attention.spec import AttentionSpec
+from convert.families.base import Family, Traits
+from convert.families.names import NameTable, Row
+
+if TYPE_CHECKING:
+    import torch
+
+_IN_LAYERS = (
+    ("input_layernorm", "attention_norm"),
+    ("post_attention_layernorm", "mlp_norm"),
+    ("mlp.dense_h_to_4h", "mlp.up"),
+    ("mlp.dense_4h_to_h", "mlp.down"),
+)
+_GPT_NEOX = NameTable(
+    [
+        Row("gpt_neox.embed_in", ("embedding",)),
+        *(Row(f"gpt_neox.layers.{{layer}}.{path}", (f"layers.{{layer}}.{role}",)) for path, role in _IN_LAYERS),
+        Row("gpt_neox.final_layer_norm", ("final_norm",)),
+        Row("embed_out", ("head",)),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class InterleavedProjections(Family):
+    """One row of `ROWS`: `query_key_value [H 3 D, E]` and `dense [E, H D]`.
+
+    Attributes:
+        model_type: As in config.json.
+        names: The table of all other tensors of a checkpoint.
+        attention_path: Where a layer's attention is.
+        computed: Ends of the names of tensors that the class computes itself.
+    """
+
+    model_type: str
+    names: NameTable
+    attention_path: str
+    computed: tuple[str, ...]
+
+    layout = "interleaved projections"
+    shares_heads = False
+
+    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
+        spec, width = self.spec(config), config.hidden_size
+        rows = spec.num_heads * spec.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"query_key_value.weight": (3 * rows, width), "dense.weight": (width, rows)}
+        if config.attention_bias:
+            shapes |= {"query_key_value.bias": (3 * rows,), "dense.bias": (width,)}
+        return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
+
+    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
+        spec, prefix = self.spec(config), f"{self.module(layer)}."
+        local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        heads = (spec.num_heads, 3, spec.head_dim)
+        q, k, v = local["query_key_value.weight"].unflatten(0, heads).unbind(1)
+        biases = local["query_key_value.bias"].unflatten(0, heads).unbind(1) if config.attention_bias else (None, None, None)
+        return Attention(
+            q=q,
+            k=k,
+            v=v,
+            o=local["dense.weight"].unflatten(1, (spec.num_heads, spec.head_dim)),
+            scale=self.scale(config),
+            rotary=self.rotary(config, layer),
+            q_bias=biases[0],
+            k_bias=biases[1],
+            v_bias=biases[2],
+            o_bias=local.get("dense.bias"),
+        )
+
+    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
+        import torch
+
+        assert isinstance(record, Attention), "a latent has no projections of keys and values"
+        a = record
+        assert len(a.k) == len(a.q), "the class has as many keys as queries"
+        local = {
+            "query_key_value.weight": torch.stack((a.q, a.k, a.v), 1).flatten(0, 2),
+            "dense.weight": a.o.flatten(1),
+        }
+        if a.q_bias is not None and a.k_bias is not None and a.v_bias is not None:
+            local["query_key_value.bias"] = torch.stack((a.q_bias, a.k_bias, a.v_bias), 1).flatten()
+        if a.o_bias is not None:
+            local["dense.bias"] = a.o_bias
+        return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
+
+    def spec(self, config: Any) -> AttentionSpec:
+        heads = config.num_attention_heads
+        return AttentionSpec(config.num_hidden_layers, heads, heads, config.hidden_size // heads)
+
+    def traits(self, config: Any) -> Traits:
+        return Traits(
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            qk_norm=None,
+            layers_with_rotary=config.num_hidden_layers,
+            adds_output=not config.use_parallel_residual,
+            beyond={},
+        )
+
+    def rotary(self, config: Any, layer: int) -> rope.Rotary:
+        return rope.from_config(config, self.spec(config).head_dim, "half", partial=True)
+
+    def output(self, layer: int) -> str:
+        return f"{self.module(layer)}.dense"
+
+
+ROWS = [
+    InterleavedProjections(
+        "gpt_neox",
+        _GPT_NEOX,
+        "gpt_neox.layers.{layer}.attention",
+        computed=("inv_freq", ".attention.bias", ".attention.masked_bias"),  # the causal mask of old checkpoints
+    )
+]

@@ -1,0 +1,132 @@
+"""kvfold's own class: the stock class with other attention computes the record, in every state a decoder meets."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+from tiny_mla import error, logits, tokens
+from transformers import AutoModelForCausalLM, StaticCache
+
+from attention import load, models, pack, restore
+from attention.grouped import is_packed
+from attention.reference import grouped_attention
+from attention.spec import AttentionSpec
+
+LENGTH = 30
+WAYS: dict[str, dict[str, Any]] = {
+    "neox": {},
+    "neox, sequential": {"use_parallel_residual": False},
+    "neox, no biases": {"attention_bias": False},
+    "neox, full rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+}
+
+
+def own_model(kv_heads: int = 2, seed: int = 0, attention: str = "sdpa", **changes: Any) -> Any:
+    from attention.models.modeling_kvfold import KvfoldConfig
+
+    models.register()
+    inner = tiny_config("gpt_neox", **changes)
+    inner.num_key_value_heads = kv_heads
+    biased = inner.attention_bias
+    config = KvfoldConfig(
+        text_config=inner, attention_path="gpt_neox.layers.{layer}.attention", qkv_bias=biased, o_bias=biased, scaling=0.3
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention: str) -> None:
+    from convert.families import family_of
+
+    model = own_model(kv_heads, attention=attention, **WAYS[way])
+    family = family_of(models.MODEL_TYPE, "gpt_neox")
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in range(3):
+        model.get_submodule(family.module(layer)).register_forward_hook(lambda _, args, out: calls.append((args[0], out[0])))
+    with torch.inference_mode():
+        model(tokens(2, LENGTH))
+        for layer, (x, out) in enumerate(calls):
+            tensors = {name: model.state_dict()[name] for name in family.shapes(model.config, layer)}
+            record = family.split(tensors, model.config, layer)
+            expected = grouped_attention(x, **{f.name: getattr(record, f.name) for f in dataclasses.fields(record)})
+            assert error(out, expected) < 3e-6
+            back = family.join(record, family.spec(model.config), layer)
+            assert back.keys() == tensors.keys()
+            assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("chunks", [(10,), (7, 5, 3), (LENGTH,)], ids=["prefill", "chunked prefill", "no decoding"])
+def test_a_cache_changes_nothing(chunks: tuple[int, ...], static: bool, packed: bool) -> None:
+    model, ids = own_model(), tokens(2, LENGTH)
+    with torch.inference_mode():
+        expected = model(ids).logits
+    if packed:
+        pack(model)
+        assert all(is_packed(layer.attention) for layer in model.model.gpt_neox.layers)
+    cache = StaticCache(config=model.config, max_cache_len=40) if static else None
+    assert error(logits(model, ids, chunks=chunks, cache=cache), expected) < 1e-5
+    if packed:
+        assert not any(is_packed(layer.attention) for layer in restore(model).model.gpt_neox.layers)
+
+
+def test_a_left_padded_row_is_the_row_alone() -> None:
+    model, lengths = own_model(), [30, 19, 26]
+    ids = tokens(3, 30)
+    mask = (torch.arange(30) >= 30 - torch.tensor(lengths)[:, None]).long()
+    said = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    for row, length in enumerate(lengths):
+        alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=6, do_sample=False)
+        assert torch.equal(said[row, -6:], alone[0, -6:])
+
+
+def test_the_cache_holds_what_the_heads_say() -> None:
+    model = own_model(kv_heads=2)
+    spec = AttentionSpec.from_config(model.config)
+    assert (spec.kind, spec.num_layers, spec.head_dim) == ("GQA-2", 3, 8)
+    with torch.inference_mode():
+        cache = model(tokens(1, 5), use_cache=True).past_key_values
+    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, 5, 8)] * 3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_saved_is_loaded(tied: bool, tmp_path: Path) -> None:
+    model, ids = own_model(tie_word_embeddings=tied), tokens(2, 9)
+    model.save_pretrained(tmp_path / "saved")
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(info.values())
+    with torch.inference_mode():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+        assert error(load(tmp_path / "saved")(ids).logits, model(ids).logits) < 1e-5
+    assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
+
+
+def test_gradients_reach_every_weight() -> None:
+    model = own_model().train()
+    model.activation_checkpointing_enable()
+    model(tokens(2, 9), labels=tokens(2, 9)).loss.backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+
+
+def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None:
+    import ast
+
+    imported = {
+        (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
+        for node in ast.walk(ast.parse(models.CODE.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert {name.partition(".")[0] for name in imported} <= {"__future__", "collections", "typing", "torch", "transformers"}

@@ -1,0 +1,121 @@
+"""kvfold's own class as an output class: what it is for, its config, and results that load without kvfold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+from written import WITHOUT_KVFOLD, ok, weights
+
+from attention.models import CODE, MODEL_TYPE
+from convert.families import FAMILIES, family_of
+from convert.hosts.own_class import HOST
+from convert.hosts.source_class import HOST as SOURCE
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
+
+def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
+    assert HOST.families == {"gpt_neox"}
+    for name, family in FAMILIES.items():
+        config = tiny_config(name)
+        spec = family.spec(config)
+        if name in HOST.families:
+            assert HOST.refuses(family, config, spec.grouped(1), "float32") is None
+            assert "ignores num_key_value_heads" in str(SOURCE.refuses(family, config, spec.grouped(1), "float32"))
+            assert SOURCE.refuses(family, config, spec, "float32") is None, "a copy"
+            assert SOURCE.config({"a": 1}, config, spec, None) == {"a": 1}, "a stray key would mislead others"
+        elif spec.kv_lora_rank is None:
+            assert "own class cannot share" in str(HOST.refuses(family, config, spec.grouped(1), "float32"))
+
+
+def test_a_config_nests_the_sources() -> None:
+    config = tiny_config("gpt_neox", attention_bias=False)
+    family = family_of("gpt_neox")
+    raw = config.to_dict() | {"architectures": ["GPTNeoXForCausalLM"], "own_key": 5, "dtype": "bfloat16"}
+    target = family.spec(config).grouped(2)
+    found = HOST.config(raw, config, target, None)
+    assert (found["model_type"], found["dtype"], found["qkv_bias"], found["o_bias"]) == (MODEL_TYPE, "bfloat16", False, False)
+    assert (found["text_config"]["own_key"], found["text_config"]["num_key_value_heads"]) == (5, 2)
+    assert "architectures" not in found["text_config"]
+    sized = HOST.sized(raw, config, target)
+    layout = HOST.layout(family)
+    assert layout.spec(sized) == target
+    again = HOST.config(found, sized, target.grouped(1), None)
+    assert again == {**found, "text_config": {**found["text_config"], "num_key_value_heads": 1}}
+    assert HOST.layout(layout) is layout
+
+
+REMOTE = (
+    WITHOUT_KVFOLD
+    + """
+import json
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for path in sys.argv[1:]:
+    own = {"trust_remote_code": True}
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **own)
+    assert not any(info.values()), info
+    ids = AutoTokenizer.from_pretrained(path, **own)("once upon", return_tensors="pt")
+    ways = {"greedy": {}, "beam": {"num_beams": 3}, "static": {"cache_implementation": "static"}}
+    said = [model.generate(**ids, max_new_tokens=12, do_sample=False, **way).tolist() for way in ways.values()]
+    cached = model(**ids).past_key_values.layers[0].keys
+    print(json.dumps([type(model).__name__, said, cached.shape[1]]))
+"""
+)
+
+
+def test_a_result_runs_where_kvfold_is_not_installed(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint("gpt_neox", duplicated=2)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 4))
+    assert (tmp_path / "out" / CODE.name).read_bytes() == CODE.read_bytes()
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    command = [sys.executable, "-I", "-c", REMOTE, str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    expected, found = map(json.loads, done.stdout.splitlines())
+    assert expected[::2] == ["GPTNeoXForCausalLM", 8]
+    assert found == ["KvfoldForCausalLM", expected[1], 4]
+
+
+def test_a_result_is_a_source(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
+    source = checkpoint("gpt_neox")
+    ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
+    ok(convert("mqa", tmp_path / "four", tmp_path / "four-one", "--method", "mean"))
+    ok(convert("mqa", source, tmp_path / "one", "--method", "mean"))
+    ok(convert("gqa", tmp_path / "four", tmp_path / "same", "--groups", 4))
+    twice, once = weights(tmp_path / "four-one"), weights(tmp_path / "one")
+    assert twice.keys() == once.keys()
+    for name, tensor in once.items():
+        torch.testing.assert_close(twice[name], tensor)
+    before, after = weights(tmp_path / "four"), weights(tmp_path / "same")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "same" / CODE.name).exists(), "its config.json names that file"
+    assert torch.equal(logits(tmp_path / "same"), logits(tmp_path / "four"))
+    facts = json.loads(convert("inspect", tmp_path / "four", "--json").stdout)
+    assert (facts["family"], facts["attention"], facts["rope_type"]) == (MODEL_TYPE, "GQA-4", "default")
+    assert "no output class carries MLA" in convert("mla", tmp_path / "four", tmp_path / "mla", "--kv-budget", "50%").stderr
+
+
+def test_masks_of_old_checkpoints_are_dropped_with_a_reason(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    source = checkpoint("gpt_neox")
+    mask = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril()
+    extra = {f"gpt_neox.layers.{layer}.attention.bias": mask.clone() for layer in range(3)}
+    extra |= {f"gpt_neox.layers.{layer}.attention.masked_bias": torch.tensor(-1e9) for layer in range(3)}
+    save_file(weights(source) | extra, source / "model.safetensors", {"format": "pt"})
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
+    dropped = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]["dropped"]
+    assert {name: dropped[name] for name in extra} == dict.fromkeys(extra, "the model computes it itself")
+    assert not any(name.rpartition("attention.")[2] == "bias" for name in weights(tmp_path / "out"))
