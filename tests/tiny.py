@@ -38,8 +38,9 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     if model_type == "deepseek_v3":
         every = {"num_key_value_heads": values["num_attention_heads"], "first_k_dense_replace": values["num_hidden_layers"]}
         values = values | LATENT | every | changes
-    if model_type == "gpt_neox":  # which ignores these
+    if model_type in ("gpt_neox", "gpt2", "opt"):  # which ignore these
         values = {key: value for key, value in values.items() if key not in ("num_key_value_heads", "head_dim")}
+        values = {"ffn_dim": 32, "n_inner": 32} | values
     if model_type.startswith("gemma") or model_type == "vaultgemma":
         values = {"query_pre_attn_scalar": 4} | values
     return AutoConfig.for_model(model_type, **values)
@@ -113,6 +114,11 @@ def duplicate_kv_heads(model: Any, times: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             part = name.split("self_attn.")[-1]
+            if part.endswith(("c_attn.weight", "c_attn.bias")):  # [E, 3 heads D] or [3 heads D]
+                rows = parameter.mT if parameter.ndim == 2 else parameter
+                rows = rows.unflatten(0, (3, heads // times, times, -1))
+                rows[1:, :, 1:] = rows[1:, :, :1]
+                continue
             if "query_key_value" in part:  # [heads, 3, D, …]
                 rows = parameter.unflatten(0, (heads // times, times, 3, -1))
                 rows[:, 1:, 1:] = rows[:, :1, 1:]

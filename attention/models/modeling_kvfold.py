@@ -61,7 +61,7 @@ class GroupedAttention(nn.Module):
         self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
         self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
         self.num_key_value_groups = heads // kv_heads
-        self.attention_dropout = getattr(inner, "attention_dropout", 0.0)
+        self.attention_dropout = getattr(inner, "attention_dropout", getattr(inner, "attn_pdrop", 0.0))
         self.q_proj = nn.Linear(inner.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)

@@ -27,6 +27,7 @@ _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
+_HEAD = "lm_head."  # of a causal LM, beside its base model
 SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
 
 
@@ -57,6 +58,11 @@ class TensorInfo:
 class Reader:
     """Reads the tensors of a checkpoint directory: one file or shards, `.safetensors` or weights-only `.bin`.
 
+    Args:
+        directory: The directory.
+        base: The name of the base model in its class. Where no tensor has it, the base model was saved alone, and all names
+            but those of the head get it.
+
     Attributes:
         infos: Every tensor's shape and dtype, in file order.
         files: The weight files, in order.
@@ -66,8 +72,9 @@ class Reader:
         Failure: A shard is missing or damaged, or does not match the index.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, base: str = "") -> None:
         self._directory = directory
+        self._stored: dict[str, str] = {}  # names in the files, where they differ
         self._place: dict[str, str] = {}
         self._open: tuple[str, Any] | None = None
         self.infos: dict[str, TensorInfo] = {}
@@ -78,15 +85,24 @@ class Reader:
                 self._add(file, name, info)
         if index is not None:
             self._check_index(index)
+        if base and not any(name.startswith(f"{base}.") for name in self.infos):
+            self._put_into(base)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor as a view of its mapped file. One file is open at a time."""
-        return self._shard(self._place[name]).get_tensor(name)
+        return self._shard(self._place[name]).get_tensor(self._stored.get(name, name))
 
     def fingerprint(self) -> dict[str, list[int]]:
         """Size and modification time of each file of weights; a resumed run must find them unchanged."""
         stats = {file: (self._directory / file).stat() for file in self.files}
         return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
+
+    def _put_into(self, base: str) -> None:
+        new = {name: name if name.startswith(_HEAD) else f"{base}.{name}" for name in self.infos}
+        self._stored = {new[name]: name for name in self.infos}
+        self._place = {new[name]: file for name, file in self._place.items()}
+        self.infos = {new[name]: info for name, info in self.infos.items()}
+        self.aliases = {new[name]: new[other] for name, other in self.aliases.items()}
 
     def _headers(self, file: str) -> Iterator[tuple[str, TensorInfo]]:
         shard = self._shard(file)

@@ -100,7 +100,7 @@ def _execute(
     if evaluate_on:
         prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
     text = CalibrationText.of(plan.source, plan.calibration, calibrate_on) if plan.calibration and calibrate_on else None
-    reader = Reader(plan.source.files)
+    reader = Reader(plan.source.files, plan.family.base)
     if done := _finished_already(plan, reader, text):
         published()
         return done

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from attention.models import MODEL_TYPE
-from convert.families import interleaved, latent, separate, stacked
+from convert.families import conv1d, interleaved, latent, separate, stacked
 from convert.families.base import Family
 from convert.families.own import OwnClass
 
-FAMILIES: dict[str, Family] = {row.model_type: row for row in (*separate.ROWS, *stacked.ROWS, *interleaved.ROWS, latent.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    row.model_type: row for row in (*separate.ROWS, *stacked.ROWS, *interleaved.ROWS, *conv1d.ROWS, latent.FAMILY)
+}
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 

@@ -72,6 +72,7 @@ class Family(ABC):
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
         attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
+        base: The name of the base model in the class, if checkpoints of the base model alone, without it, are about.
         computed: Ends of the names of tensors that the class computes itself, and that checkpoints may hold.
     """
 
@@ -82,6 +83,7 @@ class Family(ABC):
     restarts_cache: bool = False
     shares_heads: bool = True
     attention_path: str = "model.layers.{layer}.self_attn"
+    base: str = ""
     computed: tuple[str, ...] = ("inv_freq",)
 
     # ---- what a layout defines -------------------------------------------------------------------------------------

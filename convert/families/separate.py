@@ -84,6 +84,10 @@ def _everywhere(config: Any, layer: int) -> bool:
     return True
 
 
+def _nowhere(config: Any, layer: int) -> bool:
+    return False
+
+
 def _no_rope_layers(config: Any, layer: int) -> bool:
     return bool(config.no_rope_layers[layer])  # 1 means that the layer has RoPE, despite the name
 
@@ -122,6 +126,23 @@ _NORMS_AROUND = _NORMS_BEHIND.replacing(
     _in_layers("pre_feedforward_layernorm", "mlp_norm"),
 )
 _WITHOUT_GAINS = LLAMA.replacing(without=("layers.{layer}.attention_norm", "layers.{layer}.mlp_norm", "final_norm"))
+_OPT = NameTable(
+    [
+        Row("model.decoder.embed_tokens", ("embedding",)),
+        Row("model.decoder.embed_positions", ("positions",)),
+        *(
+            Row(f"model.decoder.layers.{{layer}}.{path}", (f"layers.{{layer}}.{role}",))
+            for path, role in (
+                ("self_attn_layer_norm", "attention_norm"),
+                ("final_layer_norm", "mlp_norm"),
+                ("fc1", "mlp.up"),
+                ("fc2", "mlp.down"),
+            )
+        ),
+        Row("model.decoder.final_layer_norm", ("final_norm",)),
+        Row("lm_head", ("head",)),
+    ]
+)  # fmt: skip
 FUSED_MLP = LLAMA.replacing(_in_layers("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
 _EXPERTS = LLAMA.replacing(
     _in_layers("mlp.gate", "mlp.router"),
@@ -153,6 +174,9 @@ class SeparateProjections(Family):
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         beyond: Config fields that, when set, make the class do more than the record describes.
         beyond_switch: The config field that switches those on; always on if None.
+        shares_heads: Whether its own class can share KV heads.
+        attention_path: Where a layer's attention is.
+        unlike: Config fields that must have a value: the field, the value, and what another one means.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
     """
 
@@ -172,8 +196,14 @@ class SeparateProjections(Family):
     beyond: tuple[str, ...] = ()
     beyond_switch: str | None = None
     restarts_cache: bool = False
+    shares_heads: bool = True
+    attention_path: str = "model.layers.{layer}.self_attn"
+    unlike: tuple[tuple[str, Any, str], ...] = ()
 
     layout = "separate projections"
+
+    def unreadable(self, config: Any) -> str | None:
+        return next((why for name, value, why in self.unlike if getattr(config, name) != value), None)
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
         if not self.rotates(config, layer):
@@ -393,5 +423,16 @@ ROWS = [
         partial_rotary=True,
     ),
     SeparateProjections("helium", qkv_bias="attention_bias", pairing="interleaved"),
+    SeparateProjections(
+        "opt",
+        names=_OPT,
+        qkv_bias="enable_bias",
+        o_bias="enable_bias",
+        o_name="out_proj",
+        rotates=_nowhere,
+        shares_heads=False,
+        attention_path="model.decoder.layers.{layer}.self_attn",
+        unlike=(("do_layer_norm_before", True, "it normalises behind its attention (do_layer_norm_before is false)"),),
+    ),
     SeparateProjections("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),
 ]

@@ -93,7 +93,7 @@ def test_missing_strange_and_misshaped_tensors(model_type: str, saved: Callable[
 
     def damage(tensors: Tensors) -> None:
         del tensors[next(name for name in places if name in tensors)]
-        norms = [name for name in sorted(tensors) if "norm" in name and "self_attn" not in name]
+        norms = [name for name in sorted(tensors) if ("norm" in name or "ln_" in name) and "self_attn" not in name]
         misshaped = norms or [name for name in sorted(tensors) if "up_proj" in name]  # olmo's norms have no gains
         tensors[misshaped[0]] = torch.ones(64, 1)
         tensors[misshaped[-1]] = torch.ones(32)

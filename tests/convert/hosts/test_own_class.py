@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config
-from written import WITHOUT_KVFOLD, ok, weights
+from written import WITHOUT_KVFOLD, left_nothing, ok, weights
 
 from attention.models import CODE, MODEL_TYPE
 from convert.families import FAMILIES, family_of
@@ -25,7 +25,7 @@ Logits = Callable[..., torch.Tensor]
 
 
 def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
-    assert HOST.families == {"gpt_neox"}
+    assert HOST.families == {"gpt_neox", "gpt2", "opt"}
     for name, family in FAMILIES.items():
         config = tiny_config(name)
         spec = family.spec(config)
@@ -73,23 +73,29 @@ for path in sys.argv[1:]:
 )
 
 
-def test_a_result_runs_where_kvfold_is_not_installed(
+def test_results_run_where_kvfold_is_not_installed(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = checkpoint("gpt_neox", duplicated=2)
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 4))
-    assert (tmp_path / "out" / CODE.name).read_bytes() == CODE.read_bytes()
+    paths = []
+    for model_type in sorted(HOST.families):
+        source, out = checkpoint(model_type, name=model_type, duplicated=2), tmp_path / f"{model_type}-4"
+        ok(convert("gqa", source, out, "--groups", 4))
+        assert (out / CODE.name).read_bytes() == CODE.read_bytes()
+        paths += [str(source), str(out)]
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    command = [sys.executable, "-I", "-c", REMOTE, str(source), str(tmp_path / "out")]
+    command = [sys.executable, "-I", "-c", REMOTE, *paths]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 0, done.stderr
-    expected, found = map(json.loads, done.stdout.splitlines())
-    assert expected[::2] == ["GPTNeoXForCausalLM", 8]
-    assert found == ["KvfoldForCausalLM", expected[1], 4]
+    results = list(map(json.loads, done.stdout.splitlines()))
+    assert [result[0] for result in results[::2]] == ["GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM"]
+    for expected, found in zip(results[::2], results[1::2], strict=True):
+        assert expected[2] == 8
+        assert found == ["KvfoldForCausalLM", expected[1], 4]
 
 
-def test_a_result_is_a_source(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
-    source = checkpoint("gpt_neox")
+@pytest.mark.parametrize("model_type", sorted(HOST.families))
+def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
+    source = checkpoint(model_type)
     ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
     ok(convert("mqa", tmp_path / "four", tmp_path / "four-one", "--method", "mean"))
     ok(convert("mqa", source, tmp_path / "one", "--method", "mean"))
@@ -103,8 +109,42 @@ def test_a_result_is_a_source(checkpoint: Make, convert: Convert, logits: Logits
     assert (tmp_path / "same" / CODE.name).exists(), "its config.json names that file"
     assert torch.equal(logits(tmp_path / "same"), logits(tmp_path / "four"))
     facts = json.loads(convert("inspect", tmp_path / "four", "--json").stdout)
-    assert (facts["family"], facts["attention"], facts["rope_type"]) == (MODEL_TYPE, "GQA-4", "default")
+    rope = "default" if model_type == "gpt_neox" else None
+    assert (facts["family"], facts["attention"], facts["rope_type"]) == (MODEL_TYPE, "GQA-4", rope)
     assert "no output class carries MLA" in convert("mla", tmp_path / "four", tmp_path / "mla", "--kv-budget", "50%").stderr
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_base_model_that_was_saved_alone_is_read(
+    kind: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    """As GPT-2 is on the Hub: without `transformer.` in the names."""
+    from safetensors.torch import save_file
+
+    source = checkpoint("gpt2")
+    whole = logits(source)
+    alone = {name.removeprefix("transformer."): tensor for name, tensor in weights(source).items()}
+    assert "h.0.attn.c_attn.weight" in alone
+    if kind == "bin":
+        (source / "model.safetensors").unlink()
+        torch.save(alone | {"lm_head.weight": alone["wte.weight"]}, source / "pytorch_model.bin")
+    else:
+        save_file(alone, source / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(source), whole)
+    ok(convert("gqa", source, tmp_path / "same", "--groups", 8))
+    assert torch.equal(logits(tmp_path / "same"), whole)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
+    assert torch.isfinite(logits(tmp_path / "out")).all()
+    assert "model.transformer.wte.weight" in weights(tmp_path / "out")
+
+
+def test_what_gpt2_may_do_besides_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    cases = {"scale_attn_by_inverse_layer_idx": "scales its logits by another factor", "add_cross_attention": "cross-attention"}
+    for option, message in cases.items():
+        source = checkpoint("gpt2", name=option, **{option: True})
+        left_nothing(convert("mqa", source, tmp_path / "out"), 2, message, tmp_path / "out")
+    source = checkpoint("opt", name="behind", do_layer_norm_before=False)
+    left_nothing(convert("mqa", source, tmp_path / "out"), 2, "normalises behind its attention", tmp_path / "out")
 
 
 def test_masks_of_old_checkpoints_are_dropped_with_a_reason(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
