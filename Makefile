@@ -16,7 +16,7 @@ lint: .venv/installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python scripts/write_cli_docs.py --check
+	$(BIN)/python scripts/write_docs.py --check
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/convert_io.py

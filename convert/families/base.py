@@ -70,6 +70,7 @@ class Family(ABC):
         names: Every tensor that a checkpoint may hold besides those of its attentions.
         gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
+        has_heads: Whether it has KV heads; a latent has none.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
         attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
         base: The name of the base model in the class, if checkpoints of the base model alone, without it, are about.
@@ -81,6 +82,7 @@ class Family(ABC):
     names: NameTable
     gain_offset: float = 0.0
     restarts_cache: bool = False
+    has_heads: bool = True
     shares_heads: bool = True
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""

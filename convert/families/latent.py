@@ -45,6 +45,7 @@ class LatentProjections(Family):
 
     model_type = "deepseek_v3"
     layout = "latent projections"
+    has_heads = shares_heads = False
     names = LLAMA
 
     def unreadable(self, config: Any) -> str | None:

@@ -32,7 +32,7 @@ class OwnClass:
         "kvfold made this class, because the source's class cannot share KV heads. vLLM, SGLang and llama.cpp do not know it.",
     )
     replaces = "became q_proj, k_proj, v_proj and o_proj"
-    families: frozenset[str] = frozenset(name for name, family in FAMILIES.items() if not family.shares_heads)
+    families: frozenset[str] = frozenset(name for name, family in FAMILIES.items() if family.has_heads and not family.shares_heads)
     code: tuple[Path, ...] = (CODE,)
 
     def layout(self, family: Family) -> Family:

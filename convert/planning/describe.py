@@ -215,6 +215,16 @@ def support_text(rows: list[dict[str, str]]) -> str:
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
+def support_markdown(rows: list[dict[str, str]]) -> str:
+    """The rows as a Markdown table, in which families with the same output classes share a row."""
+    together: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        together.setdefault(tuple(row[kind] for kind in HOSTS), []).append(row["family"])
+    lines = [f"| {', '.join(names)} | {' | '.join(classes)} |" for classes, names in together.items()]
+    kinds = [f"to {kind.upper()}" for kind in HOSTS]
+    return "\n".join([f"| from | {' | '.join(kinds)} |", f"| --- |{' --- |' * len(kinds)}", *lines])
+
+
 def plan_text(plan: Plan) -> str:
     """A planned conversion, for a terminal."""
     return "\n".join([*_plan_lines(plan), f"would be written to {_where(plan)}"])

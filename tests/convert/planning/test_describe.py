@@ -92,7 +92,7 @@ def test_grouped_targets_begin_with_the_source(source: Sources) -> None:
 def test_support_has_a_row_for_each_family() -> None:
     rows = {row["family"]: row for row in support()}
     assert rows.keys() == FAMILIES.keys()
-    assert rows["deepseek_v3"]["mla"] == "deepseek_v3"
+    assert (rows["deepseek_v3"]["gqa"], rows["deepseek_v3"]["mla"]) == ("-", "deepseek_v3")
     assert rows["phi"]["mla"] == "-"
     assert (rows["gpt_neox"]["gqa"], rows["phi3"]["gqa"]) == ("kvfold", "its own class")
 
