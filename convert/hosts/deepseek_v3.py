@@ -26,6 +26,9 @@ _LIKE_LLAMA = (
 )  # fmt: skip
 # RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+# What engines choose their code by; transformers goes by model_type. Their own DeepSeek classes would drop the biases. By this
+# name vLLM runs transformers' modules, and software that does not know it refuses.
+_ARCHITECTURE = "TransformersForCausalLM"
 _CARRIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
     "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
@@ -45,8 +48,9 @@ class DeepseekV3:
         "Run it in bfloat16 or float32. In float16, the constants that neutralise the norms of latents overflow. Only\n"
         "kvfold's `attention` package runs it in float16, because it skips these norms.",
         "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"
-        "vLLM, SGLang and llama.cpp do not have them. Some of them drop the biases without an error, and generate wrong\n"
-        "text. Engines that run transformers' own modules keep them.",
+        "vLLM, SGLang and llama.cpp do not have them, and would generate wrong text. So config.json says that the architecture\n"
+        "is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with transformers changes\n"
+        "that field: change it back before serving the copy.",
     )
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
     families: frozenset[str] = frozenset(_LIKE_LLAMA)
@@ -85,7 +89,7 @@ class DeepseekV3:
         kept = {key: getattr(config, key) for key in _CARRIED if hasattr(config, key)}
         named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
         return {
-            "architectures": ["DeepseekV3ForCausalLM"],
+            "architectures": [_ARCHITECTURE],
             "model_type": "deepseek_v3",
             **named,
             **kept,

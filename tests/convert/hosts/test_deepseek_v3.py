@@ -95,7 +95,7 @@ def test_a_config_has_nothing_of_the_source_but_what_both_classes_know() -> None
     assert "rope_parameters" not in found, "only sizes are wanted"
     assert not {"sliding_window", "own_key"} & found.keys()
     assert (found["model_type"], found["architectures"], found["dtype"]) == (
-        "deepseek_v3", ["DeepseekV3ForCausalLM"], "bfloat16",
+        "deepseek_v3", ["TransformersForCausalLM"], "bfloat16",
     )  # fmt: skip
     sized = HOST.sized(raw, config, target)
     assert AttentionSpec.from_config(sized) == target
