@@ -71,7 +71,8 @@ class LatentAttention(nn.Module):
 
     In training mode it runs the stock forward. Otherwise `rule` chooses between the stock arithmetic (the prefill) and
     the absorbed one (decoding). The absorbed one reads `kv_b_proj.weight` and calls neither `kv_b_proj` nor `expand_kv`,
-    so hooks on these do not run.
+    so hooks on these do not run. Where a latent of queries is skipped (`bias_channel`), both read `q_b_proj.weight`, and call
+    neither of `q_a_proj`, `q_a_layernorm` and `q_b_proj`.
 
     Attributes:
         rule: See `absorbs`.
@@ -171,7 +172,7 @@ class LatentAttention(nn.Module):
         """Nope queries `[B, H, T, N]` and rope queries `[B, H, T, P]`, not rotated yet."""
         if self.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
-        elif self.bias_channel is not None:
+        elif self.bias_channel is not None and type(self.q_b_proj) is nn.Linear:  # an adapter may have come since
             weight = self.q_b_proj.weight
             queries = nn.functional.linear(
                 hidden_states, weight[:, : hidden_states.shape[-1]], weight[:, self.bias_channel].contiguous()
@@ -263,8 +264,9 @@ def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
 def query_bias_channel(module: LatentAttention) -> int | None:
     """The channel of the queries' latent that is one for every token, if all others are the input, or zero behind their norm.
 
-    So converted checkpoints carry query biases: `q_a_proj` is an identity with constants, as in `neutral_constants`, whose
-    norm weights are 0, but for this one with 1. In fp16 the constants overflow; then only the pattern is checked.
+    Converted checkpoints carry query biases so. `q_a_proj` is an identity, and below it are constants, as in
+    `neutral_constants`. The norm weight of the first constant, which is one, is 1; those of the others are 0. In fp16 the
+    constants overflow; then only the pattern is checked.
 
     Returns:
         None if there is no such latent, or if it does something else.
@@ -272,8 +274,8 @@ def query_bias_channel(module: LatentAttention) -> int | None:
     if module.q_lora_rank is None:
         return None
     down, up, norm = module.q_a_proj, module.q_b_proj, module.q_a_layernorm
-    plain = all(type(linear) is nn.Linear and linear.weight.is_floating_point() for linear in (down, up))
-    if not plain or down.bias is None or up.bias is not None:
+    plain = all(type(linear) is nn.Linear and type(linear.weight) is nn.Parameter for linear in (down, up))
+    if not plain or not up.weight.is_floating_point() or down.bias is None or up.bias is not None:
         return None
     gain, bias = norm.weight.detach().double(), down.bias.detach().double()
     constant, riding, width = bias != 0, (bias != 0) & (gain == 1), down.weight.shape[1]

@@ -9,10 +9,12 @@ CODE = Path(__file__).with_name("modeling_kvfold.py")  # all that a checkpoint o
 
 
 def register() -> None:
-    """Make transformers' Auto classes know it."""
+    """Make transformers' Auto classes know it, and copy its code where it is saved."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from attention.models.modeling_kvfold import KvfoldConfig, KvfoldForCausalLM
 
+    KvfoldConfig.register_for_auto_class()
+    KvfoldForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     AutoConfig.register(MODEL_TYPE, KvfoldConfig, exist_ok=True)
     AutoModelForCausalLM.register(KvfoldConfig, KvfoldForCausalLM, exist_ok=True)

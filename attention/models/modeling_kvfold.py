@@ -9,6 +9,7 @@ nothing of kvfold.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
 class GroupedAttention(nn.Module):
     """Attention whose query heads share KV heads, called as the attention that it replaces.
 
-    Letters: B batch, T query tokens, E model width, D head dim.
+    Heads have one scale, and RoPE in pairs of which the second half of the rotary dims follows the first, or none. There are
+    no windows, caps or norms of queries and keys. Letters: B batch, T query tokens, E model width, D head dim.
 
     Args:
         config: The whole model's config.
@@ -55,13 +57,14 @@ class GroupedAttention(nn.Module):
     """
 
     def __init__(self, config: KvfoldConfig, layer_idx: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of the attention that `_grafted` adds as a base
         inner: Any = config.text_config
         heads, kv_heads = inner.num_attention_heads, inner.num_key_value_heads
         self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
         self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
         self.num_key_value_groups = heads // kv_heads
         self.attention_dropout = getattr(inner, "attention_dropout", getattr(inner, "attn_pdrop", 0.0))
+        self.output_dropout = getattr(inner, "resid_pdrop", 0.0)  # of GPT-2, inside its attention
         self.q_proj = nn.Linear(inner.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
@@ -103,7 +106,14 @@ class GroupedAttention(nn.Module):
         out, weights = attend(
             self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )  # [B, T, H, D]
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+        out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
+        return nn.functional.dropout(out, self.output_dropout, self.training), weights
+
+
+@functools.cache
+def _grafted(stock: type[nn.Module]) -> type[GroupedAttention]:
+    """A subclass of the attention that it replaces, too: transformers finds modules that give probabilities by their class."""
+    return type(f"Grouped{stock.__name__}", (GroupedAttention, stock), {"__module__": __name__})
 
 
 class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -116,7 +126,6 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
-    _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
@@ -125,7 +134,9 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         inner: Any = config.text_config
         self.model = AutoModelForCausalLM.from_config(inner)
         for layer in range(inner.num_hidden_layers):
-            self.model.set_submodule(config.attention_path.format(layer=layer), GroupedAttention(config, layer))
+            path = config.attention_path.format(layer=layer)
+            stock: Any = type(self.model.get_submodule(path))
+            self.model.set_submodule(path, _grafted(stock)(config, layer))
         self._no_split_modules = self.model._no_split_modules
         self.post_init()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DIMS = 64  # the most dims of a torch tensor
 _FLOATS_ONLY = "convert a checkpoint of the model in float32, bfloat16 or float16"
 _AGAIN = "the files are not of one checkpoint; get it again from where it came from"
-_HEAD = "lm_head."  # of a causal LM, beside its base model
 SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
 
 
@@ -60,8 +59,7 @@ class Reader:
 
     Args:
         directory: The directory.
-        base: The name of the base model in its class. Where no tensor has it, the base model was saved alone, and all names
-            but those of the head get it.
+        renamed: Maps the names in the files to other ones, by which its tensors are known here.
 
     Attributes:
         infos: Every tensor's shape and dtype, in file order.
@@ -72,7 +70,7 @@ class Reader:
         Failure: A shard is missing or damaged, or does not match the index.
     """
 
-    def __init__(self, directory: Path, base: str = "") -> None:
+    def __init__(self, directory: Path, renamed: Callable[[Collection[str]], Mapping[str, str]] | None = None) -> None:
         self._directory = directory
         self._stored: dict[str, str] = {}  # names in the files, where they differ
         self._place: dict[str, str] = {}
@@ -85,8 +83,8 @@ class Reader:
                 self._add(file, name, info)
         if index is not None:
             self._check_index(index)
-        if base and not any(name.startswith(f"{base}.") for name in self.infos):
-            self._put_into(base)
+        if renamed and (names := renamed(self.infos)):
+            self._rename(names)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor as a view of its mapped file. One file is open at a time."""
@@ -97,8 +95,8 @@ class Reader:
         stats = {file: (self._directory / file).stat() for file in self.files}
         return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
-    def _put_into(self, base: str) -> None:
-        new = {name: name if name.startswith(_HEAD) else f"{base}.{name}" for name in self.infos}
+    def _rename(self, names: Mapping[str, str]) -> None:
+        new = {name: names.get(name, name) for name in self.infos}
         self._stored = {new[name]: name for name in self.infos}
         self._place = {new[name]: file for name, file in self._place.items()}
         self.infos = {new[name]: info for name, info in self.infos.items()}

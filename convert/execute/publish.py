@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-# Copied byte for byte. config.json, the card and the weights are written anew.
+# Copied byte for byte; `convert.execute.tokenizer` may name a class in one of them. config.json, the card and the weights are
+# written anew.
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _COMPANIONS = (
     *_TOKENIZER, "special_tokens_map.json", "added_tokens.json",

@@ -20,7 +20,7 @@ from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from attention.record import Attention
 from convert.calibration.survey import survey
 from convert.checkpoint.lock import exclusive
-from convert.checkpoint.reader import Reader
+from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.shelf import Shelf
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
 from convert.execute.card import model_card
@@ -100,7 +100,7 @@ def _execute(
     if evaluate_on:
         prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
     text = CalibrationText.of(plan.source, plan.calibration, calibrate_on) if plan.calibration and calibrate_on else None
-    reader = Reader(plan.source.files, plan.family.base)
+    reader = Reader(plan.source.files, plan.family.renamed)
     if done := _finished_already(plan, reader, text):
         published()
         return done
@@ -159,7 +159,7 @@ def _checked(plan: Plan, reader: Reader) -> Manifest:
     """What will be written. Its names and shapes are those of the class: no work starts that transformers could not load."""
     trusted = plan.source.trust_remote_code
     manifest = manifest_of(plan, reader)  # first, since its messages on attention are more specific
-    require_loadable(plan.source.config, reader.infos, plan.source.reference, trusted)
+    require_loadable(plan.source.config, _without_computed(plan, reader), plan.source.reference, trusted)
     if not plan.target.copies:
         sized = plan.target.host.sized(plan.source.raw, plan.source.config, plan.target.spec)
         require_loadable(sized, manifest.outputs, f"the {plan.target.spec.kind} of {plan.source.reference}", trusted)
@@ -169,7 +169,13 @@ def _checked(plan: Plan, reader: Reader) -> Manifest:
 def _check_result(plan: Plan, work: WorkDirectory) -> None:
     """Check the written files against the class that will load them."""
     written = Source.parse(str(work.path), plan.source.trust_remote_code)
-    require_loadable(written.config, Reader(work.path).infos, "the result", plan.source.trust_remote_code)
+    infos = _without_computed(plan, Reader(work.path))
+    require_loadable(written.config, infos, "the result", plan.source.trust_remote_code)
+
+
+def _without_computed(plan: Plan, reader: Reader) -> dict[str, TensorInfo]:
+    """All tensors but those that old checkpoints hold and the class computes itself."""
+    return {name: info for name, info in reader.infos.items() if not name.endswith(plan.family.computed)}
 
 
 def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:

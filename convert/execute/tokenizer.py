@@ -17,6 +17,7 @@ from convert.planning.base import Plan
 from eval.source import Source
 
 _FILE, _FIELD = "tokenizer_config.json", "tokenizer_class"
+_SETTINGS = ("special_tokens_map", "model_max_length", "padding_side", "chat_template")
 
 
 def tokenizer_class(plan: Plan) -> str | None:
@@ -38,14 +39,14 @@ def tokenizer_class(plan: Plan) -> str | None:
         write_config(path, config, None)
         copy_companions(path, source.files, source.trust_remote_code)
         result = Source.parse(directory, source.trust_remote_code)
-        if _same(result.tokenizer(), expected):
+        if _loads_as(result, expected):
             return None
         name_tokenizer_class(path, name)
-        if _same(found := result.tokenizer(), expected):
+        if _loads_as(result, expected):
             return name
     raise Failure(
-        f"transformers loads the tokenizer of {source.reference} as {name}, and that of the result, which is a "
-        f"{config['model_type']}, as {type(found).__name__}: they split text differently",
+        f"transformers loads the tokenizer of {source.reference}, a {source.config.model_type}, as {name}; the result is a "
+        f"{config['model_type']}, and with the same files transformers does not load the same tokenizer for it",
         hint=f"save the tokenizer again with AutoTokenizer.from_pretrained({source.reference!r}).save_pretrained(…), as "
         "one that does not depend on the model type",
     )
@@ -58,8 +59,17 @@ def name_tokenizer_class(path: Path, name: str) -> None:
     file.write_text(json.dumps(values | {_FIELD: name}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _loads_as(result: Source, expected: Any) -> bool:
+    try:
+        return _same(result.tokenizer(), expected)
+    except Failure:
+        return False
+
+
 def _same(one: Any, other: Any) -> bool:
-    """Whether two tokenizers split and join text alike."""
+    """Whether two tokenizers split and join text alike, and have the same special tokens and settings."""
+    if any(getattr(one, name, None) != getattr(other, name, None) for name in _SETTINGS):
+        return False
     backend, other_backend = (getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (one, other))
     if backend is None or other_backend is None:
         return type(one) is type(other)

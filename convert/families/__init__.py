@@ -6,7 +6,7 @@ from attention.errors import Refusal
 from attention.models import MODEL_TYPE
 from convert.families import conv1d, interleaved, latent, separate, stacked
 from convert.families.base import Family
-from convert.families.own import OwnClass
+from convert.families.kvfold import KvfoldProjections
 
 FAMILIES: dict[str, Family] = {
     row.model_type: row for row in (*separate.ROWS, *stacked.ROWS, *interleaved.ROWS, *conv1d.ROWS, latent.FAMILY)
@@ -20,13 +20,13 @@ def family_of(model_type: str, inner: str | None = None) -> Family:
 
     Args:
         model_type: As in config.json.
-        inner: The model type of its `text_config`, which kvfold's own class has.
+        inner: The model type of its `text_config`, which kvfold's class has.
 
     Raises:
         Refusal: No family has that model type; the hint lists the known ones.
     """
     if model_type == MODEL_TYPE and inner is not None:
-        return OwnClass(family_of(inner))
+        return KvfoldProjections(family_of(inner))
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     raise Refusal(

@@ -6,7 +6,7 @@ It knows no method and no target.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +71,11 @@ class Family(ABC):
         gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
         has_heads: Whether it has KV heads; a latent has none.
+        needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
         attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
-        base: The name of the base model in the class, if checkpoints of the base model alone, without it, are about.
+        base: The name of the base model in the class, if there are checkpoints of the base model alone, whose names lack it;
+            else "".
         computed: Ends of the names of tensors that the class computes itself, and that checkpoints may hold.
     """
 
@@ -83,6 +85,7 @@ class Family(ABC):
     gain_offset: float = 0.0
     restarts_cache: bool = False
     has_heads: bool = True
+    needs_code: bool = False
     shares_heads: bool = True
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
@@ -107,6 +110,12 @@ class Family(ABC):
             spec: Its sizes, as config.json will state them.
             layer: The index of the layer.
         """
+
+    def renamed(self, stored: Collection[str]) -> dict[str, str]:
+        """The names of tensors by their names in a checkpoint, where these differ: where the base model was saved alone."""
+        if not self.base or any(name.startswith(f"{self.base}.") for name in stored):
+            return {}
+        return {name: f"{self.base}.{name}" for name in stored if self.names.place(name) is None}
 
     # ---- what the config says --------------------------------------------------------------------------------------
 

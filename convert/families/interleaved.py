@@ -42,12 +42,14 @@ class InterleavedProjections(Family):
         model_type: As in config.json.
         names: The table of all other tensors of a checkpoint.
         attention_path: Where a layer's attention is.
+        base: The name of the base model in the class.
         computed: Ends of the names of tensors that the class computes itself.
     """
 
     model_type: str
     names: NameTable
     attention_path: str
+    base: str
     computed: tuple[str, ...]
 
     layout = "interleaved projections"
@@ -96,10 +98,6 @@ class InterleavedProjections(Family):
             local["dense.bias"] = a.o_bias
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
-    def spec(self, config: Any) -> AttentionSpec:
-        heads = config.num_attention_heads
-        return AttentionSpec(config.num_hidden_layers, heads, heads, config.hidden_size // heads)
-
     def traits(self, config: Any) -> Traits:
         return Traits(
             qkv_bias=config.attention_bias,
@@ -122,6 +120,7 @@ ROWS = [
         "gpt_neox",
         _GPT_NEOX,
         "gpt_neox.layers.{layer}.attention",
+        base="gpt_neox",
         computed=("inv_freq", ".attention.bias", ".attention.masked_bias"),  # the causal mask of old checkpoints
     )
 ]

@@ -64,7 +64,8 @@ def query_rank(width: int) -> int:
 def query_constants(rank: int) -> list[float]:
     """The values of the constant channels of queries, which come last: the one that biases ride on, then what the norm needs.
 
-    All are integers whose squares sum to the rank, so that the norm is neutral to the last bit in every dtype.
+    All are integers whose squares sum to the rank, which every dtype holds: the norm is neutral bit for bit in bfloat16, and
+    to one unit in the last place in float32.
     """
     found = _squares(rank - 1, _SQUARES)
     assert found is not None

@@ -176,7 +176,8 @@ class SeparateProjections(Family):
         beyond_switch: The config field that switches those on; always on if None.
         shares_heads: Whether its own class can share KV heads.
         attention_path: Where a layer's attention is.
-        unlike: Config fields that must have a value: the field, the value, and what another one means.
+        base: The name of the base model in the class, if there are checkpoints of the base model alone.
+        unlike: (field, the only value that can be read, the reason for refusing any other), for fields of the config.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
     """
 
@@ -198,6 +199,7 @@ class SeparateProjections(Family):
     restarts_cache: bool = False
     shares_heads: bool = True
     attention_path: str = "model.layers.{layer}.self_attn"
+    base: str = ""
     unlike: tuple[tuple[str, Any, str], ...] = ()
 
     layout = "separate projections"
@@ -432,6 +434,7 @@ ROWS = [
         rotates=_nowhere,
         shares_heads=False,
         attention_path="model.decoder.layers.{layer}.self_attn",
+        base="model",
         unlike=(("do_layer_norm_before", True, "it normalises behind its attention (do_layer_norm_before is false)"),),
     ),
     SeparateProjections("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from convert.hosts import deepseek_v3, own_class, source_class
+from convert.hosts import deepseek_v3, kvfold, source_class
 from convert.hosts.base import Host
 
 HOSTS: dict[str, tuple[Host, ...]] = {
-    "gqa": (source_class.HOST, own_class.HOST),
-    "mqa": (source_class.HOST, own_class.HOST),
+    "gqa": (source_class.HOST, kvfold.HOST),
+    "mqa": (source_class.HOST, kvfold.HOST),
     "mla": (deepseek_v3.HOST,),
 }
 

@@ -44,6 +44,10 @@ class Host(Protocol):
         """The families whose blocks it can carry if the config allows it."""
 
     @property
+    def loading(self) -> Mapping[str, Any]:
+        """The arguments that `from_pretrained` needs to load the result."""
+
+    @property
     def code(self) -> tuple[Path, ...]:
         """Files of Python that the result is loaded with, which are copied beside its weights."""
 

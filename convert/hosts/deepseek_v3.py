@@ -48,12 +48,13 @@ class DeepseekV3:
         "Run it in bfloat16 or float32. In float16, the constants that neutralise the norms of latents overflow. Only\n"
         "kvfold's `attention` package runs it in float16, because it skips these norms.",
         "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"
-        "vLLM, SGLang and llama.cpp do not have them, and would generate wrong text. So config.json says that the architecture\n"
-        "is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with transformers changes\n"
-        "that field: change it back before serving the copy.",
+        "vLLM, SGLang and llama.cpp do not have them, and would generate wrong text. So config.json says that the\n"
+        "architecture is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with\n"
+        "transformers changes that field: change it back before serving the copy.",
     )
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
     families: frozenset[str] = frozenset(_LIKE_LLAMA)
+    loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
 
     def layout(self, family: Family) -> Family:

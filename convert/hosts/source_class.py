@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
-from convert.families.own import OwnClass
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,13 +34,14 @@ class SourceClass:
     )
     replaces = "belonged to a KV head that was merged into another"
     families: frozenset[str] = frozenset(name for name, family in FAMILIES.items() if family.shares_heads)
+    loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
 
     def layout(self, family: Family) -> Family:
         return family
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
-        copied = target == family.spec(config) and not isinstance(family, OwnClass)  # whose code comes with it
+        copied = target == family.spec(config) and not family.needs_code
         if family.shares_heads or copied:
             return None
         return f"{family.model_type} ignores num_key_value_heads, so its heads cannot share"

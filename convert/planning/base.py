@@ -156,9 +156,23 @@ def readable(source: Source) -> Family:
             f"{source.reference} has layers with settings of their own (per_layer_config), which kvfold does not read yet",
             hint="`convert eval` measures it all the same",
         )
+    _refuse_stray_heads(source, family)
     if reason := family.unreadable(source.config):
         raise Refusal(f"{source.reference} cannot be read: {reason}", hint="`convert eval` measures it all the same")
     return family
+
+
+def _refuse_stray_heads(source: Source, family: Family) -> None:
+    """Refuse a number of KV heads that the class ignores, because nothing else would: all sizes would follow from it."""
+    if not family.has_heads or family.shares_heads or family.needs_code:
+        return
+    heads = source.decoder.num_attention_heads
+    if (stray := getattr(source.decoder, "num_key_value_heads", None)) not in (None, heads):
+        raise Refusal(
+            f"config.json of {source.reference} sets num_key_value_heads to {stray}, which {family.model_type} ignores: each "
+            f"of its {heads} query heads has keys and values of its own",
+            hint="remove that key",
+        )
 
 
 def stored_dtype(source: Source, output: Output) -> str:

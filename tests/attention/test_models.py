@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,29 @@ def test_the_cache_holds_what_the_heads_say() -> None:
 
 
 @pytest.mark.parametrize("model_type", PATHS)
+def test_probabilities_are_returned(model_type: str) -> None:
+    with torch.inference_mode():
+        found = own_model(model_type, attention="eager")(tokens(2, 9), output_attentions=True).attentions
+    assert [tuple(weights.shape) for weights in found] == [(2, 8, 9, 9)] * 3
+    assert all(torch.allclose(weights.sum(-1), torch.ones(2, 8, 9)) for weights in found)
+
+
+def test_gpt2_drops_what_its_attention_gives() -> None:
+    model, x = own_model("gpt2", resid_pdrop=0.5, attn_pdrop=0.0), torch.randn(1, 50, 64)
+    attention = attentions(model)[0]
+    assert not (attention(x)[0] == 0).any()
+    assert 0.3 < float((attention.train()(x)[0] == 0).float().mean()) < 0.7
+
+
+@pytest.mark.parametrize("model_type", PATHS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_saved_is_loaded(tied: bool, model_type: str, tmp_path: Path) -> None:
     model, ids = own_model(model_type, tie_word_embeddings=tied), tokens(2, 9)
     model.save_pretrained(tmp_path / "saved")
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(info.values())
+    assert (tmp_path / "saved" / models.CODE.name).read_bytes() == models.CODE.read_bytes()
+    assert again.config.auto_map["AutoModelForCausalLM"] == f"{models.CODE.stem}.KvfoldForCausalLM"
     with torch.inference_mode():
         assert torch.equal(again(ids).logits, model(ids).logits)
         assert error(load(tmp_path / "saved")(ids).logits, model(ids).logits) < 1e-5
@@ -150,4 +168,5 @@ def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None
         for node in ast.walk(ast.parse(models.CODE.read_text(encoding="utf-8")))
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    assert {name.partition(".")[0] for name in imported} <= {"__future__", "collections", "typing", "torch", "transformers"}
+    roots = {name.partition(".")[0] for name in imported}
+    assert roots - sys.stdlib_module_names == {"torch", "transformers"}

@@ -39,6 +39,28 @@ def test_a_class_that_only_the_source_gets_is_named(checkpoint: Make, convert: C
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize("kept", ["tokenizer.json", "vocab.json"])
+def test_special_tokens_of_a_class_stay(kept: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """GPT-2's tokenizer has an end of text that no file names; it may also have no tokenizer.json."""
+    from transformers import AutoTokenizer, GPT2Tokenizer
+
+    source = checkpoint("gpt2")
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    vocabulary = {chr(code): code - 33 for code in range(33, 120)} | {"Ġ": 90, "<|endoftext|>": 91}
+    if kept == "vocab.json":
+        (source / "vocab.json").write_text(json.dumps(vocabulary))
+        (source / "merges.txt").write_text("#version: 0.2\n")
+    else:
+        GPT2Tokenizer(vocab=vocabulary, merges=[]).save_pretrained(source)
+        (source / "tokenizer_config.json").write_text('{"model_max_length": 128}')
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
+    before, after = (AutoTokenizer.from_pretrained(path, trust_remote_code=False) for path in (source, tmp_path / "out"))
+    assert before.eos_token == "<|endoftext|>"
+    assert (after.eos_token, after("a b").input_ids) == (before.eos_token, before("a b").input_ids)
+    assert class_of(tmp_path / "out") == "GPT2Tokenizer"
+
+
 def test_what_is_loaded_alike_is_copied_bit_for_bit(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint("llama")
     ok(convert("mla", source, tmp_path / "out", *SMALL))
@@ -62,5 +84,5 @@ def test_a_tokenizer_that_no_name_makes_the_same_is_refused(
 
     source = checkpoint("qwen2")
     monkeypatch.setattr(tokenizer, "_same", lambda one, other: False)
-    message = "which is a deepseek_v3, as Qwen2Tokenizer: they split text differently"
+    message = "a qwen2, as Qwen2Tokenizer; the result is a deepseek_v3, and with the same files transformers does not load"
     left_nothing(convert("mla", source, tmp_path / "out", *SMALL), 1, message, tmp_path / "out")

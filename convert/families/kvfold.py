@@ -1,4 +1,4 @@
-"""The layout of kvfold's own class (`attention.models`): another family inside, with separate projections in each layer."""
+"""The layout of kvfold's class (`attention.models`): another family inside, with separate projections in each layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _PREFIX = "model."  # of the source's class
 
 
-class OwnClass(Family):
+class KvfoldProjections(Family):
     """`{q,k,v,o}_proj` where the attention of another family was; all else has that family's names behind `model.`.
 
     Args:
@@ -28,8 +28,9 @@ class OwnClass(Family):
     """
 
     model_type = MODEL_TYPE
-    layout = "separate projections in kvfold's own class"
-    shares_heads = False  # not by a key of its config.json that other software reads
+    layout = "separate projections in kvfold's class"
+    shares_heads = False  # not by a key of config.json that other software reads
+    needs_code = True
 
     def __init__(self, inner: Family) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""kvfold's own class: the output class of GQA and MQA for sources whose class ignores `num_key_value_heads`."""
+"""kvfold's class: the output class of GQA and MQA for sources whose class ignores `num_key_value_heads`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.models import CODE, MODEL_TYPE, register
 from convert.families import FAMILIES
-from convert.families.own import OwnClass as Layout
+from convert.families.kvfold import KvfoldProjections
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,31 +16,42 @@ if TYPE_CHECKING:
     from attention.spec import AttentionSpec
     from convert.families import Family
 
-_OF_SOURCES = ("architectures", "auto_map")  # keys that only the outermost config has
+_OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 
 
-class OwnClass:
+class Kvfold:
     """The class of `attention.models`: the source's config inside, and what its attention became."""
 
     name = MODEL_TYPE
     loads_in = "transformers, with kvfold's code"
     opened_by = (
-        "transformers loads it with `trust_remote_code=True`, and runs the code beside the weights;\n"
-        "where kvfold is installed, `attention.load` does without it."
+        "transformers ≥ 5.23 loads it with the code beside the weights, and so its tokenizer: give\n"
+        '`trust_remote_code=True` to both. Where kvfold is installed, `attention.load("path/to/this/directory")` does without.'
     )
+    loading: Mapping[str, Any] = {"trust_remote_code": True}
     remarks = (
         "kvfold made this class, because the source's class cannot share KV heads. vLLM, SGLang and llama.cpp do not know it.",
     )
     replaces = "became q_proj, k_proj, v_proj and o_proj"
-    families: frozenset[str] = frozenset(name for name, family in FAMILIES.items() if family.has_heads and not family.shares_heads)
+    families: frozenset[str] = frozenset(
+        name for name, family in FAMILIES.items() if family.has_heads and not family.shares_heads
+    )
     code: tuple[Path, ...] = (CODE,)
 
     def layout(self, family: Family) -> Family:
-        return family if isinstance(family, Layout) else Layout(family)
+        return family if family.needs_code else KvfoldProjections(family)
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         if family.shares_heads:
-            return "it is for sources whose own class cannot share KV heads"
+            return "it is for sources whose class cannot share KV heads"
+        traits = family.traits(config)
+        if traits.qk_norm:
+            return "queries and keys are normalised (QK-norm), which its attention does not do"
+        for field, value in traits.beyond.items():
+            return f"config.json sets {field} to {value}, which its attention does not do"
+        rotaries = (family.rotary(config, layer) for layer in range(target.num_layers))
+        if any(rotary is not None and rotary.pairing != "half" for rotary in rotaries):
+            return "RoPE turns neighbouring dims, and its attention turns dims of two halves"
         return None
 
     def reserved(self, kv_lora_rank: int) -> int:
@@ -53,7 +64,7 @@ class OwnClass:
         if config.model_type == MODEL_TYPE:
             return {**raw, "text_config": {**raw["text_config"], "num_key_value_heads": target.num_kv_heads}}
         family = FAMILIES[config.model_type]
-        traits, inner = family.traits(config), {key: value for key, value in raw.items() if key not in _OF_SOURCES}
+        traits, inner = family.traits(config), {key: value for key, value in raw.items() if key not in _OUTER}
         named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
         return {
             "architectures": ["KvfoldForCausalLM"],
@@ -78,4 +89,4 @@ class OwnClass:
         return KvfoldConfig(**self.config(raw, config, target, None))
 
 
-HOST = OwnClass()
+HOST = Kvfold()

@@ -1,4 +1,4 @@
-"""kvfold's own class as an output class: what it is for, its config, and results that load without kvfold."""
+"""kvfold's class as an output class: what it is for, its config, and results that load without kvfold."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config
-from written import WITHOUT_KVFOLD, left_nothing, ok, weights
+from written import WITHOUT_KVFOLD, edit, left_nothing, ok, weights
 
 from attention.models import CODE, MODEL_TYPE
 from convert.families import FAMILIES, family_of
-from convert.hosts.own_class import HOST
+from convert.hosts.kvfold import HOST
 from convert.hosts.source_class import HOST as SOURCE
 
 Make = Callable[..., Path]
@@ -35,7 +35,7 @@ def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
             assert SOURCE.refuses(family, config, spec, "float32") is None, "a copy"
             assert SOURCE.config({"a": 1}, config, spec, None) == {"a": 1}, "a stray key would mislead others"
         elif spec.kv_lora_rank is None:
-            assert "own class cannot share" in str(HOST.refuses(family, config, spec.grouped(1), "float32"))
+            assert "class cannot share" in str(HOST.refuses(family, config, spec.grouped(1), "float32"))
 
 
 def test_a_config_nests_the_sources() -> None:
@@ -114,20 +114,23 @@ def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Conver
     assert "no output class carries MLA" in convert("mla", tmp_path / "four", tmp_path / "mla", "--kv-budget", "50%").stderr
 
 
+@pytest.mark.parametrize("model_type", sorted(HOST.families))
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_a_base_model_that_was_saved_alone_is_read(
-    kind: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
+    kind: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
     """As GPT-2 is on the Hub: without `transformer.` in the names."""
     from safetensors.torch import save_file
 
-    source = checkpoint("gpt2")
-    whole = logits(source)
-    alone = {name.removeprefix("transformer."): tensor for name, tensor in weights(source).items()}
-    assert "h.0.attn.c_attn.weight" in alone
+    source, family = checkpoint(model_type), FAMILIES[model_type]
+    whole, embedding = logits(source), family.names.holding("embedding.weight")
+    assert embedding is not None
+    assert embedding.name in weights(source)
+    alone = {name.removeprefix(f"{family.base}."): tensor for name, tensor in weights(source).items()}
     if kind == "bin":
         (source / "model.safetensors").unlink()
-        torch.save(alone | {"lm_head.weight": alone["wte.weight"]}, source / "pytorch_model.bin")
+        head = {} if model_type == "gpt_neox" else {"lm_head.weight": alone[embedding.name.removeprefix(f"{family.base}.")]}
+        torch.save(alone | head, source / "pytorch_model.bin")
     else:
         save_file(alone, source / "model.safetensors", {"format": "pt"})
     assert torch.equal(logits(source), whole)
@@ -135,7 +138,7 @@ def test_a_base_model_that_was_saved_alone_is_read(
     assert torch.equal(logits(tmp_path / "same"), whole)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
     assert torch.isfinite(logits(tmp_path / "out")).all()
-    assert "model.transformer.wte.weight" in weights(tmp_path / "out")
+    assert f"model.{embedding.name}" in weights(tmp_path / "out")
 
 
 def test_what_gpt2_may_do_besides_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -147,15 +150,62 @@ def test_what_gpt2_may_do_besides_is_refused(checkpoint: Make, convert: Convert,
     left_nothing(convert("mqa", source, tmp_path / "out"), 2, "normalises behind its attention", tmp_path / "out")
 
 
-def test_masks_of_old_checkpoints_are_dropped_with_a_reason(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
+def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
+    model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
-    source = checkpoint("gpt_neox")
+    source, family = checkpoint(model_type), FAMILIES[model_type]
     mask = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril()
-    extra = {f"gpt_neox.layers.{layer}.attention.bias": mask.clone() for layer in range(3)}
-    extra |= {f"gpt_neox.layers.{layer}.attention.masked_bias": torch.tensor(-1e9) for layer in range(3)}
+    extra = {f"{family.module(layer)}.bias": mask.clone() for layer in range(3)}
+    extra |= {f"{family.module(layer)}.masked_bias": torch.tensor(-1e9) for layer in range(3)}
     save_file(weights(source) | extra, source / "model.safetensors", {"format": "pt"})
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
     dropped = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]["dropped"]
     assert {name: dropped[name] for name in extra} == dict.fromkeys(extra, "the model computes it itself")
-    assert not any(name.rpartition("attention.")[2] == "bias" for name in weights(tmp_path / "out"))
+    assert not any(name.endswith(family.computed) for name in weights(tmp_path / "out"))
+    ok(convert("gqa", source, tmp_path / "same", "--groups", 8))
+    assert torch.equal(logits(tmp_path / "same"), logits(source))
+
+
+@pytest.mark.parametrize("model_type", sorted(HOST.families))
+def test_kv_heads_that_the_class_ignores_are_refused(
+    model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = edit(checkpoint(model_type), num_key_value_heads=4)
+    message = f"sets num_key_value_heads to 4, which {model_type} ignores: each of its 8 query heads"
+    left_nothing(convert("gqa", source, tmp_path / "out", "--groups", 4), 2, message, tmp_path / "out")
+    ok(convert("gqa", edit(source, num_key_value_heads=8), tmp_path / "out", "--groups", 4))
+
+
+def test_the_card_says_how_to_load_it(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    ok(convert("mqa", checkpoint("opt"), tmp_path / "out", "--dtype", "bfloat16"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'from_pretrained("path/to/this/directory", trust_remote_code=True)' in card
+    assert "This is a `kvfold` checkpoint." in card
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "dtype" not in config["text_config"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "pairing", "message"),
+    [
+        ({}, "interleaved", "RoPE turns neighbouring dims"),
+        ({"qk_norm": "rms"}, "half", "QK-norm"),
+        ({"beyond": {"window_size": 256}}, "half", "sets window_size to 256"),
+        ({}, "half", "None"),
+    ],
+)
+def test_what_its_attention_does_not_do_is_refused(
+    changed: dict[str, Any], pairing: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dataclasses
+
+    family, config = FAMILIES["gpt_neox"], tiny_config("gpt_neox")
+    traits, rotary = family.traits(config), family.rotary(config, 0)
+    assert rotary is not None
+    monkeypatch.setattr(type(family), "traits", lambda *_: dataclasses.replace(traits, **changed))
+    monkeypatch.setattr(type(family), "rotary", lambda *_: dataclasses.replace(rotary, pairing=pairing))
+    assert message in str(HOST.refuses(family, config, family.spec(config).grouped(2), "float32"))
