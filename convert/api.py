@@ -85,7 +85,7 @@ class Sweep:
     Attributes:
         plans: The plan of each result, with the choices made on the way.
         report: The evaluation of the source and all results; None after `dry_run=True`.
-        report_directory: The directory of report.json, report.md and report.html.
+        report_directory: The directory of report.json, report.md, report.html and curve.svg.
     """
 
     plans: list[Plan]

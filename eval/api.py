@@ -47,7 +47,7 @@ def evaluate(
         dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", …
         trust_remote_code: Run Python code that comes with a checkpoint.
-        output: A directory for report.json, report.md and report.html.
+        output: A directory for report.json, report.md, report.html and curve.svg.
         max_perplexity_ratio: Raise `GateMissed` if a model's perplexity exceeds the first's times this ratio.
         progress: Called as `progress(stage, done, total, unit)`.
 

@@ -24,6 +24,8 @@ from eval.tables import table
 Model = dict[str, Any]
 Report = dict[str, Any]
 
+_CURVE = (760, 440)  # pixels of the curve at its largest
+
 
 def to_json(report: Report) -> str:
     """The report itself, for scripts. Raises `Failure` on a number that JSON cannot hold."""
@@ -129,11 +131,14 @@ def _summary(report: Report) -> str:
 
 def to_html(report: Report) -> str:
     """One HTML page without external references; the same report gives the same bytes."""
-    page = _template().render(
+    page = _template("report.html.j2").render(
+        colours=_colours(),
         source=printable(report["models"][0]["name"]),
         version=report["kvfold"],
         summary=" ".join([_summary(report), *map(printable, _warnings(report))]),
-        curves=_drawings("curve", lambda width: 340 if width < 400 else 440, functools.partial(curve.draw, report["models"])),
+        curves=_drawings(
+            "curve", lambda width: 340 if width < 400 else _CURVE[1], functools.partial(curve.draw, report["models"])
+        ),
         sections=[
             (part, _drawings(part.key, part.chart.height, part.chart.draw) if part.chart is not None else [])
             for part in sections(report)
@@ -144,26 +149,47 @@ def to_html(report: Report) -> str:
     return page + "\n"
 
 
+def to_svg(report: Report) -> str:
+    """The curve of quality against cache size alone, for other documents; the same report gives the same bytes."""
+    width, height = _CURVE
+    return str(
+        _template("curve.svg.j2").render(
+            colours=_colours(),
+            label=f"Perplexity against KV bytes per token. {_summary(report)}",
+            drawing=curve.draw(report["models"], "curve-alone", width, height),
+            width=width,
+            height=height,
+        )
+    )
+
+
 def _drawings(key: str, height: Callable[[int], int], draw: Callable[[str, int, int], str]) -> list[tuple[str, int, int, str]]:
     """Two drawings, of which one is shown: no single one has legible text at both 360 and 1600 pixels."""
-    sizes = {name: (width, height(width)) for name, width in (("narrow", 328), ("wide", 760))}
+    sizes = {name: (width, height(width)) for name, width in (("narrow", 328), ("wide", _CURVE[0]))}
     return [(name, *size, draw(f"{key}-{name}", *size)) for name, size in sizes.items()]
 
 
 @functools.cache
-def _template() -> Any:
+def _template(name: str) -> Any:
     from jinja2 import Environment, StrictUndefined
 
-    text = resources.files(__package__).joinpath("report.html.j2").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(text)
+    return environment.from_string(_part(name))
+
+
+def _colours() -> str:
+    """The style sheet of the roles that drawings are coloured by."""
+    return _part("colours.css").rstrip()
+
+
+def _part(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 
 def write(report: Report, directory: Path) -> dict[str, Path]:
-    """Write report.json, report.md and report.html, each completely or not at all; return their paths by name."""
-    return write_pages(
-        {"report.json": to_json(report), "report.md": to_markdown(report), "report.html": to_html(report)}, directory
-    )
+    """Write report.json, report.md, report.html and curve.svg, each completely or not at all; return their paths by name."""
+    pages = {"report.json": to_json, "report.md": to_markdown, "report.html": to_html, "curve.svg": to_svg}
+    return write_pages({name: made(report) for name, made in pages.items()}, directory)
 
 
 def write_pages(pages: dict[str, str], directory: Path) -> dict[str, Path]:

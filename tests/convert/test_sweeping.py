@@ -69,7 +69,7 @@ def test_all_targets_come_from_one_survey_into_one_report(
     report = json.loads(ok(convert("sweep", checkpoint(), out, *TARGETS, *on, *held_out)).stdout)
     assert surveyed == [0, 1, 2]
     assert results(out) == sorted([*NAMES, "report"]), "no survey is left"
-    assert sorted(path.name for path in (out / "report").iterdir()) == ["report.html", "report.json", "report.md"]
+    assert sorted(path.name for path in (out / "report").iterdir()) == ["curve.svg", "report.html", "report.json", "report.md"]
     assert json.loads((out / "report" / "report.json").read_text()) == report
     source, *others = report["models"]
     assert (source["name"], source["kl_to_source"], source["top1_agreement"]) == ("source", 0, 1)

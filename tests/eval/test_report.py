@@ -344,16 +344,33 @@ def test_summary_of_one_two_and_many() -> None:
     )
 
 
-def test_write_leaves_exactly_three_files(tmp_path: Path) -> None:
+def test_write_leaves_exactly_four_files(tmp_path: Path) -> None:
     report = a_report(3)
     directory = tmp_path / "deep" / "report"
     reports.write(a_report(2), directory)
     paths = reports.write(report, directory)  # over an older one
-    assert paths == {name: directory / name for name in ("report.json", "report.md", "report.html")}
+    assert paths == {name: directory / name for name in ("report.json", "report.md", "report.html", "curve.svg")}
     assert sorted(directory.iterdir()) == sorted(paths.values())
     assert json.loads(paths["report.json"].read_text("utf-8")) == report
     assert paths["report.md"].read_text("utf-8") == reports.to_markdown(report)
     assert paths["report.html"].read_bytes().decode() == reports.to_html(report)
+    assert paths["curve.svg"].read_bytes().decode() == reports.to_svg(report)
+
+
+def test_the_curve_alone_is_an_image_with_colours_of_its_own() -> None:
+    from xml.etree import ElementTree
+
+    report = a_report(3)
+    report["models"][1]["name"] = "<b> & co"
+    svg = reports.to_svg(report)
+    root = ElementTree.fromstring(svg)
+    assert root.attrib["viewBox"] == "0 0 760 440"
+    assert root.attrib["aria-label"].startswith("Perplexity against KV bytes per token. Of 2 models")
+    used = set(re.findall(r"var\(--([\w-]+)\)", svg))
+    assert {"paper", "ink", "series-0"} <= used
+    assert all(f"--{role}:" in svg for role in used)
+    assert svg == reports.to_svg(report)
+    assert "http" not in svg.replace("http://www.w3.org", ""), "it refers to nothing outside"
 
 
 def test_write_of_a_bad_report_leaves_the_old_one(tmp_path: Path) -> None:
