@@ -107,14 +107,9 @@ class Source:
         inner = self.raw.get("text_config")
         return str(inner["model_type"]) if isinstance(inner, dict) and "model_type" in inner else None
 
-    @property
-    def _kvfolds(self) -> bool:
-        """Whether its class is kvfold's, so that the code beside the weights is not needed."""
-        return self.model_type == models.MODEL_TYPE
-
     def refuse_remote_code(self) -> None:
         """Raise `Refusal` if the checkpoint needs its own code and the user has not allowed it."""
-        if self.raw.get("auto_map") and not self.trust_remote_code and not self._kvfolds:
+        if self.raw.get("auto_map") and not self.trust_remote_code and not models.provides(self.model_type):
             raise Refusal(
                 f"{self.reference} wants to run code of its own (auto_map in config.json)",
                 hint="read that code, then give --trust-remote-code",
@@ -138,7 +133,7 @@ class Source:
         values = {key: value for key, value in self.raw.items() if key != "model_type"}
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
-                if self._kvfolds:
+                if models.provides(self.model_type):
                     models.register()
                 elif self.raw.get("auto_map"):
                     return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)

@@ -32,13 +32,16 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     """A small config of `model_type`; `changes` go over the defaults."""
     from transformers import AutoConfig
 
+    from convert.families import FAMILIES
+
     values = _SIZES | changes
     if "moe" in model_type or model_type == "mixtral":
         values = _EXPERTS | values
     if model_type == "deepseek_v3":
         every = {"num_key_value_heads": values["num_attention_heads"], "first_k_dense_replace": values["num_hidden_layers"]}
         values = values | LATENT | every | changes
-    if model_type in ("gpt_neox", "gpt2", "opt"):  # which ignore these
+    family = FAMILIES.get(model_type)
+    if family is not None and family.has_heads and not family.shares_heads:  # its class ignores these
         values = {key: value for key, value in values.items() if key not in ("num_key_value_heads", "head_dim")}
         values = {"ffn_dim": 32, "n_inner": 32} | values
     if model_type.startswith("gemma") or model_type == "vaultgemma":

@@ -154,7 +154,7 @@ def _attend(
     program = tl.program_id(0)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     tokens = tl.arange(0, BLOCK_N)
-    turned = tl.arange(0, BLOCK_P)
+    rope_dims = tl.arange(0, BLOCK_P)
     row = tl.arange(0, BLOCK_B)
     firsts = tl.load(spans + row, mask=row < B, other=0)
     tiles = tl.cdiv(tl.load(spans + B + row, mask=row < B, other=0) - firsts, BLOCK_N) * GROUPS
@@ -180,8 +180,8 @@ def _attend(
                 q = tl.load(place, mask=_within(heads[:, None] < H, columns, R, BLOCK_R), other=0.0)
                 queries = queries + (q.to(tl.float32) if UPCAST else q,)
             sums = sums + (tl.zeros([_width(BLOCK_R, i), BLOCK_H] if SWAP else [BLOCK_H, _width(BLOCK_R, i)], tl.float32),)
-        place = q_rope + wide * q_rope_b + heads[:, None] * q_rope_h + turned
-        q = tl.load(place, mask=(heads[:, None] < H) & (turned < P), other=0.0)
+        place = q_rope + wide * q_rope_b + heads[:, None] * q_rope_h + rope_dims
+        q = tl.load(place, mask=(heads[:, None] < H) & (rope_dims < P), other=0.0)
         q = q.to(tl.float32) if UPCAST else q
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
         weight = tl.zeros([BLOCK_H], tl.float32)
@@ -204,8 +204,8 @@ def _attend(
                 if SHARED:
                     scores = _product(queries[i], tl.trans(c), scores, SWAP, PRECISION)
                 values = values + (c,)
-            turns = k_rope + wide * k_rope_b + tl.cast(start, tl.int64) * k_rope_s
-            k = tl.load(turns + tokens[:, None] * k_rope_s + turned, mask=known & (turned < P), other=0.0)
+            rope_keys = k_rope + wide * k_rope_b + tl.cast(start, tl.int64) * k_rope_s
+            k = tl.load(rope_keys + tokens[:, None] * k_rope_s + rope_dims, mask=known & (rope_dims < P), other=0.0)
             k = k.to(tl.float32) if UPCAST else k
             scores = _product(q, tl.trans(k), scores, SWAP, PRECISION)
             scores = (tl.trans(scores) if SWAP else scores) * scale

@@ -8,6 +8,11 @@ MODEL_TYPE = "kvfold"
 CODE = Path(__file__).with_name("modeling_kvfold.py")  # all that a checkpoint of that type needs
 
 
+def provides(model_type: str) -> bool:
+    """Whether the class of that model type is this one, so that the code beside the weights is not needed."""
+    return model_type == MODEL_TYPE
+
+
 def register() -> None:
     """Make transformers' Auto classes know it, and copy its code where it is saved."""
     from transformers import AutoConfig, AutoModelForCausalLM

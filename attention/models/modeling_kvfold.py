@@ -183,8 +183,8 @@ def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     dims = cos.shape[-1]
     rotary, rest = states[..., :dims], states[..., dims:]
     first, second = rotary.chunk(2, -1)
-    turned = rotary * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
-    return torch.cat((turned, rest), -1)
+    rotated = rotary * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+    return torch.cat((rotated, rest), -1)
 
 
 def _eager(

@@ -174,8 +174,10 @@ def _check_result(plan: Plan, work: WorkDirectory) -> None:
 
 
 def _without_computed(plan: Plan, reader: Reader) -> dict[str, TensorInfo]:
-    """All tensors but those that old checkpoints hold and the class computes itself."""
-    return {name: info for name, info in reader.infos.items() if not name.endswith(plan.family.computed)}
+    """All tensors but those of attentions that old checkpoints hold and the class computes itself."""
+    inside = tuple(f"{plan.family.module(layer)}." for layer in range(plan.before.num_layers))
+    computed = {name for name in reader.infos if name.startswith(inside) and name.endswith(plan.family.computed)}
+    return {name: info for name, info in reader.infos.items() if name not in computed}
 
 
 def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:

@@ -9,7 +9,7 @@ from convert.families.base import Family
 from convert.families.kvfold import KvfoldProjections
 
 FAMILIES: dict[str, Family] = {
-    row.model_type: row for row in (*separate.ROWS, *stacked.ROWS, *interleaved.ROWS, *conv1d.ROWS, latent.FAMILY)
+    family.model_type: family for family in (*separate.ROWS, *stacked.ROWS, interleaved.FAMILY, conv1d.FAMILY, latent.FAMILY)
 }
 
 __all__ = ["FAMILIES", "Family", "family_of"]

@@ -1,60 +1,43 @@
-"""Families of GPT-2's layout: one projection for queries, keys and values, and all weights stored `[in, out]` (Conv1D).
+"""GPT-2: one projection for queries, keys and values, and all weights stored `[in, out]` (Conv1D).
 
-Their class ignores `num_key_value_heads`, so only other classes can share KV heads. Positions are learned.
+Its class ignores `num_key_value_heads`, so only other classes can share KV heads. Positions are learned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
-from convert.families.names import NameTable, Row
+from convert.families.names import NameTable, Row, in_layers
 
 if TYPE_CHECKING:
     import torch
 
-_IN_LAYERS = (
-    ("ln_1", "attention_norm", False),
-    ("ln_2", "mlp_norm", False),
-    ("mlp.c_fc", "mlp.up", True),
-    ("mlp.c_proj", "mlp.down", True),
-)
-_GPT2 = NameTable(
-    [
-        Row("transformer.wte", ("embedding",)),
-        Row("transformer.wpe", ("positions",)),
-        *(
-            Row(f"transformer.h.{{layer}}.{path}", (f"layers.{{layer}}.{role}",), transposed)
-            for path, role, transposed in _IN_LAYERS
-        ),
-        Row("transformer.ln_f", ("final_norm",)),
-        Row("lm_head", ("head",)),
-    ]
-)
+_LAYERS = "transformer.h"
 
 
-@dataclass(frozen=True)
 class Conv1DProjections(Family):
-    """One row of `ROWS`: `c_attn [E, 3 H D]` and `c_proj [H D, E]`, both with biases.
+    """`c_attn [E, 3 H D]` and `c_proj [H D, E]`, both with biases."""
 
-    Attributes:
-        model_type: As in config.json.
-        names: The table of all other tensors of a checkpoint.
-        attention_path: Where a layer's attention is.
-        base: The name of the base model in the class.
-        computed: Ends of the names of tensors that the class computes itself.
-    """
-
-    model_type: str
-    names: NameTable
-    attention_path: str
-    base: str
-    computed: tuple[str, ...]
-
+    model_type = "gpt2"
+    names = NameTable(
+        [
+            Row("transformer.wte", ("embedding",)),
+            Row("transformer.wpe", ("positions",)),
+            in_layers(_LAYERS, "ln_1", "attention_norm"),
+            in_layers(_LAYERS, "ln_2", "mlp_norm"),
+            in_layers(_LAYERS, "mlp.c_fc", "mlp.up", transposed=True),
+            in_layers(_LAYERS, "mlp.c_proj", "mlp.down", transposed=True),
+            Row("transformer.ln_f", ("final_norm",)),
+            Row("lm_head", ("head",)),
+        ]
+    )
+    attention_path = f"{_LAYERS}.{{layer}}.attn"
+    base = "transformer"
+    computed = ("inv_freq", ".attn.bias", ".attn.masked_bias")  # the causal mask of old checkpoints
     layout = "stacked projections, transposed"
     shares_heads = False
 
@@ -112,12 +95,4 @@ class Conv1DProjections(Family):
         return f"{self.module(layer)}.c_proj"
 
 
-ROWS = [
-    Conv1DProjections(
-        "gpt2",
-        _GPT2,
-        "transformer.h.{layer}.attn",
-        base="transformer",
-        computed=("inv_freq", ".attn.bias", ".attn.masked_bias"),  # the causal mask of old checkpoints
-    )
-]
+FAMILY = Conv1DProjections()

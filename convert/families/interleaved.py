@@ -1,57 +1,43 @@
-"""Families whose queries, keys and values are one projection with the rows of each head together: its Q, its K, its V.
+"""GPT-NeoX (Pythia): queries, keys and values are one projection with the rows of each head together: its Q, its K, its V.
 
-That is GPT-NeoX (Pythia). Its class ignores `num_key_value_heads`, so only other classes can share KV heads.
+Its class ignores `num_key_value_heads`, so only other classes can share KV heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attention import rope
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
-from convert.families.names import NameTable, Row
+from convert.families.names import NameTable, Row, in_layers
 
 if TYPE_CHECKING:
     import torch
 
-_IN_LAYERS = (
-    ("input_layernorm", "attention_norm"),
-    ("post_attention_layernorm", "mlp_norm"),
-    ("mlp.dense_h_to_4h", "mlp.up"),
-    ("mlp.dense_4h_to_h", "mlp.down"),
-)
-_GPT_NEOX = NameTable(
-    [
-        Row("gpt_neox.embed_in", ("embedding",)),
-        *(Row(f"gpt_neox.layers.{{layer}}.{path}", (f"layers.{{layer}}.{role}",)) for path, role in _IN_LAYERS),
-        Row("gpt_neox.final_layer_norm", ("final_norm",)),
-        Row("embed_out", ("head",)),
-    ]
-)
+_LAYERS = "gpt_neox.layers"
 
 
-@dataclass(frozen=True)
 class InterleavedProjections(Family):
-    """One row of `ROWS`: `query_key_value [H 3 D, E]` and `dense [E, H D]`.
+    """`query_key_value [H 3 D, E]` and `dense [E, H D]`."""
 
-    Attributes:
-        model_type: As in config.json.
-        names: The table of all other tensors of a checkpoint.
-        attention_path: Where a layer's attention is.
-        base: The name of the base model in the class.
-        computed: Ends of the names of tensors that the class computes itself.
-    """
-
-    model_type: str
-    names: NameTable
-    attention_path: str
-    base: str
-    computed: tuple[str, ...]
-
+    model_type = "gpt_neox"
+    names = NameTable(
+        [
+            Row("gpt_neox.embed_in", ("embedding",)),
+            in_layers(_LAYERS, "input_layernorm", "attention_norm"),
+            in_layers(_LAYERS, "post_attention_layernorm", "mlp_norm"),
+            in_layers(_LAYERS, "mlp.dense_h_to_4h", "mlp.up"),
+            in_layers(_LAYERS, "mlp.dense_4h_to_h", "mlp.down"),
+            Row("gpt_neox.final_layer_norm", ("final_norm",)),
+            Row("embed_out", ("head",)),
+        ]
+    )
+    attention_path = f"{_LAYERS}.{{layer}}.attention"
+    base = "gpt_neox"
+    computed = ("inv_freq", ".attention.bias", ".attention.masked_bias")  # the causal mask of old checkpoints
     layout = "interleaved projections"
     shares_heads = False
 
@@ -115,12 +101,4 @@ class InterleavedProjections(Family):
         return f"{self.module(layer)}.dense"
 
 
-ROWS = [
-    InterleavedProjections(
-        "gpt_neox",
-        _GPT_NEOX,
-        "gpt_neox.layers.{layer}.attention",
-        base="gpt_neox",
-        computed=("inv_freq", ".attention.bias", ".attention.masked_bias"),  # the causal mask of old checkpoints
-    )
-]
+FAMILY = InterleavedProjections()

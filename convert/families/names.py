@@ -140,6 +140,11 @@ class Row:
         return Place(f"{self.path.format(**numbers)}.{last}", roles, self.transposed and last == _WEIGHT)
 
 
+def in_layers(layers: str, path: str, *roles: str, transposed: bool = False) -> Row:
+    """The row of a module that every decoder layer has: of `{layers}.{layer}.{path}`, with the roles of a layer."""
+    return Row(f"{layers}.{{layer}}.{path}", tuple(f"layers.{{layer}}.{role}" for role in roles), transposed)
+
+
 class NameTable:
     """The names and roles of one layout, looked up in both directions.
 

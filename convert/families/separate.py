@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from attention import rope
@@ -16,7 +17,7 @@ from attention.record import Attention, Record
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
-from convert.families.names import NameTable, Row
+from convert.families.names import NameTable, Row, in_layers
 from convert.families.projections import join_projections, projection_shapes, split_projections
 
 if TYPE_CHECKING:
@@ -100,11 +101,7 @@ def _sliding_or_no_window(config: Any, layer: int) -> bool:
     return config.sliding_window is None or config.layer_types[layer] == "sliding_attention"
 
 
-def _in_layers(path: str, *roles: str) -> Row:
-    """A row for a module that every decoder layer has."""
-    return Row(f"model.layers.{{layer}}.{path}", tuple(f"layers.{{layer}}.{role}" for role in roles))
-
-
+_in_layers = partial(in_layers, "model.layers")
 _PARTS = ("gate", "up", "down")
 LLAMA = NameTable(
     [
@@ -130,19 +127,14 @@ _OPT = NameTable(
     [
         Row("model.decoder.embed_tokens", ("embedding",)),
         Row("model.decoder.embed_positions", ("positions",)),
-        *(
-            Row(f"model.decoder.layers.{{layer}}.{path}", (f"layers.{{layer}}.{role}",))
-            for path, role in (
-                ("self_attn_layer_norm", "attention_norm"),
-                ("final_layer_norm", "mlp_norm"),
-                ("fc1", "mlp.up"),
-                ("fc2", "mlp.down"),
-            )
-        ),
+        in_layers("model.decoder.layers", "self_attn_layer_norm", "attention_norm"),
+        in_layers("model.decoder.layers", "final_layer_norm", "mlp_norm"),
+        in_layers("model.decoder.layers", "fc1", "mlp.up"),
+        in_layers("model.decoder.layers", "fc2", "mlp.down"),
         Row("model.decoder.final_layer_norm", ("final_norm",)),
         Row("lm_head", ("head",)),
     ]
-)  # fmt: skip
+)
 FUSED_MLP = LLAMA.replacing(_in_layers("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
 _EXPERTS = LLAMA.replacing(
     _in_layers("mlp.gate", "mlp.router"),

@@ -51,7 +51,7 @@ class Kvfold:
             return f"config.json sets {field} to {value}, which its attention does not do"
         rotaries = (family.rotary(config, layer) for layer in range(target.num_layers))
         if any(rotary is not None and rotary.pairing != "half" for rotary in rotaries):
-            return "RoPE turns neighbouring dims, and its attention turns dims of two halves"
+            return "RoPE pairs neighbouring dims, and its attention pairs those of two halves"
         return None
 
     def reserved(self, kv_lora_rank: int) -> int:

@@ -192,7 +192,7 @@ def test_the_card_says_how_to_load_it(checkpoint: Make, convert: Convert, tmp_pa
 @pytest.mark.parametrize(
     ("changed", "pairing", "message"),
     [
-        ({}, "interleaved", "RoPE turns neighbouring dims"),
+        ({}, "interleaved", "RoPE pairs neighbouring dims"),
         ({"qk_norm": "rms"}, "half", "QK-norm"),
         ({"beyond": {"window_size": 256}}, "half", "sets window_size to 256"),
         ({}, "half", "None"),
