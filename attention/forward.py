@@ -9,10 +9,9 @@ from torch.linalg import multi_dot
 
 from attention.qk_norm import QKNorm
 from attention.record import Attention, FactoredAttention, Record
-from attention.rope import Rotary, Rotation
+from attention.rope import Rotation, no_rotary
 
 _SPAN = 256  # tokens
-_NO_ROPE = Rotary(torch.zeros(0, dtype=torch.float64))  # of layers without RoPE
 
 
 def attention_output(record: Record, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +160,7 @@ def hide_future(logits: torch.Tensor) -> torch.Tensor:
 
 def heads_of(record: Record, x: torch.Tensor) -> Heads:
     """Of one block `x [T, E]` from position 0."""
-    rotation = (record.rotary or _NO_ROPE).rotation(torch.arange(x.shape[0], device=x.device), x.dtype)
+    rotation = (record.rotary or no_rotary()).rotation(torch.arange(x.shape[0], device=x.device), x.dtype)
     if isinstance(record, FactoredAttention):
         plain = _project(x, record.q_nope, record.q_nope_bias)
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]

@@ -7,7 +7,7 @@ and values of H heads. The expansion is linear, so queries and outputs can absor
     outputs = Σ p (W_UV c)                      = W_UV (Σ p c)
 
 One latent then serves all heads: a step reads S (R + P) values instead of making S · H · (N + Dv). `LatentAttention`
-is a mixin for a stock class; `attention.patch` makes the classes and puts them into a model.
+is a mixin for an attention class, stock or kvfold's own; `attention.patch` makes the classes and puts them into a model.
 Letters as in `attention`; a query head has N nope dims and P rope dims, a value head has Dv.
 """
 
@@ -67,9 +67,9 @@ RULES: dict[str, Rule] = {"auto": absorbs, "always": _always, "never": _never}
 
 
 class LatentAttention(nn.Module):
-    """Mixin for a stock MLA attention class of transformers: the same weights, cache layout and results, other arithmetic.
+    """Mixin for an MLA attention class: the same weights, cache layout and results, other arithmetic.
 
-    In training mode it runs the stock forward. Otherwise `rule` chooses between the stock arithmetic (the prefill) and
+    In training mode it runs that class's forward. Otherwise `rule` chooses between its arithmetic (the prefill) and
     the absorbed one (decoding). The absorbed one reads `kv_b_proj.weight` and calls neither `kv_b_proj` nor `expand_kv`,
     so hooks on these do not run. Where a latent of queries is skipped (`bias_channel`), both read `q_b_proj.weight`, and call
     neither of `q_a_proj`, `q_a_layernorm` and `q_b_proj`.
@@ -87,7 +87,7 @@ class LatentAttention(nn.Module):
     backend: Backend
     constant_channels: torch.Tensor | None
     bias_channel: int | None
-    # Attributes of the stock class.
+    # Attributes of the class.
     config: Any
     layer_idx: int
     num_heads: int
@@ -107,6 +107,7 @@ class LatentAttention(nn.Module):
     kv_b_proj: nn.Linear
     o_proj: nn.Module
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    rotated: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 
     def prepare(self, rule: Rule, backend: Backend) -> None:
         """Add the attributes that `forward` needs; `state_dict` does not change."""
@@ -124,19 +125,19 @@ class LatentAttention(nn.Module):
             self.constant_channels, self.bias_channel = neutral_constants(self), query_bias_channel(self)
         return super().train(mode)
 
-    def forward(
+    def attend(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         attention_mask: torch.Tensor | BlockMask | None,
-        past_key_values: Any = None,
+        past_key_values: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as the stock class does.
+        """Attend as the class does.
 
         Args:
             hidden_states: `[B, T, E]`.
-            position_embeddings: Cosines and sines, `[B or 1, T, P]` each.
+            position_embeddings: Cosines and sines of the model, as the class takes them.
             attention_mask: A mask of the form that the config's attention implementation takes (see `dense_mask`).
             past_key_values: A transformers `Cache`, or None.
             kwargs: Passed to the attention function of the expanded path.
@@ -145,11 +146,11 @@ class LatentAttention(nn.Module):
             `[B, T, E]`, and with eager attention the probabilities `[B, H, T, S]`, else None.
         """
         if self.training:
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+            return super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
         q_nope, q_rope = self._queries(hidden_states)
         latent, k_rope = self._latent(hidden_states)
-        rotate = apply_rotary_pos_emb_interleave if self.config.rope_interleave else apply_rotary_pos_emb
-        q_rope, k_rope = rotate(q_rope, k_rope, *position_embeddings)
+        q_rope, k_rope = self.rotated(q_rope, k_rope, position_embeddings)
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
         # A paged cache comes as `cache`, and the attention function updates it. The offsets of a flex mask over a static
@@ -205,11 +206,12 @@ class LatentAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The stock arithmetic: `[B, T, H, Dv]`, and probabilities if the attention function returns them."""
         keys, values = self.expand_kv(latent, k_rope)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         queries = torch.cat((q_nope, q_rope), -1)
         if values.device.type == "cpu" and self.config._attn_implementation == "sdpa":
             values = widened(values, self.qk_head_dim)
-        out, weights = attend(self, queries, keys, values, mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        kwargs |= {"dropout": 0.0, "scaling": self.scaling, "sliding_window": getattr(self, "sliding_window", None)}
+        out, weights = function(self, queries, keys, values, mask, **kwargs)
         return out[..., : self.v_head_dim], weights
 
     def _absorbed(
@@ -235,6 +237,45 @@ class LatentAttention(nn.Module):
         return per_head(o_latent, up_v.transpose(1, 2)).transpose(1, 2), weights
 
 
+class StockLatentAttention(LatentAttention):
+    """`LatentAttention` for DeepSeek's class and those that equal it."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | BlockMask | None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as the class does (`attend`)."""
+        return self.attend(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+    def rotated(
+        self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`."""
+        rotate = apply_rotary_pos_emb_interleave if self.config.rope_interleave else apply_rotary_pos_emb
+        return rotate(q_rope, k_rope, *position_embeddings)
+
+
+class OwnLatentAttention(LatentAttention):
+    """`LatentAttention` for kvfold's own class, which is called as the attention of many classes is."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | BlockMask | None = None,
+        layer_past: Any = None,
+        past_key_values: Any = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as the class does (`attend`)."""
+        cache = layer_past if past_key_values is None else past_key_values
+        return self.attend(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+
+
 def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
     """The constant channels of `kv_a_proj_with_mqa`, `[R + P]` bool, if the latent norm of `module` is neutral.
 
@@ -246,7 +287,7 @@ def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
         None if the norm has an effect and has to run.
     """
     down, norm = module.kv_a_proj_with_mqa, module.kv_a_layernorm
-    if type(down) is not nn.Linear or down.bias is None or not down.weight.is_floating_point():
+    if type(down) is not nn.Linear or down.bias is None or not down.weight.is_floating_point() or type(norm) is nn.Identity:
         return None
     rank = module.kv_lora_rank
     weight, rows, bias = norm.weight.detach().double(), down.weight.detach()[:rank], down.bias.detach()[:rank].double()

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from attention.forward import widened
-from attention.patch import LATENT
+from attention.patch import is_latent
 
 PADDED = "kvfold_sdpa_padded"
 
@@ -24,7 +24,7 @@ def pad_values(model: Any) -> Any:
     Returns:
         `model` itself.
     """
-    latent = any(type(module) in LATENT for module in model.modules())
+    latent = any(is_latent(module) for module in model.modules())
     if latent and model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PADDED, _attend)
         AttentionMaskInterface.register(PADDED, sdpa_mask)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -23,22 +24,24 @@ from attention import models
 from attention.errors import Failure, Refusal
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
 from attention.kernels import Backend, check
-from attention.latent import RULES, LatentAttention, When
+from attention.latent import RULES, LatentAttention, OwnLatentAttention, StockLatentAttention, When
+from attention.models.modeling_kvfold import LatentAttention as Own
 
 
-def _before(stock: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Latent{stock.__name__}", (LatentAttention, stock), {"__module__": __name__})
+def _before(stock: type[nn.Module], mixin: type[LatentAttention] = StockLatentAttention) -> type[nn.Module]:
+    return type(f"Latent{stock.__name__}", (mixin, stock), {"__module__": __name__})
 
 
 # Module-level names, so that instances can be pickled.
 LatentDeepseekV3Attention = _before(DeepseekV3Attention)
 LatentYoutuAttention = _before(YoutuAttention)
 
-# The stock classes whose forward `LatentAttention` reimplements (they differ in name only), and their replacements.
+# The stock classes whose forward `StockLatentAttention` reimplements (they differ in name only), and their replacements.
 LATENT: dict[type[nn.Module], type[nn.Module]] = {
     DeepseekV3Attention: LatentDeepseekV3Attention,
     YoutuAttention: LatentYoutuAttention,
 }
+_before_own = cache(partial(_before, mixin=OwnLatentAttention))
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -85,7 +88,7 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
     check(backend)
     modules = _attention(model)
     if not modules:
-        known = " or ".join(stock.__name__ for stock in LATENT)
+        known = ", ".join([*(stock.__name__ for stock in LATENT), f"or the {Own.__name__} of {models.MODEL_TYPE}"])
         raise Refusal(
             f"{type(model).__name__} has no latent attention that can be absorbed: none of its modules is a {known}",
             "convert it with `convert mla`, or run it as it is",
@@ -94,8 +97,8 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
         if not isinstance(module, LatentAttention):
             _check(name, module)
     for module in modules.values():
-        if type(module) in LATENT:
-            _become(module, LATENT[type(module)])
+        if not isinstance(module, LatentAttention):
+            _become(module, _absorbed(type(module)))
         cast(LatentAttention, module).prepare(rule, backend)
     return model
 
@@ -175,10 +178,20 @@ def _rule(when: When) -> Any:
     return RULES[when]
 
 
+def is_latent(module: nn.Module) -> bool:
+    """Whether `module` has MLA that is absorbed or can be; subclasses that override `forward` are excluded."""
+    own = isinstance(module, Own) and type(module).forward in (Own.forward, OwnLatentAttention.forward)
+    return own or type(module) in {*LATENT, *LATENT.values()}
+
+
+def _absorbed(kind: type[nn.Module]) -> type[nn.Module]:
+    known: Any = kind  # nn.Module's annotations hide that classes can be hashed
+    return LATENT.get(known) or _before_own(known)
+
+
 def _attention(model: nn.Module) -> dict[str, nn.Module]:
-    """The stock MLA modules by name, absorbed or not; subclasses that override `forward` are excluded."""
-    classes = {*LATENT, *LATENT.values()}
-    return {name: module for name, module in model.named_modules() if type(module) in classes}
+    """The MLA modules by name, absorbed or not."""
+    return {name: module for name, module in model.named_modules() if is_latent(module)}
 
 
 def _packable(model: nn.Module) -> list[Any]:

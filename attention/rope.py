@@ -125,6 +125,14 @@ class Rotary:
         return Rotary(self.frequencies[pairs], pairing, 1.0, long, self.long_beyond)
 
 
+@functools.cache
+def no_rotary() -> Rotary:
+    """The rotary embedding of no dims: nothing rotates."""
+    import torch
+
+    return Rotary(torch.zeros(0, dtype=torch.float64))
+
+
 def _shape(pairs: int, pairing: Pairing) -> tuple[int, int]:
     """The shape that splits the P rope dims into pairs."""
     return (2, pairs) if pairing == "half" else (pairs, 2)

@@ -133,19 +133,21 @@ class AttentionSpec:
     def latent(self, kv_lora_rank: int, qk_rope_head_dim: int) -> AttentionSpec:
         """The same attention with a latent of R values and a rotary key of P in place of keys and values.
 
-        Rotary dims that are given up become nope dims, so that a head's queries keep all of their dims.
+        Rotary dims that are given up become nope dims, so that a head's queries keep all of their dims. P is 0 where nothing
+        rotates.
 
         Raises:
-            Refusal: P is odd, below 2 or more than the rotary dims of the keys; or R is below 1.
+            Refusal: P is odd, negative or more than the rotary dims of the keys; or R is below 1.
         """
         most = self.most_rotary_dims
-        if qk_rope_head_dim < 2 or qk_rope_head_dim % 2 or qk_rope_head_dim > most:
+        if qk_rope_head_dim < 0 or qk_rope_head_dim % 2 or qk_rope_head_dim > most:
             raise Refusal(
                 f"cannot keep {qk_rope_head_dim} rotary dims of {self._rotary_part}: it must be even and between 2 and {most}"
             )
         if kv_lora_rank < 1:
             raise Refusal(f"a latent of rank {kv_lora_rank} holds nothing: it must be at least 1")
-        nope = self.qk_nope_head_dim if qk_rope_head_dim == self.qk_rope_head_dim else self.key_dim
+        kept = self.kv_lora_rank is not None and qk_rope_head_dim == self.qk_rope_head_dim
+        nope = self.qk_nope_head_dim if kept else self.key_dim
         return replace(
             self,
             num_kv_heads=self.num_heads,

@@ -12,6 +12,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from attention import models
 from attention.errors import Refusal
 
 _MAX_DEPTH = 32  # nested objects and lists; real configs have about six levels
@@ -201,7 +202,8 @@ def check_config(config: Any, where: str) -> None:
         if key in values and values[key] is None:
             _refuse(where, key, None, RULES[key].says)
     _check_heads(values, where)
-    _check_latent(values, text, where)
+    if not models.provides(config.model_type):  # a class inside it need not know of a latent
+        _check_latent(values, text, where)
     _check_window(values, where)
     _check_padding(values, where)
     _check_lengths(values, where)

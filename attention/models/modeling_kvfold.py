@@ -1,7 +1,7 @@
 """A transformers model whose attention was replaced: for results that no stock class can hold.
 
-It builds the stock class of the source, and puts grouped attention with projections of its own in the place of each layer's
-attention. So it works with classes that ignore `num_key_value_heads`, and caches as little as the heads say.
+It builds the stock class of the source, and puts attention of its own in the place of each layer's attention: grouped (GQA,
+MQA), also for classes that ignore `num_key_value_heads`, or latent (MLA). It caches as little as these need.
 
 This file is all that such a checkpoint needs: kvfold copies it beside the weights, for `trust_remote_code=True`. It imports
 nothing of kvfold.
@@ -23,11 +23,14 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     """The config of a source and what its attention became.
 
     Attributes:
-        text_config: The source's config, with `num_key_value_heads` of the result.
+        text_config: The source's config with the result's `num_key_value_heads`, or with its `kv_lora_rank` (R),
+            `qk_rope_head_dim` (P), `qk_nope_head_dim` (N) and `v_head_dim`.
         attention_path: Where a layer's attention is in the source's class, with `{layer}` for its number.
-        qkv_bias: Whether Q, K and V have biases.
+        qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key.
         o_bias: Whether O has one.
         scaling: What logits are multiplied by before the softmax.
+        rope_pairs: With a latent: for each of the P/2 pairs of the RoPE key, which of the source's frequencies it rotates with.
+        rope_factor: With a latent: what the source's class multiplies cosines and sines by. The RoPE key goes without.
     """
 
     model_type = "kvfold"
@@ -38,6 +41,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     qkv_bias: bool = False
     o_bias: bool = False
     scaling: float = 1.0
+    rope_pairs: list[int] | None = None
+    rope_factor: float = 1.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
@@ -49,18 +54,20 @@ class GroupedAttention(nn.Module):
     """Attention whose query heads share KV heads, called as the attention that it replaces.
 
     Heads have one scale, and RoPE in pairs of which the second half of the rotary dims follows the first, or none. There are
-    no windows, caps or norms of queries and keys. Letters: B batch, T query tokens, E model width, D head dim.
+    no caps or norms of queries and keys. Letters: B batch, T query tokens, E model width, D head dim.
 
     Args:
         config: The whole model's config.
         layer_idx: The index of the layer, by which the cache knows it.
+        sliding_window: How many tokens the layer sees; None for all. The source's class makes masks and caches for it.
     """
 
-    def __init__(self, config: KvfoldConfig, layer_idx: int) -> None:
+    def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
         nn.Module.__init__(self)  # not that of the attention that `_grafted` adds as a base
         inner: Any = config.text_config
         heads, kv_heads = inner.num_attention_heads, inner.num_key_value_heads
         self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
+        self.sliding_window = sliding_window
         self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
         self.num_key_value_groups = heads // kv_heads
         self.attention_dropout = getattr(inner, "attention_dropout", getattr(inner, "attn_pdrop", 0.0))
@@ -103,17 +110,94 @@ class GroupedAttention(nn.Module):
             keys, values = cache.update(keys, values, self.layer_idx)
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
         dropout = self.attention_dropout if self.training else 0.0
-        out, weights = attend(
-            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )  # [B, T, H, D]
+        kwargs |= {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
+        out, weights = attend(self, queries, keys, values, attention_mask, **kwargs)  # [B, T, H, D]
         out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         return nn.functional.dropout(out, self.output_dropout, self.training), weights
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), called as the attention that it replaces.
+
+    It caches a latent and one RoPE key for each token. Unlike DeepSeek's, the latent has no norm, queries may have biases, and
+    the RoPE key, which may be of no dims, rotates with some of the frequencies of the source.
+    Letters: B batch, T query tokens, S cached tokens, E model width; R, P, N and Dv as in the config.
+
+    Args:
+        config: The whole model's config.
+        layer_idx: The index of the layer, by which the cache knows it.
+        sliding_window: How many tokens the layer sees; None for all. The source's class makes masks and caches for it.
+    """
+
+    def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
+        nn.Module.__init__(self)  # not that of the attention that `_grafted` adds as a base
+        inner: Any = config.text_config
+        self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
+        self.sliding_window = sliding_window
+        self.num_heads, self.num_key_value_groups, self.q_lora_rank = inner.num_attention_heads, 1, None
+        self.kv_lora_rank, self.qk_rope_head_dim = inner.kv_lora_rank, inner.qk_rope_head_dim
+        self.qk_nope_head_dim, self.v_head_dim = inner.qk_nope_head_dim, inner.v_head_dim
+        self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+        self.rope_pairs, self.rope_factor = list(config.rope_pairs or []), config.rope_factor
+        self.attention_dropout = getattr(inner, "attention_dropout", getattr(inner, "attn_pdrop", 0.0))
+        self.output_dropout = getattr(inner, "resid_pdrop", 0.0)  # of GPT-2, inside its attention
+        width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
+        biased = config.qkv_bias and self.qk_rope_head_dim > 0
+        self.q_proj = nn.Linear(width, self.num_heads * self.qk_head_dim, bias=config.qkv_bias)
+        self.kv_a_proj_with_mqa = nn.Linear(width, cached, bias=biased)
+        self.kv_a_layernorm = nn.Identity()  # where DeepSeek's classes have a norm
+        self.kv_b_proj = nn.Linear(self.kv_lora_rank, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, width, bias=config.o_bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        layer_past: Cache | None = None,
+        past_key_values: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend; arguments and result as in `GroupedAttention`."""
+        queries = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        nope, rope = queries.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states)[:, None].split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+        rope, k_rope = self.rotated(rope, k_rope, position_embeddings)
+        cache = layer_past if past_key_values is None else past_key_values
+        if cache is not None:
+            latent, k_rope = cache.update(latent, k_rope, self.layer_idx)
+        keys, values = self.expand_kv(latent, k_rope)
+        chosen = self.config._attn_implementation
+        if "flash" in chosen:  # it takes values as wide as keys
+            values = nn.functional.pad(values, (0, self.qk_head_dim - self.v_head_dim))
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, _eager)
+        dropout = self.attention_dropout if self.training else 0.0
+        kwargs |= {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
+        out, weights = attend(self, torch.cat((nope, rope), -1), keys, values, attention_mask, **kwargs)  # [B, T, H, Dv]
+        out = self.o_proj(out[..., : self.v_head_dim].reshape(*hidden_states.shape[:-1], -1))
+        return nn.functional.dropout(out, self.output_dropout, self.training), weights
+
+    def rotated(
+        self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`, whose pairs are P/2 dims apart."""
+        if position_embeddings is None or not self.rope_pairs:
+            return q_rope, k_rope
+        chosen = self.rope_pairs * 2
+        cos, sin = (table[..., chosen] / self.rope_factor for table in position_embeddings)
+        return _rotated(q_rope, cos, sin), _rotated(k_rope, cos, sin)
+
+    def expand_kv(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys `[B, H, S, N + P]` and values `[B, H, S, Dv]` of a latent `[B, 1, S, R]` and a RoPE key `[B, 1, S, P]`."""
+        both = self.kv_b_proj(latent[:, 0]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        nope, values = both.split((self.qk_nope_head_dim, self.v_head_dim), -1)
+        return torch.cat((nope, k_rope.expand(-1, self.num_heads, -1, -1)), -1), values
+
+
 @functools.cache
-def _grafted(stock: type[nn.Module]) -> type[GroupedAttention]:
+def _grafted(attention: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the attention that it replaces, too: transformers finds modules that give probabilities by their class."""
-    return type(f"Grouped{stock.__name__}", (GroupedAttention, stock), {"__module__": __name__})
+    return type(f"{attention.__name__.removesuffix('Attention')}{stock.__name__}", (attention, stock), {"__module__": __name__})
 
 
 class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -133,10 +217,14 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         super().__init__(config)
         inner: Any = config.text_config
         self.model = AutoModelForCausalLM.from_config(inner)
+        latent = getattr(inner, "kv_lora_rank", None) is not None
+        attention: Any = LatentAttention if latent else GroupedAttention
         for layer in range(inner.num_hidden_layers):
             path = config.attention_path.format(layer=layer)
-            stock: Any = type(self.model.get_submodule(path))
-            self.model.set_submodule(path, _grafted(stock)(config, layer))
+            stock: Any = self.model.get_submodule(path)
+            kind: Any = type(stock)
+            made: Any = _grafted(attention, kind)(config, layer, getattr(stock, "sliding_window", None))
+            self.model.set_submodule(path, made)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()
 
@@ -188,7 +276,7 @@ def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 
 def _eager(
-    module: GroupedAttention,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -29,6 +29,8 @@ def fitted_keys(before: Attention, after: Record, x: torch.Tensor, seen: torch.T
         x: `[n, T, E]`, inputs in blocks from position 0, fp32.
         seen: `[E, E]`, E_t E_{s ~ p_t}[x_s x_sᵀ].
     """
+    if isinstance(after, FactoredAttention) and not len(after.k_rope):
+        return lambda share: after
     groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
     parts = fitted_spans(len(before.q), len(x), x.shape[1], TOKENS)
     fits = [

@@ -15,7 +15,7 @@ import torch
 from attention.errors import Failure
 from attention.forward import output_error
 from attention.record import Attention, Record
-from attention.rope import Rotary
+from attention.rope import Rotary, no_rotary
 from attention.spread import evenly_spread
 from convert.calibration.refit import refitted
 from convert.checkpoint.workdir import WorkDirectory
@@ -119,7 +119,7 @@ def _choose(job: Job, splits: Sequence[LatentTarget], rotary: Rotary, statistics
     offers = [
         (index, allocation)
         for index, split in enumerate(splits)
-        for allocation in method.allocate(measured, split.spec.qk_rope_head_dim // 2, split.allocation(rotary))
+        for allocation in _offers(split, measured, split.allocation(rotary))
     ]
     tried = len(offers) > 1 and job.text is not None
     errors = _errors(job, method, [offer for _, offer in offers], statistics) if tried else [0.0] * len(offers)
@@ -137,9 +137,15 @@ def _choose(job: Job, splits: Sequence[LatentTarget], rotary: Rotary, statistics
     return _Choice(split, offer.pairs, offer.pursued, rows if tried else [])
 
 
+def _offers(split: LatentTarget, measured: list[Any], without_pairs: Allocation) -> list[Allocation]:
+    count = split.spec.qk_rope_head_dim // 2
+    return split.method.allocate(measured, count, without_pairs) if count else [without_pairs.keeping((), False)]
+
+
 def _rotary(plan: Plan) -> Rotary:
-    """The rotary embedding of the layers with RoPE."""
-    return next(rotary for layer in range(plan.before.num_layers) if (rotary := plan.family.rotary(plan.source.config, layer)))
+    """The rotary embedding of the layers with RoPE; one of no dims if there are none."""
+    rotaries = (plan.family.rotary(plan.source.config, layer) for layer in range(plan.before.num_layers))
+    return next((rotary for rotary in rotaries if rotary), no_rotary())
 
 
 def _measured(job: Job, method: LatentMethod, splits: Sequence[LatentTarget], statistics: StatisticsOf) -> list[Any]:

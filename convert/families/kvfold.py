@@ -1,12 +1,13 @@
-"""The layout of kvfold's class (`attention.models`): another family inside, with separate projections in each layer."""
+"""The layout of kvfold's class (`attention.models`): another family inside, and grouped or latent projections in its layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.models import MODEL_TYPE
-from attention.record import Attention, Record
+from attention.record import Attention, FactoredAttention, Record
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable, Row
@@ -17,18 +18,21 @@ if TYPE_CHECKING:
 
     from attention.rope import Rotary
 
+_NAMES = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of a latent's projections
 _PREFIX = "model."  # of the source's class
 
 
 class KvfoldProjections(Family):
-    """`{q,k,v,o}_proj` where the attention of another family was; all else has that family's names behind `model.`.
+    """`{q,k,v,o}_proj`, or a latent's projections as DeepSeek names them, where the attention of another family was.
+
+    All else has that family's names behind `model.`.
 
     Args:
         inner: The other family, which reads the `text_config` of a config.
     """
 
     model_type = MODEL_TYPE
-    layout = "separate projections in kvfold's class"
+    layout = "kvfold's class"
     shares_heads = False  # not by a key of config.json that other software reads
     needs_code = True
 
@@ -42,23 +46,109 @@ class KvfoldProjections(Family):
         return self.inner.unreadable(config.text_config)
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        shapes = projection_shapes(self.spec(config), config.text_config.hidden_size, config.qkv_bias, config.o_bias)
+        spec, width = self.spec(config), config.text_config.hidden_size
+        made = _latent_shapes if spec.kv_lora_rank else projection_shapes
+        shapes = made(spec, width, config.qkv_bias, config.o_bias)
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        prefix = f"{self.module(layer)}."
+    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
+        prefix, spec, scale = f"{self.module(layer)}.", self.spec(config), self.scale(config)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        return split_projections(local, self.spec(config).head_dim, self.scale(config), self.rotary(config, layer))
+        if spec.kv_lora_rank:
+            return _split_latent(local, spec, scale, self.rotary(config, layer))
+        return split_projections(local, spec.head_dim, scale, self.rotary(config, layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        return {f"{self.module(layer)}.{name}": tensor for name, tensor in join_projections(record).items()}
+        local = join_projections(record) if isinstance(record, Attention) else _join_latent(record, spec.kv_lora_rank or 0)
+        return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
     def traits(self, config: Any) -> Traits:
-        return self.inner.traits(config.text_config)
+        return replace(self.inner.traits(config.text_config), qkv_bias=config.qkv_bias, o_bias=config.o_bias)
 
     def rotary(self, config: Any, layer: int) -> Rotary | None:
-        return self.inner.rotary(config.text_config, layer)
+        rotary = self.inner.rotary(config.text_config, layer)
+        return rotary.select(config.rope_pairs, "half") if rotary and config.rope_pairs is not None else rotary
 
     def scale(self, config: Any) -> float:
         return float(config.scaling)
+
+
+def _latent_shapes(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a latent's projections, by its name in the attention's module."""
+    queries, cached = spec.num_heads * spec.key_dim, (spec.kv_lora_rank or 0) + spec.qk_rope_head_dim
+    made = spec.num_heads * (spec.qk_nope_head_dim + spec.head_dim), spec.kv_lora_rank or 0
+    sizes = ((queries, width), (cached, width), made, (width, spec.num_heads * spec.head_dim))
+    biased = (qkv_bias, qkv_bias and spec.qk_rope_head_dim > 0, False, o_bias)
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in zip(_NAMES, sizes, strict=True)}
+    return shapes | {f"{name}.bias": size[:1] for name, size, bias in zip(_NAMES, sizes, biased, strict=True) if bias}
+
+
+def _split_latent(
+    local: Mapping[str, torch.Tensor], spec: AttentionSpec, scale: float, rotary: Rotary | None
+) -> FactoredAttention:
+    """The record of these tensors, as views."""
+    from attention.rope import no_rotary
+
+    nope, rank = spec.qk_nope_head_dim, spec.kv_lora_rank or 0
+    queries, down, up, o = (local[f"{name}.weight"] for name in _NAMES)
+    queries, up = (rows.unflatten(0, (spec.num_heads, -1)) for rows in (queries, up))
+    q_bias = local["q_proj.bias"].unflatten(0, (spec.num_heads, -1)) if "q_proj.bias" in local else None
+    k_bias = local.get("kv_a_proj_with_mqa.bias")
+    return FactoredAttention(
+        q_nope=queries[:, :nope],
+        q_rope=queries[:, nope:],
+        k_rope=down[rank:],
+        down=down[:rank],
+        up_k=up[:, :nope],
+        up_v=up[:, nope:],
+        o=o.unflatten(1, (spec.num_heads, -1)),
+        scale=scale,
+        rotary=rotary or no_rotary(),
+        q_nope_bias=None if q_bias is None else q_bias[:, :nope],
+        q_rope_bias=None if q_bias is None else q_bias[:, nope:],
+        k_rope_bias=None if k_bias is None else k_bias[rank:],
+        o_bias=local.get("o_proj.bias"),
+    )
+
+
+def _join_latent(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
+    """The inverse of `_split_latent`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
+    import torch
+
+    a, missing = _in_halves(record), rank - len(record.down)
+    down, up = torch.nn.functional.pad(a.down, (0, 0, 0, missing)), torch.cat((a.up_k, a.up_v), 1)
+    local = {
+        "q_proj.weight": torch.cat((a.q_nope, a.q_rope), 1).flatten(0, 1),
+        "kv_a_proj_with_mqa.weight": torch.cat((down, a.k_rope)),
+        "kv_b_proj.weight": torch.nn.functional.pad(up, (0, missing)).flatten(0, 1),
+        "o_proj.weight": a.o.flatten(1),
+        "o_proj.bias": a.o.new_zeros(len(a.o)) if a.o_bias is None else a.o_bias,
+    }
+    if a.q_nope_bias is not None and a.q_rope_bias is not None:
+        local["q_proj.bias"] = torch.cat((a.q_nope_bias, a.q_rope_bias), 1).flatten()
+        if len(a.k_rope):
+            of_key = torch.zeros_like(a.k_rope[:, 0]) if a.k_rope_bias is None else a.k_rope_bias
+            local["kv_a_proj_with_mqa.bias"] = torch.nn.functional.pad(of_key, (rank, 0))
+    return local
+
+
+def _in_halves(a: FactoredAttention) -> FactoredAttention:
+    """The same record with pairs of rotary dims P/2 dims apart."""
+    if a.rotary.pairing == "half" or not len(a.k_rope):
+        return a
+
+    def turned(rows: torch.Tensor | None) -> torch.Tensor | None:
+        return None if rows is None else rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+    k_rope, k_bias = turned(a.k_rope[None]), None if a.k_rope_bias is None else turned(a.k_rope_bias[None])
+    q_rope = turned(a.q_rope)
+    assert q_rope is not None
+    assert k_rope is not None
+    return replace(
+        a,
+        q_rope=q_rope,
+        k_rope=k_rope[0],
+        q_rope_bias=turned(a.q_rope_bias),
+        k_rope_bias=None if k_bias is None else k_bias[0],
+        rotary=replace(a.rotary, pairing="half"),
+    )

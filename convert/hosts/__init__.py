@@ -8,7 +8,7 @@ from convert.hosts.base import Host
 HOSTS: dict[str, tuple[Host, ...]] = {
     "gqa": (source_class.HOST, kvfold.HOST),
     "mqa": (source_class.HOST, kvfold.HOST),
-    "mla": (deepseek_v3.HOST,),
+    "mla": (deepseek_v3.HOST, kvfold.LATENT_HOST),
 }
 
 __all__ = ["HOSTS", "Host"]

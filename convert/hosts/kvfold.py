@@ -1,4 +1,7 @@
-"""kvfold's class: the output class of GQA and MQA for sources whose class ignores `num_key_value_heads`."""
+"""kvfold's class: the output class of what no stock class can hold.
+
+It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, and MLA of sources whose blocks are not DeepSeek's.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attention.models import CODE, MODEL_TYPE, register
 from convert.families import FAMILIES
 from convert.families.kvfold import KvfoldProjections
+from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,10 +21,22 @@ if TYPE_CHECKING:
     from convert.families import Family
 
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
+# Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
+_LATENT = (
+    "llama", "arcee", "cwm", "gemma", "gpt2", "gpt_neox", "granite", "granitemoe", "hyperclovax", "jais2", "ministral",
+    "mistral", "mixtral", "nemotron", "olmo", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "seed_oss", "smollm3",
+    "stablelm", "starcoder2",
+)  # fmt: skip
 
 
 class Kvfold:
-    """The class of `attention.models`: the source's config inside, and what its attention became."""
+    """The class of `attention.models`: the source's config inside, and what its attention became.
+
+    Args:
+        families: As in `Host`.
+        reason: Why kvfold made the class, for the model card.
+        replaces: As in `Host`.
+    """
 
     name = MODEL_TYPE
     loads_in = "transformers, with kvfold's code"
@@ -29,29 +45,36 @@ class Kvfold:
         '`trust_remote_code=True` to both. Where kvfold is installed, `attention.load("path/to/this/directory")` does without.'
     )
     loading: Mapping[str, Any] = {"trust_remote_code": True}
-    remarks = (
-        "kvfold made this class, because the source's class cannot share KV heads. vLLM, SGLang and llama.cpp do not know it.",
-    )
-    replaces = "became q_proj, k_proj, v_proj and o_proj"
-    families: frozenset[str] = frozenset(
-        name for name, family in FAMILIES.items() if family.has_heads and not family.shares_heads
-    )
     code: tuple[Path, ...] = (CODE,)
+
+    def __init__(self, families: frozenset[str], reason: str, replaces: str) -> None:
+        self.families, self.replaces = families, replaces
+        self.remarks = (f"kvfold made this class, because {reason}. vLLM, SGLang and llama.cpp do not know it.",)
 
     def layout(self, family: Family) -> Family:
         return family if family.needs_code else KvfoldProjections(family)
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
-        if family.shares_heads:
-            return "it is for sources whose class cannot share KV heads"
-        traits = family.traits(config)
+        traits, inner = family.traits(config), config.text_config if family.needs_code else config
         if traits.qk_norm:
             return "queries and keys are normalised (QK-norm), which its attention does not do"
         for field, value in traits.beyond.items():
-            return f"config.json sets {field} to {value}, which its attention does not do"
-        rotaries = (family.rotary(config, layer) for layer in range(target.num_layers))
-        if any(rotary is not None and rotary.pairing != "half" for rotary in rotaries):
+            if field != "sliding_window":
+                return f"config.json sets {field} to {value}, which its attention does not do"
+        rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
+        if any(rotary.pairing != "half" for rotary in rotaries):
             return "RoPE pairs neighbouring dims, and its attention pairs those of two halves"
+        if any(_lists(rotary) != _lists(rotaries[0]) for rotary in rotaries):
+            return "layers rotate with different frequencies, and its RoPE keys have those of one list"
+        if family.restarts_cache and rotaries and rotaries[0].long_frequencies is not None:
+            return (
+                f"its LongRoPE has other frequencies beyond {rotaries[0].long_beyond} tokens, where its own class computes the "
+                "cache anew, and this one does not"
+            )
+        if inner.model_type not in self.families:
+            return f"it was not made for {inner.model_type} (it is for {', '.join(sorted(self.families))})"
+        if target.kv_lora_rank and dtype == "float16" and DEEPSEEK.refuses(family, config, target, "bfloat16") is None:
+            return f"in bfloat16, {DEEPSEEK.name} carries it, which needs no code (use --dtype bfloat16)"
         return None
 
     def reserved(self, kv_lora_rank: int) -> int:
@@ -62,25 +85,34 @@ class Kvfold:
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         if config.model_type == MODEL_TYPE:
-            return {**raw, "text_config": {**raw["text_config"], "num_key_value_heads": target.num_kv_heads}}
-        family = FAMILIES[config.model_type]
-        traits, inner = family.traits(config), {key: value for key, value in raw.items() if key not in _OUTER}
-        named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
-        return {
-            "architectures": ["KvfoldForCausalLM"],
-            "model_type": MODEL_TYPE,
-            "auto_map": {
-                "AutoConfig": f"{CODE.stem}.KvfoldConfig",
-                "AutoModelForCausalLM": f"{CODE.stem}.KvfoldForCausalLM",
-            },
-            **named,
-            "tie_word_embeddings": config.tie_word_embeddings,
-            "attention_path": family.attention_path,
-            "qkv_bias": traits.qkv_bias,
-            "o_bias": traits.o_bias,
-            "scaling": family.scale(config),
-            "text_config": {**inner, "num_key_value_heads": target.num_kv_heads},
+            family: Family = KvfoldProjections(FAMILIES[config.text_config.model_type])
+            outer, inner = dict(raw), raw["text_config"]
+        else:
+            family, inner = FAMILIES[config.model_type], {key: value for key, value in raw.items() if key not in _OUTER}
+            traits = family.traits(config)
+            outer = {
+                "architectures": ["KvfoldForCausalLM"],
+                "model_type": MODEL_TYPE,
+                "auto_map": {
+                    "AutoConfig": f"{CODE.stem}.KvfoldConfig",
+                    "AutoModelForCausalLM": f"{CODE.stem}.KvfoldForCausalLM",
+                },
+                **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
+                "tie_word_embeddings": config.tie_word_embeddings,
+                "attention_path": family.attention_path,
+                "qkv_bias": traits.qkv_bias,
+                "o_bias": traits.o_bias,
+                "scaling": family.scale(config),
+            }
+        if target.kv_lora_rank is None:
+            return {**outer, "text_config": {**inner, "num_key_value_heads": target.num_kv_heads}}
+        sizes = {
+            "kv_lora_rank": target.kv_lora_rank,
+            "qk_rope_head_dim": target.qk_rope_head_dim,
+            "qk_nope_head_dim": target.qk_nope_head_dim,
+            "v_head_dim": target.head_dim,
         }
+        return {**outer, "o_bias": True, **_rotation(family, config, rotary), "text_config": {**inner, **sizes}}
 
     def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
         from attention.models.modeling_kvfold import KvfoldConfig
@@ -89,4 +121,30 @@ class Kvfold:
         return KvfoldConfig(**self.config(raw, config, target, None))
 
 
-HOST = Kvfold()
+def _rotation(family: Family, config: Any, rotary: Rotary | None) -> dict[str, Any]:
+    """Which of the frequencies of the source's class the pairs of a RoPE key have."""
+    inner, of_class = (family.inner, config.text_config) if isinstance(family, KvfoldProjections) else (family, config)
+    layers = range(of_class.num_hidden_layers)
+    source = next((found for layer in layers if (found := inner.rotary(of_class, layer))), None)
+    if rotary is None or source is None:
+        return {"rope_pairs": []}
+    known = list(zip(*_lists(source), strict=True))
+    pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
+    return {"rope_pairs": pairs, "rope_factor": source.attention_factor}
+
+
+def _lists(rotary: Rotary) -> tuple[list[float], list[float]]:
+    long = rotary.frequencies if rotary.long_frequencies is None else rotary.long_frequencies
+    return rotary.frequencies.tolist(), long.tolist()
+
+
+HOST = Kvfold(
+    frozenset(name for name, family in FAMILIES.items() if family.has_heads and not family.shares_heads),
+    "the source's class cannot share KV heads",
+    "became q_proj, k_proj, v_proj and o_proj",
+)
+LATENT_HOST = Kvfold(
+    frozenset(_LATENT),
+    "no stock class has latent attention in blocks like the source's",
+    "factored into kv_a_proj_with_mqa and kv_b_proj",
+)

@@ -38,7 +38,7 @@ class Attended:
     @classmethod
     def assumed(cls, second: torch.Tensor, mean: torch.Tensor) -> Attended:
         """For inputs with these moments: keys are compared with all others, and a head reads one token at a time."""
-        return cls(second, second - torch.outer(mean, mean), second, mean)
+        return cls(second.clone(), second - torch.outer(mean, mean), second.clone(), mean.clone())  # stored one by one
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

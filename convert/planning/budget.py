@@ -36,7 +36,7 @@ def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[
 
     Args:
         values: R + P, at most.
-        rotary_dim: Rotary dims of one head.
+        rotary_dim: Rotary dims of one head; 0 without RoPE, and then P is 0.
         groups: KV heads of the source.
         full_rank: Maps rotary dims to the rank beyond which nothing is gained.
         least: The smallest rank that holds anything.
@@ -47,9 +47,10 @@ def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[
     Raises:
         Refusal: No rank fits.
     """
-    if values < least + 2:
+    key = min(2, rotary_dim)
+    if values < least + key:
         raise Refusal(
-            f"the budget leaves {values} values per layer and token; a latent needs at least {least}, its rotary key 2"
+            f"the budget leaves {values} values per layer and token; a latent needs at least {least}, its rotary key {key}"
         )
     rope_dim, most = rotary_dim, min(groups * rotary_dim, (values - least) // 2 * 2)
     while rope_dim > 2 and (rope_dim > values / 4 or values - rope_dim < least):

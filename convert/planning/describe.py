@@ -14,7 +14,7 @@ from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.hosts import HOSTS
 from convert.planning.base import Plan, host_of, readable
-from convert.planning.latent import full_rank, latent_for_budget
+from convert.planning.latent import full_rank, latent_for_budget, smallest_latent
 from eval.tables import bytes_text, table
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str
 def _carrier(source: Source, family: Family, spec: AttentionSpec, kind: str, dtype: str) -> tuple[Host | None, str | None]:
     """The output class of a kind of target, with a remark if it needs another dtype; or None and the reason."""
     try:
-        target = spec.latent(1, 2) if kind == "mla" else spec.grouped(1)
+        target = smallest_latent(source, family, spec) if kind == "mla" else spec.grouped(1)
     except Refusal as error:
         return None, str(error)
     try:

@@ -73,7 +73,7 @@ def plan_latent(
     before = family.spec(source.config)
     dtype = stored_dtype(source, output)
     # Whether any latent fits the source comes first: it is what most users have to know.
-    host = host_of("mla", family, source, before.latent(1, 2), dtype)
+    host = host_of("mla", family, source, smallest_latent(source, family, before), dtype)
     rank, rope_dim = _latent_size(source, family, before, size, host, dtype)
     target = _target(source, family, method, host, before, replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim), dtype)
     check_output(output.path, source.directory, output.overwrite, output.resume)
@@ -82,7 +82,7 @@ def plan_latent(
     remarks = list(text_notes(method, text, family.traits(source.config)))
     if target.copies:
         text, remarks = None, ["the calibration text is not used"] if text else []
-    elif text is not None and not method.folds and size.kv_lora_rank is None:
+    elif text is not None and not method.folds and size.kv_lora_rank is None and rope_dim:
         sizes = _splits(source, family, before, target.spec, host)
         splits = tuple(_target(source, family, method, host, before, split, dtype) for split in sizes)
         note = "the search starts from this split of the cache; the text decides the split, one for all layers"
@@ -103,6 +103,7 @@ def _target(
     from convert.planning.targets import LatentTarget
 
     rank, rope_dim = size.kv_lora_rank or 0, size.qk_rope_head_dim or 0
+    _check_rotary(source, family, rope_dim)
     spec = before.latent(rank, rope_dim)
     if rope_dim > (most := _most_rotary_dims(source, family, before)):
         raise Refusal(
@@ -138,6 +139,26 @@ def _target(
     return replace(target, notes=tuple(notes))
 
 
+def smallest_latent(source: Source, family: Family, before: AttentionSpec) -> AttentionSpec:
+    """The smallest latent that the source's attention can become, to ask an output class whether it carries any."""
+    return before.latent(1, min(2, _rotary_dim(family, source)))
+
+
+def _check_rotary(source: Source, family: Family, rope_dim: int) -> None:
+    """Refuse a RoPE key where nothing rotates, and none where something does."""
+    rotates = _rotary_dim(family, source) > 0
+    if rope_dim and not rotates:
+        raise Refusal(
+            f"{source.reference} has no RoPE, so it has no RoPE key of {rope_dim} dims: all of its keys go into the latent",
+            hint="leave out --qk-rope-head-dim",
+        )
+    if rotates and rope_dim < 2:
+        raise Refusal(
+            f"cannot keep {rope_dim} rotary dims of {source.reference}: where keys rotate, a RoPE key needs at least 2",
+            hint="give --qk-rope-head-dim 2 or more",
+        )
+
+
 def full_rank(source: Source, family: Family, rope_dim: int) -> int:
     """The rank beyond which nothing is gained: nope dims of keys plus dims of values, or the model's width if that is less."""
     return min(source.decoder.hidden_size, family.latent_dims(source.config, rope_dim))
@@ -163,10 +184,11 @@ def _latent_size(
     source: Source, family: Family, before: AttentionSpec, size: LatentRequest, host: Host, dtype: str
 ) -> tuple[int, int]:
     given = (size.kv_lora_rank, size.qk_rope_head_dim)
+    rotates = _rotary_dim(family, source) > 0
     if size.kv_share is None and size.kv_bytes is None:
-        if size.kv_lora_rank is None or size.qk_rope_head_dim is None:
-            raise Refusal("give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget")
-        return size.kv_lora_rank, size.qk_rope_head_dim
+        if size.kv_lora_rank is None or (rotates and size.qk_rope_head_dim is None):
+            raise Refusal(f"give --kv-lora-rank{' and --qk-rope-head-dim' if rotates else ''}, or --kv-budget")
+        return size.kv_lora_rank, size.qk_rope_head_dim or 0
     if given != (None, None):
         raise Refusal("give either --kv-budget or --kv-lora-rank and --qk-rope-head-dim, not both")
     if size.pad_rank:
@@ -182,7 +204,7 @@ def _latent_size(
     try:
         return latent_for_budget(source, family, before, host, values)
     except Refusal as error:
-        least = (with_reserved(host, 1) + 2) * before.num_layers * dtype_bytes(dtype)
+        least = (with_reserved(host, 1) + 2 * rotates) * before.num_layers * dtype_bytes(dtype)
         raise Refusal(
             f"a budget of {budget} bytes per token is too small for any rank: {error}",
             hint=f"the least is {least} bytes per token in {dtype}, and little is left of a model there",
@@ -207,15 +229,19 @@ def _most_rotary_dims(source: Source, family: Family, before: AttentionSpec) -> 
 
 
 def _rotary_dim(family: Family, source: Source) -> int:
-    """Rotary dims of one head in layers with RoPE; output classes refuse models without any such layer."""
+    """Rotary dims of one head in layers with RoPE; 0 if there are none."""
     rotaries = (family.rotary(source.config, layer) for layer in range(source.decoder.num_hidden_layers))
-    return next(rotary.dims for rotary in rotaries if rotary)
+    return next((rotary.dims for rotary in rotaries if rotary), 0)
 
 
 def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, rotary_dim: int) -> int:
     if not method.folds:
         if fold is not None:
             raise Refusal(f"method {method.name} does not fold frequencies", hint="leave out --freqfold, or use --method pca")
+        return 1
+    if not rotary_dim:
+        if fold is not None:
+            raise Refusal("there are no frequencies to fold: the source has no RoPE", hint="leave out --freqfold")
         return 1
     chosen = default_fold(rope_dim, rotary_dim) if fold is None else fold
     check_fold(chosen, rope_dim, rotary_dim)

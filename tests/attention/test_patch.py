@@ -23,7 +23,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 import attention
 from attention import absorb, absorbed, load, restore
 from attention.errors import Failure, Refusal
-from attention.latent import LatentAttention
+from attention.latent import LatentAttention, StockLatentAttention
 
 
 def classes(model: Any) -> set[type]:
@@ -62,7 +62,7 @@ def test_absorb_and_restore_may_be_repeated() -> None:
     model = mla_model()
     absorb(absorb(model))
     assert is_absorbed(model)
-    assert {cls.__bases__ for cls in classes(model)} == {(LatentAttention, DeepseekV3Attention)}
+    assert {cls.__bases__ for cls in classes(model)} == {(StockLatentAttention, DeepseekV3Attention)}
     restore(restore(model))
     assert classes(model) == {DeepseekV3Attention}
 
@@ -193,7 +193,7 @@ def test_a_model_without_latent_attention_is_refused() -> None:
     message, hint = refused(tiny_model(tiny_config("llama")))
     assert message == (
         "LlamaForCausalLM has no latent attention that can be absorbed: "
-        "none of its modules is a DeepseekV3Attention or YoutuAttention"
+        "none of its modules is a DeepseekV3Attention, YoutuAttention, or the LatentAttention of kvfold"
     )
     assert hint == "convert it with `convert mla`, or run it as it is"
     assert restore(tiny_model(tiny_config("llama"))) is not None

@@ -157,7 +157,13 @@ def test_a_latent_made_smaller_keeps_the_dims_of_its_queries() -> None:
         source.grouped(1)
 
 
-@pytest.mark.parametrize("rope", [0, 1, 7, 34, -2])
+def test_where_nothing_rotates_there_is_no_rotary_key() -> None:
+    spec = AttentionSpec(4, 8, 8, 16).latent(40, 0)
+    assert (spec.kind, spec.key_dim, spec.qk_nope_head_dim, spec.values_per_token) == ("MLA-40+0", 16, 16, 160)
+    assert spec.latent(8, 0) == AttentionSpec(4, 8, 8, 16).latent(8, 0)
+
+
+@pytest.mark.parametrize("rope", [1, 7, 34, -2])
 def test_rotary_dims_that_keys_do_not_have_are_refused(rope: int) -> None:
     with pytest.raises(Refusal, match=rf"cannot keep {rope} rotary dims of 2 KV heads × 16: it must be even and between"):
         AttentionSpec(4, 8, 2, 16).latent(40, rope)

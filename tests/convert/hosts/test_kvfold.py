@@ -16,7 +16,7 @@ from written import WITHOUT_KVFOLD, edit, left_nothing, ok, weights
 
 from attention.models import CODE, MODEL_TYPE
 from convert.families import FAMILIES, family_of
-from convert.hosts.kvfold import HOST
+from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.hosts.source_class import HOST as SOURCE
 
 Make = Callable[..., Path]
@@ -32,10 +32,11 @@ def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
         if name in HOST.families:
             assert HOST.refuses(family, config, spec.grouped(1), "float32") is None
             assert "ignores num_key_value_heads" in str(SOURCE.refuses(family, config, spec.grouped(1), "float32"))
+            assert HOST.code == LATENT_HOST.code == (CODE,)
             assert SOURCE.refuses(family, config, spec, "float32") is None, "a copy"
             assert SOURCE.config({"a": 1}, config, spec, None) == {"a": 1}, "a stray key would mislead others"
         elif spec.kv_lora_rank is None:
-            assert "class cannot share" in str(HOST.refuses(family, config, spec.grouped(1), "float32"))
+            assert HOST.refuses(family, config, spec.grouped(1), "float32"), "its own class can"
 
 
 def test_a_config_nests_the_sources() -> None:
@@ -81,16 +82,18 @@ def test_results_run_where_kvfold_is_not_installed(
         source, out = checkpoint(model_type, name=model_type, duplicated=2), tmp_path / f"{model_type}-4"
         ok(convert("gqa", source, out, "--groups", 4))
         assert (out / CODE.name).read_bytes() == CODE.read_bytes()
-        paths += [str(source), str(out)]
+        ok(convert("mla", source, tmp_path / f"{model_type}-mla", "--kv-budget", "100%"))
+        paths += [str(source), str(out), str(tmp_path / f"{model_type}-mla")]
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     command = [sys.executable, "-I", "-c", REMOTE, *paths]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
-    assert [result[0] for result in results[::2]] == ["GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM"]
-    for expected, found in zip(results[::2], results[1::2], strict=True):
+    assert [result[0] for result in results[::3]] == ["GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM"]
+    for expected, grouped, latent in zip(results[::3], results[1::3], results[2::3], strict=True):
         assert expected[2] == 8
-        assert found == ["KvfoldForCausalLM", expected[1], 4]
+        assert grouped == ["KvfoldForCausalLM", expected[1], 4]
+        assert latent == ["KvfoldForCausalLM", expected[1], 1]
 
 
 @pytest.mark.parametrize("model_type", sorted(HOST.families))
@@ -111,7 +114,6 @@ def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Conver
     facts = json.loads(convert("inspect", tmp_path / "four", "--json").stdout)
     rope = "default" if model_type == "gpt_neox" else None
     assert (facts["family"], facts["attention"], facts["rope_type"]) == (MODEL_TYPE, "GQA-4", rope)
-    assert "no output class carries MLA" in convert("mla", tmp_path / "four", tmp_path / "mla", "--kv-budget", "50%").stderr
 
 
 @pytest.mark.parametrize("model_type", sorted(HOST.families))

@@ -93,7 +93,7 @@ def test_support_has_a_row_for_each_family() -> None:
     rows = {row["family"]: row for row in support()}
     assert rows.keys() == FAMILIES.keys()
     assert (rows["deepseek_v3"]["gqa"], rows["deepseek_v3"]["mla"]) == ("-", "deepseek_v3")
-    assert rows["phi"]["mla"] == "-"
+    assert (rows["phi"]["mla"], rows["qwen3"]["mla"]) == ("kvfold", "-")
     assert (rows["gpt_neox"]["gqa"], rows["phi3"]["gqa"]) == ("kvfold", "its own class")
 
 
@@ -160,7 +160,7 @@ def test_plan_and_inspect_size_latents_as_they_are_written(checkpoint: Make, con
 
 
 def test_what_cannot_become_mla_is_told_why(checkpoint: Make, convert: Convert) -> None:
-    source = checkpoint("phi")
+    source = checkpoint("qwen3")
     facts = json.loads(convert("plan", source, "--json").stdout)
     assert not any(row["kind"].startswith("MLA") for row in facts["targets"])
     assert facts["mla"].startswith("none: no output class carries MLA of")
@@ -178,7 +178,7 @@ def test_a_float16_source_is_told_what_it_can_become_in_bfloat16(checkpoint: Mak
 
 def test_the_matrix_names_the_output_class_of_each_target(convert: Convert) -> None:
     rows = {row["family"]: row for row in json.loads(convert("families", "--json").stdout)}
-    assert (rows["llama"]["gqa"], rows["llama"]["mla"]) == ("its own class", "deepseek_v3")
+    assert (rows["llama"]["gqa"], rows["llama"]["mla"]) == ("its own class", "deepseek_v3, kvfold")
     assert rows["gemma2"]["mla"] == "-"
 
 

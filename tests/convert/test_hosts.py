@@ -1,0 +1,250 @@
+"""Output classes of MLA whose results need kvfold's class: exact at full size for every family, and the same however run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from latents import method_options, same_logits, tokens, tolerance
+from tiny import tiny_config
+from written import edit, left_nothing, ok, weights
+
+from attention import load
+from attention.latent import LatentAttention
+from attention.models import MODEL_TYPE, register
+from attention.models.modeling_kvfold import LatentAttention as Own
+from convert.families import FAMILIES
+from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
+from convert.hosts.kvfold import LATENT_HOST
+from eval.cost import measured_bytes_per_token
+from eval.source import Source
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+
+# What deepseek_v3 cannot hold, of families that it can hold otherwise.
+BEYOND: dict[str, dict[str, Any]] = {
+    "llama": {"mlp_bias": True, "attention_bias": True},
+    "mistral": {"sliding_window": 7},
+    "ministral": {"sliding_window": 7, "layer_types": ["sliding_attention"] * 3},
+    "cwm": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "phi3": {"sliding_window": 7},
+    "qwen2": {"sliding_window": 7, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
+    "seed_oss": {"mlp_bias": True},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "mlp_bias": True},
+}
+OFF = {"qk_layernorm": False}
+NO_ROPE = ("gpt2", "opt")
+
+
+def made(checkpoint: Make, model_type: str, **changes: Any) -> Path:
+    return checkpoint(model_type, **{**OFF, **BEYOND.get(model_type, {}), **changes})
+
+
+def full(source: Path) -> list[Any]:
+    """The options of full size: every rotary component, and all the rest in the latent."""
+    from convert.planning.latent import full_rank
+
+    read = Source.parse(str(source))
+    family = FAMILIES[read.model_type]
+    rotaries = [family.rotary(read.config, layer) for layer in range(3)]
+    rope = family.spec(read.config).num_kv_heads * max((rotary.dims for rotary in rotaries if rotary), default=0)
+    return sized(full_rank(read, family, rope), rope)
+
+
+def sized(rank: int, rope: int) -> list[Any]:
+    return ["--kv-lora-rank", rank, *(["--qk-rope-head-dim", rope] if rope else [])]
+
+
+def small(model_type: str) -> list[Any]:
+    return sized(24, 0 if model_type in NO_ROPE else 4)
+
+
+def stock(path: Path, **arguments: Any) -> Any:
+    """The class as transformers loads it, not absorbed."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    return AutoModelForCausalLM.from_pretrained(path, **arguments).eval()
+
+
+def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+# One of each kind: windows, biases, no RoPE, part of it, layers without it, experts, other norms and residuals.
+KINDS = ("cwm", "gpt2", "gpt_neox", "granite", "llama", "mixtral", "nemotron", "opt", "smollm3", "stablelm")
+
+
+@pytest.mark.parametrize(
+    ("method", "model_type"),
+    [*(("svd", name) for name in sorted(LATENT_HOST.families)), *(("weighted with text", name) for name in KINDS)],
+)
+def test_full_size_gives_the_sources_logits(
+    method: str, model_type: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    source = made(checkpoint, model_type)
+    ok(convert("mla", source, tmp_path / "out", *full(source), *method_options(method, words)))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["text_config"]["model_type"]) == (MODEL_TYPE, model_type)
+    ids = tokens(20)  # beyond the windows
+    expected = said(stock(source), ids)
+    same_logits(said(stock(tmp_path / "out"), ids), expected, tolerance(method))
+    same_logits(said(load(tmp_path / "out", when="always"), ids), expected, tolerance(method))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_small_sizes_run_alike_in_every_way(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = made(checkpoint, model_type)
+    ok(convert("mla", source, tmp_path / "out", *small(model_type)))
+    plain, absorbed = stock(tmp_path / "out"), load(tmp_path / "out", when="always")
+    assert all(isinstance(module, LatentAttention) for module in absorbed.modules() if isinstance(module, Own))
+    ids = tokens(12)
+    expected = said(plain, ids)
+    same_logits(said(absorbed, ids), expected)
+    eager = load(tmp_path / "out", attn_implementation="eager")
+    same_logits(said(eager, ids), expected)
+    with torch.inference_mode():
+        out = eager(ids, output_attentions=True)
+        assert out.attentions[0].shape == (2, 8, 12, 12)
+        asked = {"max_new_tokens": 8, "do_sample": False}
+        whole = plain.generate(ids, use_cache=False, **asked)
+        for model in (plain, absorbed):
+            assert torch.equal(model.generate(ids, **asked), whole)
+        assert torch.equal(absorbed.generate(ids, cache_implementation="static", **asked), whole)
+        padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
+        for model in (plain, absorbed):
+            assert torch.equal(model.generate(padded, attention_mask=mask, **asked)[:, 3:], whole)
+        assert plain.generate(ids[:1], num_beams=3, **asked).shape == absorbed.generate(ids[:1], num_beams=3, **asked).shape
+    absorbed.save_pretrained(tmp_path / "again")
+    same_logits(said(stock(tmp_path / "again"), ids), expected, 1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "gemma"])
+def test_the_cache_has_the_bytes_that_the_plan_says(
+    model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = made(checkpoint, model_type)
+    planned = json.loads(convert("mla", source, tmp_path / "out", *small(model_type), "--dry-run", "--json").stdout)
+    ok(convert("mla", source, tmp_path / "out", *small(model_type)))
+    assert planned["kv_bytes_per_token_after"] == 3 * (24 + (0 if model_type in NO_ROPE else 4)) * 4
+    assert measured_bytes_per_token(load(tmp_path / "out"), "float32") == planned["kv_bytes_per_token_after"]
+
+
+def test_without_rope_half_of_the_cache_loses_nothing(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """Keys and values of MHA are linear in one input, whose width is half of theirs."""
+    source = checkpoint("gpt2")
+    shown = ok(convert("mla", source, tmp_path / "out", "--kv-budget", "50%")).stdout
+    assert "MHA → MLA-64+0" in shown
+    assert "(50.0%" in shown
+    same_logits(said(stock(tmp_path / "out"), tokens(20)), said(stock(source), tokens(20)))
+    for budget, kind in (("100%", "MLA-64+0"), ("25%", "MLA-32+0")):
+        facts = json.loads(convert("mla", source, tmp_path / "less", "--kv-budget", budget, "--dry-run", "--json").stdout)
+        assert facts["target"] == kind
+    least = convert("mla", source, tmp_path / "less", "--kv-budget", "11")
+    left_nothing(least, 2, "the least is 12 bytes per token", tmp_path / "less")
+
+
+@pytest.mark.parametrize("method", ["svd", "weighted", "weighted with text", "pca"])
+def test_every_method_makes_latents_without_rope(
+    method: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    source, options = checkpoint("gpt2"), method_options(method, words)
+    ok(convert("mla", source, tmp_path / "out", "--kv-lora-rank", 64, *options))
+    same_logits(said(stock(tmp_path / "out"), tokens(20)), said(stock(source), tokens(20)), tolerance(method))
+    more = ["--refine", 2] if "text" in method else []
+    ok(convert("mla", source, tmp_path / "less", "--kv-lora-rank", 9, *options, *more))
+    assert torch.isfinite(said(load(tmp_path / "less"), tokens(20))).all()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])
+def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """Also those that change with the length, and those with an attention factor."""
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        parameters |= {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [3.0, 1.0, 4.0, 9.0]}
+    if kind != "dynamic":
+        parameters["original_max_position_embeddings"] = 16
+    source = checkpoint("llama", mlp_bias=True, rope_parameters=parameters, max_position_embeddings=32)
+    ok(convert("mla", source, tmp_path / "out", *full(source)))
+    for length in (12, 60):
+        same_logits(said(stock(tmp_path / "out"), tokens(length)), said(stock(source), tokens(length)))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "starcoder2"])
+def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, ids = made(checkpoint, model_type), tokens(20)
+    ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd"))
+    ok(convert("mla", tmp_path / "out", tmp_path / "less", *small(model_type), "--method", "svd"))
+    ok(convert("mla", source, tmp_path / "once", *small(model_type), "--method", "svd"))
+    assert torch.isfinite(said(load(tmp_path / "less"), ids)).all()
+    twice, once = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("less", "once"))
+    for key in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "model_type"):
+        assert twice["text_config"][key] == once["text_config"][key]
+    assert len(twice["rope_pairs"]) == len(once["rope_pairs"]) == once["text_config"]["qk_rope_head_dim"] // 2
+    ok(convert("mla", tmp_path / "out", tmp_path / "same", *full(source)))
+    before, after = weights(tmp_path / "out"), weights(tmp_path / "same")
+    assert all(torch.equal(before[name], after[name]) for name in before), "a copy"
+    refused = convert("mqa", tmp_path / "out", tmp_path / "one")
+    left_nothing(refused, 2, "has a latent and no KV heads to merge", tmp_path / "one")
+    facts = json.loads(convert("inspect", tmp_path / "out", "--json").stdout)
+    assert (facts["family"], facts["attention"][:4], facts["kv_heads"]) == (MODEL_TYPE, "MLA-", None)
+
+
+def test_grouped_heads_of_the_class_become_latent(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint("gpt_neox", duplicated=2)
+    ok(convert("gqa", source, tmp_path / "four", "--groups", 4))
+    ok(convert("mla", tmp_path / "four", tmp_path / "out", *sized(56, 8), "--method", "svd"))
+    same_logits(said(stock(tmp_path / "out"), tokens(20)), said(stock(source), tokens(20)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen3", {}, "queries and keys are normalised (QK-norm)"),
+        ("gemma2", {}, "sets attn_logit_softcapping to 50.0"),
+        ("olmo", {"clip_qkv": 8.0}, "sets clip_qkv to 8.0"),
+        ("glm", {}, "RoPE pairs neighbouring dims"),
+    ],
+)
+def test_what_it_does_not_do_is_refused_before_weights_are_read(
+    model_type: str, changes: dict[str, Any], message: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = made(checkpoint, model_type, **changes)
+    (source / "model.safetensors").unlink()
+    left_nothing(convert("mla", source, tmp_path / "out", *sized(24, 4)), 2, message, tmp_path / "out")
+
+
+def test_a_float16_source_is_sent_to_the_stock_class_if_that_can_hold_it(checkpoint: Make, convert: Convert) -> None:
+    for source, shown in (
+        (checkpoint(name="plain"), "mla: deepseek_v3, loads in transformers (only with --dtype bfloat16)"),
+        (checkpoint(name="biased", mlp_bias=True), f"mla: {MODEL_TYPE}, loads in transformers, with kvfold's code"),
+    ):
+        assert shown in convert("inspect", edit(source, dtype="float16")).stdout
+
+
+def test_a_rope_key_is_for_what_rotates(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    for model_type, size, message in (
+        ("gpt2", sized(24, 4), "has no RoPE, so it has no RoPE key of 4 dims"),
+        ("gpt_neox", sized(24, 0), "give --kv-lora-rank and --qk-rope-head-dim, or --kv-budget"),
+        ("gpt_neox", ["--kv-lora-rank", 24, "--qk-rope-head-dim", 0], "where keys rotate, a RoPE key needs at least 2"),
+        ("gpt2", [], "give --kv-lora-rank, or --kv-budget"),
+        ("gpt2", ["--kv-lora-rank", 65], "rank 65 exceeds full size"),
+    ):
+        out = tmp_path / "out"
+        left_nothing(convert("mla", made(checkpoint, model_type), out, *size), 2, message, out)
+
+
+def test_what_deepseek_v3_cannot_hold_is_held() -> None:
+    """Every entry of `BEYOND` is indeed refused there, so that the tests above are about this class."""
+    for name, changes in BEYOND.items():
+        config, family = tiny_config(name, **changes), FAMILIES[name]
+        target = family.spec(config).latent(8, 2)
+        assert DEEPSEEK.refuses(family, config, target, "float32"), name
+        assert LATENT_HOST.refuses(family, config, target, "float32") is None, name
