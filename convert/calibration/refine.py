@@ -2,8 +2,13 @@
 
 `refined` minimises the error of the whole decoder layer's output over its attention's weights: inputs come through the
 converted layers before it, and the aim is the output of the source's layer on the source's inputs, so that a layer also
-compensates for earlier losses. Matrices take Muon steps (Jordan et al., 2024) of a share of their own root mean square, so
-that one rate works for every layer and model; biases take Adam steps. No gradient crosses a layer.
+compensates for earlier losses. The error of each token is relative to the size of its output, as the norm behind it sees it:
+real models have tokens whose channels are a thousand times larger than all others. Matrices take Muon steps (Jordan et al.,
+2024) of a share of their own root mean square, so that one rate works for every layer and model; biases take Adam steps. No
+gradient crosses a layer.
+
+Steps fit the blocks that they see, and with little text nothing else. So blocks that no step sees judge the weights on the way,
+and the best ones are kept: those of the start if no others are better.
 """
 
 from __future__ import annotations
@@ -15,11 +20,14 @@ from typing import Any
 import torch
 
 from attention.record import Record
+from attention.spread import parted, spread_blocks
 from convert.calibration.stream import LayerStream
 
 _RATE = 0.03  # initial step, as a share of a matrix's root mean square; chosen on text that is not used for any reported figure
 _WARM = 0.05  # share of all steps
 _TOKENS = 2048  # tokens per step
+_JUDGINGS = 10  # evenly over the steps
+_JUDGED = 8192  # tokens that judge
 _NOTHING = 1e-12  # share of the input's energy
 
 Write = Callable[[Record], Mapping[str, torch.Tensor]]
@@ -40,44 +48,58 @@ def refined(
         seed: For the order of blocks.
 
     Returns:
-        The record, and the relative squared error of the layer's output before and after.
+        The record, and the relative squared error of the layer's output before and after, on blocks that no step saw.
     """
-    weights = _Weights(record)
-    blocks, context = student.blocks
-    count = min(blocks, max(1, _TOKENS // context))
-    generator = torch.Generator().manual_seed(seed * 100_003 + layer)
-    passes = -(-steps * count // blocks)
-    order = torch.cat([torch.randperm(blocks, generator=generator) for _ in range(passes)])
+    weights, (blocks, context) = _Weights(record), student.blocks
+    fitted, others = parted(blocks)
+    others = [others[i] for i in spread_blocks(_JUDGED, len(others), context)]
+    count = min(len(fitted), max(1, _TOKENS // context))
     optimisers = weights.optimisers()
     schedule = [torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps)) for optimiser in optimisers]
     with student.opened(layer) as run:
 
         def error(chosen: list[int]) -> torch.Tensor:
             inputs, expected = student.select(layer, chosen), teacher.select(layer + 1, chosen)
-            added, tiny = expected - inputs, torch.finfo(torch.float32).tiny
-            # If a layer adds nothing, compare with its input instead.
-            energy = torch.maximum(added.square().sum(), _NOTHING * inputs.square().sum()).clamp_min(tiny)
-            return (run(inputs, write(weights.record())) - expected).square().sum() / energy
+            found = run(inputs, write(weights.record()))
+            return _relative(found - expected, expected - inputs, inputs, expected)
 
-        def whole() -> float:
-            with torch.no_grad():
-                return sum(float(error(part.tolist())) * len(part) for part in torch.arange(blocks).split(count)) / blocks
+        @torch.no_grad()
+        def judged() -> float:
+            parts = [others[start : start + count] for start in range(0, len(others), count)]
+            return sum(float(error(part)) * len(part) for part in parts) / len(others)
 
-        before = whole()
+        best, kept = judged(), record
+        errors = {"layer_error": best}
+        order = _shuffled(fitted, steps * count, seed * 100_003 + layer)
         for step in range(steps):
-            loss = error(order[step * count : (step + 1) * count].tolist())
+            loss = error(order[step * count : (step + 1) * count])
             for optimiser in optimisers:
                 optimiser.zero_grad()
             loss.backward()
             for optimiser, rate in zip(optimisers, schedule, strict=True):
                 optimiser.step()
                 rate.step()
-        after = whole()
-    if not after < before:  # NaN or larger: keep the closed form
-        return record, {"layer_error": before, "layer_error_refined": before}
-    for parameter in weights.parameters.values():
-        parameter.requires_grad_(False)
-    return weights.record(), {"layer_error": before, "layer_error_refined": after}
+            if (step + 1) % -(-steps // _JUDGINGS) == 0 or step + 1 == steps:
+                now = judged()
+                if now < best:  # not if it is NaN
+                    best, kept = now, weights.copied()
+    return kept, errors | {"layer_error_refined": best}
+
+
+def _relative(missing: torch.Tensor, added: torch.Tensor, inputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Σ `missing`² by Σ `added`², `[b, T, E]`, of tokens that are scaled to outputs of one size."""
+    tiny = torch.finfo(torch.float32).tiny
+    size = expected.square().mean(-1, keepdim=True).clamp_min(tiny).rsqrt()
+    # If a layer adds nothing, compare with its input instead.
+    energy = torch.maximum((size * added).square().sum(), _NOTHING * (size * inputs).square().sum()).clamp_min(tiny)
+    return (size * missing).square().sum() / energy
+
+
+def _shuffled(blocks: list[int], count: int, seed: int) -> list[int]:
+    """`count` blocks: all of them in random order, again and again."""
+    generator = torch.Generator().manual_seed(seed)
+    passes = [torch.randperm(len(blocks), generator=generator).tolist() for _ in range(-(-count // len(blocks)))]
+    return [blocks[i] for order in passes for i in order][:count]
 
 
 def _rate(step: int, steps: int) -> float:
@@ -97,6 +119,11 @@ class _Weights:
     def record(self) -> Record:
         """The record with the current weights; differentiable."""
         return replace(self._start, **self._shaped())
+
+    @torch.no_grad()
+    def copied(self) -> Record:
+        """The record with a copy of the current weights."""
+        return replace(self._start, **{name: value.detach().clone() for name, value in self._shaped().items()})
 
     def _shaped(self) -> dict[str, Any]:
         return {name: parameter.view(self._values[name].shape) for name, parameter in self.parameters.items()}

@@ -15,7 +15,7 @@ import torch
 
 from attention.forward import attention_output
 from attention.record import Attention, Record
-from attention.spread import evenly_spread
+from attention.spread import parted
 from convert.calibration.keys import fitted_keys
 from convert.calibration.queries import fitted_queries
 from convert.calibration.values import fitted_values
@@ -23,7 +23,6 @@ from convert.methods.statistics import EXCERPT, Attended
 
 _TOKENS, _NUMBERS = 2**14, 2**25  # of the sample at most; of one activation of all its tokens, which bounds memory
 _ROUNDS, _GAIN = 3, 0.9  # of keys and queries; another one follows only if the last one left at most this share of the error
-_OTHERS = 8  # one block of so many judges, at least one
 _ROUNDING = 1e-8  # of an output's energy: what does not lose more than that is left as it is
 _WHOLE = 0.9  # of a change: from this share on, all of it is taken
 
@@ -40,7 +39,7 @@ def refitted(before: Attention, after: Record, x: torch.Tensor, attended: Attend
         attended: Moments of the text as the source's attention sees it.
     """
     x, attended = x.float(), attended.to(x.device)
-    fitted, others = _parted(x)
+    fitted, others = (x[part] for part in parted(len(x)))
     search, alone = _Search(before, others), len(x) == 1
     if before.k_norm is None:  # no change of queries or keys can pass a norm
         after = search.closer(after, fitted_queries(before, after, fitted))
@@ -58,14 +57,6 @@ def refitted(before: Attention, after: Record, x: torch.Tensor, attended: Attend
 def sample_for(width: int) -> int:
     """The tokens that layers of a model of that width are refitted on."""
     return max(EXCERPT, min(_TOKENS, _NUMBERS // width))
-
-
-def _parted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks to fit on, and others, an eighth and at least one, to judge by. A single block does both."""
-    if len(x) == 1:
-        return x, x
-    others = evenly_spread(max(1, len(x) // _OTHERS), len(x))
-    return x[[i for i in range(len(x)) if i not in others]], x[others]
 
 
 class _Search:
