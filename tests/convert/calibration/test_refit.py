@@ -14,9 +14,10 @@ from refitting import SEEN, X, any_refit, changed, latent, merged, refitted_quer
 
 from attention.forward import output_error
 from attention.record import Attention, Record
+from attention.spread import parted
 from convert.calibration import refit
 from convert.calibration.least_squares import fitted_spans
-from convert.calibration.refit import _parted, refitted, sample_for
+from convert.calibration.refit import refitted, sample_for
 
 
 def all_refitted(before: Attention, after: Record) -> Record:
@@ -30,7 +31,7 @@ def test_a_refit_never_does_worse_on_blocks_that_it_was_not_fitted_on(
 ) -> None:
     a = record(4, share, pairs, nope, 20, pairing, biased, factor, seed)  # type: ignore[arg-type]
     after: Record = merged(a, 2, method) if method in ("aligned", "mean") else latent(a, 6, (0,), method)
-    fitted, (_, others) = all_refitted(a, after), _parted(X)
+    fitted, others = all_refitted(a, after), X[parted(len(X))[1]]
     assert output_error(a, fitted, others) <= output_error(a, after, others)
 
 
@@ -107,13 +108,6 @@ def test_spans_that_are_fitted_are_bounded_and_there_is_one_at_least(
 @pytest.mark.parametrize(("width", "tokens"), [(64, 16384), (2048, 16384), (4096, 8192), (8192, 4096), (16384, 4096)])
 def test_wide_models_are_refitted_on_fewer_tokens(width: int, tokens: int) -> None:
     assert sample_for(width) == tokens
-
-
-@pytest.mark.parametrize(("blocks", "judging"), [(1, [0]), (2, [1]), (4, [2]), (8, [4]), (17, [4, 12]), (32, [4, 12, 20, 28])])
-def test_other_blocks_judge_than_are_fitted(blocks: int, judging: list[int]) -> None:
-    fitted, others = _parted(torch.arange(blocks))
-    assert others.tolist() == judging
-    assert fitted.tolist() == [i for i in range(blocks) if blocks == 1 or i not in judging]
 
 
 def test_a_single_block_is_enough_for_queries_alone() -> None:
