@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,37 +15,39 @@ from attention.rope import Rotation, no_rotary
 _SPAN = 256  # tokens
 
 
-def attention_output(record: Record, x: torch.Tensor) -> torch.Tensor:
-    """Causal attention of blocks `x [n, T, E]` that begin at position 0, `[n, T, E]`; fp32, one block at a time."""
-    return torch.stack([_output(record, block) for block in x.float()])
+def attention_output(record: Record, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Causal attention of blocks `[T, E]` that begin at position 0, of any lengths, one after another: `[tokens, E]`, fp32."""
+    return torch.cat([_output(record, block.float()) for block in blocks])
 
 
-def output_error(before: Record, after: Record, x: torch.Tensor) -> float:
-    """Squared error of what `after` computes on `x [n, T, E]`, relative to what `before` does."""
-    expected = attention_output(before, x)
-    error, energy = (part.double().square().sum() for part in (attention_output(after, x) - expected, expected))
+def output_error(before: Record, after: Record, blocks: Sequence[torch.Tensor]) -> float:
+    """Squared error of what `after` computes on blocks `[T, E]`, relative to what `before` does."""
+    expected = attention_output(before, blocks)
+    error, energy = (part.double().square().sum() for part in (attention_output(after, blocks) - expected, expected))
     return float(error / energy.clamp_min(torch.finfo(torch.float64).tiny))  # a layer may add nothing
 
 
-def attention_by_distance(attention: Attention, x: torch.Tensor) -> torch.Tensor:
+def attention_by_distance(attention: Attention, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """How much attention each head pays to the token t − s = 0 … T − 1 back, where there is one, `[H, T]` fp64.
 
     The first token of a block is left out: many models rest much of their attention on it, however far back it is.
 
     Args:
         attention: The record.
-        x: `[n, T, E]`, blocks that begin at position 0.
+        blocks: `[t, E]` each, of at most T tokens, that begin at position 0.
     """
-    total = torch.zeros(attention.q.shape[0], x.shape[1], dtype=torch.float64, device=x.device)
-    for block in x.float():
-        heads = heads_of(attention, block)
+    longest = max(map(len, blocks))
+    total = torch.zeros(attention.q.shape[0], longest, dtype=torch.float64, device=blocks[0].device)
+    queries = total[0].clone()  # that see a token that far back, the first one aside
+    for block in blocks:
+        heads = heads_of(attention, block.float())
+        queries[: len(block)] += torch.arange(len(block) - 1, -1, -1, device=total.device).clamp_min(1)
         for head in range(len(total)):
             for tokens in spans(len(block)):
                 weights = causal_softmax(heads.logits(head, tokens))
                 weights[:, 0] = 0
                 total[head, : tokens.stop] += _by_distance(weights)
-    queries = torch.arange(x.shape[1] - 1, -1, -1, device=x.device)  # that see a token that far back, the first one aside
-    return total / (len(x) * queries.clamp_min(1))
+    return total / queries
 
 
 def spans(count: int, size: int | None = None) -> list[slice]:

@@ -33,6 +33,7 @@ from attention.record import Attention
 from attention.rope import Rotary
 from convert.calibration.refit import refitted, sample_for
 from convert.methods import LATENT, load_grouped, load_latent
+from convert.methods.blocks import Blocks
 from convert.methods.frequencies import pairs_by_stride
 from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
@@ -69,7 +70,9 @@ class Sizes:
         x = torch.randn(self.blocks, self.context, self.width, generator=generator)
         rows = x.flatten(0, 1).double()
         second, mean = rows.T @ rows / len(rows), rows.mean(0)
-        known = Statistics(second, mean, 10**6, Attended.assumed(second, mean), x.bfloat16()).to(torch.device(device))
+        known = Statistics(second, mean, 10**6, Attended.assumed(second, mean), Blocks.whole(x.bfloat16())).to(
+            torch.device(device)
+        )
         return Attention(*projections, 0.1, rotary), known
 
     def allocation(self, folds: bool, rotary: Rotary | None) -> Allocation:
@@ -140,7 +143,9 @@ def survey_only(model: Path, work: Path) -> None:
     blocks = torch.randint(source.config.vocab_size, (BLOCKS, CONTEXT), generator=torch.Generator().manual_seed(0))
     paths = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
     reader, inputs = Reader(model), work / "inputs"
-    stream = LayerStream(source.config, paths, reader.__getitem__, reader.infos, blocks, inputs, torch.device("cpu"))
+    stream = LayerStream(
+        source.config, paths, reader.__getitem__, reader.infos, Blocks.whole(blocks), inputs, torch.device("cpu")
+    )
     family = family_of(source.config.model_type)
 
     def record(layer: int) -> Attention:

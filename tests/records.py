@@ -11,6 +11,7 @@ from attention.qk_norm import QKNorm
 from attention.record import Attention, FactoredAttention, Record
 from attention.reference import grouped_attention, latent_attention
 from attention.rope import Pairing, Rotary
+from convert.methods.blocks import Blocks
 from convert.methods.statistics import Attended, Statistics
 
 
@@ -82,7 +83,7 @@ def measured(x: torch.Tensor) -> Statistics:
     """What a survey would find of `x [n, T, E]`, but for where attention looks: everywhere."""
     rows = x.double().flatten(0, 1)
     second, mean = rows.T @ rows / len(rows), rows.mean(0)
-    return Statistics(second, mean, len(rows), Attended.assumed(second, mean), x)
+    return Statistics(second, mean, len(rows), Attended.assumed(second, mean), Blocks.whole(x))
 
 
 def run(a: Record, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from attention.record import Attention, FactoredAttention
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.reader import TensorInfo
 from convert.families import FAMILIES
+from convert.methods.blocks import Blocks
 
 CPU = torch.device("cpu")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,10 +62,13 @@ def seen_by(model: Any, blocks: torch.Tensor, paths: list[str] | None = None) ->
     return seen
 
 
-def stream_of(model: Any, spool: Path, blocks: torch.Tensor, read: Callable[[str], torch.Tensor] | None = None) -> LayerStream:
+def stream_of(
+    model: Any, spool: Path, text: torch.Tensor | Blocks, read: Callable[[str], torch.Tensor] | None = None
+) -> LayerStream:
+    text = text if isinstance(text, Blocks) else Blocks.whole(text)
     weights = model.state_dict()
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
-    return LayerStream(model.config, attentions(model), read or weights.__getitem__, infos, blocks, spool, CPU)
+    return LayerStream(model.config, attentions(model), read or weights.__getitem__, infos, text, spool, CPU)
 
 
 def records_of(model: Any) -> Callable[[int], Attention]:
@@ -86,4 +90,4 @@ def model_of(case: str = "llama") -> Any:
 
 def of_blocks(count: int, context: int, width: int) -> Any:
     """As much of a stream as sums have to know."""
-    return types.SimpleNamespace(blocks=(count, context), width=width, device=CPU)
+    return types.SimpleNamespace(text=Blocks.whole(torch.zeros(count, context)), width=width, device=CPU)

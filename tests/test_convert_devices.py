@@ -30,6 +30,7 @@ from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.shelf import Shelf
 from convert.methods import GROUPED, LATENT, load_grouped, load_latent
 from convert.methods.algebra import leading_subspace
+from convert.methods.blocks import Blocks
 from convert.methods.grouped import Draw, reordered
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
@@ -190,7 +191,7 @@ def stream_of(model: Any, spool: Path, device: torch.device) -> LayerStream:
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     paths = [name for name, _ in model.named_modules() if name.endswith((".self_attn", ".attn"))]
     blocks = torch.randint(4, 96, (2, 6), generator=torch.Generator().manual_seed(1))
-    return LayerStream(model.config, paths, tensors.__getitem__, infos, blocks, spool, device)
+    return LayerStream(model.config, paths, tensors.__getitem__, infos, Blocks.whole(blocks), spool, device)
 
 
 @pytest.fixture
@@ -261,14 +262,14 @@ def test_records_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeyp
     monkeypatch.setattr("convert.calibration.refit.min", last, raising=False)
     with fake_gpu():
         before, after = map(to_gpu, pair)
-        fitted = refitted(before, after, X.to(GPU), SURVEYED.attended)
+        fitted = refitted(before, after, Blocks.whole(X.to(GPU)), SURVEYED.attended)
         assert fitted is not after
         assert devices(fitted) == {"cuda"}
 
 
 @pytest.mark.parametrize("part", range(3), ids=["source", "result", "inputs"])
 def test_a_part_of_the_refit_left_on_the_cpu_is_noticed(part: int) -> None:
-    parts: list[Any] = [*RESULTS["latent"], X]
+    parts: list[Any] = [*RESULTS["latent"], Blocks.whole(X)]
     with fake_gpu(), pytest.raises(RuntimeError, match=REFUSED):
         refitted(*(value if i == part else to_gpu(value) for i, value in enumerate(parts)), SURVEYED.attended)
 
@@ -290,13 +291,13 @@ def test_outputs_are_fitted_on_the_gpu(pair: tuple[Attention, Record], truths: b
 class Stream:
     """A layer that adds what its weights sum up to, in place of a model's."""
 
-    blocks = (4, 6)
+    text = Blocks.whole(torch.zeros(4, 6))
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
-    def select(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
-        return X[[block % len(X) for block in blocks]].to(self._device)
+    def select(self, layer: int, rows: Sequence[int]) -> list[torch.Tensor]:
+        return [X[[row % len(X) for row in rows]].to(self.device)]
 
     @contextlib.contextmanager
     def opened(self, layer: int) -> Iterator[Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]]:

@@ -7,7 +7,7 @@ a share of Σ_ht q̂² times the mean square of a channel that attention sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,22 +20,22 @@ from convert.calibration.least_squares import TOKENS, centred, conjugate_gradien
 _LEAST = 1e-3  # of the queries' mean power: a dim that they hardly use
 
 
-def fitted_keys(before: Attention, after: Record, x: torch.Tensor, seen: torch.Tensor) -> Callable[[float], Record]:
+def fitted_keys(
+    before: Attention, after: Record, blocks: Sequence[torch.Tensor], seen: torch.Tensor
+) -> Callable[[float], Record]:
     """The result with a share of the change of its keys that fits, by that share.
 
     Args:
         before: The source's record.
         after: The result's, whose heads are in the same order.
-        x: `[n, T, E]`, inputs in blocks from position 0, fp32.
+        blocks: The layer's inputs, `[t, E]` each, from position 0, fp32.
         seen: `[E, E]`, E_t E_{s ~ p_t}[x_s x_sᵀ].
     """
     if isinstance(after, FactoredAttention) and not len(after.k_rope):
         return lambda share: after
     groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
-    parts = fitted_spans(len(before.q), len(x), x.shape[1], TOKENS)
-    fits = [
-        _Fit.of(heads_of(before, rows), heads_of(after, rows), rows, groups, part) for rows, part in zip(x, parts, strict=True)
-    ]
+    parts = fitted_spans(len(before.q), list(map(len, blocks)), TOKENS)
+    fits = [_Fit.of(heads_of(before, x), heads_of(after, x), x, groups, part) for x, part in zip(blocks, parts, strict=True)]
     change = _solved(fits, seen.float())
     if isinstance(after, FactoredAttention):
         return lambda share: replace(after, k_rope=after.k_rope.float() + share * change[0])

@@ -6,7 +6,7 @@ E_t Var_{s ~ p_t} of what a result's logits lack, with p_t the source's attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -20,21 +20,23 @@ TOKENS = 8192  # of all blocks together, whose logits are fitted
 _LOGITS = 2**27  # attention weights that are kept at a time: half a gigabyte
 
 
-def fitted_spans(heads: int, blocks: int, context: int, tokens: int | None = None) -> list[list[slice]]:
+def fitted_spans(heads: int, lengths: Sequence[int], tokens: int | None = None) -> list[list[slice]]:
     """For each block the spans of tokens that are fitted: all of them, or as many as time and memory allow, evenly spread.
 
     The first fitted span differs from block to block, so that all positions have their turn.
 
     Args:
         heads: Heads that are fitted together.
-        blocks: Their number.
-        context: Tokens per block.
+        lengths: Tokens of each block.
         tokens: About how many tokens of all blocks to fit, if time matters.
     """
-    everything = spans(context, SPAN)
-    stride = max(-(-blocks * context // (tokens or blocks * context)), -(-heads * blocks * context**2 // (2 * _LOGITS)))
-    stride = min(stride, len(everything))
-    return [everything[(stride // 2 + block) % stride :: stride] for block in range(blocks)]
+    count, logits = sum(lengths), heads * sum(length**2 for length in lengths)
+    wanted, found = max(-(-count // (tokens or count)), -(-logits // (2 * _LOGITS))), []
+    for block, length in enumerate(lengths):
+        everything = spans(length, SPAN)
+        stride = min(wanted, len(everything))
+        found.append(everything[(stride // 2 + block) % stride :: stride])
+    return found
 
 
 def missing(source: Heads, result: Heads, parts: list[slice]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

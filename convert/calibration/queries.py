@@ -6,7 +6,7 @@ of token s. W_Q (GQA), or W_UK and the rope queries (MLA), take A up. A ridge ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,19 +31,19 @@ _TOGETHER = 2**20  # logits of one span of a block, of as many heads as are fitt
 _SAMPLED = 64  # tokens, spread evenly, for which keys are rotated back
 
 
-def fitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Callable[[float], Record]:
+def fitted_queries(before: Attention, after: Record, blocks: Sequence[torch.Tensor]) -> Callable[[float], Record]:
     """The result with a share of the change of its queries that fits, by that share.
 
     Args:
         before: The source's record.
         after: The result's, whose heads are in the same order.
-        x: `[n, T, E]`, inputs in blocks from position 0, fp32.
+        blocks: The layer's inputs, `[t, E]` each, from position 0, fp32.
     """
-    blocks = [(heads_of(before, block), heads_of(after, block)) for block in x]
+    lengths, pairs = list(map(len, blocks)), [(heads_of(before, x), heads_of(after, x)) for x in blocks]
     free, changes = _free(before, after), []
-    for heads in _together(len(before.q), x.shape[1]):
-        parts = fitted_spans(heads.stop - heads.start, len(x), x.shape[1], TOKENS)
-        fits = [_Fit.of(a.part(heads), b.part(heads), part) for (a, b), part in zip(blocks, parts, strict=True)]
+    for heads in _together(len(before.q), max(lengths)):
+        parts = fitted_spans(heads.stop - heads.start, lengths, TOKENS)
+        fits = [_Fit.of(a.part(heads), b.part(heads), part) for (a, b), part in zip(pairs, parts, strict=True)]
         changes.append(_solved(fits, free))
     change = torch.cat(changes)
     return lambda share: _applied(before, after, share * change)

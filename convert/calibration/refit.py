@@ -9,7 +9,7 @@ converted layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,6 +19,7 @@ from attention.spread import parted
 from convert.calibration.keys import fitted_keys
 from convert.calibration.queries import fitted_queries
 from convert.calibration.values import fitted_values
+from convert.methods.blocks import Blocks
 from convert.methods.statistics import EXCERPT, Attended
 
 _TOKENS, _NUMBERS = 2**14, 2**25  # of the sample at most; of one activation of all its tokens, which bounds memory
@@ -27,20 +28,20 @@ _ROUNDING = 1e-8  # of an output's energy: what does not lose more than that is 
 _WHOLE = 0.9  # of a change: from this share on, all of it is taken
 
 
-def refitted(before: Attention, after: Record, x: torch.Tensor, attended: Attended) -> Record:
+def refitted(before: Attention, after: Record, sample: Blocks, attended: Attended) -> Record:
     """The result with queries, keys and values that fit, as far as they bring its outputs closer to the source's.
 
-    A single block has no other one to judge by. Only queries are fitted on it, which have the fewest weights.
+    A single row has no other one to judge by. Only queries are fitted on it, which have the fewest weights.
 
     Args:
         before: The source's record.
         after: The result's, whose heads are in the same order.
-        x: `[n, T, E]`, inputs in blocks from position 0.
+        sample: The layer's inputs.
         attended: Moments of the text as the source's attention sees it.
     """
-    x, attended = x.float(), attended.to(x.device)
-    fitted, others = (x[part] for part in parted(len(x)))
-    search, alone = _Search(before, others), len(x) == 1
+    attended = attended.to(sample.rows.device)
+    fitted, others = ([block.float() for block in sample.of(part).blocks] for part in parted(len(sample.rows)))
+    search, alone = _Search(before, others), len(sample.rows) == 1
     if before.k_norm is None:  # no change of queries or keys can pass a norm
         after = search.closer(after, fitted_queries(before, after, fitted))
         for _ in range(0 if alone else _ROUNDS):
@@ -64,11 +65,11 @@ class _Search:
 
     Args:
         before: The source's record.
-        x: `[n, T, E]`.
+        blocks: `[t, E]` each, from position 0, fp32.
     """
 
-    def __init__(self, before: Attention, x: torch.Tensor) -> None:
-        self._x, self._expected = x, attention_output(before, x)
+    def __init__(self, before: Attention, blocks: Sequence[torch.Tensor]) -> None:
+        self._blocks, self._expected = blocks, attention_output(before, blocks)
         self._energy = float(self._expected.double().square().sum())
         self._last: tuple[Record, torch.Tensor] | None = None
 
@@ -92,7 +93,7 @@ class _Search:
         return tried[best]
 
     def _lacking(self, after: Record) -> torch.Tensor:
-        """`[n, T, E]`, of the outputs; what was computed last is at hand."""
+        """`[tokens, E]`, of the outputs; what was computed last is at hand."""
         if self._last and self._last[0] is after:
             return self._last[1]
-        return self._expected - attention_output(after, self._x)
+        return self._expected - attention_output(after, self._blocks)

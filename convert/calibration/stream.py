@@ -21,9 +21,10 @@ from attention.padding import pad_values
 from convert.checkpoint.loading import ClassTensors, Read, empty_model
 from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.writer import require_finite
+from convert.methods.blocks import Blocks
 from eval.memory import release
 
-_TOKENS = 4096  # tokens per forward pass, unless one block is longer
+_TOKENS = 4096  # tokens per forward pass, unless one row is longer
 _CHECKSUM = 4  # bytes at the end of a file of inputs
 _CHUNK = 2**24  # bytes
 
@@ -39,7 +40,7 @@ class LayerStream:
         attentions: The module path of each layer's attention; its parent is the decoder layer.
         read: Maps the name of a tensor in the model's checkpoint to the tensor.
         infos: The infos of all tensors of that checkpoint.
-        blocks: `[n, T]` token ids.
+        text: Token ids, `[n, T]`.
         spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32, and their checksum. It appears when it is
             complete, and replaces the one before it, so that an interrupted run can continue there.
         device: The device on which layers run.
@@ -52,18 +53,18 @@ class LayerStream:
         attentions: Sequence[str],
         read: Read,
         infos: Mapping[str, TensorInfo],
-        blocks: torch.Tensor,
+        text: Blocks,
         spool: Path,
         device: torch.device,
         trust_remote_code: bool = False,
     ) -> None:
         model = pad_values(empty_model(config, trust_remote_code))
-        self._model, self._read, self._blocks, self._spool, self.device = model, read, blocks, spool, device
+        self._model, self._read, self.text, self._spool, self.device = model, read, text, spool, device
         self._tensors = ClassTensors(model, infos)
         self._attentions = list(attentions)
         self.width = int(config.get_text_config(decoder=True).hidden_size)
-        self._batch = max(1, _TOKENS // blocks.shape[1])
-        self._arguments: dict[int, list[_Call]] = {}
+        self._batches = text.batches(_TOKENS)
+        self._arguments: dict[tuple[int, int], list[_Call]] = {}  # by blocks and their length
         self._trusted: set[int] = set()  # layers whose inputs this object has written or checked
         embeddings = model.get_input_embeddings()
         self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embeddings)
@@ -77,11 +78,6 @@ class LayerStream:
         return len(self._attentions)
 
     @property
-    def blocks(self) -> tuple[int, int]:
-        """The number of blocks, and of tokens per block."""
-        return self._blocks.shape[0], self._blocks.shape[1]
-
-    @property
     def ready(self) -> set[int]:
         """The layers whose inputs exist: none before `embed`, then the next layer, and the one before it if it was kept."""
         return {layer for layer in range(len(self._attentions) + 1) if self._whole(layer)}
@@ -91,13 +87,14 @@ class LayerStream:
         """Compute the inputs of the first layer."""
         embeddings = self._model.get_input_embeddings()
         mapped = self._tensors.tensor(self._embedding, self._read)
-        tokens, rows = self._blocks.unique(return_inverse=True)  # no others are read
+        tokens, ids = self.text.rows.unique(return_inverse=True)  # no others are read
         embeddings.weight = torch.nn.Parameter(mapped[tokens].float(), requires_grad=False)
         require_finite(self._embedding, embeddings.weight)
         try:
             with self._loaded(self._around()), self._writing(0) as write:
-                for ids in rows.split(self._batch):
-                    write(self._calls(embeddings(ids).to(self.device), first_only=True)[0].hidden)
+                for rows in self._batches:
+                    embedded = embeddings(self.text.shaped(rows, ids[rows])).to(self.device)
+                    write(self._calls(embedded, first_only=True)[0].hidden)
         finally:
             embeddings.weight = torch.nn.Parameter(mapped.to("meta"), requires_grad=False)
 
@@ -159,18 +156,19 @@ class LayerStream:
 
     @property
     def num_batches(self) -> int:
-        return -(-len(self._blocks) // self._batch)
+        return len(self._batches)
 
     def batch(self, layer: int, batch: int) -> torch.Tensor:
-        """The layer's inputs of one batch, `[b, T, E]`; for `num_layers`, the outputs of the last layer."""
-        return self.select(layer, range(batch * self._batch, min((batch + 1) * self._batch, len(self._blocks))))
+        """The layer's inputs of one batch, `[b, t, E]`; for `num_layers`, the outputs of the last layer."""
+        (found,) = self.select(layer, self._batches[batch])
+        return found
 
-    def select(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The layer's inputs of some blocks, `[b, T, E]`."""
-        length = self._blocks.shape[1]
-        size = self._blocks.numel() * self.width
-        mapped = torch.from_file(str(self._inputs(layer)), size=size, dtype=torch.float32).view(-1, length, self.width)
-        return mapped[list(blocks)].to(self.device)  # indexing copies, so the file does not stay mapped
+    def select(self, layer: int, rows: Sequence[int]) -> list[torch.Tensor]:
+        """The layer's inputs of some rows of the text, `[b, t, E]` for each length of blocks."""
+        size, shape = self.text.rows.numel() * self.width, (*self.text.rows.shape, self.width)
+        mapped = torch.from_file(str(self._inputs(layer)), size=size, dtype=torch.float32).view(shape)
+        # Indexing copies, so the file does not stay mapped.
+        return [self.text.shaped(part, mapped[part].to(self.device)) for part in self.text.alike(rows)]
 
     def discard(self) -> None:
         """Remove the spooled inputs."""
@@ -204,7 +202,7 @@ class LayerStream:
         if not path.is_file():
             return False
         if layer not in self._trusted:
-            size = self._blocks.numel() * self.width * 4
+            size = self.text.rows.numel() * self.width * 4
             if path.stat().st_size != size + _CHECKSUM:
                 return False
             checksum = 0
@@ -289,12 +287,12 @@ class LayerStream:
                 handle.remove()
 
     def _forward(self, layer: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        batch, module = len(hidden), self._model.get_submodule(self._path(layer))
-        if batch not in self._arguments:  # they depend only on the shape
+        shape, module = (hidden.shape[0], hidden.shape[1]), self._model.get_submodule(self._path(layer))
+        if shape not in self._arguments:  # they depend only on the shape
             width = self._model.get_parameter(self._embedding).shape[1]
             with torch.no_grad(), self._loaded(self._around()):
-                self._arguments[batch] = self._calls(hidden.new_zeros(*hidden.shape[:2], width))
-        call = self._arguments[batch][layer]
+                self._arguments[shape] = self._calls(hidden.new_zeros(*shape, width))
+        call = self._arguments[shape][layer]
         if weights is None:
             out = module(hidden, *call.args, **call.kwargs)
         else:

@@ -6,6 +6,7 @@ For each layer it keeps the first two moments of its activations, also as its at
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from attention.record import Attention
 from attention.spread import evenly_spread, spread_blocks
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
+from convert.methods.blocks import Blocks
 from convert.methods.statistics import EXCERPT, Attended, Statistics
 from eval.progress import Progress, silent, stage
 
@@ -27,32 +29,32 @@ Records = Callable[[int], Attention | None]
 
 
 class Moments:
-    """The running moments of a layer's input, fp64, also as its attention sees them, and a sample of evenly spread blocks.
+    """The running moments of a layer's input, fp64, also as its attention sees them, and a sample of evenly spread rows.
 
     Args:
         layer: The index of the layer.
         stream: The model that runs.
         attention: The source's attention of that layer; None if its record does not show where it looks.
-        sample: Tokens of the sample, but at least one block.
+        sample: Tokens of the sample, but at least one row.
     """
 
     def __init__(self, layer: int, stream: LayerStream, attention: Attention | None, sample: int = EXCERPT) -> None:
-        blocks, context = stream.blocks
-        self._layer, self._tokens, self._seen, self._attention = layer, 0, 0, attention
-        self._sampled = set(spread_blocks(sample, blocks, context))
+        self._layer, self._tokens, self._seen, self._attention, self._text = layer, 0, 0, attention, stream.text
+        self._sampled = spread_blocks(sample, len(stream.text.rows), stream.text.context)
         self._sample: list[torch.Tensor] = []
         self._sum = torch.zeros(stream.width, dtype=torch.float64, device=stream.device)
         self._second = torch.outer(self._sum, self._sum)
         self._attended = _AttendedSums(stream.width, stream.device)
 
     def see(self, x: torch.Tensor) -> None:
-        """Add `x [b, T, E]`.
+        """Add `x [b, t, E]`, blocks of one length that make up whole rows.
 
         Raises:
             Failure: `x` is not finite.
         """
-        self._sample += [x[i].bfloat16() for i in range(len(x)) if self._seen + i in self._sampled]
-        self._seen += len(x)
+        rows = x.reshape(-1, self._text.context, x.shape[-1])
+        self._sample += [row.bfloat16() for i, row in enumerate(rows, self._seen) if i in self._sampled]
+        self._seen += len(rows)
         blocks, x = x, x.flatten(0, 1)
         second, total = x.T @ x, x.sum(0, dtype=torch.float64)
         if not (torch.isfinite(second).all() and torch.isfinite(total).all()):
@@ -78,7 +80,7 @@ class Moments:
                 f"the input of layer {self._layer}'s attention is zero on the whole calibration text",
                 hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
             )
-        sample = torch.stack(self._sample)
+        sample = replace(self._text.of(self._sampled), rows=torch.stack(self._sample))
         second, mean = self._second / self._tokens, self._sum / self._tokens
         attended = self._attended.moments() if self._attention else Attended.assumed(second, mean)
         if not (torch.isfinite(attended.seen).all() and torch.isfinite(attended.read).all()):
@@ -151,12 +153,13 @@ def survey(stream: LayerStream, shelf: Shelf, records: Records, progress: Progre
 def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
     found = moments.statistics()
     assert found.sample is not None, "a survey takes samples"
-    plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample}
+    plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample.rows}
     attended = dict(zip(_ATTENDED, found.attended.tensors, strict=True))
-    shelf.put(layer, plain | attended, {"tokens": found.tokens})
+    shelf.put(layer, plain | attended, {"tokens": found.tokens, "cuts": list(found.sample.cuts)})
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     tensors, note = shelf.get(layer)
     attended = Attended(*(tensors[name] for name in _ATTENDED))
-    return Statistics(tensors["second_moment"], tensors["first_moment"], note["tokens"], attended, tensors["sample"])
+    sample = Blocks(tensors["sample"], tuple(note["cuts"]))
+    return Statistics(tensors["second_moment"], tensors["first_moment"], note["tokens"], attended, sample)

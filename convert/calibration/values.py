@@ -6,7 +6,7 @@ channel of x̄_t, what the source's heads read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,18 +16,21 @@ from attention.record import Attention
 from convert.calibration.least_squares import RIDGE, conjugate_gradients, fitted_spans, grouped, inverse, logits_of, ridged
 
 
-def fitted_values(before: Attention, after: Attention, x: torch.Tensor, read: torch.Tensor) -> Callable[[float], Attention]:
+def fitted_values(
+    before: Attention, after: Attention, blocks: Sequence[torch.Tensor], read: torch.Tensor
+) -> Callable[[float], Attention]:
     """The result with a share of the change of its values that fits, by that share.
 
     Args:
         before: The source's record.
         after: The result's, whose heads are in the same order.
-        x: `[n, T, E]`, inputs in blocks from position 0, fp32.
+        blocks: The layer's inputs, `[t, E]` each, from position 0, fp32.
         read: `[E, E]`, E_t[x̄_t x̄_tᵀ] of what heads read.
     """
-    parts = fitted_spans(len(after.q), len(x), x.shape[1])
-    lacking = attention_output(before, x) - attention_output(after, x)
-    fits = [_Fit.of(after, *block) for block in zip(x, lacking, parts, strict=True)]
+    lengths = list(map(len, blocks))
+    lacking = attention_output(before, blocks) - attention_output(after, blocks)
+    parts = fitted_spans(len(after.q), lengths)
+    fits = [_Fit.of(after, *block) for block in zip(blocks, lacking.split(lengths), parts, strict=True)]
     change = _solved(fits, read.float())
     return lambda share: replace(after, v=after.v.float() + share * change)
 

@@ -181,10 +181,11 @@ def _errors(job: Job, method: LatentMethod, offers: Sequence[Allocation], statis
         for layer in tried_layers:
             before, known = job.read_layer(layer)[1], statistics(layer).to(job.device)
             assert known.sample is not None
-            tried, other = known.sample[::2], known.sample[1::2] if len(known.sample) > 1 else known.sample
+            rows = range(len(known.sample.rows))
+            tried, other = known.sample.of(rows[::2]), known.sample.of(rows[1::2] or rows)
             for i, offer in enumerate(offers):
                 after = _refitted(job, before, method.factor(before, offer, known), replace(known, sample=other))
-                errors[i] += output_error(before, after, tried) / count
+                errors[i] += output_error(before, after, tried.blocks) / count
                 done(1)
     return errors
 

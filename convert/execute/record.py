@@ -47,8 +47,14 @@ def record_of(
 
 
 def _calibration(text: CalibrationText) -> dict[str, Any]:
-    context, longest = text.blocks.shape[1], text.plan.max_context
-    return {"text": text.tokens.name, "tokens": len(text.tokens.ids), "context": context, "max_context": longest}
+    lengths, longest = text.blocks.lengths, text.plan.max_context
+    return {
+        "text": text.tokens.name,
+        "tokens": len(text.tokens.ids),
+        "context": lengths[0],
+        "block_lengths": lengths,
+        "max_context": longest,
+    }
 
 
 def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[str, Any]:

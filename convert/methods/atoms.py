@@ -166,5 +166,5 @@ def _mass(attention: Attention, statistics: Statistics) -> torch.Tensor:
     """`[H, N]` attention by distance, measured on the sample, or assumed without text."""
     if statistics.sample is None:
         return assumed_mass(attention.q.shape[0], attention.k.device)
-    near = attention_by_distance(attention, excerpt(statistics.sample))
-    return mass(near, statistics.context or statistics.sample.shape[1])
+    near = attention_by_distance(attention, excerpt(statistics.sample).blocks)
+    return mass(near, statistics.context or statistics.sample.context)

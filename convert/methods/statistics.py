@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.spread import spread_blocks
+from convert.methods.blocks import Blocks
 
 EXCERPT = 4096  # tokens, on which errors are measured
 
@@ -83,15 +84,15 @@ class Statistics:
         mean: `[E]`, E[x], fp64.
         tokens: How many x were seen; 0 if the statistics are assumed.
         attended: Moments of x as attention sees it, which weigh keys and values.
-        sample: `[n, T, E]`, x of some whole blocks, to fit and to measure errors on; None without text.
-        context: Tokens of the longest context that the result is for; None for as many as a block of the sample has.
+        sample: x of some rows of the text, `[n, T, E]`, to fit and to measure errors on; None without text.
+        context: Tokens of the longest context that the result is for; None for as many as the longest block of the sample has.
     """
 
     second: torch.Tensor
     mean: torch.Tensor
     tokens: int
     attended: Attended
-    sample: torch.Tensor | None = None
+    sample: Blocks | None = None
     context: int | None = None
 
     @classmethod
@@ -134,9 +135,9 @@ class Statistics:
         return replace(self, second=second, attended=self.attended.shrunk(self.tokens))
 
 
-def excerpt(sample: torch.Tensor) -> torch.Tensor:
-    """At most `EXCERPT` tokens of a sample `[n, T, E]` in evenly spread blocks, but at least one block."""
-    return sample[spread_blocks(EXCERPT, len(sample), sample.shape[1])]
+def excerpt(sample: Blocks) -> Blocks:
+    """At most `EXCERPT` tokens of a sample in evenly spread rows, but at least one row."""
+    return sample.of(spread_blocks(EXCERPT, len(sample.rows), sample.context))
 
 
 def _with_constant(second: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,8 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     del rest  # one of the largest tensors here
     if known.sample is None or not latent.competing:
         return latent.result(attention, rope, 1.0)
-    trial = excerpt(known.sample)[::2]  # half of it is enough to rank a few results
+    sample = excerpt(known.sample)
+    trial = sample.of(range(0, len(sample.rows), 2)).blocks  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 
     def error(result: FactoredAttention) -> float:
@@ -200,7 +201,7 @@ def measure(attention: Attention, statistics: Statistics, fewest: int) -> _Measu
     rope = RopeKeys.of(attention, statistics.shrunk().to(attention.k.device))
     lost, tried = Components.of(rope).lost, statistics.sample is not None
     pursuit = Pursuit.of(rope, torch.complex64) if tried and fewest < len(lost) else None
-    return _Measured(lost, pursuit, statistics.sample is not None and rope.mass.shape[1] > statistics.sample.shape[1])
+    return _Measured(lost, pursuit, statistics.sample is not None and rope.mass.shape[1] > statistics.sample.context)
 
 
 def allocate(found: list[_Measured], count: int, allocation: Allocation) -> list[Allocation]:

@@ -11,8 +11,7 @@ from attention.errors import Failure, Refusal
 from convert.methods.text import TextUse
 
 if TYPE_CHECKING:
-    import torch
-
+    from convert.methods.blocks import Blocks
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
     from eval.source import Source
@@ -28,8 +27,8 @@ class CalibrationOptions:
 
     Attributes:
         given: The text: {"text": FILE} or {"dataset": NAME}; empty for no text.
-        tokens: How many tokens to use, in whole blocks spread evenly over the text.
-        context: Tokens per block.
+        tokens: How many tokens to use, in blocks spread evenly over the text.
+        context: Tokens per block; every other one is cut into shorter ones (`convert.methods.blocks`).
         propagate: Whether a layer's statistics are measured behind the layers converted before it.
         refit: Whether least squares refits queries, keys, values (GQA) and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.
@@ -153,9 +152,11 @@ class CalibrationText:
         return cls(plan, tokens.spread(plan.tokens, plan.context))
 
     @property
-    def blocks(self) -> torch.Tensor:
-        """`[n, T]` token ids."""
-        return self.tokens.blocks(self.plan.context)
+    def blocks(self) -> Blocks:
+        """The ids, `[n, T]`."""
+        from convert.methods.blocks import Blocks
+
+        return Blocks.mixed(self.tokens.blocks(self.plan.context))
 
     def remarks(self, width: int) -> list[str]:
         """A remark if the text is short for a model of width `width`."""

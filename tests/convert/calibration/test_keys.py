@@ -57,7 +57,7 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
         if isinstance(after, FactoredAttention)
         else dataclasses.replace(after, k=whole)
     )
-    total, parts = torch.zeros(()), fitted_spans(4, 1, X.shape[1])[0]
+    total, parts = torch.zeros(()), fitted_spans(4, [X.shape[1]])[0]
     x = X[0]
     source, result = heads_of(a, x), heads_of(moved, x)
     for head in range(4):
@@ -73,7 +73,7 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_both_dims_of_a_rotary_pair_count_alike(pairing: str) -> None:
     a = record(2, 2, 3, 2, 20, pairing)  # type: ignore[arg-type]
-    fit = keys._Fit.of(heads_of(a, X[0]), heads_of(a, X[0]), X[0], 2, fitted_spans(4, 1, X.shape[1])[0])
+    fit = keys._Fit.of(heads_of(a, X[0]), heads_of(a, X[0]), X[0], 2, fitted_spans(4, [X.shape[1]])[0])
     queries_ = heads_of(a, X[0]).rope.square().sum(1).unflatten(0, (2, 2)).sum(1) * a.scale**2
     first, second = queries_.unflatten(1, (2, 3) if pairing == "half" else (3, 2)).unbind(1 if pairing == "half" else 2)
     power = fit.power()[:, :6].unflatten(1, (2, 3) if pairing == "half" else (3, 2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from written import ok, weights
 
-from convert.calibration.refine import _relative, _shuffled
+from convert.calibration.refine import _energies, _shuffled
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -23,7 +23,7 @@ def test_steps_that_lead_away_are_not_taken(
 ) -> None:
     source = checkpoint()
     ok(convert("mqa", source, tmp_path / "plain", *on))
-    monkeypatch.setattr("convert.calibration.refine._RATE", rate)
+    monkeypatch.setattr("convert.calibration.refine._RATES", (rate, rate))
     ok(convert("mqa", source, tmp_path / "out", *on, "--refine", 3))
     before, after = weights(tmp_path / "plain"), weights(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -31,26 +31,28 @@ def test_steps_that_lead_away_are_not_taken(
         assert note["layer_error"] == note["layer_error_refined"] > 0
 
 
+def error(missing: torch.Tensor, added: torch.Tensor, inputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    found = _energies(missing, added, inputs, expected)
+    return found[0] / found[1]
+
+
 def test_every_token_counts_alike() -> None:
     """As behind a norm: a token of a thousand times the size has no more to say than another one."""
     inputs, added, missing = (torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     large = torch.ones(2, 5, 1)
     large[:, 0] = 1000
-    found, same = (
-        _relative(missing, added, inputs, inputs + added),
-        _relative(missing * large, added * large, inputs * large, (inputs + added) * large),
-    )
-    torch.testing.assert_close(found, same)
+    found = error(missing, added, inputs, inputs + added)
+    torch.testing.assert_close(error(missing * large, added * large, inputs * large, (inputs + added) * large), found)
     wrong = missing.clone()
     wrong[:, 1:] *= 10
-    assert _relative(wrong * large, added * large, inputs * large, (inputs + added) * large) > 10 * found
+    assert error(wrong * large, added * large, inputs * large, (inputs + added) * large) > 10 * found
 
 
 def test_a_layer_that_adds_nothing_is_compared_with_its_input() -> None:
     inputs, nothing = torch.ones(1, 3, 4), torch.zeros(1, 3, 4)
-    assert float(_relative(nothing, nothing, inputs, inputs)) == 0
-    assert torch.isfinite(_relative(inputs, nothing, inputs, inputs))
-    assert torch.isfinite(_relative(nothing, nothing, nothing, nothing))
+    assert float(error(nothing, nothing, inputs, inputs)) == 0
+    assert torch.isfinite(error(inputs, nothing, inputs, inputs))
+    assert torch.isfinite(error(nothing, nothing, nothing, nothing))
 
 
 def test_blocks_come_in_random_order_again_and_again() -> None:

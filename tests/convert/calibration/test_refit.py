@@ -18,10 +18,11 @@ from attention.spread import parted
 from convert.calibration import refit
 from convert.calibration.least_squares import fitted_spans
 from convert.calibration.refit import refitted, sample_for
+from convert.methods.blocks import Blocks
 
 
 def all_refitted(before: Attention, after: Record) -> Record:
-    return refitted(before, after, X, SEEN)
+    return refitted(before, after, Blocks.whole(X), SEEN)
 
 
 @settings(max_examples=8, deadline=None)
@@ -41,7 +42,9 @@ def test_a_refit_does_much_better_than_queries_alone_where_there_is_something_to
         a = record(4, 1, 3, 2, 20, seed=seed)
         after = merged(a, 1, "mean")
         alone = refitted_queries(a, after, x)
-        assert output_error(a, refitted(a, after, x, measured(x).attended), other) < 0.9 * output_error(a, alone, other)
+        assert output_error(a, refitted(a, after, Blocks.whole(x), measured(x).attended), other) < 0.9 * output_error(
+            a, alone, other
+        )
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -100,7 +103,7 @@ def test_a_layer_of_zeros_is_left_as_it_is() -> None:
 def test_spans_that_are_fitted_are_bounded_and_there_is_one_at_least(
     heads: int, blocks: int, context: int, tokens: int | None, count: int
 ) -> None:
-    parts = fitted_spans(heads, blocks, context, tokens)
+    parts = fitted_spans(heads, [context] * blocks, tokens)
     assert [len(part) for part in parts] == [count] * blocks
     assert all(span.start < context for part in parts for span in part)
 
@@ -113,14 +116,14 @@ def test_wide_models_are_refitted_on_fewer_tokens(width: int, tokens: int) -> No
 def test_a_single_block_is_enough_for_queries_alone() -> None:
     a = record(4, 1, 3, 2, 20)
     after = merged(a, 2, "mean")
-    assert changed(refitted(a, after, X[:1], SEEN), after) == {"q", "q_bias"}
+    assert changed(refitted(a, after, Blocks.whole(X[:1]), SEEN), after) == {"q", "q_bias"}
 
 
 def test_what_fits_one_block_by_chance_is_not_taken() -> None:
     """Few tokens of a wide model: the fit of one block must not make the other one worse."""
     a = record(4, 1, 3, 2, 20)
     after, x = merged(a, 2), random(2, 6, 20, seed=3)
-    fitted = refitted(a, after, x, SEEN)
+    fitted = refitted(a, after, Blocks.whole(x), SEEN)
     assert output_error(a, fitted, x[1:]) <= output_error(a, after, x[1:])
 
 
@@ -137,7 +140,7 @@ def test_keys_are_weighed_as_attention_sees_tokens_and_values_as_it_reads_them(m
     for name in ("fitted_keys", "fitted_values"):
         monkeypatch.setattr(refit, name, noting(name, getattr(refit, name)))
     a = record(4, 1, 3, 2, 20)
-    refitted(a, merged(a, 2), X, SEEN)
+    refitted(a, merged(a, 2), Blocks.whole(X), SEEN)
     assert torch.equal(given["fitted_keys"], SEEN.seen)
     assert torch.equal(given["fitted_values"], SEEN.read)
     assert not torch.allclose(SEEN.seen, SEEN.read)

@@ -17,6 +17,7 @@ from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.reader import Reader
 from convert.families import FAMILIES
+from convert.methods.blocks import Blocks
 
 # Classes that no family reads yet: what they run before their layers, and where their attentions are.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -78,13 +79,43 @@ def test_arithmetic_is_fp32_whatever_the_weights_are_stored_in(tmp_path: Path) -
     torch.testing.assert_close(torch.cat(found), expected[1], rtol=1e-4, atol=1e-4)
 
 
+def test_some_rows_are_cut_into_shorter_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each starts at position 0 and sees nothing of the one before it, in whatever batches they run."""
+    monkeypatch.setattr("convert.calibration.stream._TOKENS", 24)  # two rows
+    model, rows = model_of("gemma2, sliding layers and scaled embeddings"), blocks_of(7, 12)
+    text = Blocks(rows, (1, 1, 1, 3, 3, 3, 3))
+    whole, short = seen_by(model, rows[:3]), seen_by(model, rows[3:].reshape(-1, 4))
+    stream = stream_of(model, tmp_path / "spool", text)
+    stream.embed()
+    for layer in range(3):
+        seen: list[torch.Tensor] = []
+        moments = Moments(layer, stream, None, 60)  # five rows
+
+        def see(x: torch.Tensor, into: list[torch.Tensor] = seen, moments: Moments = moments) -> None:
+            into.append(x.clone())
+            moments.see(x)
+
+        stream.advance(layer, see)
+        assert [tuple(x.shape[:2]) for x in seen] == [(2, 12), (1, 12), (6, 4), (6, 4)]
+        torch.testing.assert_close(torch.cat(seen[:2]), whole[layer], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.cat(seen[2:]), short[layer], rtol=1e-4, atol=1e-4)
+        sample = moments.statistics().sample
+        assert sample is not None
+        assert sample.cuts == (1, 1, 3, 3, 3)
+        expected = [whole[layer][0], whole[layer][2], *short[layer][:6], *short[layer][9:]]
+        for block, x in zip(sample.blocks, expected, strict=True):
+            torch.testing.assert_close(block.float(), x, rtol=1e-2, atol=1e-2)
+    one, other = stream.select(3, [6, 0])
+    assert (one.shape, other.shape) == ((1, 12, 64), (3, 4, 64))
+
+
 # ---- any checkpoint, any class ---------------------------------------------------------------------------------------
 
 
 def from_files(model: Any, paths: list[str], directory: Path, blocks: torch.Tensor) -> LayerStream:
     model.save_pretrained(directory)
     reader = Reader(directory)
-    return LayerStream(model.config, paths, reader.__getitem__, reader.infos, blocks, directory / "spool", CPU)
+    return LayerStream(model.config, paths, reader.__getitem__, reader.infos, Blocks.whole(blocks), directory / "spool", CPU)
 
 
 def sees_the_same(stream: LayerStream, expected: list[torch.Tensor]) -> None:
@@ -133,7 +164,7 @@ def test_a_checkpoint_of_the_model_without_its_head_will_do(tmp_path: Path) -> N
     model.model.save_pretrained(tmp_path)
     reader = Reader(tmp_path)
     assert "embed_tokens.weight" in reader.infos
-    stream = LayerStream(model.config, paths, reader.__getitem__, reader.infos, blocks, tmp_path / "spool", CPU)
+    stream = LayerStream(model.config, paths, reader.__getitem__, reader.infos, Blocks.whole(blocks), tmp_path / "spool", CPU)
     sees_the_same(stream, expected)
 
 
@@ -200,7 +231,9 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     reader = Reader(tmp_path)
     infos = {name: info for name, info in reader.infos.items() if ".1.block_sparse_moe.experts.1." not in name}
-    stream = LayerStream(model.config, attentions(model), reader.__getitem__, infos, blocks, tmp_path / "spool", CPU)
+    stream = LayerStream(
+        model.config, attentions(model), reader.__getitem__, infos, Blocks.whole(blocks), tmp_path / "spool", CPU
+    )
     stream.embed()
     stream.advance(0)
     message = r"model\.layers\.1\.mlp\.experts\.gate_up_proj is \[1, 64, 64\].*by the config it is \[2, 64, 64\]"

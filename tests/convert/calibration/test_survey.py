@@ -100,7 +100,7 @@ def test_statistics_are_the_moments_of_what_layers_see(case: str, batched: int, 
         torch.testing.assert_close(found.second, expected.second, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.mean, expected.mean, rtol=1e-4, atol=1e-4)
         assert found.sample is not None
-        torch.testing.assert_close(found.sample.float(), x, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(found.sample.rows.float(), x, rtol=1e-2, atol=1e-2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"source-0000{layer}.safetensors" for layer in range(3)]
 
 
@@ -136,7 +136,7 @@ def test_the_sample_is_whole_blocks_however_long() -> None:
         moments.see(torch.ones(6, context, 4))
         sample = moments.statistics().sample
         assert sample is not None
-        assert sample.shape == (blocks, context, 4)
+        assert sample.rows.shape == (blocks, context, 4)
 
 
 def test_without_a_record_attention_is_assumed() -> None:

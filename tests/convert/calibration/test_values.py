@@ -43,7 +43,7 @@ def test_the_gradient_by_values_is_that_of_the_squared_error(monkeypatch: pytest
     x, expected_outputs = X[:1], run(a, X[:1])
     lacking = expected_outputs - run(dataclasses.replace(after, v=after.v + leaf), x)
     (expected,) = torch.autograd.grad(0.5 * lacking.square().sum(), leaf)
-    parts = fitted_spans(8, 1, X.shape[1])[0]
+    parts = fitted_spans(8, [X.shape[1]])[0]
     fit = values._Fit.of(after, x[0], (expected_outputs - run(after, x))[0].float(), parts)
     assert fit.count == X.shape[1]
     found = fit.curvature(leaf.detach()) - fit.wanted

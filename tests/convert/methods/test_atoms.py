@@ -51,7 +51,7 @@ def test_distances_are_measured_on_text_and_assumed_without() -> None:
     a = record(2, 2, 3, 0, 20)
     known = measured(inputs(20))
     assert known.sample is not None
-    near = attention_by_distance(a, known.sample)
+    near = attention_by_distance(a, known.sample.blocks)
     assert torch.equal(RopeKeys.of(a, known).mass, mass(near, near.shape[1]))
     farther = RopeKeys.of(a, dataclasses.replace(known, context=100)).mass
     assert torch.equal(farther, mass(near, 100))

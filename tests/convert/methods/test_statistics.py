@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import inputs, measured, random
 
+from convert.methods.blocks import Blocks
 from convert.methods.statistics import Statistics, excerpt
 
 
@@ -91,5 +92,5 @@ def test_moving_to_a_device_keeps_everything() -> None:
     [(3, 512, [0, 1, 2]), (8, 512, list(range(8))), (32, 512, [2, 6, 10, 14, 18, 22, 26, 30]), (4, 3000, [2]), (2, 9000, [1])],
 )
 def test_an_excerpt_is_a_few_blocks_from_all_over_a_sample(blocks: int, context: int, chosen: list[int]) -> None:
-    sample = torch.arange(blocks)[:, None, None].expand(-1, context, 1)
-    assert excerpt(sample)[:, 0, 0].tolist() == chosen
+    sample = Blocks.whole(torch.arange(blocks)[:, None, None].expand(-1, context, 1))
+    assert excerpt(sample).rows[:, 0, 0].tolist() == chosen

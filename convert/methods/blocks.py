@@ -1,0 +1,78 @@
+"""Blocks of text of several lengths: rows of one length, of which some are cut into shorter blocks.
+
+Models attend differently at early positions than at late ones, and rest much of their attention on a block's first token. A few
+long blocks have few first tokens and few early positions; short blocks have no late ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+_PARTS = 4  # of every other row
+_SHORTEST = 32  # tokens of a part
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of tokens, or of what a layer makes of them. Each row is one block, or is cut into equal ones.
+
+    Attributes:
+        rows: `[n, T, …]`; rows with as many cuts are neighbours.
+        cuts: Into how many blocks each row is cut, all of which divide T.
+    """
+
+    rows: torch.Tensor
+    cuts: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, rows: torch.Tensor) -> Blocks:
+        """Each row is one block."""
+        return cls(rows, (1,) * len(rows))
+
+    @classmethod
+    def mixed(cls, rows: torch.Tensor) -> Blocks:
+        """Every other row is cut into four blocks, unless these would be very short. The others come first."""
+        parts = _PARTS if rows.shape[1] % _PARTS == 0 and rows.shape[1] // _PARTS >= _SHORTEST else 1
+        return cls(torch.cat((rows[::2], rows[1::2])), (1,) * len(rows[::2]) + (parts,) * len(rows[1::2]))
+
+    @property
+    def blocks(self) -> list[torch.Tensor]:
+        """`[t, …]` each."""
+        return [block for row, parts in zip(self.rows, self.cuts, strict=True) for block in row.chunk(parts)]
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest block that there may be: T."""
+        return self.rows.shape[1]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The different lengths of blocks, longest first."""
+        return [self.context // parts for parts in sorted(set(self.cuts))]
+
+    def of(self, rows: Sequence[int]) -> Blocks:
+        """Some of the rows."""
+        return Blocks(self.rows[list(rows)], tuple(self.cuts[row] for row in rows))
+
+    def to(self, device: torch.device) -> Blocks:
+        return replace(self, rows=self.rows.to(device))
+
+    def float(self) -> Blocks:
+        return replace(self, rows=self.rows.float())
+
+    def alike(self, rows: Sequence[int]) -> list[list[int]]:
+        """The rows, those of one length of blocks together."""
+        return [list(part) for _, part in groupby(sorted(rows, key=self.cuts.__getitem__), key=self.cuts.__getitem__)]
+
+    def batches(self, tokens: int) -> list[list[int]]:
+        """All rows in order, at most so many tokens at a time, but at least one row; of one length of blocks each."""
+        size, rows = max(1, tokens // self.context), range(len(self.rows))
+        return [part[start : start + size] for part in self.alike(rows) for start in range(0, len(part), size)]
+
+    def shaped(self, rows: Sequence[int], found: torch.Tensor) -> torch.Tensor:
+        """What was computed of rows of one length of blocks, `[b, T, …]`, as blocks `[b', t, …]`."""
+        return found.reshape(len(rows) * self.cuts[rows[0]], -1, *found.shape[2:])

@@ -1,0 +1,47 @@
+"""Rows of a text, of which some are cut into shorter blocks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convert.methods.blocks import Blocks
+
+
+def rows(count: int, context: int) -> torch.Tensor:
+    return torch.arange(count * context).view(count, context)
+
+
+def test_every_other_row_is_cut_into_four() -> None:
+    text = Blocks.mixed(rows(5, 128))
+    assert text.rows[:, 0].tolist() == [0, 256, 512, 128, 384], "those of one length are neighbours"
+    assert (text.cuts, text.context, text.lengths) == ((1, 1, 1, 4, 4), 128, [128, 32])
+    assert [len(block) for block in text.blocks] == [128] * 3 + [32] * 8
+    assert torch.cat(text.blocks).tolist() == text.rows.flatten().tolist()
+
+
+def test_what_would_be_very_short_is_not_cut() -> None:
+    for context in (124, 130, 8, 1):
+        text = Blocks.mixed(rows(4, context))
+        assert (text.cuts, text.lengths) == ((1,) * 4, [context])
+    assert Blocks.mixed(rows(1, 128)).cuts == (1,)
+    assert Blocks.whole(rows(3, 128)).blocks[1].tolist() == list(range(128, 256))
+
+
+@given(count=st.integers(1, 9), tokens=st.integers(1, 700))
+def test_batches_are_all_rows_in_order_and_of_one_length(count: int, tokens: int) -> None:
+    text = Blocks.mixed(rows(count, 128))
+    batches = text.batches(tokens)
+    assert [row for batch in batches for row in batch] == list(range(count))
+    assert all(len(batch) * 128 <= max(128, tokens) for batch in batches)
+    shaped = [text.shaped(batch, text.rows[batch]) for batch in batches]
+    assert [block.tolist() for part in shaped for block in part] == [block.tolist() for block in text.blocks]
+
+
+def test_rows_are_taken_with_their_cuts() -> None:
+    text = Blocks.mixed(rows(5, 128))
+    some = text.of([4, 1])
+    assert (some.rows[:, 0].tolist(), some.cuts) == ([384, 256], (4, 1))
+    assert text.alike([4, 1, 3, 0]) == [[1, 0], [4, 3]]
+    assert some.to(torch.device("cpu")).cuts == some.cuts
