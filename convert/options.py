@@ -146,7 +146,7 @@ calibration = _all(
         "--calibration-context",
         type=click.IntRange(2),
         metavar="N",
-        help="Tokens per calibration block.  [default: 2048, or MODEL's limit]",
+        help="Tokens per calibration block; half of the text is in blocks of a quarter.  [default: 2048, or MODEL's limit]",
     ),
     click.option(
         "--max-context",
