@@ -228,6 +228,7 @@ def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[
         "config": plan.source.raw,
         "files": reader.fingerprint(),
         "calibration_hash": text.tokens.hash if text else None,
+        "block_lengths": text.blocks.lengths if text else None,
         "versions": versions(),
     }
 
@@ -250,7 +251,7 @@ def _statistics_directory(
     """The directory of the statistics of this source on this text."""
     if shared is None or text is None:
         return work.survey
-    found_in = [str(plan.source.files), plan.source.raw, reader.fingerprint(), text.tokens.hash, text.plan.context]
+    found_in = [str(plan.source.files), plan.source.raw, reader.fingerprint(), text.tokens.hash, text.blocks.lengths]
     seen = [*found_in, str(_device(plan)), versions()]  # these affect rounding
     directory = shared / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
