@@ -41,13 +41,13 @@ def attention_by_distance(attention: Attention, blocks: Sequence[torch.Tensor]) 
     queries = total[0].clone()  # that see a token that far back, the first one aside
     for block in blocks:
         heads = heads_of(attention, block.float())
-        queries[: len(block)] += torch.arange(len(block) - 1, -1, -1, device=total.device).clamp_min(1)
+        queries[: len(block)] += torch.arange(len(block) - 1, -1, -1, device=total.device)
         for head in range(len(total)):
             for tokens in spans(len(block)):
                 weights = causal_softmax(heads.logits(head, tokens))
                 weights[:, 0] = 0
                 total[head, : tokens.stop] += _by_distance(weights)
-    return total / queries
+    return total / queries.clamp_min(1)
 
 
 def spans(count: int, size: int | None = None) -> list[slice]:

@@ -167,6 +167,10 @@ class LatentAttention(nn.Module):
         # on the attention function.
         if mask is None and queries > 1:
             return False
+        # Flash attention takes a sliding window as an argument, and its masks do not have it.
+        window = getattr(self, "sliding_window", None)
+        if window is not None and cached > window and (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim != 4)):
+            return False
         return self.rule(queries, cached, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
 
     def _queries(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,7 +208,7 @@ class LatentAttention(nn.Module):
         mask: torch.Tensor | BlockMask | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The stock arithmetic: `[B, T, H, Dv]`, and probabilities if the attention function returns them."""
+        """The arithmetic of the class: `[B, T, H, Dv]`, and probabilities if the attention function returns them."""
         keys, values = self.expand_kv(latent, k_rope)
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         queries = torch.cat((q_nope, q_rope), -1)

@@ -19,7 +19,7 @@ PADDED = "kvfold_sdpa_padded"
 
 
 def pad_values(model: Any) -> Any:
-    """Let stock latent attention that uses "sdpa" pad its values wherever it runs on a CPU. Other models stay as they are.
+    """Let latent attention that uses "sdpa" pad its values wherever it runs on a CPU. Other models stay as they are.
 
     Returns:
         `model` itself.

@@ -25,7 +25,7 @@ from attention.errors import Failure, Refusal
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
 from attention.kernels import Backend, check
 from attention.latent import RULES, LatentAttention, OwnLatentAttention, StockLatentAttention, When
-from attention.models.modeling_kvfold import LatentAttention as Own
+from attention.models.modeling_kvfold import KvfoldLatentAttention
 
 
 def _before(stock: type[nn.Module], mixin: type[LatentAttention] = StockLatentAttention) -> type[nn.Module]:
@@ -42,6 +42,7 @@ LATENT: dict[type[nn.Module], type[nn.Module]] = {
     YoutuAttention: LatentYoutuAttention,
 }
 _before_own = cache(partial(_before, mixin=OwnLatentAttention))
+_OWN_FORWARDS = (KvfoldLatentAttention.forward, OwnLatentAttention.forward)
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -70,7 +71,8 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
     other weights into the model.
 
     Args:
-        model: A transformers model with stock MLA attention (a class in `LATENT`); its weights are in memory and not quantised.
+        model: A transformers model with MLA of a class in `LATENT` or of kvfold's own; its weights are in memory and not
+            quantised.
         when: Whether to absorb: "auto" (if cheaper, see `attention.latent.absorbs`), "always" (if the mask allows it, see
             `LatentAttention`), "never" (only skips a neutral norm), or a function with the signature of `absorbs`.
         backend: What serves one new token: "auto" (the fastest that can), "triton" or "torch". A
@@ -81,17 +83,17 @@ def absorb(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any
         `model` itself.
 
     Raises:
-        Refusal: There is no stock MLA attention, or it has changes that absorption would ignore.
+        Refusal: There is no such attention, or it has changes that absorption would ignore.
         Failure: Some weights are not in memory.
     """
     rule = _rule(when)
     check(backend)
     modules = _attention(model)
     if not modules:
-        known = ", ".join([*(stock.__name__ for stock in LATENT), f"or the {Own.__name__} of {models.MODEL_TYPE}"])
+        known = ", ".join([*(stock.__name__ for stock in LATENT), f"or {KvfoldLatentAttention.__name__}"])
         raise Refusal(
             f"{type(model).__name__} has no latent attention that can be absorbed: none of its modules is a {known}",
-            "convert it with `convert mla`, or run it as it is",
+            "load a kvfold checkpoint by attention.load; convert others with `convert mla`, or run them as they are",
         )
     for name, module in modules.items():
         if not isinstance(module, LatentAttention):
@@ -180,7 +182,7 @@ def _rule(when: When) -> Any:
 
 def is_latent(module: nn.Module) -> bool:
     """Whether `module` has MLA that is absorbed or can be; subclasses that override `forward` are excluded."""
-    own = isinstance(module, Own) and type(module).forward in (Own.forward, OwnLatentAttention.forward)
+    own = isinstance(module, KvfoldLatentAttention) and type(module).forward in _OWN_FORWARDS
     return own or type(module) in {*LATENT, *LATENT.values()}
 
 

@@ -276,7 +276,7 @@ def load(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _padded(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
-    """As `load`; stock latent attention pads its values on a CPU, which is several times faster and changes no result."""
+    """As `load`; latent attention pads its values on a CPU, which is several times faster and changes no result."""
     from attention.padding import pad_values
 
     with load(source, settings) as model:

@@ -18,6 +18,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+# The config key of the dropout that a class has inside its attention, behind the output projection.
+_OUTPUT_DROPOUT = {"gpt2": "resid_pdrop", "seed_oss": "residual_dropout", "starcoder2": "residual_dropout"}
+
 
 class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     """The config of a source and what its attention became.
@@ -47,7 +50,21 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
             self.text_config = AutoConfig.for_model(**self.text_config)
+        if getattr(self.text_config, "kv_lora_rank", None) is not None:
+            self._check_latent()
         super().__post_init__(**kwargs)
+
+    def _check_latent(self) -> None:
+        """Raise `ValueError` if sizes are missing, or if the RoPE key has no frequency for each of its pairs."""
+        sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        found: dict[str, Any] = {name: getattr(self.text_config, name, None) for name in sizes}
+        if not all(isinstance(size, int) and size >= (name != "qk_rope_head_dim") for name, size in found.items()):
+            raise ValueError(f"the sizes of the latent in text_config are {found}; they must be integers above 0")
+        pairs, count = self.rope_pairs, found["qk_rope_head_dim"] // 2
+        if not isinstance(pairs, list) or len(pairs) != count or not all(isinstance(pair, int) and pair >= 0 for pair in pairs):
+            raise ValueError(f"rope_pairs is {pairs}; it must list {count} frequencies, half of qk_rope_head_dim")
+        if not isinstance(self.rope_factor, int | float) or not self.rope_factor > 0:
+            raise ValueError(f"rope_factor is {self.rope_factor}; it must be a number above 0")
 
 
 class GroupedAttention(nn.Module):
@@ -71,7 +88,7 @@ class GroupedAttention(nn.Module):
         self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
         self.num_key_value_groups = heads // kv_heads
         self.attention_dropout = getattr(inner, "attention_dropout", getattr(inner, "attn_pdrop", 0.0))
-        self.output_dropout = getattr(inner, "resid_pdrop", 0.0)  # of GPT-2, inside its attention
+        self.output_dropout = getattr(inner, _OUTPUT_DROPOUT.get(inner.model_type, ""), 0.0)
         self.q_proj = nn.Linear(inner.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
@@ -116,7 +133,7 @@ class GroupedAttention(nn.Module):
         return nn.functional.dropout(out, self.output_dropout, self.training), weights
 
 
-class LatentAttention(nn.Module):
+class KvfoldLatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), called as the attention that it replaces.
 
     It caches a latent and one RoPE key for each token. Unlike DeepSeek's, the latent has no norm, queries may have biases, and
@@ -140,7 +157,7 @@ class LatentAttention(nn.Module):
         self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         self.rope_pairs, self.rope_factor = list(config.rope_pairs or []), config.rope_factor
         self.attention_dropout = getattr(inner, "attention_dropout", getattr(inner, "attn_pdrop", 0.0))
-        self.output_dropout = getattr(inner, "resid_pdrop", 0.0)  # of GPT-2, inside its attention
+        self.output_dropout = getattr(inner, _OUTPUT_DROPOUT.get(inner.model_type, ""), 0.0)
         width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
         biased = config.qkv_bias and self.qk_rope_head_dim > 0
         self.q_proj = nn.Linear(width, self.num_heads * self.qk_head_dim, bias=config.qkv_bias)
@@ -185,7 +202,8 @@ class LatentAttention(nn.Module):
             return q_rope, k_rope
         chosen = self.rope_pairs * 2
         cos, sin = (table[..., chosen] / self.rope_factor for table in position_embeddings)
-        return _rotated(q_rope, cos, sin), _rotated(k_rope, cos, sin)
+        # Some classes (OLMo) rotate in the tables' fp32.
+        return _rotated(q_rope, cos, sin).to(q_rope), _rotated(k_rope, cos, sin).to(k_rope)
 
     def expand_kv(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[B, H, S, N + P]` and values `[B, H, S, Dv]` of a latent `[B, 1, S, R]` and a RoPE key `[B, 1, S, P]`."""
@@ -218,12 +236,15 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         inner: Any = config.text_config
         self.model = AutoModelForCausalLM.from_config(inner)
         latent = getattr(inner, "kv_lora_rank", None) is not None
-        attention: Any = LatentAttention if latent else GroupedAttention
+        attention: Any = KvfoldLatentAttention if latent else GroupedAttention
         for layer in range(inner.num_hidden_layers):
             path = config.attention_path.format(layer=layer)
             stock: Any = self.model.get_submodule(path)
             kind: Any = type(stock)
-            made: Any = _grafted(attention, kind)(config, layer, getattr(stock, "sliding_window", None))
+            window = getattr(stock, "sliding_window", None)
+            if getattr(inner, "layer_types", None) is None:  # such a class reads it from the config at each call
+                window = getattr(inner, "sliding_window", None)
+            made: Any = _grafted(attention, kind)(config, layer, window)
             self.model.set_submodule(path, made)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from attention.record import Record
-from attention.spread import parted, spread_blocks
+from attention.spread import spread_blocks
 from convert.calibration.stream import LayerStream
 
 _RATES = (0.03, 0.003)  # first step, as a share of a matrix's root mean square; chosen on text that no reported figure uses
@@ -49,7 +49,8 @@ def refined(
         seed: For the order of blocks.
 
     Returns:
-        The record, and the relative squared error of the layer's output before and after, on blocks that no step saw.
+        The record, and the relative squared error of the layer's output before and after, on rows that no step saw
+        (a single row does both).
     """
     with student.opened(layer) as run:
         fit = _Fit(run, write, student, teacher, layer)
@@ -79,7 +80,7 @@ class _Fit:
     def __init__(self, run: Run, write: Write, student: LayerStream, teacher: LayerStream, layer: int) -> None:
         self._run, self._write, self._student, self._teacher, self._layer = run, write, student, teacher, layer
         text = student.text
-        self._fitted, others = parted(len(text.rows))
+        self._fitted, others = text.parted()
         self._count = min(len(self._fitted), max(1, _TOKENS // text.context))  # rows per step
         self._others = [others[i] for i in spread_blocks(_JUDGED, len(others), text.context)]
 

@@ -15,7 +15,6 @@ import torch
 
 from attention.forward import attention_output
 from attention.record import Attention, Record
-from attention.spread import parted
 from convert.calibration.keys import fitted_keys
 from convert.calibration.queries import fitted_queries
 from convert.calibration.values import fitted_values
@@ -40,7 +39,7 @@ def refitted(before: Attention, after: Record, sample: Blocks, attended: Attende
         attended: Moments of the text as the source's attention sees it.
     """
     attended = attended.to(sample.rows.device)
-    fitted, others = ([block.float() for block in sample.of(part).blocks] for part in parted(len(sample.rows)))
+    fitted, others = ([block.float() for block in sample.of(part).blocks] for part in sample.parted())
     search, alone = _Search(before, others), len(sample.rows) == 1
     if before.k_norm is None:  # no change of queries or keys can pass a norm
         after = search.closer(after, fitted_queries(before, after, fitted))

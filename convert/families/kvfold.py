@@ -63,11 +63,21 @@ class KvfoldProjections(Family):
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
     def traits(self, config: Any) -> Traits:
-        return replace(self.inner.traits(config.text_config), qkv_bias=config.qkv_bias, o_bias=config.o_bias)
+        traits = replace(self.inner.traits(config.text_config), qkv_bias=config.qkv_bias, o_bias=config.o_bias)
+        # Every layer has a RoPE key, also those that had no RoPE: it is zero there.
+        return replace(traits, layers_with_rotary=config.text_config.num_hidden_layers) if config.rope_pairs else traits
 
     def rotary(self, config: Any, layer: int) -> Rotary | None:
-        rotary = self.inner.rotary(config.text_config, layer)
-        return rotary.select(config.rope_pairs, "half") if rotary and config.rope_pairs is not None else rotary
+        if not config.rope_pairs:
+            return self.inner.rotary(config.text_config, layer)
+        rotaries = (self.inner.rotary(config.text_config, i) for i in range(config.text_config.num_hidden_layers))
+        return next(rotary.select(config.rope_pairs, "half") for rotary in rotaries if rotary)
+
+    def latent_dims(self, config: Any, rope_dim: int) -> int:
+        spec = self.spec(config)
+        if spec.kv_lora_rank is None:
+            return super().latent_dims(config, rope_dim)
+        return spec.kv_lora_rank + spec.qk_rope_head_dim - rope_dim
 
     def scale(self, config: Any) -> float:
         return float(config.scaling)

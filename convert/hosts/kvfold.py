@@ -1,6 +1,6 @@
 """kvfold's class: the output class of what no stock class can hold.
 
-It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, and MLA of sources whose blocks are not DeepSeek's.
+It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, and MLA of sources that `deepseek_v3` cannot hold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
     "llama", "arcee", "cwm", "gemma", "gpt2", "gpt_neox", "granite", "granitemoe", "hyperclovax", "jais2", "ministral",
-    "mistral", "mixtral", "nemotron", "olmo", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "seed_oss", "smollm3",
+    "mistral", "mixtral", "nemotron", "olmo", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "seed_oss", "smollm3",
     "stablelm", "starcoder2",
 )  # fmt: skip
 
@@ -66,6 +66,8 @@ class Kvfold:
             return "RoPE pairs neighbouring dims, and its attention pairs those of two halves"
         if any(_lists(rotary) != _lists(rotaries[0]) for rotary in rotaries):
             return "layers rotate with different frequencies, and its RoPE keys have those of one list"
+        if target.kv_lora_rank and getattr(inner, "use_bidirectional_attention", None):
+            return "config.json sets use_bidirectional_attention, and a latent's attention is causal"
         if family.restarts_cache and rotaries and rotaries[0].long_frequencies is not None:
             return (
                 f"its LongRoPE has other frequencies beyond {rotaries[0].long_beyond} tokens, where its own class computes the "
@@ -112,7 +114,12 @@ class Kvfold:
             "qk_nope_head_dim": target.qk_nope_head_dim,
             "v_head_dim": target.head_dim,
         }
-        return {**outer, "o_bias": True, **_rotation(family, config, rotary), "text_config": {**inner, **sizes}}
+        return {
+            **outer,
+            "o_bias": True,
+            **_rotation(family, config, rotary, target.qk_rope_head_dim),
+            "text_config": {**inner, **sizes},
+        }
 
     def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
         from attention.models.modeling_kvfold import KvfoldConfig
@@ -121,13 +128,15 @@ class Kvfold:
         return KvfoldConfig(**self.config(raw, config, target, None))
 
 
-def _rotation(family: Family, config: Any, rotary: Rotary | None) -> dict[str, Any]:
+def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int) -> dict[str, Any]:
     """Which of the frequencies of the source's class the pairs of a RoPE key have."""
     inner, of_class = (family.inner, config.text_config) if isinstance(family, KvfoldProjections) else (family, config)
     layers = range(of_class.num_hidden_layers)
     source = next((found for layer in layers if (found := inner.rotary(of_class, layer))), None)
-    if rotary is None or source is None:
+    if source is None:
         return {"rope_pairs": []}
+    if rotary is None:  # only sizes matter
+        return {"rope_pairs": [0] * (rope_dim // 2)}
     known = list(zip(*_lists(source), strict=True))
     pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
     return {"rope_pairs": pairs, "rope_factor": source.attention_factor}
@@ -145,6 +154,6 @@ HOST = Kvfold(
 )
 LATENT_HOST = Kvfold(
     frozenset(_LATENT),
-    "no stock class has latent attention in blocks like the source's",
+    "no stock class can hold this model's blocks or RoPE together with latent attention",
     "factored into kv_a_proj_with_mqa and kv_b_proj",
 )

@@ -12,6 +12,8 @@ from itertools import groupby
 
 import torch
 
+from attention.spread import parted
+
 _PARTS = 4  # of every other row
 _SHORTEST = 256  # tokens of a part: with shorter ones, latents of small models lost up to 15 % more
 
@@ -69,6 +71,12 @@ class Blocks:
     def alike(self, rows: Sequence[int]) -> list[list[int]]:
         """The rows, those of one length of blocks together."""
         return [list(part) for _, part in groupby(sorted(rows, key=self.cuts.__getitem__), key=self.cuts.__getitem__)]
+
+    def parted(self) -> tuple[list[int], list[int]]:
+        """Rows to fit on, and others to judge by: about an eighth of each length. A single row does both."""
+        others = [part[i] for part in self.alike(range(len(self.rows))) if len(part) > 1 for i in parted(len(part))[1]]
+        others = others or [len(self.rows) - 1]
+        return [row for row in range(len(self.rows)) if row not in others or len(self.rows) == 1], others
 
     def batches(self, tokens: int) -> list[list[int]]:
         """All rows in order, at most so many tokens at a time, but at least one row; of one length of blocks each."""

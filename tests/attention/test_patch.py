@@ -193,9 +193,9 @@ def test_a_model_without_latent_attention_is_refused() -> None:
     message, hint = refused(tiny_model(tiny_config("llama")))
     assert message == (
         "LlamaForCausalLM has no latent attention that can be absorbed: "
-        "none of its modules is a DeepseekV3Attention, YoutuAttention, or the LatentAttention of kvfold"
+        "none of its modules is a DeepseekV3Attention, YoutuAttention, or KvfoldLatentAttention"
     )
-    assert hint == "convert it with `convert mla`, or run it as it is"
+    assert hint.endswith("convert others with `convert mla`, or run them as they are")
     assert restore(tiny_model(tiny_config("llama"))) is not None
 
 

@@ -16,7 +16,7 @@ from written import edit, left_nothing, ok, weights
 from attention import load
 from attention.latent import LatentAttention
 from attention.models import MODEL_TYPE, register
-from attention.models.modeling_kvfold import LatentAttention as Own
+from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
 from convert.families import FAMILIES
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 from convert.hosts.kvfold import LATENT_HOST
@@ -126,6 +126,49 @@ def test_small_sizes_run_alike_in_every_way(model_type: str, checkpoint: Make, c
     same_logits(said(stock(tmp_path / "again"), ids), expected, 1e-6)
 
 
+@pytest.mark.parametrize("model_type", sorted(LATENT_HOST.families))
+def test_half_precision_is_that_of_the_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, ids = made(checkpoint, model_type), tokens(12)
+    ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd", "--dtype", "bfloat16"))
+    exact, half = said(stock(source), ids), said(stock(source, dtype=torch.bfloat16), ids)
+    off = float((half - exact).norm() / exact.norm())
+    for model in (stock(tmp_path / "out", dtype=torch.bfloat16), load(tmp_path / "out", when="always", dtype=torch.bfloat16)):
+        assert float((said(model, ids) - exact).norm() / exact.norm()) < 3 * off + 0.02
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "starcoder2", "ministral", "cwm"])
+def test_attention_functions_are_told_the_window(
+    model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flash attention knows it by nothing else."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    windows: list[int | None] = []
+
+    def spying(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+        windows.append(sliding_window)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    source = made(checkpoint, model_type, sliding_window=7)
+    ok(convert("mla", source, tmp_path / "out", *small(model_type)))
+    AttentionInterface.register("spying", spying)
+    for path in (source, tmp_path / "out"):
+        said(stock(path, attn_implementation="spying"), tokens(12))
+    assert windows[:3] == windows[3:]
+    assert 7 in windows
+
+
+def test_a_window_that_only_the_function_knows_is_not_absorbed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = made(checkpoint, "mistral")
+    ok(convert("mla", source, tmp_path / "out", *small("mistral")))
+    module = next(m for m in load(tmp_path / "out", when="always").modules() if isinstance(m, LatentAttention))
+    padding = torch.ones(1, 9)
+    assert [module._absorbs(1, cached, None) for cached in (7, 8)] == [True, False]
+    assert [module._absorbs(2, cached, padding) for cached in (7, 8)] == [True, False]
+    assert module._absorbs(2, 9, torch.ones(1, 1, 2, 9))
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "gemma"])
 def test_the_cache_has_the_bytes_that_the_plan_says(
     model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
@@ -177,7 +220,7 @@ def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert
         same_logits(said(stock(tmp_path / "out"), tokens(length)), said(stock(source), tokens(length)))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "starcoder2"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "smollm3"])
 def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, ids = made(checkpoint, model_type), tokens(20)
     ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd"))
@@ -191,6 +234,8 @@ def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Conver
     ok(convert("mla", tmp_path / "out", tmp_path / "same", *full(source)))
     before, after = weights(tmp_path / "out"), weights(tmp_path / "same")
     assert all(torch.equal(before[name], after[name]) for name in before), "a copy"
+    more = convert("mla", tmp_path / "less", tmp_path / "more", *sized(25, 0 if model_type in NO_ROPE else 4))
+    left_nothing(more, 2, "rank 25 exceeds full size", tmp_path / "more")
     refused = convert("mqa", tmp_path / "out", tmp_path / "one")
     left_nothing(refused, 2, "has a latent and no KV heads to merge", tmp_path / "one")
     facts = json.loads(convert("inspect", tmp_path / "out", "--json").stdout)
@@ -239,6 +284,37 @@ def test_a_rope_key_is_for_what_rotates(checkpoint: Make, convert: Convert, tmp_
     ):
         out = tmp_path / "out"
         left_nothing(convert("mla", made(checkpoint, model_type), out, *size), 2, message, out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_pairs": [0]}, "rope_pairs is [0]; it must list 2 frequencies"),
+        ({"rope_pairs": None}, "rope_pairs is None"),
+        ({"rope_pairs": [0, "1"]}, "rope_pairs is [0, '1']"),
+        ({"rope_factor": 0}, "rope_factor is 0; it must be a number above 0"),
+        ({"text_config": {"v_head_dim": None}}, "the sizes of the latent in text_config"),
+    ],
+)
+def test_a_damaged_config_is_refused(
+    changes: dict[str, Any], message: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    ok(convert("mla", checkpoint("gpt_neox"), tmp_path / "out", *sized(24, 4)))
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    inner = config["text_config"] | changes.pop("text_config", {})
+    path.write_text(json.dumps(config | changes | {"text_config": inner}))
+    found = convert("inspect", tmp_path / "out")
+    assert found.exit_code == 2
+    assert message in found.stderr
+
+
+def test_dropout_is_where_the_source_has_it(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    for model_type, option in (("gpt2", "resid_pdrop"), ("seed_oss", "residual_dropout"), ("phi", "resid_pdrop")):
+        source = made(checkpoint, model_type, name=model_type, **{option: 0.25})
+        ok(convert("mla", source, tmp_path / f"{model_type}-out", *small(model_type)))
+        modules = [m for m in stock(tmp_path / f"{model_type}-out").modules() if isinstance(m, Own)]
+        assert {module.output_dropout for module in modules} == {0.0 if model_type == "phi" else 0.25}
 
 
 def test_what_deepseek_v3_cannot_hold_is_held() -> None:

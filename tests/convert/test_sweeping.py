@@ -124,7 +124,7 @@ def test_without_targets_heads_are_halved_and_caches_shared_out(
 def test_a_source_that_cannot_become_mla_is_swept_without(
     checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
 ) -> None:
-    ok(convert("sweep", checkpoint("phi"), tmp_path / "out", "--methods", "mean", *held_out))
+    ok(convert("sweep", checkpoint("qwen3"), tmp_path / "out", "--methods", "mean", *held_out))
     assert results(tmp_path / "out") == ["gqa-1-mean", "gqa-2-mean", "report"]
     ok(convert("sweep", tmp_path / "source", tmp_path / "all", *held_out))
     assert not list((tmp_path / "all").glob("mla*"))

@@ -14,7 +14,6 @@ from refitting import SEEN, X, any_refit, changed, latent, merged, refitted_quer
 
 from attention.forward import output_error
 from attention.record import Attention, Record
-from attention.spread import parted
 from convert.calibration import refit
 from convert.calibration.least_squares import fitted_spans
 from convert.calibration.refit import refitted, sample_for
@@ -32,7 +31,7 @@ def test_a_refit_never_does_worse_on_blocks_that_it_was_not_fitted_on(
 ) -> None:
     a = record(4, share, pairs, nope, 20, pairing, biased, factor, seed)  # type: ignore[arg-type]
     after: Record = merged(a, 2, method) if method in ("aligned", "mean") else latent(a, 6, (0,), method)
-    fitted, others = all_refitted(a, after), X[parted(len(X))[1]]
+    fitted, others = all_refitted(a, after), X[Blocks.whole(X).parted()[1]]
     assert output_error(a, fitted, others) <= output_error(a, after, others)
 
 

@@ -39,6 +39,14 @@ def test_batches_are_all_rows_in_order_and_of_one_length(count: int, tokens: int
     assert [block.tolist() for part in shaped for block in part] == [block.tolist() for block in text.blocks]
 
 
+def test_rows_of_each_length_judge() -> None:
+    for count, others in ((1, [0]), (2, [1]), (3, [1]), (4, [1, 3]), (8, [2, 6]), (32, [4, 12, 20, 28])):
+        fitted, judging = Blocks.mixed(rows(count, 1024)).parted()
+        assert judging == others
+        assert fitted == [row for row in range(count) if row not in others or count == 1]
+    assert Blocks.whole(rows(8, 6)).parted() == ([0, 1, 2, 3, 5, 6, 7], [4])
+
+
 def test_rows_are_taken_with_their_cuts() -> None:
     text = Blocks.mixed(rows(5, 1024))
     some = text.of([4, 1])
