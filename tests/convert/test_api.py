@@ -131,7 +131,13 @@ def test_text_is_a_path_or_strings(checkpoint: Make, text: Path, tmp_path: Path)
     same_but_for_the_run(tmp_path / "path", tmp_path / "name")
     path, strings = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("path", "strings"))
     assert path["calibration_hash"] == strings["calibration_hash"]
-    assert strings["calibration"] == {"text": "1 strings", "tokens": 256, "context": 32, "max_context": 32}
+    assert strings["calibration"] == {
+        "text": "1 strings",
+        "tokens": 256,
+        "context": 32,
+        "block_lengths": [32],
+        "max_context": 32,
+    }
     assert strings["recipe"]["gqa"]["strings"] == "1", "strings have no path that could be read again"
     whole, listed = weights(tmp_path / "path"), weights(tmp_path / "strings")
     assert all(torch.equal(whole[name], listed[name]) for name in whole)

@@ -287,10 +287,10 @@ def three_layers(source: Path) -> Path:
 
 
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "blocks": ("phi", {}, "phi does not have Llama's decoder blocks"),
-    "MLP biases": ("llama", {"mlp_bias": True}, "the MLP has biases"),
-    "window": ("mistral", {"sliding_window": 64}, "set max_position_embeddings to 64"),
-    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic' has no"),
+    "norms": ("qwen3", {}, "queries and keys are normalised (QK-norm)"),
+    "caps": ("gemma2", {}, "config.json sets attn_logit_softcapping to 50.0"),
+    "clipping": ("olmo", {"clip_qkv": 8.0}, "config.json sets clip_qkv to 8.0"),
+    "both directions": ("gemma", {"use_bidirectional_attention": True}, "a latent's attention is causal"),
     "float16 source": ("llama", {"dtype": "float16"}, "float16 ends at 65504 (use --dtype bfloat16)"),
 }
 

@@ -82,7 +82,13 @@ def test_a_conversion_is_repeated_from_its_record(
     record = json.loads((tmp_path / "a" / "conversion.json").read_text())
     assert (record["calibration_hash"] is None) == (method in ("svd", "weighted"))
     if method == "pca":
-        assert record["calibration"] == {"text": "text.txt", "tokens": 1000, "context": 50, "max_context": 50}
+        assert record["calibration"] == {
+            "text": "text.txt",
+            "tokens": 1000,
+            "context": 50,
+            "block_lengths": [50],
+            "max_context": 50,
+        }
 
 
 def test_a_budget_becomes_a_size_that_is_repeated(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -98,7 +104,7 @@ def test_a_text_in_shorter_blocks_is_another_calibration(
     ok(convert("gqa", source, tmp_path / "a", "--groups", 2, "--text", letters, "--calibration-tokens", 256,
                "--calibration-context", 32))  # fmt: skip
     record = json.loads((tmp_path / "a" / "conversion.json").read_text())
-    assert record["calibration"] == {"text": "text.txt", "tokens": 256, "context": 32, "max_context": 32}
+    assert record["calibration"] == {"text": "text.txt", "tokens": 256, "context": 32, "block_lengths": [32], "max_context": 32}
     recipe = record["recipe"]["gqa"]
     assert (recipe["calibration_tokens"], recipe["calibration_context"], recipe["refit"]) == (256, 32, True)
     ok(convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))
