@@ -67,11 +67,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             raise ValueError(f"rope_factor is {self.rope_factor}; it must be a number above 0")
 
 
-class GroupedAttention(nn.Module):
-    """Attention whose query heads share KV heads, called as the attention that it replaces.
-
-    Heads have one scale, and RoPE in pairs of which the second half of the rotary dims follows the first, or none. There are
-    no caps or norms of queries and keys. Letters: B batch, T query tokens, E model width, D head dim.
+class _Attention(nn.Module):
+    """What both kinds of attention have.
 
     Args:
         config: The whole model's config.
@@ -82,13 +79,26 @@ class GroupedAttention(nn.Module):
     def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
         nn.Module.__init__(self)  # not that of the attention that `_grafted` adds as a base
         inner: Any = config.text_config
-        heads, kv_heads = inner.num_attention_heads, inner.num_key_value_heads
         self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
         self.sliding_window = sliding_window
-        self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
-        self.num_key_value_groups = heads // kv_heads
         self.attention_dropout = getattr(inner, "attention_dropout", getattr(inner, "attn_pdrop", 0.0))
         self.output_dropout = getattr(inner, _OUTPUT_DROPOUT.get(inner.model_type, ""), 0.0)
+
+
+class GroupedAttention(_Attention):
+    """Attention whose query heads share KV heads, called as the attention that it replaces.
+
+    Heads have one scale, and RoPE in pairs of which the second half of the rotary dims follows the first, or none. There are
+    no caps or norms of queries and keys. Letters: B batch, T query tokens, E model width, D head dim.
+    Arguments as in `_Attention`.
+    """
+
+    def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
+        super().__init__(config, layer_idx, sliding_window)
+        inner: Any = config.text_config
+        heads, kv_heads = inner.num_attention_heads, inner.num_key_value_heads
+        self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
+        self.num_key_value_groups = heads // kv_heads
         self.q_proj = nn.Linear(inner.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
@@ -133,31 +143,23 @@ class GroupedAttention(nn.Module):
         return nn.functional.dropout(out, self.output_dropout, self.training), weights
 
 
-class KvfoldLatentAttention(nn.Module):
+class KvfoldLatentAttention(_Attention):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), called as the attention that it replaces.
 
     It caches a latent and one RoPE key for each token. Unlike DeepSeek's, the latent has no norm, queries may have biases, and
     the RoPE key, which may be of no dims, rotates with some of the frequencies of the source.
     Letters: B batch, T query tokens, S cached tokens, E model width; R, P, N and Dv as in the config.
-
-    Args:
-        config: The whole model's config.
-        layer_idx: The index of the layer, by which the cache knows it.
-        sliding_window: How many tokens the layer sees; None for all. The source's class makes masks and caches for it.
+    Arguments as in `_Attention`.
     """
 
     def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
-        nn.Module.__init__(self)  # not that of the attention that `_grafted` adds as a base
+        super().__init__(config, layer_idx, sliding_window)
         inner: Any = config.text_config
-        self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
-        self.sliding_window = sliding_window
         self.num_heads, self.num_key_value_groups, self.q_lora_rank = inner.num_attention_heads, 1, None
         self.kv_lora_rank, self.qk_rope_head_dim = inner.kv_lora_rank, inner.qk_rope_head_dim
         self.qk_nope_head_dim, self.v_head_dim = inner.qk_nope_head_dim, inner.v_head_dim
         self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         self.rope_pairs, self.rope_factor = list(config.rope_pairs or []), config.rope_factor
-        self.attention_dropout = getattr(inner, "attention_dropout", getattr(inner, "attn_pdrop", 0.0))
-        self.output_dropout = getattr(inner, _OUTPUT_DROPOUT.get(inner.model_type, ""), 0.0)
         width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
         biased = config.qkv_bias and self.qk_rope_head_dim > 0
         self.q_proj = nn.Linear(width, self.num_heads * self.qk_head_dim, bias=config.qkv_bias)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.models import MODEL_TYPE
 from attention.record import Attention, FactoredAttention, Record
+from attention.rope import Rotary, no_rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable, Row
@@ -15,8 +16,6 @@ from convert.families.projections import join_projections, projection_shapes, sp
 
 if TYPE_CHECKING:
     import torch
-
-    from attention.rope import Rotary
 
 _NAMES = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of a latent's projections
 _PREFIX = "model."  # of the source's class
@@ -97,8 +96,6 @@ def _split_latent(
     local: Mapping[str, torch.Tensor], spec: AttentionSpec, scale: float, rotary: Rotary | None
 ) -> FactoredAttention:
     """The record of these tensors, as views."""
-    from attention.rope import no_rotary
-
     nope, rank = spec.qk_nope_head_dim, spec.kv_lora_rank or 0
     queries, down, up, o = (local[f"{name}.weight"] for name in _NAMES)
     queries, up = (rows.unflatten(0, (spec.num_heads, -1)) for rows in (queries, up))
@@ -147,18 +144,18 @@ def _in_halves(a: FactoredAttention) -> FactoredAttention:
     if a.rotary.pairing == "half" or not len(a.k_rope):
         return a
 
-    def turned(rows: torch.Tensor | None) -> torch.Tensor | None:
+    def in_halves(rows: torch.Tensor | None) -> torch.Tensor | None:
         return None if rows is None else rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
-    k_rope, k_bias = turned(a.k_rope[None]), None if a.k_rope_bias is None else turned(a.k_rope_bias[None])
-    q_rope = turned(a.q_rope)
+    k_rope, k_bias = in_halves(a.k_rope[None]), None if a.k_rope_bias is None else in_halves(a.k_rope_bias[None])
+    q_rope = in_halves(a.q_rope)
     assert q_rope is not None
     assert k_rope is not None
     return replace(
         a,
         q_rope=q_rope,
         k_rope=k_rope[0],
-        q_rope_bias=turned(a.q_rope_bias),
+        q_rope_bias=in_halves(a.q_rope_bias),
         k_rope_bias=None if k_bias is None else k_bias[0],
         rotary=replace(a.rotary, pairing="half"),
     )

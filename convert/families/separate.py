@@ -272,6 +272,7 @@ class SeparateProjections(Family):
 
 
 WINDOW = ("sliding_window",)
+_BIDIRECTIONAL = ("use_bidirectional_attention",)  # of embedding models: records are causal
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _POST_NORM: dict[str, Any] = {"names": _NORMS_BEHIND, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scalar", "scale_power": -0.5}
@@ -318,14 +319,14 @@ ROWS = [
         **_ATTENTION_BIAS,
         scaled_by="attention_multiplier",
     ),
-    SeparateProjections("gemma", gain_offset=1.0, **_ATTENTION_BIAS),
+    SeparateProjections("gemma", gain_offset=1.0, **_ATTENTION_BIAS, beyond=_BIDIRECTIONAL),
     SeparateProjections(
         "gemma2",
         names=_NORMS_AROUND,
         adds_output=False,
         gain_offset=1.0,
         **_GEMMA2,
-        beyond=("attn_logit_softcapping", *WINDOW),
+        beyond=("attn_logit_softcapping", *WINDOW, *_BIDIRECTIONAL),
     ),
     SeparateProjections(
         "vaultgemma",
@@ -341,7 +342,7 @@ ROWS = [
         gain_offset=1.0,
         **_GEMMA2,
         norm=NormRow(gain_offset=1.0),
-        beyond=("attn_logit_softcapping", *WINDOW),
+        beyond=("attn_logit_softcapping", *WINDOW, *_BIDIRECTIONAL),
     ),
     SeparateProjections("olmo", names=_WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=("clip_qkv",)),
     SeparateProjections("olmo2", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat")),

@@ -66,8 +66,6 @@ class Kvfold:
             return "RoPE pairs neighbouring dims, and its attention pairs those of two halves"
         if any(_lists(rotary) != _lists(rotaries[0]) for rotary in rotaries):
             return "layers rotate with different frequencies, and its RoPE keys have those of one list"
-        if target.kv_lora_rank and getattr(inner, "use_bidirectional_attention", None):
-            return "config.json sets use_bidirectional_attention, and a latent's attention is causal"
         if family.restarts_cache and rotaries and rotaries[0].long_frequencies is not None:
             return (
                 f"its LongRoPE has other frequencies beyond {rotaries[0].long_beyond} tokens, where its own class computes the "

@@ -290,7 +290,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms": ("qwen3", {}, "queries and keys are normalised (QK-norm)"),
     "caps": ("gemma2", {}, "config.json sets attn_logit_softcapping to 50.0"),
     "clipping": ("olmo", {"clip_qkv": 8.0}, "config.json sets clip_qkv to 8.0"),
-    "both directions": ("gemma", {"use_bidirectional_attention": True}, "a latent's attention is causal"),
+    "both directions": ("gemma", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention to True"),
     "float16 source": ("llama", {"dtype": "float16"}, "float16 ends at 65504 (use --dtype bfloat16)"),
 }
 
