@@ -72,6 +72,7 @@ class Heads:
     """What the heads of a record make of one block, fp32.
 
     Attributes:
+        inputs: `[T, E]`, what keys and values are made of.
         plain: `[H, T, D]`, queries as they are projected.
         nope: `[H, T, N]`, the nope part of queries.
         rope: `[H, T, P]`, their rope part, rotated.
@@ -82,6 +83,7 @@ class Heads:
         scale: Of the logits.
     """
 
+    inputs: torch.Tensor
     plain: torch.Tensor
     nope: torch.Tensor
     rope: torch.Tensor
@@ -164,16 +166,18 @@ def hide_future(logits: torch.Tensor) -> torch.Tensor:
 def heads_of(record: Record, x: torch.Tensor) -> Heads:
     """Of one block `x [T, E]` from position 0."""
     rotation = (record.rotary or no_rotary()).rotation(torch.arange(x.shape[0], device=x.device), x.dtype)
+    of_queries, x = inputs_of(record, x)
     if isinstance(record, FactoredAttention):
-        plain = _project(x, record.q_nope, record.q_nope_bias)
+        plain = _project(of_queries, record.q_nope, record.q_nope_bias)
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
-        rope, key = _project(x, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
+        rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
         latent = (x @ record.down.float().T)[None]
-        return Heads(plain, plain, rotation(rope), latent, rotation(key), record.up_k.float(), rotation, record.scale)
-    plain, keys = _project(x, record.q, record.q_bias), _project(x, record.k, record.k_bias)
+        return Heads(x, plain, plain, rotation(rope), latent, rotation(key), record.up_k.float(), rotation, record.scale)
+    plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
     split = record.rotary.dims if record.rotary else 0
     queries, placed = _placed(plain, record.q_norm, rotation), _placed(keys, record.k_norm, rotation)
     return Heads(
+        x,
         plain,
         queries[..., split:],
         queries[..., :split],
@@ -185,11 +189,19 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
     )
 
 
-def values_of(record: Record, x: torch.Tensor, heads: Heads) -> torch.Tensor:
+def inputs_of(record: Record, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What queries, and what keys and values, are made of: a block `[T, E]`, or `[H, T, D]` for the queries of projections."""
+    if record.projections is None:
+        return x, x
+    queries, both = record.projections(x[None])
+    return queries[0], both[0]
+
+
+def values_of(record: Record, heads: Heads) -> torch.Tensor:
     """`[G, T, D]` of one block, or one for each head of a latent."""
     if isinstance(record, FactoredAttention):
         return _project(heads.kept_nope[0], record.up_v, None)
-    return _project(x, record.v, record.v_bias)
+    return _project(heads.inputs, record.v, record.v_bias)
 
 
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:
@@ -202,7 +214,7 @@ def widened(values: torch.Tensor, width: int) -> torch.Tensor:
 
 def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
     heads = heads_of(record, x)
-    queries, keys, values = heads.queries, heads.keys, values_of(record, x, heads)
+    queries, keys, values = heads.queries, heads.keys, values_of(record, heads)
     share, dims = len(queries) // len(keys), values.shape[-1]
     values = widened(values, keys.shape[-1])
     context = torch.nn.functional.scaled_dot_product_attention(
@@ -214,8 +226,11 @@ def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
 
 
 def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`[heads, T, D]`."""
-    states = (x @ weight.float().flatten(0, 1).T).unflatten(-1, weight.shape[:2]).transpose(0, 1)
+    """`[heads, T, D]` of inputs `[T, E]`, or of those of each head, `[heads, T, E]`."""
+    if x.ndim == 3:
+        states = x @ weight.float().mT
+    else:
+        states = (x @ weight.float().flatten(0, 1).T).unflatten(-1, weight.shape[:2]).transpose(0, 1)
     return states if bias is None else states + bias.float()[:, None]
 
 

@@ -107,6 +107,8 @@ class LatentAttention(nn.Module):
     kv_b_proj: nn.Linear
     o_proj: nn.Module
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    queries: Callable[[torch.Tensor], torch.Tensor]
+    compressed: Callable[[torch.Tensor], torch.Tensor]
     rotated: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 
     def prepare(self, rule: Rule, backend: Backend) -> None:
@@ -148,7 +150,7 @@ class LatentAttention(nn.Module):
         if self.training:
             kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
-        q_nope, q_rope = self._queries(hidden_states)
+        q_nope, q_rope = self.queries(hidden_states).split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         latent, k_rope = self._latent(hidden_states)
         q_rope, k_rope = self.rotated(q_rope, k_rope, position_embeddings)
         if past_key_values is not None:
@@ -173,24 +175,9 @@ class LatentAttention(nn.Module):
             return False
         return self.rule(queries, cached, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
 
-    def _queries(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Nope queries `[B, H, T, N]` and rope queries `[B, H, T, P]`, not rotated yet."""
-        if self.q_lora_rank is None:
-            queries = self.q_proj(hidden_states)
-        elif self.bias_channel is not None and type(self.q_b_proj) is nn.Linear:  # an adapter may have come since
-            weight = self.q_b_proj.weight
-            queries = nn.functional.linear(
-                hidden_states, weight[:, : hidden_states.shape[-1]], weight[:, self.bias_channel].contiguous()
-            )
-        else:
-            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        queries = queries.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
-        nope, rope = queries.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
-        return nope, rope
-
     def _latent(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The latent `[B, 1, T, R]` and the rotary key `[B, 1, T, P]`, not rotated yet, that are cached for each token."""
-        compressed = self.kv_a_proj_with_mqa(hidden_states)
+        compressed = self.compressed(hidden_states)
         if self.constant_channels is not None:
             # The norm would return its input with zeros on the constants. The constants overflow in fp16.
             compressed = compressed.masked_fill(self.constant_channels, 0)
@@ -254,6 +241,23 @@ class StockLatentAttention(LatentAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the class does (`attend`)."""
         return self.attend(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+    def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, H, T, N + P]`, not rotated."""
+        if self.q_lora_rank is None:
+            queries = self.q_proj(hidden_states)
+        elif self.bias_channel is not None and type(self.q_b_proj) is nn.Linear:  # an adapter may have come since
+            weight = self.q_b_proj.weight
+            queries = nn.functional.linear(
+                hidden_states, weight[:, : hidden_states.shape[-1]], weight[:, self.bias_channel].contiguous()
+            )
+        else:
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        return queries.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
+
+    def compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The latent and the RoPE key, not rotated, `[B, T, R + P]`."""
+        return self.kv_a_proj_with_mqa(hidden_states)
 
     def rotated(
         self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]

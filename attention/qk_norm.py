@@ -10,6 +10,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class NormForm:
+    """A QK-norm as a config states it: everything but its gains.
+
+    Attributes:
+        kind: As in `QKNorm`; so are the following.
+        scope: See there.
+        per_head: Whether each head has its own gains.
+        bias: Whether it adds a bias.
+        eps: See there.
+        gain_offset: See there.
+        after_rotary: See there.
+    """
+
+    kind: Literal["rms", "layer"]
+    scope: Literal["head", "all"]
+    per_head: bool
+    bias: bool
+    eps: float
+    gain_offset: float = 0.0
+    after_rotary: bool = False
+
+    def __str__(self) -> str:
+        gains = "flat" if self.scope == "all" else "each head's own" if self.per_head else "shared"
+        return f"{self.kind}, {gains} gains"
+
+
+@dataclass(frozen=True)
 class QKNorm:
     """RMSNorm or LayerNorm of queries or keys.
 

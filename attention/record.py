@@ -16,6 +16,44 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Projections:
+    """The queries, keys and values of a source with QK-norm, which the rest of a record reads in place of the layer's input.
+
+    Nothing can be mixed across such a norm. Behind it, keys are linear again, up to RoPE: a latent is made of the normalised
+    keys and the values, and each head's queries are mapped by themselves. Tensors keep the checkpoint's dtype.
+
+    Attributes:
+        q: `[H, D, E]`.
+        k: `[G, D, E]`.
+        v: `[G, D, E]`.
+        q_norm: QK-norm of the queries, before RoPE.
+        k_norm: QK-norm of the keys, before RoPE.
+        q_bias: `[H, D]` or None.
+        k_bias: `[G, D]` or None.
+        v_bias: `[G, D]` or None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_norm: QKNorm
+    k_norm: QKNorm
+    q_bias: torch.Tensor | None = None
+    k_bias: torch.Tensor | None = None
+    v_bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of inputs `x [B, T, E]`: queries `[B, H, T, D]`, and keys and values side by side, `[B, T, 2 G D]`."""
+        queries, keys, values = (
+            _projected(x, *part) for part in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
+        )
+        import torch
+
+        both = torch.cat((self.k_norm(keys), values), 1)
+        return self.q_norm(queries), both.transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
 class Attention:
     """One layer's attention, independent of its checkpoint's layout. Tensors keep the checkpoint's dtype.
 
@@ -32,6 +70,8 @@ class Attention:
         o_bias: `[E]` or None.
         q_norm: QK-norm of the queries, or None.
         k_norm: QK-norm of the keys, or None.
+        projections: What is read in place of the input, or None. E is then D for `q`, each head of which reads its own
+            queries, and 2 G D for `k` and `v`, which read keys and values side by side.
     """
 
     q: torch.Tensor
@@ -46,10 +86,31 @@ class Attention:
     o_bias: torch.Tensor | None = None
     q_norm: QKNorm | None = None
     k_norm: QKNorm | None = None
+    projections: Projections | None = None
 
     @property
     def num_kv_heads(self) -> int:
         return self.k.shape[0]
+
+    def behind_norms(self) -> Attention:
+        """The same function, without norms of its own: it reads `projections` that have them. Without QK-norm, itself."""
+        import torch
+
+        if self.q_norm is None or self.k_norm is None:
+            return self
+        assert not self.k_norm.after_rotary, "a norm behind RoPE"
+        heads, dim, groups = *self.q.shape[:2], self.num_kv_heads
+        one = torch.eye(2 * groups * dim, device=self.k.device).unflatten(0, (2 * groups, dim))
+        return Attention(
+            q=torch.eye(dim, device=self.q.device).expand(heads, -1, -1),
+            k=one[:groups],
+            v=one[groups:],
+            o=self.o,
+            scale=self.scale,
+            rotary=self.rotary,
+            o_bias=self.o_bias,
+            projections=Projections(self.q, self.k, self.v, self.q_norm, self.k_norm, self.q_bias, self.k_bias, self.v_bias),
+        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +131,7 @@ class FactoredAttention:
         q_rope_bias: `[H, P]` or None.
         k_rope_bias: `[P]` or None.
         o_bias: `[E]` or None.
+        projections: As in `Attention`: E is then D for queries, and 2 G D for `k_rope` and `down`.
     """
 
     q_nope: torch.Tensor
@@ -85,6 +147,7 @@ class FactoredAttention:
     q_rope_bias: torch.Tensor | None = None
     k_rope_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
+    projections: Projections | None = None
 
     def expanded(self) -> Attention:
         """The same function as multi-head attention, fp32: keys `[H, P + N, E]`, rope dims first, and values `[H, Dv, E]`.
@@ -113,7 +176,14 @@ class FactoredAttention:
             q_bias=joined(self.q_rope_bias, self.q_nope_bias),
             k_bias=joined(self.k_rope_bias, None),
             o_bias=self.o_bias,
+            projections=self.projections,
         )
+
+
+def _projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`[B, heads, T, D]`, in the dtype of x."""
+    states = (x @ weight.to(x.dtype).flatten(0, 1).mT).unflatten(-1, weight.shape[:2]).transpose(1, 2)
+    return states if bias is None else states + bias.to(x.dtype)[:, None]
 
 
 Record = Attention | FactoredAttention

@@ -10,6 +10,7 @@ import math
 import torch
 
 from attention.qk_norm import QKNorm
+from attention.record import Projections
 from attention.rope import Rotary
 
 
@@ -28,6 +29,7 @@ def grouped_attention(
     o_bias: torch.Tensor | None = None,
     q_norm: QKNorm | None = None,
     k_norm: QKNorm | None = None,
+    projections: Projections | None = None,
 ) -> torch.Tensor:
     """Causal self-attention over one full sequence: softmax(scale · q kᵀ) v, projected by `o`.
 
@@ -45,16 +47,14 @@ def grouped_attention(
         o_bias: `[E]` or None.
         q_norm: Normalisation of queries, or None.
         k_norm: Normalisation of keys, or None.
+        projections: Queries, keys and values of the input, which take its place. E is then D for `q`, whose heads read their
+            own queries, and 2 G D for `k` and `v`, which read keys and values side by side.
 
     Returns:
         `[B, T, E]`.
     """
-
-    def project(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        states = torch.einsum("bte,hde->bhtd", x, weight)
-        return states if bias is None else states + bias[:, None]
-
-    queries, keys, values = project(q, q_bias), project(k, k_bias), project(v, v_bias)
+    read, x = _read(x, q.shape[0], projections)
+    queries, keys, values = _of_heads(read, q, q_bias), _projected(x, k, k_bias), _projected(x, v, v_bias)
     positions = torch.arange(x.shape[1], device=x.device)
 
     def place(states: torch.Tensor, norm: QKNorm | None) -> torch.Tensor:
@@ -88,6 +88,7 @@ def latent_attention(
     q_rope_bias: torch.Tensor | None = None,
     k_rope_bias: torch.Tensor | None = None,
     o_bias: torch.Tensor | None = None,
+    projections: Projections | None = None,
 ) -> torch.Tensor:
     """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434), without a latent norm.
 
@@ -109,26 +110,45 @@ def latent_attention(
         q_rope_bias: `[H, P]` or None.
         k_rope_bias: `[P]` or None.
         o_bias: `[E]` or None.
+        projections: As in `grouped_attention`: E is then D for `q_nope` and `q_rope`, and 2 G D for `k_rope` and `down`.
 
     Returns:
         `[B, T, E]`.
     """
-
-    def project(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        states = torch.einsum("bte,hde->bhtd", x, weight)
-        return states if bias is None else states + bias[:, None]
-
     positions = torch.arange(x.shape[1], device=x.device)
-    key = project(k_rope[None], None if k_rope_bias is None else k_rope_bias[None])
+    read, x = _read(x, o.shape[1], projections)
+    key = _projected(x, k_rope[None], None if k_rope_bias is None else k_rope_bias[None])
     rope = torch.einsum(
-        "bhtp,bsp->bhts", rotary.rotate(project(q_rope, q_rope_bias), positions), rotary.rotate(key, positions)[:, 0]
+        "bhtp,bsp->bhts", rotary.rotate(_of_heads(read, q_rope, q_rope_bias), positions), rotary.rotate(key, positions)[:, 0]
     )
     latent = torch.einsum("bse,re->bsr", x, down)
-    nope = torch.einsum("bhtd,hdr,bsr->bhts", project(q_nope, q_nope_bias), up_k, latent)
+    nope = torch.einsum("bhtd,hdr,bsr->bhts", _of_heads(read, q_nope, q_nope_bias), up_k, latent)
     weights = _causal_softmax((nope + rope) * scale)
     context = torch.einsum("bhts,hdr,bsr->bhtd", weights, up_v, latent)
     out = torch.einsum("bhtd,ehd->bte", context, o)
     return out if o_bias is None else out + o_bias
+
+
+def _projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`[B, heads, T, D]` of `x [B, T, E]`."""
+    states = torch.einsum("bte,hde->bhtd", x, weight)
+    return states if bias is None else states + bias[:, None]
+
+
+def _of_heads(read: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`[B, heads, T, D]` of what each head reads, `[B, heads, T, E]`."""
+    states = torch.einsum("bhte,hde->bhtd", read, weight)
+    return states if bias is None else states + bias[:, None]
+
+
+def _read(x: torch.Tensor, heads: int, projections: Projections | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the queries of each head read `[B, H, T, E]`, and what keys and values read `[B, T, E]`."""
+    if projections is None:
+        return x[:, None].expand(-1, heads, -1, -1), x
+    p = projections
+    keys, values = p.k_norm(_projected(x, p.k, p.k_bias)), _projected(x, p.v, p.v_bias)
+    both = [head for states in (keys, values) for head in states.unbind(1)]
+    return p.q_norm(_projected(x, p.q, p.q_bias)), torch.cat(both, -1)
 
 
 def _causal_softmax(scores: torch.Tensor) -> torch.Tensor:

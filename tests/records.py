@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attention.qk_norm import QKNorm
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import Attention, FactoredAttention, Projections, Record
 from attention.reference import grouped_attention, latent_attention
 from attention.rope import Pairing, Rotary
 from convert.methods.blocks import Blocks
@@ -31,7 +31,10 @@ def record(
     seed: int = 0,
     norm: str | None = None,
 ) -> Attention:
-    """Grouped attention; without pairs nothing turns. `norm` is of queries and keys: "shared", "head", "all", "after"."""
+    """Grouped attention; without pairs nothing turns.
+
+    `norm` is of queries and keys: "shared", "head", "all", "after", or "layer", which has a bias.
+    """
     heads, dim = groups * share, 2 * pairs + nope
     shapes = {"q": (heads, dim, width), "k": (groups, dim, width), "v": (groups, dim, width), "o": (width, heads, dim)}
     biases = {"q_bias": (heads, dim), "k_bias": (groups, dim), "v_bias": (groups, dim), "o_bias": (width,)}
@@ -43,9 +46,11 @@ def record(
     frequencies = 1.3 * 0.4 ** torch.arange(pairs, dtype=torch.float64)
     if norm:
         for name, count in (("q_norm", heads), ("k_norm", groups)):
-            rows = 1 if norm in ("shared", "after") else count
+            rows, layer = 1 if norm in ("shared", "after") else count, norm == "layer"
             scope, gain = "all" if norm == "all" else "head", random(rows, dim, seed=seed + 90)
-            drawn[name] = QKNorm("rms", scope, gain, None, 1e-6, after_rotary=norm == "after")  # type: ignore[arg-type]
+            bias = random(rows, dim, seed=seed + 91) if layer else None
+            kind: Any = "layer" if layer else "rms"
+            drawn[name] = QKNorm(kind, scope, gain, bias, 1e-6, after_rotary=norm == "after")  # type: ignore[arg-type]
     return Attention(**drawn, scale=0.4, rotary=Rotary(frequencies, pairing, factor) if pairs else None)
 
 
@@ -86,10 +91,23 @@ def measured(x: torch.Tensor) -> Statistics:
     return Statistics(second, mean, len(rows), Attended.assumed(second, mean), Blocks.whole(x))
 
 
+def measured_behind(projections: Projections, x: torch.Tensor) -> Statistics:
+    """The same of the keys and values that projections make of `x [n, T, E]`, and of their queries."""
+    queries, both = projections(x)
+    rows = torch.nn.functional.pad(queries.double(), (0, 1), value=1).transpose(0, 1).flatten(1, 2)
+    return dataclasses.replace(measured(both), sample=Blocks.whole(x), queries=rows.mT @ rows / rows.shape[1])
+
+
 def run(a: Record, x: torch.Tensor) -> torch.Tensor:
     """Its output by the naive reference, in fp64."""
-    fields: dict[str, Any] = {field.name: getattr(a, field.name) for field in dataclasses.fields(a)}
-    values = {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in fields.items()}
+
+    def doubled(part: Any) -> dict[str, Any]:
+        fields: dict[str, Any] = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+        return {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in fields.items()}
+
+    values = doubled(a)
+    if a.projections:
+        values["projections"] = Projections(**doubled(a.projections))
     return (latent_attention if isinstance(a, FactoredAttention) else grouped_attention)(x.double(), **values)
 
 

@@ -29,11 +29,16 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         text_config: The source's config with the result's `num_key_value_heads`, or with its `kv_lora_rank` (R),
             `qk_rope_head_dim` (P), `qk_nope_head_dim` (N) and `v_head_dim`.
         attention_path: Where a layer's attention is in the source's class, with `{layer}` for its number.
-        qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key.
+        qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key, or the source's projections if it has
+            QK-norm.
         o_bias: Whether O has one.
         scaling: What logits are multiplied by before the softmax.
         rope_pairs: With a latent: for each of the P/2 pairs of the RoPE key, which of the source's frequencies it rotates with.
+        rope_stride: With a latent: how many columns of the source's cosines and sines lie between one frequency and the next.
         rope_factor: With a latent: what the source's class multiplies cosines and sines by. The RoPE key goes without.
+        qk_norm: With a latent: the source's QK-norm, or None. `kind` is "rms" or "layer"; `scope` is "head" for a norm of each
+            head, or "all" for one of all heads; `per_head` says whether each head has its own gains, and `bias` whether it
+            adds a bias; `eps` is added to the variance, and `gain_offset` to the gains.
     """
 
     model_type = "kvfold"
@@ -45,7 +50,9 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     o_bias: bool = False
     scaling: float = 1.0
     rope_pairs: list[int] | None = None
+    rope_stride: int = 1
     rope_factor: float = 1.0
+    qk_norm: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
@@ -63,8 +70,21 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         pairs, count = self.rope_pairs, found["qk_rope_head_dim"] // 2
         if not isinstance(pairs, list) or len(pairs) != count or not all(isinstance(pair, int) and pair >= 0 for pair in pairs):
             raise ValueError(f"rope_pairs is {pairs}; it must list {count} frequencies, half of qk_rope_head_dim")
+        if self.rope_stride not in (1, 2):
+            raise ValueError(f"rope_stride is {self.rope_stride}; it must be 1 or 2")
         if not isinstance(self.rope_factor, int | float) or not self.rope_factor > 0:
             raise ValueError(f"rope_factor is {self.rope_factor}; it must be a number above 0")
+        if self.qk_norm is not None:
+            self._check_norm(self.qk_norm)
+
+    def _check_norm(self, norm: dict[str, Any]) -> None:
+        """Raise `ValueError` if the class has no such norm."""
+        known = {"kind": ("rms", "layer"), "scope": ("head", "all"), "per_head": (True, False), "bias": (True, False)}
+        if not isinstance(norm, dict) or set(norm) != {*known, "eps", "gain_offset"}:
+            raise ValueError(f"qk_norm is {norm}; it must have the keys {', '.join(known)}, eps and gain_offset")
+        for key, values in known.items():
+            if norm[key] not in values:
+                raise ValueError(f"qk_norm has {key} {norm[key]!r}; it must be one of {values}")
 
 
 class _Attention(nn.Module):
@@ -143,11 +163,50 @@ class GroupedAttention(_Attention):
         return nn.functional.dropout(out, self.output_dropout, self.training), weights
 
 
+class _HeadNorm(nn.Module):
+    """QK-norm: RMSNorm or LayerNorm of states `[B, T, heads, D]`, of each head or of all of them together.
+
+    Args:
+        form: `qk_norm` of the config.
+        heads: How many there are.
+        dim: D.
+    """
+
+    def __init__(self, form: dict[str, Any], heads: int, dim: int) -> None:
+        super().__init__()
+        self.centred, self.eps, self.gain_offset = form["kind"] == "layer", form["eps"], form["gain_offset"]
+        self.dims = (-1,) if form["scope"] == "head" else (-2, -1)
+        self.weight = nn.Parameter(torch.ones(heads if form["per_head"] else 1, dim))
+        self.bias = nn.Parameter(torch.zeros_like(self.weight)) if form["bias"] else None
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        exact = torch.promote_types(states.dtype, torch.float32)
+        found = states.to(exact)
+        if self.centred:
+            found = found - found.mean(self.dims, keepdim=True)
+        found = found * (found.square().mean(self.dims, keepdim=True) + self.eps).rsqrt()
+        found = found * (self.weight.to(exact) + self.gain_offset)
+        return (found if self.bias is None else found + self.bias).to(states)
+
+
+class _PerHead(nn.Module):
+    """One matrix for each head: `[B, T, heads, i]` to `[B, T, heads, o]`, with `weight [heads, o, i]`."""
+
+    def __init__(self, heads: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads, outputs, inputs))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bthi,hoi->btho", states, self.weight)
+
+
 class KvfoldLatentAttention(_Attention):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), called as the attention that it replaces.
 
     It caches a latent and one RoPE key for each token. Unlike DeepSeek's, the latent has no norm, queries may have biases, and
-    the RoPE key, which may be of no dims, rotates with some of the frequencies of the source.
+    the RoPE key, which may be of no dims, rotates with some of the frequencies of the source. If the source has QK-norm, its
+    projections and norms stay: the latent and the RoPE key are made of normalised keys and values, and queries are mapped
+    behind their norm.
     Letters: B batch, T query tokens, S cached tokens, E model width; R, P, N and Dv as in the config.
     Arguments as in `_Attention`.
     """
@@ -159,11 +218,26 @@ class KvfoldLatentAttention(_Attention):
         self.kv_lora_rank, self.qk_rope_head_dim = inner.kv_lora_rank, inner.qk_rope_head_dim
         self.qk_nope_head_dim, self.v_head_dim = inner.qk_nope_head_dim, inner.v_head_dim
         self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
-        self.rope_pairs, self.rope_factor = list(config.rope_pairs or []), config.rope_factor
+        self.rope_columns, self.rope_factor = (
+            [pair * config.rope_stride for pair in config.rope_pairs or []],
+            config.rope_factor,
+        )
         width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
-        biased = config.qkv_bias and self.qk_rope_head_dim > 0
-        self.q_proj = nn.Linear(width, self.num_heads * self.qk_head_dim, bias=config.qkv_bias)
-        self.kv_a_proj_with_mqa = nn.Linear(width, cached, bias=biased)
+        self.behind_norms = config.qk_norm is not None
+        if config.qk_norm is not None:
+            dim = getattr(inner, "head_dim", None) or width // self.num_heads
+            kv_heads = getattr(inner, "num_key_value_heads", None) or self.num_heads
+            self.q_proj = nn.Linear(width, self.num_heads * dim, bias=config.qkv_bias)
+            self.k_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
+            self.v_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
+            self.q_norm = _HeadNorm(config.qk_norm, self.num_heads, dim)
+            self.k_norm = _HeadNorm(config.qk_norm, kv_heads, dim)
+            self.q_b_proj = _PerHead(self.num_heads, dim, self.qk_head_dim)
+            self.kv_a_proj_with_mqa = nn.Linear(2 * kv_heads * dim, cached, bias=False)
+        else:
+            self.q_proj = nn.Linear(width, self.num_heads * self.qk_head_dim, bias=config.qkv_bias)
+            biased = config.qkv_bias and self.qk_rope_head_dim > 0
+            self.kv_a_proj_with_mqa = nn.Linear(width, cached, bias=biased)
         self.kv_a_layernorm = nn.Identity()  # where DeepSeek's classes have a norm
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, width, bias=config.o_bias)
@@ -178,9 +252,8 @@ class KvfoldLatentAttention(_Attention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; arguments and result as in `GroupedAttention`."""
-        queries = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        nope, rope = queries.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states)[:, None].split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+        nope, rope = self.queries(hidden_states).split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+        latent, k_rope = self.compressed(hidden_states)[:, None].split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         rope, k_rope = self.rotated(rope, k_rope, position_embeddings)
         cache = layer_past if past_key_values is None else past_key_values
         if cache is not None:
@@ -196,13 +269,28 @@ class KvfoldLatentAttention(_Attention):
         out = self.o_proj(out[..., : self.v_head_dim].reshape(*hidden_states.shape[:-1], -1))
         return nn.functional.dropout(out, self.output_dropout, self.training), weights
 
+    def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, H, T, N + P]`, not rotated."""
+        queries = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
+        if self.behind_norms:
+            queries = self.q_b_proj(self.q_norm(queries))
+        return queries.transpose(1, 2)
+
+    def compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The latent and the RoPE key, not rotated, `[B, T, R + P]`."""
+        if self.behind_norms:
+            dim = self.k_norm.weight.shape[-1]
+            keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, dim))).flatten(2)
+            hidden_states = torch.cat((keys, self.v_proj(hidden_states)), -1)
+        return self.kv_a_proj_with_mqa(hidden_states)
+
     def rotated(
         self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`, whose pairs are P/2 dims apart."""
-        if position_embeddings is None or not self.rope_pairs:
+        if position_embeddings is None or not self.rope_columns:
             return q_rope, k_rope
-        chosen = self.rope_pairs * 2
+        chosen = self.rope_columns * 2
         cos, sin = (table[..., chosen] / self.rope_factor for table in position_embeddings)
         # Some classes (OLMo) rotate in the tables' fp32.
         return _rotated(q_rope, cos, sin).to(q_rope), _rotated(k_rope, cos, sin).to(k_rope)

@@ -35,7 +35,7 @@ def fitted_keys(
         return lambda share: after
     groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
     parts = fitted_spans(len(before.q), list(map(len, blocks)), TOKENS)
-    fits = [_Fit.of(heads_of(before, x), heads_of(after, x), x, groups, part) for x, part in zip(blocks, parts, strict=True)]
+    fits = [_Fit.of(heads_of(before, x), heads_of(after, x), groups, part) for x, part in zip(blocks, parts, strict=True)]
     change = _solved(fits, seen.float())
     if isinstance(after, FactoredAttention):
         return lambda share: replace(after, k_rope=after.k_rope.float() + share * change[0])
@@ -47,7 +47,7 @@ class _Fit:
     """The least squares problem of all keys, as far as one block states it. A KV head has n query heads and D' fitted dims.
 
     Attributes:
-        x: `[T, E]`.
+        x: `[T, E]`, what keys are made of.
         rotation: Rotates rows by the tokens' positions.
         spans: Tokens whose queries meet the keys.
         queries: `[G, n t, D']` of each span, rotated, times the scale of logits.
@@ -63,14 +63,14 @@ class _Fit:
     wanted: torch.Tensor
 
     @classmethod
-    def of(cls, source: Heads, result: Heads, x: torch.Tensor, groups: int, parts: list[slice]) -> _Fit:
+    def of(cls, source: Heads, result: Heads, groups: int, parts: list[slice]) -> _Fit:
         every = slice(0, len(source.plain))
         weights, pulls = (
             [grouped(rows, groups) for rows in part] for part in missing(source.part(every), result.part(every), parts)
         )
         fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
         queries = [grouped(result.scale * fitted[:, tokens], groups) for tokens in parts]
-        fit = cls(x, result.rotation, parts, queries, weights, x.new_zeros(()))
+        fit = cls(result.inputs, result.rotation, parts, queries, weights, result.inputs.new_zeros(()))
         return replace(fit, wanted=fit._gradient(pulls))
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:

@@ -25,26 +25,34 @@ QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
 _ATTENDED = ("seen", "within", "read", "read_first_moment")  # names on the shelf of the tensors of `Attended`
 
-Records = Callable[[int], Attention | None]
+Records = Callable[[int], Attention]
 
 
 class Moments:
-    """The running moments of a layer's input, fp64, also as its attention sees them, and a sample of evenly spread rows.
+    """The running moments of what a layer's keys and values are made of, fp64, also as its attention sees them.
+
+    That is the layer's input, of which it takes a sample of evenly spread rows, or what projections make of it; they also make
+    the queries, whose moments are then taken head by head.
 
     Args:
         layer: The index of the layer.
         stream: The model that runs.
-        attention: The source's attention of that layer; None if its record does not show where it looks.
+        attention: The source's attention of that layer.
         sample: Tokens of the sample, but at least one row.
+        shown: Whether the record shows where it looks.
     """
 
-    def __init__(self, layer: int, stream: LayerStream, attention: Attention | None, sample: int = EXCERPT) -> None:
+    def __init__(
+        self, layer: int, stream: LayerStream, attention: Attention, sample: int = EXCERPT, shown: bool = True
+    ) -> None:
         self._layer, self._tokens, self._seen, self._attention, self._text = layer, 0, 0, attention, stream.text
         self._sampled = spread_blocks(sample, len(stream.text.rows), stream.text.context)
         self._sample: list[torch.Tensor] = []
-        self._sum = torch.zeros(stream.width, dtype=torch.float64, device=stream.device)
+        width = attention.k.shape[-1]
+        self._sum = torch.zeros(width, dtype=torch.float64, device=stream.device)
         self._second = torch.outer(self._sum, self._sum)
-        self._attended = _AttendedSums(stream.width, stream.device)
+        self._queries = torch.zeros((), dtype=torch.float64, device=stream.device)  # of projections
+        self._attended = _AttendedSums(width, stream.device) if shown else None
 
     def see(self, x: torch.Tensor) -> None:
         """Add `x [b, t, E]`, blocks of one length that make up whole rows.
@@ -56,6 +64,10 @@ class Moments:
         self._sample += [row.bfloat16() for i, row in enumerate(rows, self._seen) if i in self._sampled]
         self._seen += len(rows)
         blocks, x = x, x.flatten(0, 1)
+        if projections := self._attention.projections:
+            queries, both = projections(blocks)
+            self._queries = self._queries + _with_constant(queries)
+            x = both.flatten(0, 1)
         second, total = x.T @ x, x.sum(0, dtype=torch.float64)
         if not (torch.isfinite(second).all() and torch.isfinite(total).all()):
             raise Failure(
@@ -65,7 +77,7 @@ class Moments:
         self._second += second
         self._sum += total
         self._tokens += len(x)
-        if self._attention:
+        if self._attended:
             for block in blocks:
                 self._attended.add(self._attention, block)
 
@@ -82,13 +94,20 @@ class Moments:
             )
         sample = replace(self._text.of(self._sampled), rows=torch.stack(self._sample))
         second, mean = self._second / self._tokens, self._sum / self._tokens
-        attended = self._attended.moments() if self._attention else Attended.assumed(second, mean)
+        attended = self._attended.moments() if self._attended else Attended.assumed(second, mean)
         if not (torch.isfinite(attended.seen).all() and torch.isfinite(attended.read).all()):
             raise Failure(
                 f"the attention of layer {self._layer} is not finite on the calibration text",
                 hint="the source's weights are damaged, or overflow even in float32; does `convert eval` of it work?",
             )
-        return Statistics(second, mean, self._tokens, attended, sample)
+        queries = self._queries / self._tokens if self._attention.projections else None
+        return Statistics(second, mean, self._tokens, attended, sample, queries=queries)
+
+
+def _with_constant(queries: torch.Tensor) -> torch.Tensor:
+    """`[H, D + 1, D + 1]`, the sum over tokens of (q, 1) (q, 1)ᵀ for queries `[b, H, t, D]`."""
+    rows = torch.nn.functional.pad(queries, (0, 1), value=1).transpose(0, 1).flatten(1, 2)
+    return (rows.mT @ rows).double()
 
 
 class _AttendedSums:
@@ -106,8 +125,8 @@ class _AttendedSums:
         share = len(heads.queries) // len(heads.keys)
         logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(share, 0).mT
         weights = causal_softmax_at(logits, rows).flatten(0, 1)  # [H t, T]
-        read = weights @ block
-        self._seen += block.T @ (weights.sum(0)[:, None] * block)
+        read = weights @ heads.inputs
+        self._seen += heads.inputs.T @ (weights.sum(0)[:, None] * heads.inputs)
         self._read += read.T @ read
         self._mean += read.sum(0, dtype=torch.float64)
         self._count += len(read)
@@ -116,13 +135,16 @@ class _AttendedSums:
         return Attended.measured(self._seen / self._count, self._read / self._count, self._mean / self._count)
 
 
-def survey(stream: LayerStream, shelf: Shelf, records: Records, progress: Progress = silent) -> Callable[[int], Statistics]:
+def survey(
+    stream: LayerStream, shelf: Shelf, records: Records, shown: bool = True, progress: Progress = silent
+) -> Callable[[int], Statistics]:
     """Fill the shelf, continuing where an earlier run stopped.
 
     Args:
         stream: The model to survey.
         shelf: Where the statistics are stored.
-        records: Maps a layer to its attention, as `Moments` takes it.
+        records: Maps a layer to its attention.
+        shown: Whether the records show where attention looks.
         progress: Called with the number of finished layers.
 
     Returns:
@@ -139,7 +161,7 @@ def survey(stream: LayerStream, shelf: Shelf, records: Records, progress: Progre
         ready = 0
     with stage(progress, "survey", layers - ready, "layer") as done_layers:
         for layer in range(ready, layers):
-            moments = Moments(layer, stream, records(layer))
+            moments = Moments(layer, stream, records(layer), shown=shown)
             if layer + 1 < layers:
                 stream.advance(layer, moments.see, partial(_put, shelf, layer, moments))
             elif not shelf.has(layer):
@@ -155,11 +177,13 @@ def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
     assert found.sample is not None, "a survey takes samples"
     plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample.rows}
     attended = dict(zip(_ATTENDED, found.attended.tensors, strict=True))
-    shelf.put(layer, plain | attended, {"tokens": found.tokens, "cuts": list(found.sample.cuts)})
+    queries = {} if found.queries is None else {"queries": found.queries}
+    shelf.put(layer, plain | attended | queries, {"tokens": found.tokens, "cuts": list(found.sample.cuts)})
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
     tensors, note = shelf.get(layer)
     attended = Attended(*(tensors[name] for name in _ATTENDED))
     sample = Blocks(tensors["sample"], tuple(note["cuts"]))
-    return Statistics(tensors["second_moment"], tensors["first_moment"], note["tokens"], attended, sample)
+    moments = tensors["second_moment"], tensors["first_moment"]
+    return Statistics(*moments, note["tokens"], attended, sample, queries=tensors.get("queries"))

@@ -45,6 +45,11 @@ class Job:
 
     def assumed(self, layer: int) -> Statistics:
         """The statistics of a layer's input that are assumed without text, from the gains of its norm."""
+        projections = self.read_layer(layer)[1].projections
+        known = self._assumed(layer)
+        return known.behind(projections) if projections else known
+
+    def _assumed(self, layer: int) -> Statistics:
         plan = self.plan
         norm, found = plan.family.input_norm(layer), self.reader.infos
         if norm is None:
@@ -67,7 +72,8 @@ class Job:
         for name, tensor in tensors.items():
             require_finite(name, tensor)
         record = self.plan.family.split(tensors, config, layer)
-        return tensors, record.expanded() if isinstance(record, FactoredAttention) else record
+        record = record.expanded() if isinstance(record, FactoredAttention) else record
+        return tensors, record.behind_norms() if self.plan.behind_norms else record
 
     @property
     def shows_attention(self) -> bool:

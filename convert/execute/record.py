@@ -39,7 +39,7 @@ def record_of(
         "calibration_hash": text.tokens.hash if text else None,
         "calibration": _calibration(text) if text else None,
         **decision.found,
-        "notes": [*plan.notes, *(text.remarks(plan.source.decoder.hidden_size) if text else [])],
+        "notes": [*plan.notes, *(text.remarks(plan.channels) if text else [])],
         "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],
         "tensors": _tensors(reader, manifest, {name for layer in layers for name in layer["converted"]}),
         "versions": versions(),

@@ -104,7 +104,7 @@ def _execute(
     if done := _finished_already(plan, reader, text):
         published()
         return done
-    for remark in text.remarks(plan.source.decoder.hidden_size) if text else ():
+    for remark in text.remarks(plan.channels) if text else ():
         _log.warning(remark)
     manifest = _checked(plan, reader)
     inputs = inputs_of(plan, reader, text)
@@ -251,7 +251,10 @@ def _statistics_directory(
     """The directory of the statistics of this source on this text."""
     if shared is None or text is None:
         return work.survey
-    found_in = [str(plan.source.files), plan.source.raw, reader.fingerprint(), text.tokens.hash, text.blocks.lengths]
+    source = plan.source
+    found_in = [str(source.files), source.raw, reader.fingerprint(), text.tokens.hash, text.blocks.lengths]
+    if plan.behind_norms:
+        found_in.append("behind norms")
     seen = [*found_in, str(_device(plan)), versions()]  # these affect rounding
     directory = shared / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
@@ -269,10 +272,10 @@ def _statistics(job: Job) -> StatisticsOf:
         read, infos = job.reader.__getitem__, job.reader.infos
         stream = job.stream(text, plan.source.config, plan.family.module, read, infos, spool)
 
-        def record(layer: int) -> Attention | None:
-            return job.read_layer(layer)[1] if job.shows_attention else None
+        def record(layer: int) -> Attention:
+            return job.read_layer(layer)[1]
 
-        return survey(stream, Shelf(job.statistics_in, "source"), record, job.progress)
+        return survey(stream, Shelf(job.statistics_in, "source"), record, job.shows_attention, job.progress)
 
     return lambda layer: replace(surveyed()(layer), context=text.plan.max_context)
 

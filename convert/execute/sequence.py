@@ -136,10 +136,10 @@ class _Pair:
         tensors = self.layout.join(record, self.plan.target.spec, layer)
         return {name: tensor.float() for name, tensor in tensors.items()}
 
-    def observed(self, layer: int, attention: Attention | None) -> Statistics:
+    def observed(self, layer: int, attention: Attention, shown: bool) -> Statistics:
         """Statistics of the inputs of the source's layer or, with `--propagate`, the result's."""
         stream = self.student if self.text.plan.propagate else self.teacher
-        moments = Moments(layer, stream, attention, sample_for(stream.width) if self.text.plan.refit else EXCERPT)
+        moments = Moments(layer, stream, attention, sample_for(stream.width) if self.text.plan.refit else EXCERPT, shown)
         stream.observe(layer, moments.see)
         return replace(moments.statistics(), context=self.text.plan.max_context)
 
@@ -172,7 +172,7 @@ class _Pair:
 
 def _converted(job: Job, pair: _Pair, change: Change, layer: int) -> Layer:
     tensors, before = job.read_layer(layer)
-    before, after = change(before, layer, pair.observed(layer, before if job.shows_attention else None))
+    before, after = change(before, layer, pair.observed(layer, before, job.shows_attention))
     more: dict[str, Any] = {}
     if pair.text.plan.fitted:
         after, more = pair.fitted(layer, after)

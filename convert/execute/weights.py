@@ -40,11 +40,13 @@ def require_space(job: Job, manifest: Manifest) -> None:
 def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> int:
     """Disk space for statistics, samples, the inputs of two layers at a time, and layers converted in sequence."""
     plan, method = job.plan, job.plan.target.method
-    width, inputs = plan.source.decoder.hidden_size, 2 * 4 * len(text.tokens.ids) * plan.source.decoder.hidden_size
-    needed = inputs
+    width = plan.source.decoder.hidden_size
+    needed = inputs = 2 * 4 * len(text.tokens.ids) * width
     if isinstance(method, LatentMethod) or not text.plan.in_sequence:  # the survey
         sample = 2 * width * max(text.plan.context, EXCERPT)
-        needed += plan.before.num_layers * (8 * width * (4 * width + 2) + sample)
+        needed += plan.before.num_layers * (8 * plan.channels * (4 * plan.channels + 2) + sample)
+        if plan.behind_norms:  # queries, head by head
+            needed += plan.before.num_layers * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2
     if isinstance(method, LatentMethod) and method.measured_bytes:
         needed += plan.before.num_layers * method.measured_bytes(plan.before)
     if text.plan.in_sequence:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from attention.qk_norm import NormForm
 from attention.record import Record
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
@@ -39,7 +40,7 @@ class Traits:
     Attributes:
         qkv_bias: Whether Q, K and V have biases.
         o_bias: Whether O has a bias.
-        qk_norm: The QK-norm in words, for messages; None if there is none.
+        qk_norm: The QK-norm, or None.
         layers_with_rotary: How many layers have RoPE.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         beyond: Config fields that are set and make the class do more than the record describes.
@@ -47,7 +48,7 @@ class Traits:
 
     qkv_bias: bool
     o_bias: bool
-    qk_norm: str | None
+    qk_norm: NormForm | None
     layers_with_rotary: int
     adds_output: bool
     beyond: Mapping[str, Any]
@@ -69,6 +70,7 @@ class Family(ABC):
         layout: How the file stores the projections, for display: "separate projections".
         names: Every tensor that a checkpoint may hold besides those of its attentions.
         gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
+        rope_stride: How many columns of the class's cosines and sines lie between one frequency and the next.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
         has_heads: Whether it has KV heads; a latent has none.
         needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
@@ -83,6 +85,7 @@ class Family(ABC):
     layout: str
     names: NameTable
     gain_offset: float = 0.0
+    rope_stride: int = 1
     restarts_cache: bool = False
     has_heads: bool = True
     needs_code: bool = False
@@ -155,7 +158,12 @@ class Family(ABC):
         """
         spec = self.spec(config)
         rotary = rope_dim if self.traits(config).layers_with_rotary == spec.num_layers else 0
-        return 2 * spec.num_kv_heads * spec.head_dim - rotary
+        return self.dims_of_heads(config) - rotary
+
+    def dims_of_heads(self, config: Any) -> int:
+        """Dims of the keys and values of all KV heads that the projections make, summed."""
+        spec = self.spec(config)
+        return 2 * spec.num_kv_heads * spec.head_dim
 
     def merges_norm_gains(self, config: Any) -> bool:
         """Whether the key norm has different gains per head, so that merging heads is inexact."""
@@ -170,7 +178,7 @@ class Family(ABC):
         return {
             "qkv_bias": traits.qkv_bias,
             "o_bias": traits.o_bias,
-            "qk_norm": traits.qk_norm,
+            "qk_norm": None if traits.qk_norm is None else str(traits.qk_norm),
             "rotary_dims": rotary.dims if rotary else 0,
             "rotary_pairing": rotary.pairing if rotary else None,
             "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,

@@ -1,4 +1,7 @@
-"""The layout of kvfold's class (`attention.models`): another family inside, and grouped or latent projections in its layers."""
+"""The layout of kvfold's class (`attention.models`): another family inside, and grouped or latent projections in its layers.
+
+Sources with QK-norm keep their projections and norms, and have the latent behind them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.models import MODEL_TYPE
-from attention.record import Attention, FactoredAttention, Record
+from attention.qk_norm import NormForm, QKNorm
+from attention.record import Attention, FactoredAttention, Projections, Record
 from attention.rope import Rotary, no_rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of a latent's projections
+_OF_HEADS = "q_b_proj.weight"  # maps each head's queries, where these are projected and normalised first
 _PREFIX = "model."  # of the source's class
 
 
@@ -46,19 +51,29 @@ class KvfoldProjections(Family):
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec(config), config.text_config.hidden_size
-        made = _latent_shapes if spec.kv_lora_rank else projection_shapes
-        shapes = made(spec, width, config.qkv_bias, config.o_bias)
+        if config.qk_norm:
+            shapes = projection_shapes(self._projected(config), width, config.qkv_bias, config.o_bias)
+            shapes |= _shapes_behind_norms(spec, self._projected(config), NormForm(**config.qk_norm))
+        else:
+            made = _latent_shapes if spec.kv_lora_rank else projection_shapes
+            shapes = made(spec, width, config.qkv_bias, config.o_bias)
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
         prefix, spec, scale = f"{self.module(layer)}.", self.spec(config), self.scale(config)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        if config.qk_norm:
+            record = _split_latent(_behind_norms(local), spec, scale, self.rotary(config, layer))
+            return replace(record, projections=_projections(local, spec.head_dim, NormForm(**config.qk_norm)))
         if spec.kv_lora_rank:
             return _split_latent(local, spec, scale, self.rotary(config, layer))
         return split_projections(local, spec.head_dim, scale, self.rotary(config, layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         local = join_projections(record) if isinstance(record, Attention) else _join_latent(record, spec.kv_lora_rank or 0)
+        if record.projections is not None:
+            local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
+            local |= _join_norms(record.projections)
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
     def traits(self, config: Any) -> Traits:
@@ -67,10 +82,11 @@ class KvfoldProjections(Family):
         return replace(traits, layers_with_rotary=config.text_config.num_hidden_layers) if config.rope_pairs else traits
 
     def rotary(self, config: Any, layer: int) -> Rotary | None:
+        own = self.inner.rotary(config.text_config, layer)
         if not config.rope_pairs:
-            return self.inner.rotary(config.text_config, layer)
-        rotaries = (self.inner.rotary(config.text_config, i) for i in range(config.text_config.num_hidden_layers))
-        return next(rotary.select(config.rope_pairs, "half") for rotary in rotaries if rotary)
+            return own
+        others = (self.inner.rotary(config.text_config, i) for i in range(config.text_config.num_hidden_layers))
+        return next(rotary.select(config.rope_pairs, "half") for rotary in (own, *others) if rotary)
 
     def latent_dims(self, config: Any, rope_dim: int) -> int:
         spec = self.spec(config)
@@ -78,8 +94,20 @@ class KvfoldProjections(Family):
             return super().latent_dims(config, rope_dim)
         return spec.kv_lora_rank + spec.qk_rope_head_dim - rope_dim
 
+    def dims_of_heads(self, config: Any) -> int:
+        projected = self._projected(config)
+        return 2 * projected.num_kv_heads * projected.head_dim
+
     def scale(self, config: Any) -> float:
         return float(config.scaling)
+
+    @staticmethod
+    def _projected(config: Any) -> AttentionSpec:
+        """The sizes of the source's attention, whose projections and norms come before the latent."""
+        inner = config.text_config
+        head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads
+        kv_heads = getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads
+        return AttentionSpec(inner.num_hidden_layers, inner.num_attention_heads, kv_heads, head_dim)
 
 
 def _latent_shapes(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool) -> dict[str, tuple[int, ...]]:
@@ -90,6 +118,44 @@ def _latent_shapes(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool
     biased = (qkv_bias, qkv_bias and spec.qk_rope_head_dim > 0, False, o_bias)
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in zip(_NAMES, sizes, strict=True)}
     return shapes | {f"{name}.bias": size[:1] for name, size, bias in zip(_NAMES, sizes, biased, strict=True) if bias}
+
+
+def _shapes_behind_norms(spec: AttentionSpec, projected: AttentionSpec, form: NormForm) -> dict[str, tuple[int, ...]]:
+    """What comes to a source's projections: their norms, and a latent of normalised keys and values."""
+    dim, groups, rank = projected.head_dim, projected.num_kv_heads, spec.kv_lora_rank or 0
+    parts = ("weight", "bias") if form.bias else ("weight",)
+    counts = {"q_norm": spec.num_heads if form.per_head else 1, "k_norm": groups if form.per_head else 1}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.{part}": (count, dim) for name, count in counts.items() for part in parts}
+    return shapes | {
+        _OF_HEADS: (spec.num_heads, spec.key_dim, dim),
+        "kv_a_proj_with_mqa.weight": (rank + spec.qk_rope_head_dim, 2 * groups * dim),
+        "kv_b_proj.weight": (spec.num_heads * (spec.qk_nope_head_dim + dim), rank),
+    }
+
+
+def _behind_norms(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a latent behind norms, by the names of one without."""
+    kept = {name: tensor for name, tensor in local.items() if name.startswith(_NAMES[1:])}
+    return {**kept, "q_proj.weight": local[_OF_HEADS].flatten(0, 1)}
+
+
+def _projections(local: Mapping[str, torch.Tensor], head_dim: int, form: NormForm) -> Projections:
+    a = split_projections(local, head_dim, 1.0, None)
+    q_norm, k_norm = (
+        QKNorm(form.kind, form.scope, local[f"{name}.weight"], local.get(f"{name}.bias"), form.eps, form.gain_offset)
+        for name in ("q_norm", "k_norm")
+    )
+    return Projections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias)
+
+
+def _join_norms(p: Projections) -> dict[str, torch.Tensor]:
+    """Projections and their norms; the inverse of `_projections`."""
+    local = {f"{part}_proj.weight": rows.flatten(0, 1) for part, rows in (("q", p.q), ("k", p.k), ("v", p.v))}
+    biases = {"q": p.q_bias, "k": p.k_bias, "v": p.v_bias}
+    local |= {f"{part}_proj.bias": rows.flatten() for part, rows in biases.items() if rows is not None}
+    for name, norm in (("q_norm", p.q_norm), ("k_norm", p.k_norm)):
+        local |= {f"{name}.weight": norm.gain, **({} if norm.bias is None else {f"{name}.bias": norm.bias})}
+    return local
 
 
 def _split_latent(

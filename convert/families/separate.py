@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from attention import rope
-from attention.qk_norm import QKNorm
+from attention.qk_norm import NormForm, QKNorm
 from attention.record import Attention, Record
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
@@ -46,6 +46,11 @@ class NormRow:
     gain_offset: float = 0.0
     after_rotary: bool = False
 
+    def form(self, eps: float) -> NormForm:
+        scope: Literal["all", "head"] = "all" if self.storage == "flat" else "head"
+        per_head = self.storage != "shared"
+        return NormForm(self.kind, scope, per_head, self.bias, eps, self.gain_offset, self.after_rotary)
+
     def names(self, name: str, heads: int) -> list[str]:
         return [f"{name}.norms.{h}" for h in range(heads)] if self.storage == "list" else [name]
 
@@ -62,7 +67,7 @@ class NormRow:
 
         return QKNorm(
             self.kind,
-            "all" if self.storage == "flat" else "head",
+            self.form(eps).scope,
             stack("weight"),
             stack("bias") if self.bias else None,
             eps,
@@ -158,6 +163,7 @@ class SeparateProjections(Family):
         o_name: The output projection's name.
         norm: How the QK-norm is stored; None without one.
         pairing: Which two dims form a rotary pair (see `Rotary`).
+        rope_stride: See `Family`.
         scaled_by: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
         partial_rotary: Whether only the share `partial_rotary_factor` of D is rotary.
         rotates: Which layers have RoPE.
@@ -179,6 +185,7 @@ class SeparateProjections(Family):
     o_name: str = "o_proj"
     norm: NormRow | None = None
     pairing: Pairing = "half"
+    rope_stride: int = 1
     scaled_by: str | None = None
     scale_power: float = 1.0
     partial_rotary: bool = False
@@ -250,7 +257,7 @@ class SeparateProjections(Family):
         return Traits(
             qkv_bias=self._flag(config, self.qkv_bias),
             o_bias=self._flag(config, self.o_bias),
-            qk_norm=f"{norm.kind}, {norm.storage} gains" if norm else None,
+            qk_norm=norm.form(getattr(config, norm.eps)) if norm else None,
             layers_with_rotary=sum(self.rotates(config, layer) for layer in range(self.spec(config).num_layers)),
             adds_output=self.adds_output,
             beyond={field: value for field in beyond if (value := getattr(config, field, None)) not in (None, False)},
@@ -401,9 +408,16 @@ ROWS = [
         **_ATTENTION_BIAS,
         norm=NormRow(kind="layer", storage="matrix", switch="use_qk_norm", eps="layer_norm_eps"),
         pairing="interleaved",
+        rope_stride=2,
     ),
     SeparateProjections(
-        "cohere2", adds_output=False, **_ATTENTION_BIAS, pairing="interleaved", rotates=_sliding_layers, beyond=WINDOW
+        "cohere2",
+        adds_output=False,
+        **_ATTENTION_BIAS,
+        pairing="interleaved",
+        rope_stride=2,
+        rotates=_sliding_layers,
+        beyond=WINDOW,
     ),
     SeparateProjections("glm", names=FUSED_MLP, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
     SeparateProjections(

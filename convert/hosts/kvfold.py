@@ -6,6 +6,7 @@ It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, and M
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from attention.models import CODE, MODEL_TYPE, register
@@ -16,6 +17,7 @@ from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from attention.qk_norm import NormForm
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
@@ -23,9 +25,10 @@ if TYPE_CHECKING:
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
-    "llama", "arcee", "cwm", "gemma", "gpt2", "gpt_neox", "granite", "granitemoe", "hyperclovax", "jais2", "ministral",
-    "mistral", "mixtral", "nemotron", "olmo", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "seed_oss", "smollm3",
-    "stablelm", "starcoder2",
+    "llama", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma3_text",
+    "glm", "glm4", "gpt2", "gpt_neox", "granite", "granitemoe", "helium", "hyperclovax", "jais2", "ministral", "mistral",
+    "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 
 
@@ -56,16 +59,18 @@ class Kvfold:
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         traits, inner = family.traits(config), config.text_config if family.needs_code else config
-        if traits.qk_norm:
-            return "queries and keys are normalised (QK-norm), which its attention does not do"
+        if traits.qk_norm and not target.kv_lora_rank:
+            return "queries and keys are normalised (QK-norm), which its grouped attention does not do"
+        if traits.qk_norm and traits.qk_norm.after_rotary:
+            return "queries and keys are normalised after RoPE, and its latent holds keys before it"
         for field, value in traits.beyond.items():
             if field != "sliding_window":
                 return f"config.json sets {field} to {value}, which its attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
-        if any(rotary.pairing != "half" for rotary in rotaries):
-            return "RoPE pairs neighbouring dims, and its attention pairs those of two halves"
-        if any(_lists(rotary) != _lists(rotaries[0]) for rotary in rotaries):
-            return "layers rotate with different frequencies, and its RoPE keys have those of one list"
+        if not target.kv_lora_rank and any(rotary.pairing != "half" for rotary in rotaries):
+            return "RoPE pairs neighbouring dims, and its grouped attention pairs those of two halves"
+        if len({(rotary.dims, rotary.attention_factor) for rotary in rotaries}) > 1:
+            return "layers rotate different numbers of dims, or scale them by different factors, and its layers are alike"
         if family.restarts_cache and rotaries and rotaries[0].long_frequencies is not None:
             return (
                 f"its LongRoPE has other frequencies beyond {rotaries[0].long_beyond} tokens, where its own class computes the "
@@ -112,9 +117,11 @@ class Kvfold:
             "qk_nope_head_dim": target.qk_nope_head_dim,
             "v_head_dim": target.head_dim,
         }
+        form = family.traits(config).qk_norm
         return {
             **outer,
             "o_bias": True,
+            **({"qk_norm": _stated(form)} if form else {}),
             **_rotation(family, config, rotary, target.qk_rope_head_dim),
             "text_config": {**inner, **sizes},
         }
@@ -124,6 +131,13 @@ class Kvfold:
 
         register()
         return KvfoldConfig(**self.config(raw, config, target, None))
+
+
+def _stated(form: NormForm) -> dict[str, Any]:
+    """A norm that comes before RoPE, for config.json."""
+    stated = asdict(form)
+    del stated["after_rotary"]
+    return stated
 
 
 def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int) -> dict[str, Any]:
@@ -137,7 +151,8 @@ def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int)
         return {"rope_pairs": [0] * (rope_dim // 2)}
     known = list(zip(*_lists(source), strict=True))
     pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
-    return {"rope_pairs": pairs, "rope_factor": source.attention_factor}
+    stride = {"rope_stride": inner.rope_stride} if inner.rope_stride > 1 else {}
+    return {"rope_pairs": pairs, "rope_factor": source.attention_factor, **stride}
 
 
 def _lists(rotary: Rotary) -> tuple[list[float], list[float]]:

@@ -29,7 +29,7 @@ class RopeKeys:
         attention: The record.
         z: `[G, L, E + 1]` complex, the keys times the square of RoPE's attention factor.
         moved: `[G, L, E + 1]`, z Σ, with Σ the second moment of (x, 1) under attention.
-        w: `[H, L, E + 1]` complex, the queries.
+        w: `[H, L, E + 1]` complex, the queries; `[H, L, D + 1]` of projections.
         weight: `[H, L]`, λ = √(E|w_{h,l}·x|²).
         mass: `[H, N]`, the share of head h's attention at distances 0 … N − 1.
     """
@@ -43,7 +43,7 @@ class RopeKeys:
 
     @classmethod
     def of(cls, attention: Attention, statistics: Statistics) -> RopeKeys:
-        rotary, second = rotary_of(attention), statistics.with_constant
+        rotary, second = rotary_of(attention), statistics.of_queries
         factor = rotary.attention_factor**2
         rows = augmented(attention.q, attention.q_bias)[:, : rotary.dims]
         keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]

@@ -171,11 +171,11 @@ def separate(attention: Attention, allocation: Allocation, gram: Callable[[Keys]
 
 def _all_nope(attention: Attention, allocation: Allocation) -> Separated:
     assert allocation.rotary is not None
-    (groups, dim, width), heads, rope = attention.k.shape, attention.q.shape[0], 2 * len(allocation.pairs)
+    (groups, dim, width), heads, rope = attention.k.shape, len(attention.q), 2 * len(allocation.pairs)
     rest = attention.k.float().flatten(0, 1)
     return Separated(
         rotary=allocation.rotary.select(list(allocation.pairs), "interleaved"),
-        q_rope=rest.new_zeros(heads, rope, width),
+        q_rope=rest.new_zeros(heads, rope, attention.q.shape[-1]),
         k_rope=rest.new_zeros(rope, width),
         q_rope_bias=None if attention.q_bias is None else rest.new_zeros(heads, rope),
         k_rope_bias=None,
@@ -236,6 +236,7 @@ def share_latent(
         q_rope_bias=parts.q_rope_bias,
         k_rope_bias=parts.k_rope_bias,
         o_bias=o_bias,
+        projections=attention.projections,
     )
 
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attention.qk_norm import QKNorm
+from attention.record import Projections
 from attention.spread import spread_blocks
+from convert.methods.algebra import augmented
 from convert.methods.blocks import Blocks
 
 EXCERPT = 4096  # tokens, on which errors are measured
@@ -86,6 +89,8 @@ class Statistics:
         attended: Moments of x as attention sees it, which weigh keys and values.
         sample: x of some rows of the text, `[n, T, E]`, to fit and to measure errors on; None without text.
         context: Tokens of the longest context that the result is for; None for as many as the longest block of the sample has.
+        queries: `[H, D + 1, D + 1]`, the second moment of (q, 1) where an attention reads projections: x are then keys and
+            values. None where queries read x.
     """
 
     second: torch.Tensor
@@ -94,6 +99,7 @@ class Statistics:
     attended: Attended
     sample: Blocks | None = None
     context: int | None = None
+    queries: torch.Tensor | None = None
 
     @classmethod
     def assumed(cls, width: int, gain: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> Statistics:
@@ -109,10 +115,20 @@ class Statistics:
         second = gain.square().diag() + torch.outer(mean, mean)
         return cls(second, mean, 0, Attended.assumed(second, mean))
 
+    def behind(self, projections: Projections) -> Statistics:
+        """Assumed statistics of what projections make of x: as if each token had the norm of the mean square."""
+        of_queries, of_both = expected(projections, self.with_constant)
+        moment = self.with_constant
+        both, queries = of_both @ moment @ of_both.T, of_queries @ moment @ of_queries.mT
+        mean, means = of_both @ moment[-1], (of_queries @ moment[-1])[..., None]
+        whole = torch.cat((torch.cat((queries, means), 2), torch.cat((means.mT, torch.ones_like(means[:, :1])), 2)), 1)
+        return Statistics(both, mean, 0, Attended.assumed(both, mean), queries=whole)
+
     def to(self, device: torch.device) -> Statistics:
         sample = None if self.sample is None else self.sample.to(device)
         second, mean, attended = self.second.to(device), self.mean.to(device), self.attended.to(device)
-        return replace(self, second=second, mean=mean, attended=attended, sample=sample)
+        queries = None if self.queries is None else self.queries.to(device)
+        return replace(self, second=second, mean=mean, attended=attended, sample=sample, queries=queries)
 
     @property
     def covariance(self) -> torch.Tensor:
@@ -125,6 +141,11 @@ class Statistics:
         return _with_constant(self.second, self.mean)
 
     @property
+    def of_queries(self) -> torch.Tensor:
+        """The same of what queries read: `[E + 1, E + 1]`, or `[H, D + 1, D + 1]` of projections."""
+        return self.with_constant if self.queries is None else self.queries
+
+    @property
     def shrinkage(self) -> float:
         """The share of the correlation between channels that `shrunk` removes from the covariance, 0 to 1."""
         return _shrinkage(self.covariance, self.tokens)
@@ -133,6 +154,31 @@ class Statistics:
         """The same statistics with the correlations between channels reduced because tokens are few."""
         second = _shrunk(self.covariance, self.tokens) + torch.outer(self.mean, self.mean)
         return replace(self, second=second, attended=self.attended.shrunk(self.tokens))
+
+
+def expected(projections: Projections, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Projections of (x, 1) as if each token's norm were that of the mean square: `[H, D, E + 1]`, and `[2 G D, E + 1]`.
+
+    Args:
+        projections: What normalises.
+        moment: `[E + 1, E + 1]`, of (x, 1).
+    """
+    p = projections
+    queries, keys, values = (augmented(*part) for part in ((p.q, p.q_bias), (p.k, p.k_bias), (p.v, p.v_bias)))
+    queries, keys = _expected(queries, p.q_norm, moment), _expected(keys, p.k_norm, moment)
+    return queries, torch.cat((keys, values)).flatten(0, 1)
+
+
+def _expected(rows: torch.Tensor, norm: QKNorm, moment: torch.Tensor) -> torch.Tensor:
+    """Rows `[heads, D, E + 1]` behind a norm of expected size."""
+    axes = (1,) if norm.scope == "head" else (0, 1)
+    if norm.kind == "layer":
+        rows = rows - rows.mean(axes, keepdim=True)
+    power = ((rows @ moment) * rows).sum(-1, keepdim=True).mean(axes, keepdim=True)
+    rows = rows * (power + norm.eps).rsqrt() * (norm.gain.to(rows) + norm.gain_offset)[..., None]
+    if norm.bias is not None:
+        rows = torch.cat((rows[..., :-1], rows[..., -1:] + norm.bias.to(rows)[..., None]), -1)
+    return rows
 
 
 def excerpt(sample: Blocks) -> Blocks:

@@ -69,10 +69,10 @@ def _rope_part(attention: Attention, allocation: Allocation, statistics: Statist
     share, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
         assert allocation.rotary is not None
-        count, width = 2 * len(allocation.pairs), rows.shape[-1]
+        count, (heads, _, width) = 2 * len(allocation.pairs), attention.q.shape
         rotary = allocation.rotary.select(list(allocation.pairs), "interleaved")
         rest = rows.repeat_interleave(share, 0)
-        return _RopePart(rotary, rows.new_zeros(attention.q.shape[0], count, width), rows.new_zeros(count, width)), rest
+        return _RopePart(rotary, rows.new_zeros(heads, count, width + 1), rows.new_zeros(count, rows.shape[-1])), rest
     rope = RopeKeys.of(attention, statistics)
     atoms = pursue(rope, allocation.pairs) if allocation.pursued else Components.of(rope).atoms(rope, allocation.pairs)
     nope = rows[:, attention.rotary.dims :].repeat_interleave(share, 0)
@@ -107,7 +107,7 @@ class _Latent:
     def of(cls, attention: Attention, allocation: Allocation, rest: torch.Tensor, statistics: Statistics) -> _Latent:
         share = attention.q.shape[0] // attention.num_kv_heads
         q = allocation.nope(augmented(attention.q, attention.q_bias))
-        weigh_keys, unweigh_keys = roots(q @ statistics.with_constant @ q.mT, 1e-6)
+        weigh_keys, unweigh_keys = roots(q @ statistics.of_queries @ q.mT, 1e-6)
         columns = attention.o.double().permute(1, 0, 2)  # [H, E, D]
         weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, share)).sum(1), 1e-6)
         keys, values = weigh_keys @ rest[..., :-1], weigh_values @ attention.v.double()
@@ -154,6 +154,7 @@ class _Latent:
             q_rope_bias=rope.queries[..., -1].float() if biased[0] else None,
             k_rope_bias=rope.keys[..., -1].float() if biased[1] else None,
             o_bias=(bias if a.o_bias is None else bias + a.o_bias.double()).float(),
+            projections=a.projections,
         )
 
 

@@ -74,6 +74,16 @@ class Plan:
         return self.target.before
 
     @property
+    def behind_norms(self) -> bool:
+        """Whether it makes a latent of normalised keys."""
+        return self.target.spec.kv_lora_rank is not None and self.family.traits(self.source.config).qk_norm is not None
+
+    @property
+    def channels(self) -> int:
+        """Of what statistics are taken of: a layer's input, or the keys and values of all heads that a latent is made of."""
+        return self.family.dims_of_heads(self.source.config) if self.behind_norms else self.source.decoder.hidden_size
+
+    @property
     def cache_dtype(self) -> str:
         """The dtype by which the bytes of the result's cache are counted."""
         return self.output.dtype or self.source.dtype

@@ -79,7 +79,8 @@ def plan_latent(
     check_output(output.path, source.directory, output.overwrite, output.resume)
     without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
     text = calibration_for(source, method, calibration, without)
-    remarks = list(text_notes(method, text, family.traits(source.config)))
+    traits = replace(family.traits(source.config), qk_norm=None)  # a latent is made behind the norm
+    remarks = list(text_notes(method, text, traits))
     if target.copies:
         text, remarks = None, ["the calibration text is not used"] if text else []
     elif text is not None and not method.folds and size.kv_lora_rank is None and rope_dim:
@@ -160,8 +161,12 @@ def _check_rotary(source: Source, family: Family, rope_dim: int) -> None:
 
 
 def full_rank(source: Source, family: Family, rope_dim: int) -> int:
-    """The rank beyond which nothing is gained: nope dims of keys plus dims of values, or the model's width if that is less."""
-    return min(source.decoder.hidden_size, family.latent_dims(source.config, rope_dim))
+    """The rank beyond which nothing is gained: nope dims of keys plus dims of values, or the model's width if that is less.
+
+    Normalised keys are no linear function of the layer's input, so its width does not bound them.
+    """
+    dims = family.latent_dims(source.config, rope_dim)
+    return dims if family.traits(source.config).qk_norm else min(source.decoder.hidden_size, dims)
 
 
 def with_reserved(host: Host, channels: int) -> int:

@@ -32,6 +32,8 @@ RECORDS: dict[str, Record] = {
     "gains per head": record(norm="head"),
     "one norm over all heads": record(norm="all"),
     "norm after rope": record(norm="after", pairing="interleaved"),
+    "norm with biases": record(norm="layer"),
+    "behind a norm": record(norm="head", nope=2).behind_norms(),
     "MLA": factored(),
     "MLA without biases": factored(biased=False),
     "MLA, half": factored(pairing="half"),
@@ -69,6 +71,8 @@ def test_the_error_is_squared_relative_to_the_sources_output() -> None:
 def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     """`[H, T, T]` of one block, one dot product at a time, fp64."""
     x, positions = x.double(), torch.arange(len(x))
+    if isinstance(a, Attention) and (p := a.projections):  # the heads that they were made from
+        a = Attention(p.q, p.k, p.v, a.o, a.scale, a.rotary, p.q_bias, p.k_bias, p.v_bias, a.o_bias, p.q_norm, p.k_norm)
 
     def project(weight: torch.Tensor, bias: torch.Tensor | None, at: int) -> torch.Tensor:
         states = weight[at].double() @ x.T
@@ -113,7 +117,8 @@ def test_what_is_kept_makes_the_logits(case: str) -> None:
     heads = heads_of(a, x)
     q, bias = (a.q_nope, a.q_nope_bias) if isinstance(a, FactoredAttention) else (a.q, a.q_bias)
     for head in range(len(q)):
-        plain = x @ q[head].float().T + (0 if bias is None else bias[head].float())
+        read = a.projections(x[None])[0][0, head] if a.projections else x
+        plain = read @ q[head].float().T + (0 if bias is None else bias[head].float())
         torch.testing.assert_close(heads.plain[head], plain, rtol=1e-5, atol=1e-5)
         nope, rope = heads.kept(head)
         if isinstance(a, FactoredAttention):

@@ -1,4 +1,4 @@
-"""Latent attention as multi-head attention: the same function, with each bias or none, in any dtype."""
+"""Records in other forms: latent attention as multi-head attention, and QK-norm in projections. Both are the same function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import factored, inputs, loss, run
+from records import factored, inputs, loss, record, run
 
 from attention.forward import attention_output
 from attention.record import FactoredAttention
@@ -70,3 +70,18 @@ def test_expanded_attention_is_in_fp32_whatever_it_is_stored_in(dtype: torch.dty
     x = inputs(20)
     torch.testing.assert_close(attention_output(found, x), attention_output(stored, x), rtol=1e-4, atol=1e-4)
     assert loss(stored, found) < 1e-5
+
+
+@pytest.mark.parametrize("norm", ["shared", "head", "all", "layer"])
+@pytest.mark.parametrize(("groups", "biased"), [(1, True), (2, False), (4, True)])
+def test_behind_norms_is_the_same_function(norm: str, groups: int, biased: bool) -> None:
+    a = record(groups, 4 // groups, nope=2, biased=biased, norm=norm)
+    found = a.behind_norms()
+    assert found.q_norm is found.k_norm is None
+    assert loss(a, found) < 1e-6
+    assert found.behind_norms() is found
+
+
+def test_without_norms_there_is_nothing_to_be_behind() -> None:
+    a = record()
+    assert a.behind_norms() is a

@@ -31,18 +31,21 @@ BEYOND: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": True, "attention_bias": True},
     "mistral": {"sliding_window": 7},
     "ministral": {"sliding_window": 7, "layer_types": ["sliding_attention"] * 3},
+    "ernie4_5": {"use_bias": True, "mlp_bias": True},
+    "helium": {"mlp_bias": True},
+    "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "cwm": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "phi3": {"sliding_window": 7},
     "qwen2": {"sliding_window": 7, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
     "seed_oss": {"mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "mlp_bias": True},
 }
-OFF = {"qk_layernorm": False}
 NO_ROPE = ("gpt2", "opt")
+NORM = {"kind": "rms", "scope": "head", "per_head": False, "bias": False, "eps": 1e-6, "gain_offset": 0.0}
 
 
 def made(checkpoint: Make, model_type: str, **changes: Any) -> Path:
-    return checkpoint(model_type, **{**OFF, **BEYOND.get(model_type, {}), **changes})
+    return checkpoint(model_type, **{**BEYOND.get(model_type, {}), **changes})
 
 
 def full(source: Path) -> list[Any]:
@@ -78,8 +81,11 @@ def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
-# One of each kind: windows, biases, no RoPE, part of it, layers without it, experts, other norms and residuals.
-KINDS = ("cwm", "gpt2", "gpt_neox", "granite", "llama", "mixtral", "nemotron", "opt", "smollm3", "stablelm")
+# One of each kind: windows, biases, no RoPE, part of it, layers without it, experts, QK-norm of each form, other residuals.
+KINDS = (
+    "cohere", "cohere2", "cwm", "gemma3_text", "glm", "gpt2", "gpt_neox", "granite", "llama", "mixtral", "nemotron",
+    "olmo2", "opt", "phi", "qwen3", "smollm3", "stablelm",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_small_sizes_run_alike_in_every_way(model_type: str, checkpoint: Make, c
     same_logits(said(stock(tmp_path / "again"), ids), expected, 1e-6)
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "gpt2", "gpt_neox", "mixtral", "olmo"])
+@pytest.mark.parametrize("model_type", ["gemma", "gpt2", "gpt_neox", "mixtral", "olmo", "qwen3"])
 def test_half_precision_is_that_of_the_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, ids = made(checkpoint, model_type), tokens(12)
     ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd", "--dtype", "bfloat16"))
@@ -169,7 +175,7 @@ def test_a_window_that_only_the_function_knows_is_not_absorbed(checkpoint: Make,
     assert module._absorbs(2, 9, torch.ones(1, 1, 2, 9))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "gemma"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "gemma", "qwen3"])
 def test_the_cache_has_the_bytes_that_the_plan_says(
     model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
@@ -206,6 +212,33 @@ def test_every_method_makes_latents_without_rope(
     assert torch.isfinite(said(load(tmp_path / "less"), tokens(20))).all()
 
 
+@pytest.mark.parametrize("model_type", ["olmo2", "phi", "qwen3", "stablelm"])
+@pytest.mark.parametrize("method", ["weighted", "weighted with text", "pca"])
+def test_every_method_makes_latents_of_normalised_keys(
+    method: str, model_type: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
+) -> None:
+    source = checkpoint(model_type, num_key_value_heads=2, qk_layernorm=True)
+    more = ["--refine", 2] if "text" in method else []
+    ok(convert("mla", source, tmp_path / "out", *small(model_type), *method_options(method, words), *more))
+    assert torch.isfinite(said(load(tmp_path / "out"), tokens(20))).all()
+    before, after = weights(source), weights(tmp_path / "out")
+    kept = [
+        name for name in before if "layernorm" in name or "_norm" in name or name.endswith(("k_proj.weight", "v_proj.weight"))
+    ]
+    for name in kept:
+        own = "model." + name.replace("q_layernorm", "q_norm").replace("k_layernorm", "k_norm")
+        if ".norms." not in name:
+            assert torch.equal(after[own].flatten(), before[name].flatten()), name
+
+
+def test_normalised_keys_share_no_latent_beyond_their_dims(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """The model's width does not bound their rank: 2 × 8 heads × 8 dims are 128."""
+    shown = ok(convert("mla", checkpoint("qwen3", num_key_value_heads=8), tmp_path / "out", *sized(124, 4))).stdout
+    assert "124 of 124 latent channels" in shown
+    more = convert("mla", checkpoint("qwen3", name="other", num_key_value_heads=8), tmp_path / "more", *sized(125, 4))
+    left_nothing(more, 2, "rank 125 exceeds full size", tmp_path / "more")
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])
 def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """Also those that change with the length, and those with an attention factor."""
@@ -220,7 +253,7 @@ def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert
         same_logits(said(stock(tmp_path / "out"), tokens(length)), said(stock(source), tokens(length)))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "smollm3"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "olmo2", "smollm3"])
 def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, ids = made(checkpoint, model_type), tokens(20)
     ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd"))
@@ -252,10 +285,9 @@ def test_grouped_heads_of_the_class_become_latent(checkpoint: Make, convert: Con
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("qwen3", {}, "queries and keys are normalised (QK-norm)"),
+        ("hunyuan_v1_dense", {}, "queries and keys are normalised after RoPE"),
         ("gemma2", {}, "sets attn_logit_softcapping to 50.0"),
         ("olmo", {"clip_qkv": 8.0}, "sets clip_qkv to 8.0"),
-        ("glm", {}, "RoPE pairs neighbouring dims"),
     ],
 )
 def test_what_it_does_not_do_is_refused_before_weights_are_read(
@@ -294,6 +326,8 @@ def test_a_rope_key_is_for_what_rotates(checkpoint: Make, convert: Convert, tmp_
         ({"rope_pairs": [0, "1"]}, "rope_pairs is [0, '1']"),
         ({"rope_factor": 0}, "rope_factor is 0; it must be a number above 0"),
         ({"text_config": {"v_head_dim": None}}, "the sizes of the latent in text_config"),
+        ({"qk_norm": {"kind": "rms"}}, "it must have the keys kind, scope, per_head, bias, eps and gain_offset"),
+        ({"qk_norm": NORM | {"scope": "layer"}}, "qk_norm has scope 'layer'; it must be one of ('head', 'all')"),
     ],
 )
 def test_a_damaged_config_is_refused(

@@ -141,7 +141,7 @@ def test_the_sample_is_whole_blocks_however_long() -> None:
 
 def test_without_a_record_attention_is_assumed() -> None:
     x = inputs(8, tokens=9, blocks=3)
-    moments = Moments(0, of_blocks(3, 9, 8), None)
+    moments = Moments(0, of_blocks(3, 9, 8), random_record(1, 1, pairs=1, nope=0, width=8, biased=False), shown=False)
     moments.see(x)
     found = moments.statistics()
     assert torch.equal(found.attended.seen, found.second)

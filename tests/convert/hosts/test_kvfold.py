@@ -15,6 +15,7 @@ from tiny import tiny_config
 from written import WITHOUT_KVFOLD, edit, left_nothing, ok, weights
 
 from attention.models import CODE, MODEL_TYPE
+from attention.qk_norm import NormForm
 from convert.families import FAMILIES, family_of
 from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.hosts.source_class import HOST as SOURCE
@@ -195,7 +196,7 @@ def test_the_card_says_how_to_load_it(checkpoint: Make, convert: Convert, tmp_pa
     ("changed", "pairing", "message"),
     [
         ({}, "interleaved", "RoPE pairs neighbouring dims"),
-        ({"qk_norm": "rms"}, "half", "QK-norm"),
+        ({"qk_norm": NormForm("rms", "head", False, False, 1e-6)}, "half", "QK-norm"),
         ({"beyond": {"window_size": 256}}, "half", "sets window_size to 256"),
         ({}, "half", "None"),
     ],

@@ -9,7 +9,7 @@ import torch
 from factoring import PAIRINGS, energies, every_pair, factor, full_rank
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from records import factored, inputs, loss, measured, random, record, run
+from records import factored, inputs, loss, measured, measured_behind, random, record, run
 
 from attention.record import Attention, FactoredAttention
 from attention.rope import Pairing, Rotary
@@ -44,6 +44,27 @@ def test_full_size_is_the_same_function(
     assert found.down.shape == (full_rank(a, kept), width)
     assert found.k_rope.shape == (groups * 2 * pairs, width)
     assert loss(a, found) < 1e-5
+
+
+@pytest.mark.parametrize("method", LATENT)
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.integers(1, 3), share=st.integers(1, 2), pairs=st.integers(0, 3), nope=st.integers(1, 3),
+    norm=st.sampled_from(["shared", "head", "all", "layer"]), text=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_full_size_behind_norms_is_the_same_function(
+    method: str, groups: int, share: int, pairs: int, nope: int, norm: str, text: bool, seed: int
+) -> None:
+    a = record(groups, share, pairs, nope, norm=norm, seed=seed)
+    behind = a.behind_norms()
+    assert behind.projections is not None
+    known = measured_behind(behind.projections, inputs(20)) if text else Statistics.assumed(20).behind(behind.projections)
+    kept, dim = every_pair(a) if pairs else (), 2 * pairs + nope
+    rotary = None if pairs else Rotary(torch.ones(2, dtype=torch.float64), "half")
+    size = Allocation(2 * groups * dim - 2 * len(kept), kept, rotary=rotary)
+    found = load_latent(method).factor(behind, size, known)
+    assert found.projections is behind.projections
+    assert loss(a, found) < 1e-4
 
 
 @pytest.mark.parametrize("method", LATENT)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import inputs, measured, random
+from records import inputs, measured, measured_behind, random, record
 
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import Statistics, excerpt
@@ -94,3 +94,21 @@ def test_moving_to_a_device_keeps_everything() -> None:
 def test_an_excerpt_is_a_few_blocks_from_all_over_a_sample(blocks: int, context: int, chosen: list[int]) -> None:
     sample = Blocks.whole(torch.arange(blocks)[:, None, None].expand(-1, context, 1))
     assert excerpt(sample).rows[:, 0, 0].tolist() == chosen
+
+
+@pytest.mark.parametrize("norm", ["shared", "head", "all", "layer"])
+def test_without_text_normalised_keys_are_those_of_the_norms_gains(norm: str) -> None:
+    """Drawn as assumed, up to what the norm of each token does: for wide heads it is nearly the same for all."""
+    a, gain = record(1, 2, pairs=60, width=300, norm=norm, biased=norm == "layer"), random(300).abs() + 0.5
+    projections = a.behind_norms().projections
+    assert projections is not None
+    known = Statistics.assumed(300, gain).behind(projections)
+    drawn = measured_behind(projections, random(1, 4000, 300, seed=3) * gain)
+    assert known.queries is not None
+    assert drawn.queries is not None
+    for found, expected in (
+        (known.second, drawn.second), (known.mean, drawn.mean), (known.queries, drawn.queries),
+    ):  # fmt: skip
+        assert float((found - expected).norm() / expected.norm().clamp_min(5)) < 0.25
+    assert (known.tokens, known.sample) == (0, None)
+    torch.testing.assert_close(known.queries[:, -1, -1], torch.ones(2).double())
