@@ -71,6 +71,7 @@ class Family(ABC):
         names: Every tensor that a checkpoint may hold besides those of its attentions.
         gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
         rope_stride: How many columns of the class's cosines and sines lie between one frequency and the next.
+        scales_rope: Whether the class scales RoPE by a factor of its own, which depends on the length.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
         has_heads: Whether it has KV heads; a latent has none.
         needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
@@ -86,6 +87,7 @@ class Family(ABC):
     names: NameTable
     gain_offset: float = 0.0
     rope_stride: int = 1
+    scales_rope: bool = False
     restarts_cache: bool = False
     has_heads: bool = True
     needs_code: bool = False

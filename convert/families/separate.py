@@ -163,7 +163,7 @@ class SeparateProjections(Family):
         o_name: The output projection's name.
         norm: How the QK-norm is stored; None without one.
         pairing: Which two dims form a rotary pair (see `Rotary`).
-        rope_stride: See `Family`.
+        rope_stride: See `Family`; so is `scales_rope`.
         scaled_by: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
         partial_rotary: Whether only the share `partial_rotary_factor` of D is rotary.
         rotates: Which layers have RoPE.
@@ -186,6 +186,7 @@ class SeparateProjections(Family):
     norm: NormRow | None = None
     pairing: Pairing = "half"
     rope_stride: int = 1
+    scales_rope: bool = False
     scaled_by: str | None = None
     scale_power: float = 1.0
     partial_rotary: bool = False
@@ -401,7 +402,7 @@ ROWS = [
         o_name="dense",
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
     ),
-    SeparateProjections("phimoe", names=_NUMBERED_EXPERTS, **_ATTENTION_BIAS, beyond=WINDOW),
+    SeparateProjections("phimoe", names=_NUMBERED_EXPERTS, **_ATTENTION_BIAS, scales_rope=True, beyond=WINDOW),
     SeparateProjections(
         "cohere",
         adds_output=False,

@@ -28,6 +28,10 @@ class Host(Protocol):
         """The software that loads the result: "transformers"."""
 
     @property
+    def served_by(self) -> str:
+        """The engines that serve the result, for the support matrix."""
+
+    @property
     def opened_by(self) -> str:
         """A sentence for the model card: what loads the result exactly."""
 

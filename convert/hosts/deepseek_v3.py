@@ -41,6 +41,7 @@ class DeepseekV3:
 
     name = "deepseek_v3"
     loads_in = "transformers"
+    served_by = "vLLM serves it through transformers' modules, SGLang and llama.cpp do not"
     opened_by = "transformers ≥ 5.23 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks = (
         "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"

@@ -43,6 +43,7 @@ class Kvfold:
 
     name = MODEL_TYPE
     loads_in = "transformers, with kvfold's code"
+    served_by = "no engine serves it"
     opened_by = (
         "transformers ≥ 5.23 loads it with the code beside the weights, and so its tokenizer: give\n"
         '`trust_remote_code=True` to both. Where kvfold is installed, `attention.load("path/to/this/directory")` does without.'
@@ -60,17 +61,19 @@ class Kvfold:
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         traits, inner = family.traits(config), config.text_config if family.needs_code else config
         if traits.qk_norm and not target.kv_lora_rank:
-            return "queries and keys are normalised (QK-norm), which its grouped attention does not do"
+            return "queries and keys are normalised (QK-norm), which kvfold's grouped attention does not do"
         if traits.qk_norm and traits.qk_norm.after_rotary:
-            return "queries and keys are normalised after RoPE, and its latent holds keys before it"
+            return "queries and keys are normalised after RoPE, and a latent holds keys before RoPE"
         for field, value in traits.beyond.items():
             if field != "sliding_window":
-                return f"config.json sets {field} to {value}, which its attention does not do"
+                return f"config.json sets {field} to {value}, which kvfold's attention does not do"
+        if target.kv_lora_rank and family.scales_rope:
+            return "its class scales RoPE by a factor that depends on the length, and keys from a latent have no such factor"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
         if not target.kv_lora_rank and any(rotary.pairing != "half" for rotary in rotaries):
-            return "RoPE pairs neighbouring dims, and its grouped attention pairs those of two halves"
+            return "RoPE pairs neighbouring dims, and kvfold's grouped attention pairs those of two halves"
         if len({(rotary.dims, rotary.attention_factor) for rotary in rotaries}) > 1:
-            return "layers rotate different numbers of dims, or scale them by different factors, and its layers are alike"
+            return "layers differ in the dims that rotate, or in RoPE's factor, in which kvfold's RoPE keys are all alike"
         if family.restarts_cache and rotaries and rotaries[0].long_frequencies is not None:
             return (
                 f"its LongRoPE has other frequencies beyond {rotaries[0].long_beyond} tokens, where its own class computes the "

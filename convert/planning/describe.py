@@ -198,31 +198,61 @@ def _fit_cell(fits: bool, longest: int, limit: int | None) -> str:
     return f"{'yes' if fits else 'no'}, to {reach}"
 
 
-def support() -> list[dict[str, str]]:
-    """One row per family: the output class of each kind of target, for configs that the class accepts."""
-    return [
-        {
-            "family": name,
-            "layout": family.layout,
-            **{kind: ", ".join(host.name for host in hosts if name in host.families) or "-" for kind, hosts in HOSTS.items()},
-        }
-        for name, family in sorted(FAMILIES.items())
-    ]
+def support() -> list[dict[str, Any]]:
+    """One row per family: the output class of each kind of target, for configs that the class accepts.
+
+    Where there is none, `refused` says why, for a config with the defaults of the family's class.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, family in sorted(FAMILIES.items()):
+        carriers = {kind: [host.name for host in hosts if name in host.families] for kind, hosts in HOSTS.items()}
+        refused = {kind: _property(family, kind) for kind, hosts in carriers.items() if not hosts}
+        cells = {kind: ", ".join(hosts) or "-" for kind, hosts in carriers.items()}
+        rows.append({"family": name, "layout": family.layout, **cells, "refused": refused})
+    return rows
 
 
-def support_text(rows: list[dict[str, str]]) -> str:
-    """The rows as a table for a terminal."""
-    return table(list(rows[0]), [list(row.values()) for row in rows])
+def _property(family: Family, kind: str) -> str:
+    """What stands in the way of a kind of target, for a config with the defaults of the family's class."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family.model_type)
+    try:
+        target = family.spec(config).latent(1, 2) if kind == "mla" else family.spec(config).grouped(1)
+    except Refusal as error:
+        return str(error)
+    reason = HOSTS[kind][-1].refuses(family, config, target, "bfloat16")
+    assert reason, f"{kind} of {family.model_type} is possible"
+    return reason
 
 
-def support_markdown(rows: list[dict[str, str]]) -> str:
-    """The rows as a Markdown table, in which families with the same output classes share a row."""
+def support_text(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table for a terminal, what each output class loads in, and why others have none."""
+    hosts = {host.name: host for hosts in HOSTS.values() for host in hosts}
+    header = ["family", "layout", *HOSTS]
+    return "\n\n".join(
+        (
+            table(header, [[row[key] for key in header] for row in rows]),
+            "\n".join(f"{name}: loads in {host.loads_in}; {host.served_by}" for name, host in hosts.items()),
+            "\n".join(refusals(rows)),
+        )
+    )
+
+
+def refusals(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each target that has no output class."""
+    return [f"{row['family']} to {kind.upper()}: {why}" for row in rows for kind, why in row["refused"].items()]
+
+
+def support_markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table, in which families with the same output classes share a row, and why others have none."""
     together: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         together.setdefault(tuple(row[kind] for kind in HOSTS), []).append(row["family"])
     lines = [f"| {', '.join(names)} | {' | '.join(classes)} |" for classes, names in together.items()]
     kinds = [f"to {kind.upper()}" for kind in HOSTS]
-    return "\n".join([f"| from | {' | '.join(kinds)} |", f"| --- |{' --- |' * len(kinds)}", *lines])
+    reasons = [f"- {line}" for line in refusals(rows)]
+    return "\n".join([f"| from | {' | '.join(kinds)} |", f"| --- |{' --- |' * len(kinds)}", *lines, "", *reasons])
 
 
 def plan_text(plan: Plan) -> str:

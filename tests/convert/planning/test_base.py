@@ -99,7 +99,7 @@ def test_what_can_be_read_is_of_its_family(model_type: str, source: Sources) -> 
 
 
 def test_no_output_class_is_a_refusal_with_every_reason(source: Sources) -> None:
-    made = source("qwen3")
+    made = source("hunyuan_v1_dense")
     family, spec = readable(made), AttentionSpec.from_config(made.config)
     assert host_of("gqa", family, made, spec.grouped(2), "float32").name == "its own class"
     with pytest.raises(
