@@ -11,16 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NormForm:
-    """A QK-norm as a config states it: everything but its gains.
+    """A QK-norm as a config states it: all of `QKNorm` but its gains.
 
     Attributes:
-        kind: As in `QKNorm`; so are the following.
-        scope: See there.
         per_head: Whether each head has its own gains.
         bias: Whether it adds a bias.
-        eps: See there.
-        gain_offset: See there.
-        after_rotary: See there.
     """
 
     kind: Literal["rms", "layer"]
@@ -30,6 +25,10 @@ class NormForm:
     eps: float
     gain_offset: float = 0.0
     after_rotary: bool = False
+
+    def with_gains(self, gain: torch.Tensor, bias: torch.Tensor | None) -> QKNorm:
+        """The norm with these gains, `[1 or heads, D]`, and with a bias of that shape if it has one."""
+        return QKNorm(self.kind, self.scope, gain, bias, self.eps, self.gain_offset, self.after_rotary)
 
     def __str__(self) -> str:
         gains = "flat" if self.scope == "all" else "each head's own" if self.per_head else "shared"

@@ -44,13 +44,13 @@ class Projections:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of inputs `x [B, T, E]`: queries `[B, H, T, D]`, and keys and values side by side, `[B, T, 2 G D]`."""
+        import torch
+
         queries, keys, values = (
             _projected(x, *part) for part in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
         )
-        import torch
-
-        both = torch.cat((self.k_norm(keys), values), 1)
-        return self.q_norm(queries), both.transpose(1, 2).flatten(2)
+        both = (states.transpose(1, 2).flatten(2) for states in (self.k_norm(keys), values))
+        return self.q_norm(queries), torch.cat(tuple(both), -1)
 
 
 @dataclass(frozen=True)

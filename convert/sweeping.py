@@ -1,4 +1,4 @@
-"""Converts one source to many targets by many methods, with at most one survey, one evaluation and one report."""
+"""Converts one source to many targets by many methods, with one survey (two with QK-norm), one evaluation and one report."""
 
 from __future__ import annotations
 

@@ -78,6 +78,15 @@ def factored(
     return FactoredAttention(**drawn, scale=0.4, rotary=Rotary(1.3 * 0.4 ** torch.arange(pairs, dtype=torch.float64), pairing))
 
 
+def factored_behind_norms() -> FactoredAttention:
+    """Latent attention that reads the normalised heads of `record(nope=2, norm="head")`."""
+    a = record(nope=2, norm="head")
+    (heads, dim, _), (groups, *_) = a.q.shape, a.k.shape
+    queries, kept = (factored(heads, width=width, biased=False, value=dim) for width in (dim, 2 * groups * dim))
+    projections = a.behind_norms().projections
+    return dataclasses.replace(kept, q_nope=queries.q_nope, q_rope=queries.q_rope, o=a.o, projections=projections)
+
+
 def inputs(width: int, tokens: int = 24, seed: int = 7, blocks: int = 2) -> torch.Tensor:
     """`[blocks, T, E]`, anisotropic and off centre, as the inputs of real layers are."""
     mixing = torch.diag(torch.linspace(0.5, 2, width)) @ (torch.eye(width) + 0.2 * random(width, width, seed=seed))

@@ -35,7 +35,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         scaling: What logits are multiplied by before the softmax.
         rope_pairs: With a latent: for each of the P/2 pairs of the RoPE key, which of the source's frequencies it rotates with.
         rope_stride: With a latent: how many columns of the source's cosines and sines lie between one frequency and the next.
-        rope_factor: With a latent: what the source's class multiplies cosines and sines by. The RoPE key goes without.
+        rope_factor: With a latent: what the source's class multiplies cosines and sines by, in all layers, or in each of them.
+            The RoPE key goes without.
         qk_norm: With a latent: the source's QK-norm, or None. `kind` is "rms" or "layer"; `scope` is "head" for a norm of each
             head, or "all" for one of all heads; `per_head` says whether each head has its own gains, and `bias` whether it
             adds a bias; `eps` is added to the variance, and `gain_offset` to the gains.
@@ -51,7 +52,7 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     scaling: float = 1.0
     rope_pairs: list[int] | None = None
     rope_stride: int = 1
-    rope_factor: float = 1.0
+    rope_factor: float | list[float] = 1.0
     qk_norm: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -72,8 +73,10 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             raise ValueError(f"rope_pairs is {pairs}; it must list {count} frequencies, half of qk_rope_head_dim")
         if self.rope_stride not in (1, 2):
             raise ValueError(f"rope_stride is {self.rope_stride}; it must be 1 or 2")
-        if not isinstance(self.rope_factor, int | float) or not self.rope_factor > 0:
-            raise ValueError(f"rope_factor is {self.rope_factor}; it must be a number above 0")
+        factors, layers = self.rope_factor, getattr(self.text_config, "num_hidden_layers", 0)
+        listed = factors if isinstance(factors, list) else [factors] * layers
+        if len(listed) != layers or not all(isinstance(factor, int | float) and factor > 0 for factor in listed):
+            raise ValueError(f"rope_factor is {factors}; it must be a number above 0, or one for each of {layers} layers")
         if self.qk_norm is not None:
             self._check_norm(self.qk_norm)
 
@@ -85,6 +88,9 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         for key, values in known.items():
             if norm[key] not in values:
                 raise ValueError(f"qk_norm has {key} {norm[key]!r}; it must be one of {values}")
+        for key in ("eps", "gain_offset"):
+            if not isinstance(norm[key], int | float) or not norm[key] >= 0:
+                raise ValueError(f"qk_norm has {key} {norm[key]!r}; it must be a number of at least 0")
 
 
 class _Attention(nn.Module):
@@ -218,12 +224,11 @@ class KvfoldLatentAttention(_Attention):
         self.kv_lora_rank, self.qk_rope_head_dim = inner.kv_lora_rank, inner.qk_rope_head_dim
         self.qk_nope_head_dim, self.v_head_dim = inner.qk_nope_head_dim, inner.v_head_dim
         self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
-        self.rope_columns, self.rope_factor = (
-            [pair * config.rope_stride for pair in config.rope_pairs or []],
-            config.rope_factor,
-        )
+        self.rope_columns = [pair * config.rope_stride for pair in config.rope_pairs or []]
+        factors = config.rope_factor
+        self.rope_factor = factors[layer_idx] if isinstance(factors, list) else factors
         width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
-        self.behind_norms = config.qk_norm is not None
+        self.normalised = config.qk_norm is not None
         if config.qk_norm is not None:
             dim = getattr(inner, "head_dim", None) or width // self.num_heads
             kv_heads = getattr(inner, "num_key_value_heads", None) or self.num_heads
@@ -232,7 +237,7 @@ class KvfoldLatentAttention(_Attention):
             self.v_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
             self.q_norm = _HeadNorm(config.qk_norm, self.num_heads, dim)
             self.k_norm = _HeadNorm(config.qk_norm, kv_heads, dim)
-            self.q_b_proj = _PerHead(self.num_heads, dim, self.qk_head_dim)
+            self.q_head_proj = _PerHead(self.num_heads, dim, self.qk_head_dim)
             self.kv_a_proj_with_mqa = nn.Linear(2 * kv_heads * dim, cached, bias=False)
         else:
             self.q_proj = nn.Linear(width, self.num_heads * self.qk_head_dim, bias=config.qkv_bias)
@@ -272,13 +277,13 @@ class KvfoldLatentAttention(_Attention):
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, N + P]`, not rotated."""
         queries = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
-        if self.behind_norms:
-            queries = self.q_b_proj(self.q_norm(queries))
+        if self.normalised:
+            queries = self.q_head_proj(self.q_norm(queries))
         return queries.transpose(1, 2)
 
     def compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The latent and the RoPE key, not rotated, `[B, T, R + P]`."""
-        if self.behind_norms:
+        if self.normalised:
             dim = self.k_norm.weight.shape[-1]
             keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, dim))).flatten(2)
             hidden_states = torch.cat((keys, self.v_proj(hidden_states)), -1)
@@ -331,10 +336,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             path = config.attention_path.format(layer=layer)
             stock: Any = self.model.get_submodule(path)
             kind: Any = type(stock)
-            window = getattr(stock, "sliding_window", None)
-            if getattr(inner, "layer_types", None) is None:  # such a class reads it from the config at each call
-                window = getattr(inner, "sliding_window", None)
-            made: Any = _grafted(attention, kind)(config, layer, window)
+            made: Any = _grafted(attention, kind)(config, layer, _window(inner, stock, layer))
             self.model.set_submodule(path, made)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()
@@ -375,6 +377,15 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+
+
+def _window(config: Any, attention: Any, layer: int) -> int | None:
+    """How many tokens a layer of the source's class sees; None for all."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # such a class reads it from the config at each call
+        return getattr(config, "sliding_window", None)
+    # Exaone's attention has the window in every layer, and does not use it in all.
+    return getattr(attention, "sliding_window", None) if kinds[layer] == "sliding_attention" else None
 
 
 def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ def layer_errors(before: Attention, after: Record) -> dict[str, float]:
     """Relative squared errors of a converted layer, by name.
 
     If queries are unchanged: `k_error` and `v_error`, the distance of each source head from its replacement. If they
-    change too: `score_error`, the distance of each head's bilinear form W_Qᵀ W_K at distance 0, where RoPE has no effect
+    change too: `score_error`, the distance of each head's bilinear form W_Qᵀ W_K (of normalised queries and keys, if those are
+    read) at distance 0, where RoPE has no effect
     (so it ignores the cost of not rotating), and `output_error`, that of each head's W_O W_V. By weights alone: a fit
     to text may be farther by these figures and yet closer on the text.
     """

@@ -45,9 +45,12 @@ class Job:
 
     def assumed(self, layer: int) -> Statistics:
         """The statistics of a layer's input that are assumed without text, from the gains of its norm."""
-        projections = self.read_layer(layer)[1].projections
         known = self._assumed(layer)
-        return known.behind(projections) if projections else known
+        if not self.plan.reads_projections:
+            return known
+        projections = self.read_layer(layer)[1].projections
+        assert projections is not None
+        return known.to(self.device).behind(projections)
 
     def _assumed(self, layer: int) -> Statistics:
         plan = self.plan
@@ -73,7 +76,7 @@ class Job:
             require_finite(name, tensor)
         record = self.plan.family.split(tensors, config, layer)
         record = record.expanded() if isinstance(record, FactoredAttention) else record
-        return tensors, record.behind_norms() if self.plan.behind_norms else record
+        return tensors, record.behind_norms() if self.plan.reads_projections else record
 
     @property
     def shows_attention(self) -> bool:

@@ -253,7 +253,7 @@ def _statistics_directory(
         return work.survey
     source = plan.source
     found_in = [str(source.files), source.raw, reader.fingerprint(), text.tokens.hash, text.blocks.lengths]
-    if plan.behind_norms:
+    if plan.reads_projections:
         found_in.append("behind norms")
     seen = [*found_in, str(_device(plan)), versions()]  # these affect rounding
     directory = shared / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]

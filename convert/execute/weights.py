@@ -45,7 +45,7 @@ def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> i
     if isinstance(method, LatentMethod) or not text.plan.in_sequence:  # the survey
         sample = 2 * width * max(text.plan.context, EXCERPT)
         needed += plan.before.num_layers * (8 * plan.channels * (4 * plan.channels + 2) + sample)
-        if plan.behind_norms:  # queries, head by head
+        if plan.reads_projections:  # queries, head by head
             needed += plan.before.num_layers * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2
     if isinstance(method, LatentMethod) and method.measured_bytes:
         needed += plan.before.num_layers * method.measured_bytes(plan.before)

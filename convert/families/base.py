@@ -163,7 +163,7 @@ class Family(ABC):
         return self.dims_of_heads(config) - rotary
 
     def dims_of_heads(self, config: Any) -> int:
-        """Dims of the keys and values of all KV heads that the projections make, summed."""
+        """How many numbers the keys and values of all KV heads have, as they are projected."""
         spec = self.spec(config)
         return 2 * spec.num_kv_heads * spec.head_dim
 

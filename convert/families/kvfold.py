@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.models import MODEL_TYPE
-from attention.qk_norm import NormForm, QKNorm
+from attention.qk_norm import NormForm
 from attention.record import Attention, FactoredAttention, Projections, Record
 from attention.rope import Rotary, no_rotary
 from attention.spec import AttentionSpec
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of a latent's projections
-_OF_HEADS = "q_b_proj.weight"  # maps each head's queries, where these are projected and normalised first
+_OF_HEADS = "q_head_proj.weight"  # maps each head's queries, where these are projected and normalised first
 _PREFIX = "model."  # of the source's class
 
 
@@ -63,7 +63,7 @@ class KvfoldProjections(Family):
         prefix, spec, scale = f"{self.module(layer)}.", self.spec(config), self.scale(config)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         if config.qk_norm:
-            record = _split_latent(_behind_norms(local), spec, scale, self.rotary(config, layer))
+            record = _split_latent(_renamed(local), spec, scale, self.rotary(config, layer))
             return replace(record, projections=_projections(local, spec.head_dim, NormForm(**config.qk_norm)))
         if spec.kv_lora_rank:
             return _split_latent(local, spec, scale, self.rotary(config, layer))
@@ -73,7 +73,7 @@ class KvfoldProjections(Family):
         local = join_projections(record) if isinstance(record, Attention) else _join_latent(record, spec.kv_lora_rank or 0)
         if record.projections is not None:
             local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
-            local |= _join_norms(record.projections)
+            local |= _join_projected(record.projections)
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
     def traits(self, config: Any) -> Traits:
@@ -133,7 +133,7 @@ def _shapes_behind_norms(spec: AttentionSpec, projected: AttentionSpec, form: No
     }
 
 
-def _behind_norms(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _renamed(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a latent behind norms, by the names of one without."""
     kept = {name: tensor for name, tensor in local.items() if name.startswith(_NAMES[1:])}
     return {**kept, "q_proj.weight": local[_OF_HEADS].flatten(0, 1)}
@@ -141,14 +141,11 @@ def _behind_norms(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _projections(local: Mapping[str, torch.Tensor], head_dim: int, form: NormForm) -> Projections:
     a = split_projections(local, head_dim, 1.0, None)
-    q_norm, k_norm = (
-        QKNorm(form.kind, form.scope, local[f"{name}.weight"], local.get(f"{name}.bias"), form.eps, form.gain_offset)
-        for name in ("q_norm", "k_norm")
-    )
+    q_norm, k_norm = (form.with_gains(local[f"{name}.weight"], local.get(f"{name}.bias")) for name in ("q_norm", "k_norm"))
     return Projections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias)
 
 
-def _join_norms(p: Projections) -> dict[str, torch.Tensor]:
+def _join_projected(p: Projections) -> dict[str, torch.Tensor]:
     """Projections and their norms; the inverse of `_projections`."""
     local = {f"{part}_proj.weight": rows.flatten(0, 1) for part, rows in (("q", p.q), ("k", p.k), ("v", p.v))}
     biases = {"q": p.q_bias, "k": p.k_bias, "v": p.v_bias}

@@ -65,15 +65,7 @@ class NormRow:
             whole = parts[0] if len(parts) == 1 else torch.stack(parts)
             return whole.view(-1, head_dim)  # [1 or heads, D]
 
-        return QKNorm(
-            self.kind,
-            self.form(eps).scope,
-            stack("weight"),
-            stack("bias") if self.bias else None,
-            eps,
-            self.gain_offset,
-            self.after_rotary,
-        )
+        return self.form(eps).with_gains(stack("weight"), stack("bias") if self.bias else None)
 
     def write(self, norm: QKNorm, name: str, heads: int) -> dict[str, torch.Tensor]:
         out: dict[str, torch.Tensor] = {}

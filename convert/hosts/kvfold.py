@@ -72,8 +72,11 @@ class Kvfold:
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
         if not target.kv_lora_rank and any(rotary.pairing != "half" for rotary in rotaries):
             return "RoPE pairs neighbouring dims, and kvfold's grouped attention pairs those of two halves"
-        if len({(rotary.dims, rotary.attention_factor) for rotary in rotaries}) > 1:
-            return "layers differ in the dims that rotate, or in RoPE's factor, in which kvfold's RoPE keys are all alike"
+        if len({rotary.dims for rotary in rotaries}) > 1:
+            return "layers rotate different numbers of dims, and kvfold's RoPE keys have one list for all layers"
+        lists = [list(zip(*_lists(rotary), strict=True)) for rotary in rotaries]
+        if any(len(set(found)) < len(found) for found in lists) and any(found != lists[0] for found in lists):
+            return "layers rotate with different frequencies, some of which are equal: kvfold cannot tell them apart"
         if family.restarts_cache and rotaries and rotaries[0].long_frequencies is not None:
             return (
                 f"its LongRoPE has other frequencies beyond {rotaries[0].long_beyond} tokens, where its own class computes the "
@@ -155,7 +158,8 @@ def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int)
     known = list(zip(*_lists(source), strict=True))
     pairs = [known.index(pair) for pair in zip(*_lists(rotary), strict=True)]
     stride = {"rope_stride": inner.rope_stride} if inner.rope_stride > 1 else {}
-    return {"rope_pairs": pairs, "rope_factor": source.attention_factor, **stride}
+    factors = [found.attention_factor if (found := inner.rotary(of_class, layer)) else 1.0 for layer in layers]
+    return {"rope_pairs": pairs, "rope_factor": factors if len(set(factors)) > 1 else factors[0], **stride}
 
 
 def _lists(rotary: Rotary) -> tuple[list[float], list[float]]:
@@ -170,6 +174,6 @@ HOST = Kvfold(
 )
 LATENT_HOST = Kvfold(
     frozenset(_LATENT),
-    "no stock class can hold this model's blocks or RoPE together with latent attention",
-    "factored into kv_a_proj_with_mqa and kv_b_proj",
+    "no stock class can hold this model's blocks, RoPE or QK-norm together with latent attention",
+    "factored into kv_a_proj_with_mqa and kv_b_proj; projections that QK-norm follows stay, under names of the class",
 )

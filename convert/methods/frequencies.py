@@ -11,7 +11,7 @@ import torch
 
 
 def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]:
-    """The frequencies that stay rotary: one list for all layers, since a config holds only one.
+    """The frequencies that stay rotary: one list of their numbers for all layers, since a config holds only one.
 
     Each layer's losses are normalised to a sum of one, then added up; a frequency keeps as many components as it has among the
     `count` largest sums. Every layer then rotates its own costliest components of each frequency.

@@ -87,10 +87,10 @@ class Statistics:
         mean: `[E]`, E[x], fp64.
         tokens: How many x were seen; 0 if the statistics are assumed.
         attended: Moments of x as attention sees it, which weigh keys and values.
-        sample: x of some rows of the text, `[n, T, E]`, to fit and to measure errors on; None without text.
+        sample: The layer's input for some rows of the text, `[n, T, E]`, to fit and to measure errors on; None without text.
         context: Tokens of the longest context that the result is for; None for as many as the longest block of the sample has.
-        queries: `[H, D + 1, D + 1]`, the second moment of (q, 1) where an attention reads projections: x are then keys and
-            values. None where queries read x.
+        queries: `[H, D + 1, D + 1]`, the second moment of (q, 1) where an attention reads projections; x is then the keys and
+            values of a token, in all moments, and E is 2 G D. None where queries read x.
     """
 
     second: torch.Tensor
@@ -117,7 +117,7 @@ class Statistics:
 
     def behind(self, projections: Projections) -> Statistics:
         """Assumed statistics of what projections make of x: as if each token had the norm of the mean square."""
-        of_queries, of_both = expected(projections, self.with_constant)
+        of_queries, of_both = _expected(projections, self.with_constant)
         moment = self.with_constant
         both, queries = of_both @ moment @ of_both.T, of_queries @ moment @ of_queries.mT
         mean, means = of_both @ moment[-1], (of_queries @ moment[-1])[..., None]
@@ -156,7 +156,7 @@ class Statistics:
         return replace(self, second=second, attended=self.attended.shrunk(self.tokens))
 
 
-def expected(projections: Projections, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _expected(projections: Projections, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Projections of (x, 1) as if each token's norm were that of the mean square: `[H, D, E + 1]`, and `[2 G D, E + 1]`.
 
     Args:
@@ -165,11 +165,11 @@ def expected(projections: Projections, moment: torch.Tensor) -> tuple[torch.Tens
     """
     p = projections
     queries, keys, values = (augmented(*part) for part in ((p.q, p.q_bias), (p.k, p.k_bias), (p.v, p.v_bias)))
-    queries, keys = _expected(queries, p.q_norm, moment), _expected(keys, p.k_norm, moment)
+    queries, keys = _normalised(queries, p.q_norm, moment), _normalised(keys, p.k_norm, moment)
     return queries, torch.cat((keys, values)).flatten(0, 1)
 
 
-def _expected(rows: torch.Tensor, norm: QKNorm, moment: torch.Tensor) -> torch.Tensor:
+def _normalised(rows: torch.Tensor, norm: QKNorm, moment: torch.Tensor) -> torch.Tensor:
     """Rows `[heads, D, E + 1]` behind a norm of expected size."""
     axes = (1,) if norm.scope == "head" else (0, 1)
     if norm.kind == "layer":

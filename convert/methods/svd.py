@@ -1,5 +1,7 @@
 """`svd`: MLA from the weights alone, as if inputs were white (Σ = I) and queries did not matter. No text is needed.
 
+Where normalised keys are read, Σ is that of white inputs behind their projections.
+
 Keys: per frequency, complex PCA of the KV heads' rows; the components of most energy stay rotary, how many at each frequency
 being chosen over all layers together. The rest becomes nope, otherwise unchanged. Values and nope keys: one truncated
 singular value decomposition of [K; V], the best joint approximation in the Frobenius norm (Eckart and Young, 1936).
@@ -11,6 +13,7 @@ size min(2 G D − P, E).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -24,19 +27,29 @@ from convert.methods.text import TextUse
 
 def losses(attention: Attention, statistics: Statistics, fewest: int) -> torch.Tensor:
     """`[D/2, G]`: the eigenvalues of Z Z^H at each frequency, largest first."""
-    return torch.linalg.eigvalsh(_gram(keys_of(attention))).flip(-1)
+    return torch.linalg.eigvalsh(_gram(_white(attention), keys_of(attention))).flip(-1)
 
 
 def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
     """The latent attention; at full size it equals the source up to rounding."""
-    parts = separate(attention, allocation, _gram)
-    left = leading_subspace(torch.cat((parts.rest, attention.v.float().flatten(0, 1))), None, allocation.rank)
+    second = _white(attention)
+    parts = separate(attention, allocation, partial(_gram, second))
+    left = leading_subspace(torch.cat((parts.rest, attention.v.float().flatten(0, 1))), second, allocation.rank)
     return share_latent(attention, allocation, parts, left)
 
 
-def _gram(keys: Keys) -> torch.Tensor:
+def _white(attention: Attention) -> torch.Tensor | None:
+    """The second moment of what keys and values are made of, for white inputs of the layer; None for the identity."""
+    projections = attention.projections
+    if projections is None:
+        return None
+    inputs = Statistics.assumed(projections.k.shape[-1]).to(attention.k.device)
+    return inputs.behind(projections).second
+
+
+def _gram(second: torch.Tensor | None, keys: Keys) -> torch.Tensor:
     rows = keys.rows.to(torch.complex128)
-    return rows @ rows.mH
+    return (rows if second is None else rows @ second.to(rows.dtype)) @ rows.mH
 
 
 def allocate(found: list[torch.Tensor], count: int, allocation: Allocation) -> list[Allocation]:

@@ -74,14 +74,14 @@ class Plan:
         return self.target.before
 
     @property
-    def behind_norms(self) -> bool:
-        """Whether it makes a latent of normalised keys."""
+    def reads_projections(self) -> bool:
+        """Whether it makes a latent of normalised keys (`attention.record.Projections`)."""
         return self.target.spec.kv_lora_rank is not None and self.family.traits(self.source.config).qk_norm is not None
 
     @property
     def channels(self) -> int:
-        """Of what statistics are taken of: a layer's input, or the keys and values of all heads that a latent is made of."""
-        return self.family.dims_of_heads(self.source.config) if self.behind_norms else self.source.decoder.hidden_size
+        """How many numbers a token's statistics are about: those of a layer's input, or of all heads' keys and values."""
+        return self.family.dims_of_heads(self.source.config) if self.reads_projections else self.source.decoder.hidden_size
 
     @property
     def cache_dtype(self) -> str:

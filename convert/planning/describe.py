@@ -206,14 +206,17 @@ def support() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, family in sorted(FAMILIES.items()):
         carriers = {kind: [host.name for host in hosts if name in host.families] for kind, hosts in HOSTS.items()}
-        refused = {kind: _property(family, kind) for kind, hosts in carriers.items() if not hosts}
+        refused = {kind: _reason_against(family, kind) for kind, hosts in carriers.items() if not hosts}
         cells = {kind: ", ".join(hosts) or "-" for kind, hosts in carriers.items()}
         rows.append({"family": name, "layout": family.layout, **cells, "refused": refused})
     return rows
 
 
-def _property(family: Family, kind: str) -> str:
-    """What stands in the way of a kind of target, for a config with the defaults of the family's class."""
+def _reason_against(family: Family, kind: str) -> str:
+    """What stands in the way of a kind of target, for a config with the defaults of the family's class.
+
+    The last output class of each kind holds most, so its reason counts.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(family.model_type)

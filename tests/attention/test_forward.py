@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from records import factored, inputs, loss, random, record, run
+from records import factored, factored_behind_norms, inputs, loss, random, record, run
 
 from attention.forward import attention_by_distance, attention_output, causal_softmax, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
@@ -35,6 +35,7 @@ RECORDS: dict[str, Record] = {
     "norm with biases": record(norm="layer"),
     "behind a norm": record(norm="head", nope=2).behind_norms(),
     "MLA": factored(),
+    "MLA behind a norm": factored_behind_norms(),
     "MLA without biases": factored(biased=False),
     "MLA, half": factored(pairing="half"),
     "MLA with a long list": dataclasses.replace(
@@ -74,8 +75,13 @@ def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     if isinstance(a, Attention) and (p := a.projections):  # the heads that they were made from
         a = Attention(p.q, p.k, p.v, a.o, a.scale, a.rotary, p.q_bias, p.k_bias, p.v_bias, a.o_bias, p.q_norm, p.k_norm)
 
-    def project(weight: torch.Tensor, bias: torch.Tensor | None, at: int) -> torch.Tensor:
-        states = weight[at].double() @ x.T
+    of_queries = [x] * a.o.shape[1]
+    if isinstance(a, FactoredAttention) and a.projections:
+        queries, both = a.projections(x[None])
+        of_queries, x = list(queries[0]), both[0]
+
+    def project(weight: torch.Tensor, bias: torch.Tensor | None, at: int, read: torch.Tensor | None = None) -> torch.Tensor:
+        states = weight[at].double() @ (x if read is None else read).T
         return (states if bias is None else states + bias[at].double()[:, None]).T  # [T, D]
 
     def place(states: torch.Tensor, norm: Any) -> torch.Tensor:
@@ -92,8 +98,8 @@ def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     else:
         key = a.rotary.rotate(project(a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None], 0), positions)
         for h in range(len(a.q_nope)):
-            nope = project(a.q_nope, a.q_nope_bias, h) @ (a.up_k[h].double() @ a.down.double() @ x.T)
-            logits.append(nope + a.rotary.rotate(project(a.q_rope, a.q_rope_bias, h), positions) @ key.T)
+            nope = project(a.q_nope, a.q_nope_bias, h, of_queries[h]) @ (a.up_k[h].double() @ a.down.double() @ x.T)
+            logits.append(nope + a.rotary.rotate(project(a.q_rope, a.q_rope_bias, h, of_queries[h]), positions) @ key.T)
     return a.scale * torch.stack(logits)
 
 
@@ -122,7 +128,7 @@ def test_what_is_kept_makes_the_logits(case: str) -> None:
         torch.testing.assert_close(heads.plain[head], plain, rtol=1e-5, atol=1e-5)
         nope, rope = heads.kept(head)
         if isinstance(a, FactoredAttention):
-            latent = x @ a.down.T
+            latent = (a.projections(x[None])[1][0] if a.projections else x) @ a.down.T
             assert heads.lift is not None
             torch.testing.assert_close(nope, latent, rtol=1e-5, atol=1e-5)
             logits = plain @ heads.lift[head] @ nope.T + heads.rope[head] @ rope.T

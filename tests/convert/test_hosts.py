@@ -26,6 +26,9 @@ from eval.source import Source
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
 
+MIXED: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+YARN = PLAIN | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 # What deepseek_v3 cannot hold, of families that it can hold otherwise.
 BEYOND: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": True, "attention_bias": True},
@@ -33,7 +36,8 @@ BEYOND: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 7, "layer_types": ["sliding_attention"] * 3},
     "ernie4_5": {"use_bias": True, "mlp_bias": True},
     "helium": {"mlp_bias": True},
-    "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    **dict.fromkeys(("cohere2", "exaone4", "gemma3_text"), MIXED),
+    "olmo3": MIXED | {"rope_parameters": {"sliding_attention": PLAIN, "full_attention": YARN}},
     "cwm": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "phi3": {"sliding_window": 7},
     "qwen2": {"sliding_window": 7, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
@@ -41,11 +45,16 @@ BEYOND: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1], "mlp_bias": True},
 }
 NO_ROPE = ("gpt2", "opt")
+NORM_SWITCHES = {"cohere": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}, "stablelm": {"qk_layernorm": True}}
+ALWAYS_NORMALISED = ("apertus", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe")
+NORMALISED = [f"{name}, QK-norm" for name in NORM_SWITCHES]
 NORM = {"kind": "rms", "scope": "head", "per_head": False, "bias": False, "eps": 1e-6, "gain_offset": 0.0}
 
 
-def made(checkpoint: Make, model_type: str, **changes: Any) -> Path:
-    return checkpoint(model_type, **{**BEYOND.get(model_type, {}), **changes})
+def made(checkpoint: Make, case: str, **changes: Any) -> Path:
+    model_type, _, normalised = case.partition(", ")
+    norm = NORM_SWITCHES[model_type] if normalised else {}
+    return checkpoint(model_type, **{**BEYOND.get(model_type, {}), **norm, **changes})
 
 
 def full(source: Path) -> list[Any]:
@@ -83,14 +92,17 @@ def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 # One of each kind: windows, biases, no RoPE, part of it, layers without it, experts, QK-norm of each form, other residuals.
 KINDS = (
-    "cohere", "cohere2", "cwm", "gemma3_text", "glm", "gpt2", "gpt_neox", "granite", "llama", "mixtral", "nemotron",
-    "olmo2", "opt", "phi", "qwen3", "smollm3", "stablelm",
+    "cohere, QK-norm", "cohere2", "cwm", "exaone4", "gemma3_text", "glm", "gpt2", "gpt_neox", "granite", "llama", "mixtral",
+    "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3", "stablelm, QK-norm", "stablelm",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("method", "model_type"),
-    [*(("svd", name) for name in sorted(LATENT_HOST.families)), *(("weighted with text", name) for name in KINDS)],
+    [
+        *(("svd", name) for name in (*sorted(LATENT_HOST.families), *NORMALISED)),
+        *(("weighted with text", name) for name in KINDS),
+    ],
 )
 def test_full_size_gives_the_sources_logits(
     method: str, model_type: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
@@ -98,8 +110,9 @@ def test_full_size_gives_the_sources_logits(
     source = made(checkpoint, model_type)
     ok(convert("mla", source, tmp_path / "out", *full(source), *method_options(method, words)))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["model_type"], config["text_config"]["model_type"]) == (MODEL_TYPE, model_type)
-    ids = tokens(20)  # beyond the windows
+    assert (config["model_type"], config["text_config"]["model_type"]) == (MODEL_TYPE, model_type.partition(",")[0])
+    assert bool(config.get("qk_norm")) == (", " in model_type or model_type in ALWAYS_NORMALISED)
+    ids = tokens(20)  # beyond the windows and the positions that YARN was made for
     expected = said(stock(source), ids)
     same_logits(said(stock(tmp_path / "out"), ids), expected, tolerance(method))
     same_logits(said(load(tmp_path / "out", when="always"), ids), expected, tolerance(method))
@@ -142,7 +155,10 @@ def test_half_precision_is_that_of_the_source(model_type: str, checkpoint: Make,
         assert float((said(model, ids) - exact).norm() / exact.norm()) < 3 * off + 0.02
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "starcoder2", "ministral", "cwm"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["mistral", "mixtral", "starcoder2", "ministral", "cwm", "cohere2", "exaone4", "gemma3_text", "olmo3", "qwen3"],
+)
 def test_attention_functions_are_told_the_window(
     model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +172,8 @@ def test_attention_functions_are_told_the_window(
         windows.append(sliding_window)
         return sdpa_attention_forward(*args, **kwargs)
 
-    source = made(checkpoint, model_type, sliding_window=7)
+    switch = {"use_sliding_window": True, "max_window_layers": 1} if model_type == "qwen3" else {}
+    source = made(checkpoint, model_type, sliding_window=7, **switch)
     ok(convert("mla", source, tmp_path / "out", *small(model_type)))
     AttentionInterface.register("spying", spying)
     for path in (source, tmp_path / "out"):
@@ -212,12 +229,12 @@ def test_every_method_makes_latents_without_rope(
     assert torch.isfinite(said(load(tmp_path / "less"), tokens(20))).all()
 
 
-@pytest.mark.parametrize("model_type", ["olmo2", "phi", "qwen3", "stablelm"])
-@pytest.mark.parametrize("method", ["weighted", "weighted with text", "pca"])
+@pytest.mark.parametrize("model_type", ["olmo2", "phi, QK-norm", "qwen3", "stablelm, QK-norm"])
+@pytest.mark.parametrize("method", ["svd", "weighted", "weighted with text", "pca"])
 def test_every_method_makes_latents_of_normalised_keys(
     method: str, model_type: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
 ) -> None:
-    source = checkpoint(model_type, num_key_value_heads=2, qk_layernorm=True)
+    source = made(checkpoint, model_type, num_key_value_heads=2)
     more = ["--refine", 2] if "text" in method else []
     ok(convert("mla", source, tmp_path / "out", *small(model_type), *method_options(method, words), *more))
     assert torch.isfinite(said(load(tmp_path / "out"), tokens(20))).all()
@@ -288,6 +305,7 @@ def test_grouped_heads_of_the_class_become_latent(checkpoint: Make, convert: Con
         ("hunyuan_v1_dense", {}, "queries and keys are normalised after RoPE"),
         ("gemma2", {}, "sets attn_logit_softcapping to 50.0"),
         ("olmo", {"clip_qkv": 8.0}, "sets clip_qkv to 8.0"),
+        ("phimoe", {}, "its class scales RoPE by a factor that depends on the length"),
     ],
 )
 def test_what_it_does_not_do_is_refused_before_weights_are_read(
@@ -327,6 +345,8 @@ def test_a_rope_key_is_for_what_rotates(checkpoint: Make, convert: Convert, tmp_
         ({"rope_factor": 0}, "rope_factor is 0; it must be a number above 0"),
         ({"text_config": {"v_head_dim": None}}, "the sizes of the latent in text_config"),
         ({"qk_norm": {"kind": "rms"}}, "it must have the keys kind, scope, per_head, bias, eps and gain_offset"),
+        ({"qk_norm": NORM | {"eps": None}}, "qk_norm has eps None; it must be a number of at least 0"),
+        ({"rope_factor": [1.0]}, "it must be a number above 0, or one for each of 3 layers"),
         ({"qk_norm": NORM | {"scope": "layer"}}, "qk_norm has scope 'layer'; it must be one of ('head', 'all')"),
     ],
 )
