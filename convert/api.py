@@ -132,7 +132,7 @@ def gqa(
     """Convert a checkpoint to grouped-query attention.
 
     Args:
-        model: Directory or Hub id, with an optional `@revision`.
+        model: Directory, GGUF file or Hub id, with an optional `@revision`.
         output: The directory to create.
         groups: KV heads of the result; must divide those of the model.
         method: How heads are merged, one of `convert.methods.GROUPED`.
@@ -344,7 +344,7 @@ def plan(
     """KV memory of each target, and the GPUs that it fits on; reads only the config.
 
     Args:
-        model: Directory or Hub id.
+        model: Directory, GGUF file or Hub id.
         batch: Sequences at once.
         context: Tokens per sequence; None for the model's limit.
         dtype: The dtype of weights and cache; None for the model's own.

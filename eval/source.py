@@ -1,4 +1,4 @@
-"""Resolves a MODEL argument: a directory, or a Hub id with an optional `@revision`. Reads configs, no weights."""
+"""Resolves a MODEL argument: a directory, a GGUF file, or a Hub id with an optional `@revision`. Reads configs, no weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from attention import models
 from attention.errors import Failure, Refusal
-from eval import config_rules
+from eval import config_rules, gguf
 
 # The files of a Hub repository that a conversion or an evaluation needs: no other formats, no folders of other models.
 _WANTED = [
@@ -39,6 +39,8 @@ class Source:
         revision: The part after the `@`, or None.
         trust_remote_code: Whether Python code that comes with the checkpoint may run.
         label: Its name in tables; None for the last part of the path or id.
+        file: The GGUF file that the directory was made from, or None.
+        note: What to know of it, for plans and cards; "" if nothing.
     """
 
     reference: str
@@ -47,23 +49,33 @@ class Source:
     revision: str | None
     trust_remote_code: bool = False
     label: str | None = None
+    file: Path | None = None
+    note: str = ""
 
     @classmethod
     def parse(cls, reference: str, trust_remote_code: bool = False) -> Source:
-        """Distinguish a directory from a Hub id, without network access and without reading weights.
+        """Distinguish a directory, a GGUF file and a Hub id, without network access.
+
+        No weights are read, but those of a GGUF file, when it is named for the first time.
 
         Raises:
-            Refusal: It looks like a path, and no such directory exists.
+            Refusal: It looks like a path, and no such directory exists; or as `eval.gguf.unpacked`.
+            Failure: As `eval.gguf.unpacked`.
         """
         path = Path(reference)
         with contextlib.suppress(RuntimeError):  # ~ of an unknown user
             path = path.expanduser()
         if reference and path.is_dir():
             return cls(reference, path, None, None, trust_remote_code)
+        if path.suffix == ".gguf" and path.is_file():
+            made = gguf.unpacked(path)
+            return cls(reference, made.directory, None, None, trust_remote_code, path.stem, path, made.note)
         repository, _, revision = reference.partition("@")
         looks_local = reference.startswith((".", "/", "~")) or repository.count("/") > 1 or path.exists() or not repository
         if looks_local:
-            raise Refusal(f"no model directory {reference!r}", hint="give a directory with a config.json, or a Hub id")
+            raise Refusal(
+                f"no model directory {reference!r}", hint="give a directory with a config.json, a GGUF file or a Hub id"
+            )
         return cls(reference, None, repository, revision or None, trust_remote_code)
 
     @property

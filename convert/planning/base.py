@@ -95,8 +95,8 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user: the target's, then the remarks."""
-        return (*self.target.notes, *self.remarks)
+        """Notes for the user: the target's, then the remarks, then the source's."""
+        return (*self.target.notes, *self.remarks, *([self.source.note] if self.source.note else []))
 
     def choosing(self, target: LatentTarget) -> Plan:
         """The same plan with `target`, one of its target's splits."""
@@ -104,10 +104,10 @@ class Plan:
 
     def recipe(self) -> dict[str, Any]:
         """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
-        directory = self.source.directory
+        place = self.source.file or self.source.directory
         return {
             self.target.command: {
-                "model": str(directory.resolve()) if directory else f"{self.source.repository}@{self.source.commit}",
+                "model": str(place.resolve()) if place else f"{self.source.repository}@{self.source.commit}",
                 **self.target.recipe(),
                 "method": self.target.method.name,
                 "seed": self.seed,
@@ -149,6 +149,15 @@ def _with_unit(size: int) -> str:
     return f"{size // unit}{name}"
 
 
+# By quant_method: the rest of a call that loads a model without its quantisation.
+_DEQUANTISED = {
+    "bitsandbytes": "MODEL).dequantize()",
+    "compressed-tensors": 'MODEL, quantization_config=CompressedTensorsConfig(dequantize=True), dtype="bfloat16")',
+    "fp8": 'MODEL, quantization_config=FineGrainedFP8Config(dequantize=True), dtype="bfloat16")',
+    "mxfp4": 'MODEL, quantization_config=Mxfp4Config(dequantize=True), dtype="bfloat16")',
+}
+
+
 def readable(source: Source) -> Family:
     """The family of a source, if kvfold can convert it.
 
@@ -159,7 +168,7 @@ def readable(source: Source) -> Family:
     if source.raw.get("quantization_config"):
         quantisation = source.raw["quantization_config"]
         kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation
-        raise Refusal(f"{source.reference} is quantised ({kind})", hint="convert the original checkpoint, then quantise")
+        raise Refusal(f"{source.reference} is quantised ({kind})", hint=_dequantised_by(str(kind)))
     family = family_of(source.model_type, source.inner_model_type)
     if source.raw.get("per_layer_config"):
         raise Refusal(
@@ -170,6 +179,15 @@ def readable(source: Source) -> Family:
     if reason := family.unreadable(source.config):
         raise Refusal(f"{source.reference} cannot be read: {reason}", hint="`convert eval` measures it all the same")
     return family
+
+
+def _dequantised_by(kind: str) -> str:
+    """What to do about a quantised checkpoint: the line of Python that dequantises it, where transformers can."""
+    original = "convert the original checkpoint, then quantise"
+    call = _DEQUANTISED.get(kind)
+    return (
+        f"{original}; or dequantise it: AutoModelForCausalLM.from_pretrained({call}.save_pretrained(DIR)" if call else original
+    )
 
 
 def _refuse_stray_heads(source: Source, family: Family) -> None:

@@ -1,0 +1,187 @@
+"""GGUF files as sources: they say what they were made from says, and what transformers would leave out is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_config, tiny_model
+from written import left_nothing, ok, refused
+
+from eval.gguf import unpacked
+from eval.source import Source
+
+Convert = Callable[..., Any]
+NAMES = {gguf.MODEL_ARCH.LLAMA: "llama", gguf.MODEL_ARCH.QWEN2: "qwen2", gguf.MODEL_ARCH.QWEN3: "qwen3"}
+HEAD_DIM = 32  # quantised blocks have 32 numbers
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kvfold" / "gguf"
+
+
+def model_of(model_type: str) -> Any:
+    head_dim = 128 if model_type == "qwen3" else HEAD_DIM  # what its config has by default, since transformers does not read it
+    config = tiny_config(
+        model_type, hidden_size=4 * HEAD_DIM, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, head_dim=head_dim, vocab_size=300, rope_theta=5000.0,
+    )  # fmt: skip
+    return tiny_model(config)
+
+
+def write(
+    path: Path,
+    model: Any,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    keys: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
+) -> Path:
+    """As llama.cpp's converter writes it; with `keys` of its architecture and tensors `more`, or without what is None there."""
+    config = model.config
+    arch = next(arch for arch, name in NAMES.items() if name == config.model_type)
+    writer = gguf.GGUFWriter(path, config.model_type)
+    written = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]), "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        **dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), config.head_dim),
+    } | (keys or {})  # fmt: skip
+    for key, value in written.items():
+        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](
+            f"{config.model_type}.{key}", value
+        )
+    characters = [*(chr(i) for i in range(33, 332)), "!!"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(characters)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(characters))
+    writer.add_token_merges(["! !"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if not _tied(model, name)} | (more or {})
+    for name, tensor in tensors.items():
+        place = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+        values = tensor.float().numpy()
+        if config.model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        plain = values.ndim == 1 or kind == gguf.GGMLQuantizationType.F32
+        data = values if plain else gguf.quants.quantize(values, kind)
+        writer.add_tensor(place, np.ascontiguousarray(data), raw_dtype=None if plain else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tied(model: Any, name: str) -> bool:
+    return name == "lm_head.weight" and bool(model.config.tie_word_embeddings)
+
+
+def said(model: Any) -> torch.Tensor:
+    ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+@pytest.mark.parametrize("model_type", NAMES.values())
+def test_a_file_says_what_its_model_says(model_type: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = model_of(model_type)
+    found = unpacked(write(tmp_path / "model.gguf", model))
+    assert (found.quantisation, found.dtype) == ("F32", "float32")
+    loaded = AutoModelForCausalLM.from_pretrained(found.directory, dtype=torch.float32)
+    assert loaded.config.model_type == model_type
+    assert not hasattr(loaded.config, "quantization_config")
+    torch.testing.assert_close(said(loaded), said(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("Q8_0", "bfloat16"), ("F16", "float16"), ("BF16", "bfloat16")])
+def test_weights_become_what_the_plan_says(kind: str, dtype: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = model_of("llama")
+    found = unpacked(write(tmp_path / "model.gguf", model, gguf.GGMLQuantizationType[kind]))
+    assert (found.quantisation, found.dtype) == (kind, dtype)
+    assert ("dequantised to bfloat16" in found.note) == (kind == "Q8_0")
+    loaded = AutoModelForCausalLM.from_pretrained(found.directory, dtype=torch.float32)
+    expected = said(model)
+    assert float((said(loaded) - expected).norm() / expected.norm()) < 0.05
+
+
+def test_a_file_is_converted_and_evaluated(convert: Convert, cache: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "small.gguf", model_of("llama"), gguf.GGMLQuantizationType.Q8_0)
+    done = ok(convert("gqa", source, tmp_path / "out", "--groups", 1))
+    assert "Q8_0 weights were dequantised to bfloat16" in done.stdout
+    assert f"{source} is unpacked into {cache}" in done.stderr
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["recipe"]["gqa"]["model"] == str(source)
+    assert "dequantised to bfloat16" in (tmp_path / "out" / "README.md").read_text()
+    again = ok(convert("run", tmp_path / "out" / "conversion.json", "--set", f"output={tmp_path / 'again'}"))
+    assert "unpacked" not in again.stderr
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    (tmp_path / "text.txt").write_text("".join(map(chr, range(40, 120))) * 9)
+    report = ok(convert("eval", source, tmp_path / "out", "--text", tmp_path / "text.txt", "--context", 32)).stdout
+    assert "small" in report
+
+
+def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", model_of("llama"))
+    first = unpacked(path)
+    assert unpacked(path) == first
+    write(path, model_of("qwen3"))
+    assert unpacked(path) != first
+    assert Source.parse(str(path)).model_type == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("keys", "more", "message"),
+    [
+        ({"rope.scaling.type": "yarn"}, {}, "its key llama.rope.scaling.type is yarn"),
+        ({"attention.sliding_window": 7}, {}, "its key llama.attention.sliding_window is 7"),
+        ({"attention.key_length": 16}, {}, "its key llama.attention.key_length is 16"),
+        ({}, {"rope_freqs.weight": torch.ones(16)}, "1 of its tensors have no place in the model"),
+        ({}, {"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}, "1 of its tensors have no place in the model"),
+    ],
+)
+def test_what_transformers_would_leave_out_is_refused(
+    keys: dict[str, Any], more: dict[str, Any], message: str, convert: Convert, cache: Path, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "model.gguf", model_of("llama"), keys=keys, more=more)
+    left_nothing(convert("mqa", source, tmp_path / "out"), 2, message, tmp_path / "out")
+    assert not list(cache.iterdir()), "nothing is kept of it"
+
+
+def test_other_files_are_refused(convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "falcon")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(convert("inspect", tmp_path / "other.gguf"), 2, "kvfold reads GGUF files of llama, qwen2, qwen3")
+    (tmp_path / "text.gguf").write_text("no model" * 99)
+    refused(convert("inspect", tmp_path / "text.gguf"), 2, "is no GGUF file")
+    refused(convert("inspect", tmp_path / "missing.gguf"), 2, "no model directory")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    refused(convert("inspect", tmp_path / "other.gguf"), 2, "pip install 'kvfold[gguf]'")
+
+
+def test_a_full_disk_is_named(convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "model.gguf", model_of("llama"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refused(convert("inspect", source), 1, "set XDG_CACHE_HOME to another disk")
