@@ -23,13 +23,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_interleave,
-    eager_attention_forward,
 )
 
 from attention.errors import Refusal
 from attention.forward import widened
 from attention.kernels import Backend, decode
 from attention.kernels.torch_decode import probabilities, read
+from attention.models.modeling_kvfold import eager
 
 # (queries T, cached S, rank R, nope N, rope P, value Dv) -> whether to absorb
 Rule = Callable[[int, int, int, int, int, int], bool]
@@ -109,6 +109,7 @@ class LatentAttention(nn.Module):
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     queries: Callable[[torch.Tensor], torch.Tensor]
     compressed: Callable[[torch.Tensor], torch.Tensor]
+    asked: Callable[[], dict[str, Any]]
     rotated: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 
     def prepare(self, rule: Rule, backend: Backend) -> None:
@@ -170,7 +171,10 @@ class LatentAttention(nn.Module):
         if mask is None and queries > 1:
             return False
         # Flash attention takes a sliding window as an argument, and its masks do not have it.
-        window = getattr(self, "sliding_window", None)
+        asked = self.asked()
+        if asked.get("softcap") is not None and self.config._attn_implementation != "eager":  # kernels have no caps
+            return False
+        window = asked.get("sliding_window")
         if window is not None and cached > window and (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim != 4)):
             return False
         return self.rule(queries, cached, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
@@ -197,11 +201,11 @@ class LatentAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The arithmetic of the class: `[B, T, H, Dv]`, and probabilities if the attention function returns them."""
         keys, values = self.expand_kv(latent, k_rope)
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         queries = torch.cat((q_nope, q_rope), -1)
         if values.device.type == "cpu" and self.config._attn_implementation == "sdpa":
             values = widened(values, self.qk_head_dim)
-        kwargs |= {"dropout": 0.0, "scaling": self.scaling, "sliding_window": getattr(self, "sliding_window", None)}
+        kwargs |= {"dropout": 0.0, **self.asked()}
         out, weights = function(self, queries, keys, values, mask, **kwargs)
         return out[..., : self.v_head_dim], weights
 
@@ -221,7 +225,7 @@ class LatentAttention(nn.Module):
         dense = dense_mask(mask, q_nope.shape[2], latent)
         weights = None
         if self.config._attn_implementation == "eager":  # the one that returns probabilities
-            weights = probabilities(q_latent, q_rope, latent, k_rope, dense, self.scaling)
+            weights = probabilities(q_latent, q_rope, latent, k_rope, dense, self.scaling, self.asked().get("softcap"))
             o_latent = read(weights, latent)
         else:
             o_latent = decode(q_latent, q_rope, latent, k_rope, dense, self.scaling, self.backend)
@@ -241,6 +245,10 @@ class StockLatentAttention(LatentAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the class does (`attend`)."""
         return self.attend(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+    def asked(self) -> dict[str, Any]:
+        """What attention functions have to know."""
+        return {"scaling": self.scaling}
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, N + P]`, not rotated."""

@@ -45,8 +45,12 @@ def probabilities(
     k_rope: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """The attention weights of `decode`, `[B, H, T, S]` in the dtype of the queries; scores and softmax are at least fp32."""
+    """The attention weights of `decode`, `[B, H, T, S]` in the dtype of the queries; scores and softmax are at least fp32.
+
+    With `softcap` c, scores become c · tanh(scores / c) (Gemma 2, arXiv 2408.00118) before they are masked.
+    """
     wide = torch.promote_types(latent.dtype, torch.float32)
     # A product in half precision would round scores to 8 or 11 bits. Keys are widened one block of tokens at a time,
     # to avoid a second copy of the cache. Compiled code widens them whole: a loop over S would be unrolled again for each S.
@@ -58,6 +62,8 @@ def probabilities(
     ]
     scores = torch.cat(blocks, -1) if len(blocks) > 1 else blocks[0]
     scores = scores.unflatten(1, q_latent.shape[1:3])
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         least = torch.finfo(wide).min  # not −∞: a row that sees no token must not become NaN
         if mask.dtype == torch.bool:

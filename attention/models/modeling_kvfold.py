@@ -108,14 +108,20 @@ class _Attention(nn.Module):
         self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
         self.sliding_window = sliding_window
         self.attention_dropout = getattr(inner, "attention_dropout", getattr(inner, "attn_pdrop", 0.0))
+        self.softcap = getattr(inner, "attn_logit_softcapping", None)
         self.output_dropout = getattr(inner, _OUTPUT_DROPOUT.get(inner.model_type, ""), 0.0)
+
+    def asked(self) -> dict[str, Any]:
+        """What attention functions have to know. Those that cannot cap logits are not given a cap; the source refuses them."""
+        capped = {} if self.softcap is None else {"softcap": self.softcap}
+        return {"scaling": self.scaling, "sliding_window": self.sliding_window, **capped}
 
 
 class GroupedAttention(_Attention):
     """Attention whose query heads share KV heads, called as the attention that it replaces.
 
-    Heads have one scale, and RoPE in pairs of which the second half of the rotary dims follows the first, or none. There are
-    no caps or norms of queries and keys. Letters: B batch, T query tokens, E model width, D head dim.
+    Heads have one scale, and RoPE in pairs of which the second half of the rotary dims follows the first, or none. Queries and
+    keys have no norms. Letters: B batch, T query tokens, E model width, D head dim.
     Arguments as in `_Attention`.
     """
 
@@ -161,9 +167,9 @@ class GroupedAttention(_Attention):
         cache = layer_past if past_key_values is None else past_key_values
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
-        kwargs |= {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
+        kwargs |= {"dropout": dropout, **self.asked()}
         out, weights = attend(self, queries, keys, values, attention_mask, **kwargs)  # [B, T, H, D]
         out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         return nn.functional.dropout(out, self.output_dropout, self.training), weights
@@ -267,9 +273,9 @@ class KvfoldLatentAttention(_Attention):
         chosen = self.config._attn_implementation
         if "flash" in chosen:  # it takes values as wide as keys
             values = nn.functional.pad(values, (0, self.qk_head_dim - self.v_head_dim))
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, _eager)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
         dropout = self.attention_dropout if self.training else 0.0
-        kwargs |= {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
+        kwargs |= {"dropout": dropout, **self.asked()}
         out, weights = attend(self, torch.cat((nope, rope), -1), keys, values, attention_mask, **kwargs)  # [B, T, H, Dv]
         out = self.o_proj(out[..., : self.v_head_dim].reshape(*hidden_states.shape[:-1], -1))
         return nn.functional.dropout(out, self.output_dropout, self.training), weights
@@ -327,8 +333,10 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     _can_compile_fullgraph = True
 
     def __init__(self, config: KvfoldConfig) -> None:
-        super().__init__(config)
         inner: Any = config.text_config
+        if getattr(inner, "attn_logit_softcapping", None) is not None:
+            object.__setattr__(self, "_supports_sdpa", False)  # it has no caps; transformers asks before this is a module
+        super().__init__(config)
         self.model = AutoModelForCausalLM.from_config(inner)
         latent = getattr(inner, "kv_lora_rank", None) is not None
         attention: Any = KvfoldLatentAttention if latent else GroupedAttention
@@ -397,7 +405,7 @@ def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return torch.cat((rotated, rest), -1)
 
 
-def _eager(
+def eager(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -405,11 +413,14 @@ def _eager(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention that returns its probabilities: `[B, T, H, D]` and `[B, H, T, S]`."""
     key, value = (states.repeat_interleave(module.num_key_value_groups, 1) for states in (key, value))
     logits = query @ key.mT * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if attention_mask is not None:
         logits = logits + attention_mask
     weights = nn.functional.softmax(logits, -1, dtype=torch.float32).to(query.dtype)

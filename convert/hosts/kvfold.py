@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
-    "llama", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma3_text",
+    "llama", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
     "glm", "glm4", "gpt2", "gpt_neox", "granite", "granitemoe", "helium", "hyperclovax", "jais2", "ministral", "mistral",
     "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ class Kvfold:
         if traits.qk_norm and traits.qk_norm.after_rotary:
             return "queries and keys are normalised after RoPE, and a latent holds keys before RoPE"
         for field, value in traits.beyond.items():
-            if field != "sliding_window":
+            if field != "sliding_window" and not (field == "attn_logit_softcapping" and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         if target.kv_lora_rank and family.scales_rope:
             return "its class scales RoPE by a factor that depends on the length, and keys from a latent have no such factor"

@@ -510,7 +510,8 @@ def test_projections_around_a_step_copy_no_weight(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "bmm", lambda a, b: products.append((a, b)) or bmm(a, b))
     monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q.clone())
     monkeypatch.setitem(LATENT, "torch", attention.kernels.Entry(lambda q, *_: q.clone(), lambda *_: None))
-    q_nope, q_rope = module._queries(torch.randn(3, 1, 64))
+    queries = module.queries(torch.randn(3, 1, 64))
+    q_nope, q_rope = queries.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
     with torch.no_grad():
         module._absorbed(q_nope, q_rope, torch.randn(3, 5, 16), torch.randn(3, 5, 8), None)
     (queries, up_k), (_, up_v) = products

@@ -37,6 +37,8 @@ BEYOND: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True, "mlp_bias": True},
     "helium": {"mlp_bias": True},
     **dict.fromkeys(("cohere2", "exaone4", "gemma3_text"), MIXED),
+    "gemma2": {"sliding_window": 7, "attn_logit_softcapping": 0.5},
+    "vaultgemma": {"attn_logit_softcapping": 0.5},
     "olmo3": MIXED | {"rope_parameters": {"sliding_attention": PLAIN, "full_attention": YARN}},
     "cwm": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "phi3": {"sliding_window": 7},
@@ -92,8 +94,8 @@ def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 # One of each kind: windows, biases, no RoPE, part of it, layers without it, experts, QK-norm of each form, other residuals.
 KINDS = (
-    "cohere, QK-norm", "cohere2", "cwm", "exaone4", "gemma3_text", "glm", "gpt2", "gpt_neox", "granite", "llama", "mixtral",
-    "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3", "stablelm, QK-norm", "stablelm",
+    "cohere, QK-norm", "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neox", "granite", "llama",
+    "mixtral", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3", "stablelm, QK-norm", "stablelm",
 )  # fmt: skip
 
 
@@ -303,7 +305,6 @@ def test_grouped_heads_of_the_class_become_latent(checkpoint: Make, convert: Con
     ("model_type", "changes", "message"),
     [
         ("hunyuan_v1_dense", {}, "queries and keys are normalised after RoPE"),
-        ("gemma2", {}, "sets attn_logit_softcapping to 50.0"),
         ("olmo", {"clip_qkv": 8.0}, "sets clip_qkv to 8.0"),
         ("phimoe", {}, "its class scales RoPE by a factor that depends on the length"),
     ],

@@ -173,7 +173,7 @@ def test_a_method_that_could_use_text_and_has_none_says_so(source: Sources, outp
 @pytest.mark.parametrize(
     ("model_type", "dtype", "message"),
     [
-        ("gemma2", "float32", "does not have Llama's decoder blocks"),
+        ("phimoe", "float32", "does not have Llama's decoder blocks"),
         ("llama", "float16", "float16 ends at 65504 (use --dtype bfloat16)"),
         ("llama", "float16", "kvfold: in bfloat16, deepseek_v3 carries it, which needs no code"),
     ],
