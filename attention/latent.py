@@ -109,7 +109,7 @@ class LatentAttention(nn.Module):
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     queries: Callable[[torch.Tensor], torch.Tensor]
     compressed: Callable[[torch.Tensor], torch.Tensor]
-    asked: Callable[[], dict[str, Any]]
+    attention_arguments: Callable[[], dict[str, Any]]
     rotated: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 
     def prepare(self, rule: Rule, backend: Backend) -> None:
@@ -170,11 +170,10 @@ class LatentAttention(nn.Module):
         # on the attention function.
         if mask is None and queries > 1:
             return False
-        # Flash attention takes a sliding window as an argument, and its masks do not have it.
-        asked = self.asked()
-        if asked.get("softcap") is not None and self.config._attn_implementation != "eager":  # kernels have no caps
+        given = self.attention_arguments()
+        if given.get("softcap") is not None and self.config._attn_implementation != "eager":  # kernels have no caps
             return False
-        window = asked.get("sliding_window")
+        window = given.get("sliding_window")  # flash attention takes it as an argument, and its masks do not have it
         if window is not None and cached > window and (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim != 4)):
             return False
         return self.rule(queries, cached, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
@@ -205,7 +204,7 @@ class LatentAttention(nn.Module):
         queries = torch.cat((q_nope, q_rope), -1)
         if values.device.type == "cpu" and self.config._attn_implementation == "sdpa":
             values = widened(values, self.qk_head_dim)
-        kwargs |= {"dropout": 0.0, **self.asked()}
+        kwargs |= {"dropout": 0.0, **self.attention_arguments()}
         out, weights = function(self, queries, keys, values, mask, **kwargs)
         return out[..., : self.v_head_dim], weights
 
@@ -225,7 +224,9 @@ class LatentAttention(nn.Module):
         dense = dense_mask(mask, q_nope.shape[2], latent)
         weights = None
         if self.config._attn_implementation == "eager":  # the one that returns probabilities
-            weights = probabilities(q_latent, q_rope, latent, k_rope, dense, self.scaling, self.asked().get("softcap"))
+            weights = probabilities(
+                q_latent, q_rope, latent, k_rope, dense, self.scaling, self.attention_arguments().get("softcap")
+            )
             o_latent = read(weights, latent)
         else:
             o_latent = decode(q_latent, q_rope, latent, k_rope, dense, self.scaling, self.backend)
@@ -246,8 +247,8 @@ class StockLatentAttention(LatentAttention):
         """Attend as the class does (`attend`)."""
         return self.attend(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
-    def asked(self) -> dict[str, Any]:
-        """What attention functions have to know."""
+    def attention_arguments(self) -> dict[str, Any]:
+        """The arguments of attention functions besides tensors."""
         return {"scaling": self.scaling}
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:

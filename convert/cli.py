@@ -49,7 +49,8 @@ class Commands(click.Group):
 def main() -> None:
     """Convert a Hugging Face checkpoint to a smaller KV cache, and measure the loss.
 
-    MODEL is a checkpoint directory, a GGUF file or a Hub id, with an optional @revision.
+    MODEL is a checkpoint directory, a Hub id with an optional @revision, or a GGUF file, which is unpacked when it
+    is first named.
     """
     keep_freed()
 

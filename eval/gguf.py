@@ -1,6 +1,7 @@
 """GGUF files as sources: an ordinary checkpoint of what transformers reads in one, dequantised, kept in a cache.
 
-transformers ignores the keys and tensors of a file that it does not know, such as scaled RoPE. Here they are refused.
+transformers ignores the keys and tensors of a file that it does not know, such as scaled RoPE. Here they are refused. What it
+makes of a tokenizer may split text in another way than the original; the note says where that is known.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -27,9 +29,15 @@ _KEYS = {
     "context_length", "block_count", "feed_forward_length", "embedding_length", "rope.dimension_count", "rope.freq_base",
     "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "vocab_size",
 }  # fmt: skip
+_TENSORS = re.compile(
+    r"(token_embd|output|output_norm|blk\.\d+\.(attn_(norm|q|k|v|output|q_norm|k_norm)|ffn_(norm|gate|up|down)))\.(weight|bias)"
+)
 _HEAD_DIMS = ("rope.dimension_count", "attention.key_length", "attention.value_length")
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTISED = "bfloat16"  # what quantised weights become
+_FORMAT = 1  # of an entry in the cache
+_TOKENS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+_ORIGINAL = "convert the checkpoint that it was made from"
 
 
 @dataclass(frozen=True)
@@ -38,19 +46,11 @@ class Unpacked:
 
     Attributes:
         directory: Where it is.
-        quantisation: What most of its weights were: "Q4_1".
-        dtype: What they are.
+        note: What to know of it, for plans and cards.
     """
 
     directory: Path
-    quantisation: str
-    dtype: str
-
-    @property
-    def note(self) -> str:
-        """For plans and cards."""
-        changed = "" if self.quantisation in _PLAIN else f" {self.quantisation} weights were dequantised to {self.dtype}."
-        return f"the source is a GGUF file.{changed} Its tokenizer is as transformers reads it"
+    note: str
 
 
 def unpacked(path: Path) -> Unpacked:
@@ -58,26 +58,40 @@ def unpacked(path: Path) -> Unpacked:
 
     Raises:
         Refusal: The package gguf is missing, the file is no GGUF file, or it has something that transformers does not read.
-        Failure: It cannot be written.
+        Failure: The file cannot be read, or the checkpoint cannot be written.
     """
-    found = path.stat()
-    identity = f"{path.resolve()} {found.st_size} {found.st_mtime_ns}"
-    place = _cache() / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    if not place.is_dir():
+    import transformers
+
+    try:
+        found = path.stat()
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise Failure(f"cannot read {path}: {error}") from None
+    identity = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {_FORMAT} {transformers.__version__}"
+    place = _cache() / hashlib.sha256(identity.encode()).hexdigest()[:24]
+    if not (place / "gguf.json").is_file():
+        described = _Described.of(path)
+        described.check_keys()
         _log.warning("%s is unpacked into %s, where later commands find it", path, place)
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix="unfinished-", dir=place.parent) as directory:
-                whole = Path(directory) / "whole"
-                _unpack(path, whole)
-                if not place.is_dir():  # another process may have been faster
-                    whole.rename(place)
-        except OSError as error:
+        _make(described, place)
+    return Unpacked(place / "checkpoint", json.loads((place / "gguf.json").read_text(encoding="utf-8"))["note"])
+
+
+def _make(described: _Described, place: Path) -> None:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=place.parent) as directory:
+            whole = Path(directory) / "whole"
+            _unpack(described, whole)
+            if not place.is_dir():
+                whole.rename(place)
+    except OSError as error:
+        if not (place / "gguf.json").is_file():  # unless another process was faster
             raise Failure(
-                f"cannot unpack {path} into {place}: {error}", hint="free some space, or set XDG_CACHE_HOME to another disk"
+                f"cannot unpack {described.path} into {place}: {error}",
+                hint="is the disk full? XDG_CACHE_HOME may name a directory on another one",
             ) from None
-    facts = json.loads((place / "gguf.json").read_text(encoding="utf-8"))
-    return Unpacked(place / "checkpoint", facts["quantisation"], facts["dtype"])
 
 
 def _cache() -> Path:
@@ -85,81 +99,136 @@ def _cache() -> Path:
     return Path(home) / "kvfold" / "gguf"
 
 
-def _unpack(path: Path, place: Path) -> None:
+def _unpack(described: _Described, place: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    keys, types, count = _described(path)
-    quantisation = types.most_common(1)[0][0]
-    dtype = _PLAIN.get(quantisation, _QUANTISED)
-    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=getattr(torch, dtype), output_loading_info=True, local_files_only=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # transformers raises several exception types of its own
-        reason = " ".join(str(error).split())[:300]
-        raise Refusal(
-            f"transformers cannot read {path}: {reason}", hint="convert the checkpoint that it was made from"
-        ) from error
-    _check(path, keys, model.config, loaded, count - len(dict(model.named_parameters())))
-    del model.config.quantization_config
-    model.hf_quantizer = None
+    path = described.path
+    (place / "checkpoint").mkdir(parents=True)
+    # By an absolute path and from an empty directory: nothing that lies beside the file, or in the working directory, is read.
+    with tempfile.TemporaryDirectory(dir=place) as nothing:
+        where = {"pretrained_model_name_or_path": nothing, "gguf_file": str(path.absolute()), "local_files_only": True}
+        try:
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                **where,
+                dtype=getattr(torch, described.dtype),
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+        except Exception as error:  # transformers raises several exception types of its own
+            reason = " ".join(str(error).split())[:300]
+            raise Refusal(f"transformers cannot read {path}: {reason}", hint=_ORIGINAL) from error
+    described.check_read(model, loaded)
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(place / "checkpoint")
     tokenizer.save_pretrained(place / "checkpoint")
-    if licence := keys.get("general.license"):
+    if licence := described.keys.get("general.license"):
         (place / "checkpoint" / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", encoding="utf-8")
-    (place / "gguf.json").write_text(json.dumps({"quantisation": quantisation, "dtype": dtype}), encoding="utf-8")
+    (place / "gguf.json").write_text(json.dumps({"note": described.note}), encoding="utf-8")
 
 
-def _described(path: Path) -> tuple[dict[str, Any], Counter[str], int]:
-    """The file's keys but those of its tokenizer, the bytes of its tensors by their type, and how many tensors it has.
+@dataclass(frozen=True)
+class _Described:
+    """What the header of a file says.
 
-    Raises:
-        Refusal: It cannot be read, or is of an architecture whose reading was not checked.
+    Attributes:
+        path: The file.
+        keys: Its keys but lists of tokens.
+        tensors: The names of its tensors.
+        quantisation: What most bytes of its weights are: "Q4_1"; if all are plain floats, what most of these are.
+        dtype: What the weights become.
     """
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise Refusal(
-            f"{path} is a GGUF file, for which the package gguf is missing", hint="pip install 'kvfold[gguf]'"
-        ) from None
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise Refusal(f"{path} is no GGUF file: {error}") from None
-    keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-    types: Counter[str] = Counter()
-    for tensor in reader.tensors:
-        types[tensor.tensor_type.name] += int(tensor.n_bytes)
-    architecture = keys.get("general.architecture")
-    if architecture not in _READ or not types:
-        raise Refusal(
-            f"{path} has the architecture {architecture!r} and {len(reader.tensors)} tensors; kvfold reads GGUF files of "
-            f"{', '.join(_READ)}",
-            hint="convert the checkpoint that it was made from",
-        )
-    if keys.get("split.count", 1) > 1:
-        raise Refusal(f"{path} is one of {keys['split.count']} parts", hint="merge them with llama-gguf-split --merge")
-    return keys, types, len(reader.tensors)
+
+    path: Path
+    keys: Mapping[str, Any]
+    tensors: tuple[str, ...]
+    quantisation: str
+    dtype: str
+
+    @classmethod
+    def of(cls, path: Path) -> _Described:
+        """Read a header.
+
+        Raises:
+            Refusal: It cannot be read, or is of an architecture whose reading was not checked.
+        """
+        try:
+            from gguf import GGUFReader
+        except ImportError:
+            hint = "pip install 'kvfold[gguf]'"
+            raise Refusal(f"{path} is a GGUF file, for which the package gguf is missing", hint=hint) from None
+        try:
+            reader = GGUFReader(path)
+        except (ValueError, IndexError, KeyError, OverflowError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise Refusal(f"{path} is no GGUF file, or is incomplete: {reason}", hint="download it again") from None
+        keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith(_TOKENS)}
+        sizes: Counter[str] = Counter()
+        for tensor in reader.tensors:
+            if len(tensor.shape) > 1:
+                sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
+        if keys.get("general.architecture") not in _READ or not sizes:
+            found = f"the architecture {keys.get('general.architecture')!r} and {len(reader.tensors)} tensors"
+            raise Refusal(f"{path} has {found}; kvfold reads GGUF files of {', '.join(_READ)}", hint=_ORIGINAL)
+        quantised = Counter({kind: size for kind, size in sizes.items() if kind not in _PLAIN})
+        most = (quantised or sizes).most_common(1)[0][0]
+        return cls(path, keys, tuple(tensor.name for tensor in reader.tensors), most, _PLAIN.get(most, _QUANTISED))
+
+    @property
+    def note(self) -> str:
+        changed = "" if self.quantisation in _PLAIN else f": {self.quantisation} weights were dequantised to {self.dtype}"
+        return "; ".join((f"the source is a GGUF file{changed}", *self._cautions()))
+
+    def _cautions(self) -> list[str]:
+        """Where transformers' tokenizer is known to differ from the file's."""
+        found, pre = [], self.keys.get("tokenizer.ggml.pre", "default")
+        if self.keys.get("tokenizer.ggml.model") == "gpt2" and pre not in {"gpt-2", *_pre_tokenizers()}:
+            rules = f"its tokenizer splits text by the rules {pre!r}, which transformers does not read"
+            found.append(f"{rules}: some text becomes other tokens")
+        elif self.keys.get("tokenizer.ggml.model") == "llama" and self.keys.get("tokenizer.ggml.add_space_prefix") is False:
+            found.append("its tokenizer adds no space before a text, and transformers' does")
+        return found
+
+    def check_keys(self) -> None:
+        """Refuse what transformers would leave out, before weights are read."""
+        architecture = self.keys["general.architecture"]
+        if self.keys.get("split.count", 1) > 1:
+            hint = "merge them with llama-gguf-split --merge"
+            raise Refusal(f"{self.path} is one of {self.keys['split.count']} parts", hint=hint)
+        strange = [name for name in self._own() if name not in _KEYS and name not in _HEAD_DIMS]
+        problems = [f"its key {architecture}.{name} is {self._own()[name]}" for name in strange]
+        problems += [f"it has a tensor {name}" for name in self.tensors if not _TENSORS.fullmatch(name)]
+        self._refuse(problems)
+
+    def check_read(self, model: Any, loaded: Mapping[str, Any]) -> None:
+        """Refuse a file of which transformers has not read everything."""
+        config, architecture = model.config, self.keys["general.architecture"]
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        problems = [
+            f"its key {architecture}.{name} is {value}, and {head_dim} was read"
+            for name in _HEAD_DIMS
+            if (value := self._own().get(name, head_dim)) != head_dim
+        ]
+        problems += [f"{len(names)} tensors are {kind.removesuffix('_keys')}" for kind, names in loaded.items() if names]
+        unread = len(self.tensors) - len(dict(model.named_parameters())) + len(loaded.get("missing_keys", ()))
+        problems += [f"{unread} of its tensors have no place in the model"] if unread else []
+        self._refuse(problems)
+
+    def _own(self) -> dict[str, Any]:
+        prefix = f"{self.keys['general.architecture']}."
+        return {name.removeprefix(prefix): value for name, value in self.keys.items() if name.startswith(prefix)}
+
+    def _refuse(self, problems: list[str]) -> None:
+        if problems:
+            listed = ", ".join(problems[:3]) + (f", and {len(problems) - 3} more" if len(problems) > 3 else "")
+            raise Refusal(f"transformers does not read all of {self.path}: {listed}", hint=_ORIGINAL)
 
 
-def _check(path: Path, keys: Mapping[str, Any], config: Any, loaded: Mapping[str, Any], unread: int) -> None:
-    """Refuse a file of which transformers has not read everything."""
-    architecture = keys["general.architecture"]
-    own = {name.removeprefix(f"{architecture}."): value for name, value in keys.items() if name.startswith(f"{architecture}.")}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    strange = {name: value for name, value in own.items() if name not in _KEYS and name not in _HEAD_DIMS}
-    strange |= {name: own[name] for name in _HEAD_DIMS if own.get(name, head_dim) != head_dim}
-    problems = [f"its key {architecture}.{name} is {value}" for name, value in strange.items()]
-    problems += [f"{len(names)} tensors are {kind.removesuffix('_keys')}" for kind, names in loaded.items() if names]
-    problems += [f"{unread} of its tensors have no place in the model"] if unread else []
-    if problems:
-        raise Refusal(
-            f"transformers does not read all of {path}: {', '.join(problems)}",
-            hint="convert the checkpoint that it was made from",
-        )
+def _pre_tokenizers() -> set[str]:
+    """The rules of splitting that transformers reads from a file."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:  # an internal module of another version: say nothing that may be wrong
+        return set()
+    return set(GGUF_PRE_TOKENIZER_SPLITS)

@@ -1,4 +1,4 @@
-"""Resolves a MODEL argument: a directory, a GGUF file, or a Hub id with an optional `@revision`. Reads configs, no weights."""
+"""Resolves a MODEL argument: a directory, a Hub id with an optional `@revision`, or a GGUF file, which is unpacked once."""
 
 from __future__ import annotations
 

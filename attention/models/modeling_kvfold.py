@@ -111,10 +111,13 @@ class _Attention(nn.Module):
         self.softcap = getattr(inner, "attn_logit_softcapping", None)
         self.output_dropout = getattr(inner, _OUTPUT_DROPOUT.get(inner.model_type, ""), 0.0)
 
-    def asked(self) -> dict[str, Any]:
-        """What attention functions have to know. Those that cannot cap logits are not given a cap; the source refuses them."""
-        capped = {} if self.softcap is None else {"softcap": self.softcap}
-        return {"scaling": self.scaling, "sliding_window": self.sliding_window, **capped}
+    def attention_arguments(self) -> dict[str, Any]:
+        """The arguments of attention functions besides tensors. Functions that cannot cap logits refuse a cap, but one."""
+        if self.softcap is None:
+            return {"scaling": self.scaling, "sliding_window": self.sliding_window}
+        if self.config._attn_implementation == "paged|eager":
+            raise ValueError("this model caps the logits of its attention, which paged|eager leaves out; use flash attention")
+        return {"scaling": self.scaling, "sliding_window": self.sliding_window, "softcap": self.softcap}
 
 
 class GroupedAttention(_Attention):
@@ -169,7 +172,7 @@ class GroupedAttention(_Attention):
             keys, values = cache.update(keys, values, self.layer_idx)
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
-        kwargs |= {"dropout": dropout, **self.asked()}
+        kwargs |= {"dropout": dropout, **self.attention_arguments()}
         out, weights = attend(self, queries, keys, values, attention_mask, **kwargs)  # [B, T, H, D]
         out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         return nn.functional.dropout(out, self.output_dropout, self.training), weights
@@ -275,7 +278,7 @@ class KvfoldLatentAttention(_Attention):
             values = nn.functional.pad(values, (0, self.qk_head_dim - self.v_head_dim))
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
         dropout = self.attention_dropout if self.training else 0.0
-        kwargs |= {"dropout": dropout, **self.asked()}
+        kwargs |= {"dropout": dropout, **self.attention_arguments()}
         out, weights = attend(self, torch.cat((nope, rope), -1), keys, values, attention_mask, **kwargs)  # [B, T, H, Dv]
         out = self.o_proj(out[..., : self.v_head_dim].reshape(*hidden_states.shape[:-1], -1))
         return nn.functional.dropout(out, self.output_dropout, self.training), weights

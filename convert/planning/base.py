@@ -104,10 +104,11 @@ class Plan:
 
     def recipe(self) -> dict[str, Any]:
         """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
-        place = self.source.file or self.source.directory
+        file, directory = self.source.file, self.source.directory
+        place = file.absolute() if file else directory.resolve() if directory else None
         return {
             self.target.command: {
-                "model": str(place.resolve()) if place else f"{self.source.repository}@{self.source.commit}",
+                "model": str(place) if place else f"{self.source.repository}@{self.source.commit}",
                 **self.target.recipe(),
                 "method": self.target.method.name,
                 "seed": self.seed,
@@ -149,13 +150,8 @@ def _with_unit(size: int) -> str:
     return f"{size // unit}{name}"
 
 
-# By quant_method: the rest of a call that loads a model without its quantisation.
-_DEQUANTISED = {
-    "bitsandbytes": "MODEL).dequantize()",
-    "compressed-tensors": 'MODEL, quantization_config=CompressedTensorsConfig(dequantize=True), dtype="bfloat16")',
-    "fp8": 'MODEL, quantization_config=FineGrainedFP8Config(dequantize=True), dtype="bfloat16")',
-    "mxfp4": 'MODEL, quantization_config=Mxfp4Config(dequantize=True), dtype="bfloat16")',
-}
+# By quant_method: the class of transformers by which a model is loaded dequantised.
+_DEQUANTISE = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config"}
 
 
 def readable(source: Source) -> Family:
@@ -183,11 +179,11 @@ def readable(source: Source) -> Family:
 
 def _dequantised_by(kind: str) -> str:
     """What to do about a quantised checkpoint: the line of Python that dequantises it, where transformers can."""
-    original = "convert the original checkpoint, then quantise"
-    call = _DEQUANTISED.get(kind)
-    return (
-        f"{original}; or dequantise it: AutoModelForCausalLM.from_pretrained({call}.save_pretrained(DIR)" if call else original
-    )
+    original, config = "convert the original checkpoint, then quantise", _DEQUANTISE.get(kind)
+    if config is None:
+        return original
+    load = f'AutoModelForCausalLM.from_pretrained(MODEL, dtype="bfloat16", quantization_config={config}(dequantize=True))'
+    return f"{original}; or dequantise it, and copy its tokenizer: {load}.save_pretrained(DIR, save_original_format=False)"
 
 
 def _refuse_stray_heads(source: Source, family: Family) -> None:

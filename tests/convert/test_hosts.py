@@ -184,6 +184,34 @@ def test_attention_functions_are_told_the_window(
     assert 7 in windows
 
 
+def test_attention_functions_are_told_the_cap(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """Absorbed decoding caps by itself with eager attention alone; other functions then do all of the attention."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    caps: list[float | None] = []
+
+    def capping(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+        caps.append(softcap)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    ok(convert("mla", made(checkpoint, "gemma2"), tmp_path / "out", *small("gemma2")))
+    AttentionInterface.register("capping", capping)
+    for opened in (stock, lambda path, **given: load(path, when="always", **given)):
+        caps.clear()
+        model = opened(tmp_path / "out", attn_implementation="capping")
+        with torch.inference_mode():
+            model.generate(tokens(12), max_new_tokens=3, do_sample=False)
+        assert caps == [0.5] * 9, "three layers, three steps"
+    with pytest.raises(ValueError, match=r"sdpa|scaled_dot_product"):
+        stock(tmp_path / "out", attn_implementation="sdpa")
+    eager = stock(tmp_path / "out")
+    assert eager.config._attn_implementation == "eager"
+    eager.model.config._attn_implementation = "paged|eager"
+    with pytest.raises(ValueError, match="which paged|eager leaves out"):
+        next(module for module in eager.modules() if isinstance(module, Own)).attention_arguments()
+
+
 def test_a_window_that_only_the_function_knows_is_not_absorbed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = made(checkpoint, "mistral")
     ok(convert("mla", source, tmp_path / "out", *small("mistral")))

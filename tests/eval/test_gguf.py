@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
+from tiny import save_tokenizer, tiny_config, tiny_model
 from written import left_nothing, ok, refused
 
 from eval.gguf import unpacked
@@ -28,23 +28,27 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "kvfold" / "gguf"
 
 
-def model_of(model_type: str) -> Any:
+def model_of(model_type: str, seed: int = 0, **changes: Any) -> Any:
     head_dim = 128 if model_type == "qwen3" else HEAD_DIM  # what its config has by default, since transformers does not read it
     config = tiny_config(
         model_type, hidden_size=4 * HEAD_DIM, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
-        num_hidden_layers=2, head_dim=head_dim, vocab_size=300, rope_theta=5000.0,
+        num_hidden_layers=2, head_dim=head_dim, vocab_size=300, rope_theta=5000.0, rms_norm_eps=1e-5, bos_token_id=5,
+        eos_token_id=7, **changes,
     )  # fmt: skip
-    return tiny_model(config)
+    return tiny_model(config, seed)
 
 
 def write(
     path: Path,
     model: Any,
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kind: str = "F32",
     keys: dict[str, Any] | None = None,
     more: dict[str, Any] | None = None,
+    without: str = "nothing",
+    pre: str = "gpt-2",
+    others: dict[str, str] | None = None,
 ) -> Path:
-    """As llama.cpp's converter writes it; with `keys` of its architecture and tensors `more`, or without what is None there."""
+    """As llama.cpp's converter writes it; with `keys` of its architecture and tensors `more`, or without one."""
     config = model.config
     arch = next(arch for arch, name in NAMES.items() if name == config.model_type)
     writer = gguf.GGUFWriter(path, config.model_type)
@@ -61,23 +65,26 @@ def write(
         )
     characters = [*(chr(i) for i in range(33, 332)), "!!"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(characters)
     writer.add_token_types([gguf.TokenType.NORMAL] * len(characters))
     writer.add_token_merges(["! !"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if not _tied(model, name)} | (more or {})
     for name, tensor in tensors.items():
+        if name == without:
+            continue
         place = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         values = tensor.float().numpy()
         if config.model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        plain = values.ndim == 1 or kind == gguf.GGMLQuantizationType.F32
-        data = values if plain else gguf.quants.quantize(values, kind)
-        writer.add_tensor(place, np.ascontiguousarray(data), raw_dtype=None if plain else kind)
+        stored = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else (others or {}).get(name, kind)]
+        plain = stored == gguf.GGMLQuantizationType.F32
+        data = values if plain else gguf.quants.quantize(values, stored)
+        writer.add_tensor(place, np.ascontiguousarray(data), raw_dtype=None if plain else stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,39 +103,71 @@ def said(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", NAMES.values())
-def test_a_file_says_what_its_model_says(model_type: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
+def test_a_file_says_what_its_model_says(model_type: str, tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = model_of(model_type)
+    model = model_of(model_type, tie_word_embeddings=tied)
     found = unpacked(write(tmp_path / "model.gguf", model))
-    assert (found.quantisation, found.dtype) == ("F32", "float32")
-    loaded = AutoModelForCausalLM.from_pretrained(found.directory, dtype=torch.float32)
-    assert loaded.config.model_type == model_type
-    assert not hasattr(loaded.config, "quantization_config")
+    assert found.note == "the source is a GGUF file"
+    loaded = AutoModelForCausalLM.from_pretrained(found.directory)
+    config = loaded.config
+    assert (config.model_type, config.bos_token_id, config.eos_token_id) == (model_type, 5, 7)
+    assert config.rms_norm_eps == pytest.approx(1e-5)
+    assert (loaded.dtype, hasattr(config, "quantization_config")) == (torch.float32, False)
     torch.testing.assert_close(said(loaded), said(model), rtol=1e-4, atol=1e-4)
+    # Of the characters from "!", "!!" is the last token, and the only one that is merged.
+    assert AutoTokenizer.from_pretrained(found.directory)("!!#", add_special_tokens=False)["input_ids"] == [299, 2]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("Q8_0", "bfloat16"), ("F16", "float16"), ("BF16", "bfloat16")])
-def test_weights_become_what_the_plan_says(kind: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "dtype"), [(["Q8_0"], "bfloat16"), (["F16"], "float16"), (["BF16"], "bfloat16"), (["Q8_0", "F16"], "bfloat16")]
+)
+def test_weights_become_what_the_plan_says(kinds: list[str], dtype: str, tmp_path: Path) -> None:
+    """One quantised tensor is enough to say so, even where most bytes are plain floats."""
     from transformers import AutoModelForCausalLM
 
     model = model_of("llama")
-    found = unpacked(write(tmp_path / "model.gguf", model, gguf.GGMLQuantizationType[kind]))
-    assert (found.quantisation, found.dtype) == (kind, dtype)
-    assert ("dequantised to bfloat16" in found.note) == (kind == "Q8_0")
-    loaded = AutoModelForCausalLM.from_pretrained(found.directory, dtype=torch.float32)
+    small = {"lm_head.weight": kinds[1]} if len(kinds) > 1 else {}
+    found = unpacked(write(tmp_path / "model.gguf", model, kinds[0], others=small))
+    loaded = AutoModelForCausalLM.from_pretrained(found.directory)
+    assert str(loaded.dtype) == f"torch.{dtype}"
+    assert ("Q8_0 weights were dequantised to bfloat16" in found.note) == ("Q8_0" in kinds)
     expected = said(model)
-    assert float((said(loaded) - expected).norm() / expected.norm()) < 0.05
+    assert float((said(loaded.float()) - expected).norm() / expected.norm()) < 0.05
+
+
+def test_rules_of_splitting_that_are_not_read_are_named(tmp_path: Path) -> None:
+    for pre, named in (("smollm", True), ("qwen2", False)):
+        found = unpacked(write(tmp_path / f"{pre}.gguf", model_of("llama"), pre=pre))
+        assert ("its tokenizer splits text by the rules 'smollm'" in found.note) == named
+
+
+def test_nothing_else_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file of the same name in the working directory nor a tokenizer beside the file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (tmp_path / "here").mkdir()
+    write(tmp_path / "here" / "model.gguf", model_of("llama", seed=1))
+    model, path = model_of("llama"), tmp_path / "there" / "model.gguf"
+    path.parent.mkdir()
+    save_tokenizer(path.parent)
+    write(path, model)
+    monkeypatch.chdir(tmp_path / "here")
+    found = unpacked(path)
+    torch.testing.assert_close(said(AutoModelForCausalLM.from_pretrained(found.directory)), said(model), rtol=1e-4, atol=1e-4)
+    assert len(AutoTokenizer.from_pretrained(found.directory)) == 300
 
 
 def test_a_file_is_converted_and_evaluated(convert: Convert, cache: Path, tmp_path: Path) -> None:
-    source = write(tmp_path / "small.gguf", model_of("llama"), gguf.GGMLQuantizationType.Q8_0)
+    source = tmp_path / "small.gguf"
+    source.symlink_to(write(tmp_path / "blob", model_of("llama"), "Q8_0"))
     done = ok(convert("gqa", source, tmp_path / "out", "--groups", 1))
     assert "Q8_0 weights were dequantised to bfloat16" in done.stdout
     assert f"{source} is unpacked into {cache}" in done.stderr
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert record["recipe"]["gqa"]["model"] == str(source)
+    assert record["recipe"]["gqa"]["model"] == str(source)  # also if it is a link, whose target may have another name
     assert "dequantised to bfloat16" in (tmp_path / "out" / "README.md").read_text()
     again = ok(convert("run", tmp_path / "out" / "conversion.json", "--set", f"output={tmp_path / 'again'}"))
     assert "unpacked" not in again.stderr
@@ -154,7 +193,8 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
         ({"rope.scaling.type": "yarn"}, {}, "its key llama.rope.scaling.type is yarn"),
         ({"attention.sliding_window": 7}, {}, "its key llama.attention.sliding_window is 7"),
         ({"attention.key_length": 16}, {}, "its key llama.attention.key_length is 16"),
-        ({}, {"rope_freqs.weight": torch.ones(16)}, "1 of its tensors have no place in the model"),
+        ({"split.count": 2}, {}, "its key llama.split.count is 2"),
+        ({}, {"rope_freqs.weight": torch.ones(16)}, "it has a tensor rope_freqs.weight"),
         ({}, {"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}, "1 of its tensors have no place in the model"),
     ],
 )
@@ -163,7 +203,12 @@ def test_what_transformers_would_leave_out_is_refused(
 ) -> None:
     source = write(tmp_path / "model.gguf", model_of("llama"), keys=keys, more=more)
     left_nothing(convert("mqa", source, tmp_path / "out"), 2, message, tmp_path / "out")
-    assert not list(cache.iterdir()), "nothing is kept of it"
+    assert not (cache.exists() and list(cache.iterdir())), "nothing is kept of it"
+
+
+def test_a_missing_tensor_is_refused(convert: Convert, tmp_path: Path) -> None:
+    source = write(tmp_path / "model.gguf", model_of("llama"), without="model.layers.1.mlp.up_proj.weight")
+    left_nothing(convert("mqa", source, tmp_path / "out"), 2, "1 tensors are missing", tmp_path / "out")
 
 
 def test_other_files_are_refused(convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +219,7 @@ def test_other_files_are_refused(convert: Convert, tmp_path: Path, monkeypatch: 
     writer.close()
     refused(convert("inspect", tmp_path / "other.gguf"), 2, "kvfold reads GGUF files of llama, qwen2, qwen3")
     (tmp_path / "text.gguf").write_text("no model" * 99)
-    refused(convert("inspect", tmp_path / "text.gguf"), 2, "is no GGUF file")
+    refused(convert("inspect", tmp_path / "text.gguf"), 2, "is no GGUF file, or is incomplete")
     refused(convert("inspect", tmp_path / "missing.gguf"), 2, "no model directory")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     refused(convert("inspect", tmp_path / "other.gguf"), 2, "pip install 'kvfold[gguf]'")
@@ -184,4 +229,4 @@ def test_a_full_disk_is_named(convert: Convert, tmp_path: Path, monkeypatch: pyt
     source = write(tmp_path / "model.gguf", model_of("llama"))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    refused(convert("inspect", source), 1, "set XDG_CACHE_HOME to another disk")
+    refused(convert("inspect", source), 1, "XDG_CACHE_HOME may name a directory on another one")

@@ -79,6 +79,7 @@ def test_a_plan_in_numbers(source: Sources, output: Output) -> None:
     ("changes", "message"),
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantised (gptq)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=FineGrainedFP8Config(dequantize=True)"),
         ({"model_type": "bert"}, "model type 'bert' is not supported"),
         ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "--trust-remote-code"),
     ],
