@@ -23,7 +23,7 @@ from attention.errors import Failure, Refusal
 _log = logging.getLogger("kvfold")
 
 # Architectures whose weights were compared with what had been written.
-_READ = ("llama", "qwen2", "qwen3")
+_READ = ("LLAMA", "QWEN2", "QWEN3")  # by the names of gguf.MODEL_ARCH
 # Keys that transformers reads, and those that a config of these architectures implies.
 _KEYS = {
     "context_length", "block_count", "feed_forward_length", "embedding_length", "rope.dimension_count", "rope.freq_base",
@@ -36,7 +36,8 @@ _HEAD_DIMS = ("rope.dimension_count", "attention.key_length", "attention.value_l
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTISED = "bfloat16"  # what quantised weights become
 _FORMAT = 1  # of an entry in the cache
-_TOKENS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+_MERGES = "tokenizer.ggml.merges"  # of byte pairs; SentencePiece has none
+_TOKENS = ("tokenizer.ggml.tokens", _MERGES, "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _ORIGINAL = "convert the checkpoint that it was made from"
 
 
@@ -134,7 +135,7 @@ class _Described:
 
     Attributes:
         path: The file.
-        keys: Its keys but lists of tokens.
+        keys: Its keys; True in place of lists of tokens.
         tensors: The names of its tensors.
         quantisation: What most bytes of its weights are: "Q4_1"; if all are plain floats, what most of these are.
         dtype: What the weights become.
@@ -163,14 +164,14 @@ class _Described:
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             reason = " ".join(str(error).split())[:200]
             raise Refusal(f"{path} is no GGUF file, or is incomplete: {reason}", hint="download it again") from None
-        keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith(_TOKENS)}
+        keys = {name: name in _TOKENS or field.contents() for name, field in reader.fields.items()}
         sizes: Counter[str] = Counter()
         for tensor in reader.tensors:
             if len(tensor.shape) > 1:
                 sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
-        if keys.get("general.architecture") not in _READ or not sizes:
+        if str(keys.get("general.architecture")).upper() not in _READ or not sizes:
             found = f"the architecture {keys.get('general.architecture')!r} and {len(reader.tensors)} tensors"
-            raise Refusal(f"{path} has {found}; kvfold reads GGUF files of {', '.join(_READ)}", hint=_ORIGINAL)
+            raise Refusal(f"{path} has {found}; kvfold reads GGUF files of {', '.join(_READ).lower()}", hint=_ORIGINAL)
         quantised = Counter({kind: size for kind, size in sizes.items() if kind not in _PLAIN})
         most = (quantised or sizes).most_common(1)[0][0]
         return cls(path, keys, tuple(tensor.name for tensor in reader.tensors), most, _PLAIN.get(most, _QUANTISED))
@@ -183,10 +184,10 @@ class _Described:
     def _cautions(self) -> list[str]:
         """Where transformers' tokenizer is known to differ from the file's."""
         found, pre = [], self.keys.get("tokenizer.ggml.pre", "default")
-        if self.keys.get("tokenizer.ggml.model") == "gpt2" and pre not in {"gpt-2", *_pre_tokenizers()}:
+        if _MERGES in self.keys and pre not in {"gpt-2", *_pre_tokenizers()}:
             rules = f"its tokenizer splits text by the rules {pre!r}, which transformers does not read"
             found.append(f"{rules}: some text becomes other tokens")
-        elif self.keys.get("tokenizer.ggml.model") == "llama" and self.keys.get("tokenizer.ggml.add_space_prefix") is False:
+        elif _MERGES not in self.keys and self.keys.get("tokenizer.ggml.add_space_prefix") is False:
             found.append("its tokenizer adds no space before a text, and transformers' does")
         return found
 

@@ -112,12 +112,9 @@ class _Attention(nn.Module):
         self.output_dropout = getattr(inner, _OUTPUT_DROPOUT.get(inner.model_type, ""), 0.0)
 
     def attention_arguments(self) -> dict[str, Any]:
-        """The arguments of attention functions besides tensors. Functions that cannot cap logits refuse a cap, but one."""
-        if self.softcap is None:
-            return {"scaling": self.scaling, "sliding_window": self.sliding_window}
-        if self.config._attn_implementation == "paged|eager":
-            raise ValueError("this model caps the logits of its attention, which paged|eager leaves out; use flash attention")
-        return {"scaling": self.scaling, "sliding_window": self.sliding_window, "softcap": self.softcap}
+        """The arguments of attention functions besides tensors."""
+        capped = {} if self.softcap is None else {"softcap": self.softcap}
+        return {"scaling": self.scaling, "sliding_window": self.sliding_window, **capped}
 
 
 class GroupedAttention(_Attention):
@@ -282,6 +279,12 @@ class KvfoldLatentAttention(_Attention):
         out, weights = attend(self, torch.cat((nope, rope), -1), keys, values, attention_mask, **kwargs)  # [B, T, H, Dv]
         out = self.o_proj(out[..., : self.v_head_dim].reshape(*hidden_states.shape[:-1], -1))
         return nn.functional.dropout(out, self.output_dropout, self.training), weights
+
+    def attention_arguments(self) -> dict[str, Any]:
+        """As for all attention, where the function caps logits or refuses a cap."""
+        if self.softcap is not None and self.config._attn_implementation == "paged|eager":
+            raise ValueError("this model caps the logits of its attention, which paged|eager leaves out; use flash attention")
+        return super().attention_arguments()
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, N + P]`, not rotated."""

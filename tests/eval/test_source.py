@@ -82,14 +82,15 @@ def test_a_path_to_no_directory_is_refused(reference: str) -> None:
     with pytest.raises(Refusal) as caught:
         Source.parse(reference)
     assert str(caught.value) == f"no model directory {reference!r}"
-    assert caught.value.hint == "give a directory with a config.json, or a Hub id"
+    assert caught.value.hint == "give a directory with a config.json, a GGUF file or a Hub id"
 
 
 def test_a_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("model.gguf").write_bytes(b"")
-    with pytest.raises(Refusal, match=r"no model directory 'model\.gguf'"):
-        Source.parse("model.gguf")
+    for name, message in (("model.bin", r"no model directory '\./model\.bin'"), ("model.gguf", r"is no GGUF file")):
+        Path(name).write_bytes(b"")
+        with pytest.raises(Refusal, match=message):
+            Source.parse(f"./{name}")
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_some_rows_are_cut_into_shorter_blocks(tmp_path: Path, monkeypatch: pyte
     stream.embed()
     for layer in range(3):
         seen: list[torch.Tensor] = []
-        moments = Moments(layer, stream, None, 60)  # five rows
+        moments = Moments(layer, stream, records_of(model)(layer), 60, shown=False)  # five rows
 
         def see(x: torch.Tensor, into: list[torch.Tensor] = seen, moments: Moments = moments) -> None:
             into.append(x.clone())
