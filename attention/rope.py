@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attention.errors import Refusal
 
-if TYPE_CHECKING:  # parsing options needs neither torch nor transformers
+if TYPE_CHECKING:  # listing the families needs neither torch nor transformers
     import torch
 
 Pairing = Literal["half", "interleaved"]

@@ -70,8 +70,18 @@ class AttentionSpec:
         if rank := getattr(config, "kv_lora_rank", None):
             sizes = config.qk_rope_head_dim, config.qk_nope_head_dim
             return cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, *sizes)
+        return cls.of_heads(config)
+
+    @classmethod
+    def of_heads(cls, config: Any) -> AttentionSpec:
+        """The keys and values that are projected, whether they are cached or a latent is made of them.
+
+        Raises:
+            Refusal: Layers differ in KV heads.
+        """
+        heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or width // heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         if not isinstance(kv_heads, int):
             raise Refusal(f"model type {config.model_type!r} has a different number of KV heads in every layer: {kv_heads}")
         return cls(config.num_hidden_layers, heads, kv_heads, head_dim)

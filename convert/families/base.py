@@ -116,6 +116,13 @@ class Family(ABC):
             layer: The index of the layer.
         """
 
+    @property
+    def without_latent(self) -> str | None:
+        """Why no latent can take the place of its attention, whatever the config; None if one can."""
+        if self.scales_rope:
+            return "its class scales RoPE by a factor that depends on the length, and keys from a latent have no such factor"
+        return None
+
     def renamed(self, stored: Collection[str]) -> dict[str, str]:
         """The names of tensors by their names in a checkpoint, where these differ: where the base model was saved alone."""
         if not self.base or any(name.startswith(f"{self.base}.") for name in stored):

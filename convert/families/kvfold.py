@@ -16,7 +16,7 @@ from attention.rope import Rotary, no_rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable, Row
-from convert.families.projections import join_projections, projection_shapes, split_projections
+from convert.families.projections import join_heads, join_projections, projection_shapes, split_projections
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,9 @@ class KvfoldProjections(Family):
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec(config), config.text_config.hidden_size
         if config.qk_norm:
-            shapes = projection_shapes(self._projected(config), width, config.qkv_bias, config.o_bias)
-            shapes |= _shapes_behind_norms(spec, self._projected(config), NormForm(**config.qk_norm))
+            projected = AttentionSpec.of_heads(config.text_config)
+            shapes = projection_shapes(projected, width, config.qkv_bias, config.o_bias)
+            shapes |= _shapes_behind_norms(spec, projected, NormForm(**config.qk_norm))
         else:
             made = _latent_shapes if spec.kv_lora_rank else projection_shapes
             shapes = made(spec, width, config.qkv_bias, config.o_bias)
@@ -95,19 +96,11 @@ class KvfoldProjections(Family):
         return spec.kv_lora_rank + spec.qk_rope_head_dim - rope_dim
 
     def dims_of_heads(self, config: Any) -> int:
-        projected = self._projected(config)
+        projected = AttentionSpec.of_heads(config.text_config)
         return 2 * projected.num_kv_heads * projected.head_dim
 
     def scale(self, config: Any) -> float:
         return float(config.scaling)
-
-    @staticmethod
-    def _projected(config: Any) -> AttentionSpec:
-        """The sizes of the source's attention, whose projections and norms come before the latent."""
-        inner = config.text_config
-        head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads
-        kv_heads = getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads
-        return AttentionSpec(inner.num_hidden_layers, inner.num_attention_heads, kv_heads, head_dim)
 
 
 def _latent_shapes(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool) -> dict[str, tuple[int, ...]]:
@@ -147,9 +140,7 @@ def _projections(local: Mapping[str, torch.Tensor], head_dim: int, form: NormFor
 
 def _join_projected(p: Projections) -> dict[str, torch.Tensor]:
     """Projections and their norms; the inverse of `_projections`."""
-    local = {f"{part}_proj.weight": rows.flatten(0, 1) for part, rows in (("q", p.q), ("k", p.k), ("v", p.v))}
-    biases = {"q": p.q_bias, "k": p.k_bias, "v": p.v_bias}
-    local |= {f"{part}_proj.bias": rows.flatten() for part, rows in biases.items() if rows is not None}
+    local = join_heads(p)
     for name, norm in (("q_norm", p.q_norm), ("k_norm", p.k_norm)):
         local |= {f"{name}.weight": norm.gain, **({} if norm.bias is None else {f"{name}.bias": norm.bias})}
     return local

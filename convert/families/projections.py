@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attention.record import Attention
+from attention.record import Attention, Projections
 from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -55,10 +55,15 @@ def split_projections(
 
 def join_projections(a: Attention, o_name: str = "o_proj") -> dict[str, torch.Tensor]:
     """The inverse of `split_projections`."""
-    local = {f"{p}_proj.weight": w.flatten(0, 1) for p, w in (("q", a.q), ("k", a.k), ("v", a.v))}
-    biases = (("q", a.q_bias), ("k", a.k_bias), ("v", a.v_bias))
-    local |= {f"{p}_proj.bias": b.flatten() for p, b in biases if b is not None}
+    local = join_heads(a)
     local[f"{o_name}.weight"] = a.o.flatten(1)
     if a.o_bias is not None:
         local[f"{o_name}.bias"] = a.o_bias
     return local
+
+
+def join_heads(a: Attention | Projections) -> dict[str, torch.Tensor]:
+    """The projections of queries, keys and values, with the heads stacked in their output rows."""
+    local = {f"{part}_proj.weight": rows.flatten(0, 1) for part, rows in (("q", a.q), ("k", a.k), ("v", a.v))}
+    biases = (("q", a.q_bias), ("k", a.k_bias), ("v", a.v_bias))
+    return local | {f"{part}_proj.bias": rows.flatten() for part, rows in biases if rows is not None}

@@ -196,6 +196,12 @@ class SeparateProjections(Family):
 
     layout = "separate projections"
 
+    @property
+    def without_latent(self) -> str | None:
+        if self.norm and self.norm.after_rotary:
+            return "queries and keys are normalised after RoPE, and a latent holds keys before RoPE"
+        return super().without_latent
+
     def unreadable(self, config: Any) -> str | None:
         return next((why for name, value, why in self.unlike if getattr(config, name) != value), None)
 

@@ -62,13 +62,11 @@ class Kvfold:
         traits, inner = family.traits(config), config.text_config if family.needs_code else config
         if traits.qk_norm and not target.kv_lora_rank:
             return "queries and keys are normalised (QK-norm), which kvfold's grouped attention does not do"
-        if traits.qk_norm and traits.qk_norm.after_rotary:
-            return "queries and keys are normalised after RoPE, and a latent holds keys before RoPE"
+        if target.kv_lora_rank and family.without_latent:
+            return family.without_latent
         for field, value in traits.beyond.items():
             if field != "sliding_window" and not (field == "attn_logit_softcapping" and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
-        if target.kv_lora_rank and family.scales_rope:
-            return "its class scales RoPE by a factor that depends on the length, and keys from a latent have no such factor"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
         if not target.kv_lora_rank and any(rotary.pairing != "half" for rotary in rotaries):
             return "RoPE pairs neighbouring dims, and kvfold's grouped attention pairs those of two halves"

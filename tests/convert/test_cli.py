@@ -405,7 +405,7 @@ def test_experts_are_refused_where_the_config_counts_no_dense_layers(checkpoint:
 # ---- help ----------------------------------------------------------------------------------------------------------
 
 
-NO_MODEL = [["--help"], ["gqa", "--help"], ["eval", "--help"], ["--version"]]
+NO_MODEL = [["--help"], ["gqa", "--help"], ["eval", "--help"], ["--version"], ["families"], ["families", "--json"]]
 
 
 @pytest.mark.parametrize("arguments", NO_MODEL, ids=" ".join)

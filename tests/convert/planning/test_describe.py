@@ -115,7 +115,7 @@ def test_a_target_without_a_class_has_a_reason() -> None:
     shown = support_text(rows).splitlines()
     assert "hunyuan_v1_dense to MLA: queries and keys are normalised after RoPE, and a latent holds keys before RoPE" in shown
     assert any(line.startswith("phimoe to MLA: its class scales RoPE by a factor that depends on the length") for line in shown)
-    assert "deepseek_v3 to GQA: MLA-512+64 has a latent and no KV heads to merge" in shown
+    assert "deepseek_v3 to GQA: it has a latent and no KV heads to merge" in shown
     assert "kvfold: loads in transformers, with kvfold's code; no engine serves it" in shown
 
 
