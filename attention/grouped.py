@@ -29,8 +29,8 @@ from attention.kernels import Backend, decode_grouped, triton_decode
 # The name of the attention function of each backend.
 NAMES: dict[Backend, str] = {"auto": "kvfold_auto", "triton": "kvfold_triton", "torch": "kvfold_torch"}
 STOCK = "sdpa"
-# Arguments besides queries, keys, values and masks that sdpa handles or refuses: calls with them are passed on to sdpa.
-_SPECIAL = ("cache", "position_bias", "softcap")
+# Arguments besides queries, keys, values and masks that sdpa handles: calls with them are passed on to sdpa.
+_SPECIAL = ("cache", "position_bias")
 
 
 class PackedConfig:
@@ -83,6 +83,8 @@ def objection(module: nn.Module) -> str | None:
     chosen = getattr(config.stock if isinstance(config, PackedConfig) else config, "_attn_implementation", None)
     if chosen != STOCK:
         return f"it attends through {chosen!r}, and must attend through {STOCK!r}"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "it caps its logits, which sdpa does not"
     if replaced := replaced_forward(module):
         return f"something else has replaced its forward by {replaced!r}"
     try:
@@ -145,6 +147,8 @@ def grouped_attention(
     Raises:
         Refusal: A backend other than "auto" cannot serve this call.
     """
+    if kwargs.get("softcap") is not None:  # before 5.23, sdpa left it out without an error
+        raise Refusal("sdpa does not support `softcap`", 'load the model with attn_implementation="eager"')
     heads, queries, dim = query.shape[1:]
     if queries == 1 and key.shape[1] < heads and kwargs.get("cache") is None:
         options = {"dropout": dropout or None} | {name: kwargs.get(name) for name in _SPECIAL}

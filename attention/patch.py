@@ -21,6 +21,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention import models
+from attention.caps import keep_caps
 from attention.errors import Failure, Refusal
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
 from attention.kernels import Backend, check
@@ -58,7 +59,7 @@ def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **
     _rule(when)
     check(backend)
     models.register()
-    model = AutoModelForCausalLM.from_pretrained(path, **arguments)
+    model = keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments))
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         return absorb(model, when=when, backend=backend)
     return pack(model, backend=backend) if _packable(model) else model

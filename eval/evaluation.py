@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+from attention.caps import keep_caps
 from attention.errors import Failure, GateMissed, Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.cost import cache_figures
@@ -271,7 +272,7 @@ def load(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
         if info["unexpected_keys"]:
             unused = sorted(map(str, info["unexpected_keys"]))
             _log.warning("%s has no use for %d tensors of %s: %s, …", type(model).__name__, len(unused), source.name, unused[0])
-        yield model.eval()
+        yield keep_caps(model).eval()
 
 
 @contextlib.contextmanager

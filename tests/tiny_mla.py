@@ -64,3 +64,9 @@ def logits(
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative root mean square."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def checkpoint_activations(model: Any) -> None:
+    """By the name that this transformers has for it."""
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    (newer or model.gradient_checkpointing_enable)()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attention.caps import keep_caps
 from attention.errors import Failure
 from convert.checkpoint.reader import TensorInfo
 
@@ -42,7 +43,7 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
                 f"transformers makes no causal LM of this {config.model_type} config: {type(error).__name__}: {reason}",
                 hint="its class must be one of AutoModelForCausalLM (auto_map names one in the checkpoint's own code)",
             ) from error
-    return model.eval().requires_grad_(False)
+    return keep_caps(model).eval().requires_grad_(False)
 
 
 class Mismatch(NamedTuple):

@@ -132,17 +132,12 @@ class DeepseekV3:
 
 
 def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
-    """The config's entry for any list of frequencies: the default formula if it gives them, else LongRoPE's factors.
+    """The config's entry for any list of frequencies: LongRoPE's factors.
 
-    LongRoPE computes 1 / (factor · θ^(2i/P)); with θ = 1 each factor is the inverse of a frequency, rounded once.
+    LongRoPE computes 1 / (factor · θ^(2i/P)); with θ = 1 each factor is the inverse of a frequency, rounded once. It is written
+    even if the default formula gives the frequencies: vLLM's DeepSeek class, which drops biases without an error, does not
+    start with it. That class is chosen once transformers has saved the model again.
     """
-    import torch
-
-    exponents = torch.arange(0, rotary.dims, 2, dtype=torch.float64) / rotary.dims
-    theta = config.rope_parameters["rope_theta"]
-    default = torch.allclose(rotary.frequencies, theta**-exponents, rtol=1e-6, atol=0)
-    if default and rotary.long_frequencies is None:
-        return {"rope_type": "default", "rope_theta": theta}
     long = rotary.frequencies if rotary.long_frequencies is None else rotary.long_frequencies
     return {
         "rope_type": "longrope",

@@ -360,6 +360,13 @@ def test_of_a_composite_model_only_what_shares_heads_is_packed() -> None:
         pack(composite(text_config="eager", vision_config=STOCK))
 
 
+def capped_model() -> Any:
+    """As transformers before 5.23 makes it."""
+    model = tiny_model(tiny_config("gemma2"))
+    model.config._attn_implementation = STOCK
+    return model
+
+
 def sparse_model() -> Any:
     """Whose attention builds another mask for "sdpa" by its name."""
     config = AutoConfig.for_model(
@@ -377,11 +384,12 @@ def sparse_model() -> Any:
         (lambda: grouped_model(num_key_value_heads=8), "auto", "LlamaForCausalLM has no attention that declares shared KV"),
         (mla_model, "auto", "DeepseekV3ForCausalLM has no attention that declares shared KV heads"),
         (lambda: tiny_model(tiny_config("llama")), "auto", "self_attn of LlamaForCausalLM: it attends through 'eager'"),
-        (lambda: AutoModelForCausalLM.from_config(tiny_config("gemma2")), "auto", "Gemma2ForCausalLM: it attends through 'e"),
+        (lambda: tiny_model(tiny_config("gemma2")), "auto", "Gemma2ForCausalLM: it attends through 'eager'"),
+        (capped_model, "auto", "Gemma2ForCausalLM: it caps its logits, which sdpa does not"),
         (sparse_model, "auto", "it does more with the name of its attention function than look it up"),
         (grouped_model, "cuda", "there is no backend 'cuda': it must be one of 'auto', 'triton', 'torch'"),
     ],
-    ids=["mha", "mla", "eager", "gemma2", "sparse", "backend"],
+    ids=["mha", "mla", "eager", "gemma2", "capped", "sparse", "backend"],
 )  # fmt: skip
 def test_what_cannot_be_packed_is_refused(make: Any, backend: Any, said: str) -> None:
     model = make()

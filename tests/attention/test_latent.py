@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_mla import HEADS, LONGROPE, NOPE, RANK, ROPE, VALUE, error, logits, mla_model, tokens
+from tiny_mla import HEADS, LONGROPE, NOPE, RANK, ROPE, VALUE, checkpoint_activations, error, logits, mla_model, tokens
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
@@ -198,7 +198,7 @@ def test_a_decode_step_over_a_static_cache_compiles_whole(backend: str, attentio
 def gradients(model: Any, checkpointing: bool = False, cache: Any = None) -> dict[str, torch.Tensor]:
     model.zero_grad()
     if checkpointing:
-        model.activation_checkpointing_enable()
+        checkpoint_activations(model)
     ids = tokens(2, 12)
     model(ids, labels=ids, past_key_values=cache, use_cache=cache is not None).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

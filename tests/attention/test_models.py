@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config
-from tiny_mla import error, logits, tokens
+from tiny_mla import checkpoint_activations, error, logits, tokens
 from transformers import AutoModelForCausalLM, StaticCache
 
 from attention import load, models, pack, restore
@@ -153,7 +153,7 @@ def test_what_is_saved_is_loaded(tied: bool, model_type: str, tmp_path: Path) ->
 @pytest.mark.parametrize("model_type", PATHS)
 def test_gradients_reach_every_weight(model_type: str) -> None:
     model = own_model(model_type).train()
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     model(tokens(2, 9), labels=tokens(2, 9)).loss.backward()
     # A key's bias cancels in the softmax where positions do not rotate it.
     names = [name for name, p in model.named_parameters() if p.grad is None or float(p.grad.norm()) < 1e-6]

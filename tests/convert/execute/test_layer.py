@@ -316,13 +316,14 @@ def test_every_shape_of_attention_is_carried(
     assert ("lm_head.weight" in weights(tmp_path / "out")) == ("tie_word_embeddings" not in changes)
 
 
-def test_default_rope_is_written_where_a_plain_stride_turns(
+def test_a_plain_stride_is_written_as_a_list(
     checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
 ) -> None:
     ok(convert("mla", checkpoint(), tmp_path / "out", "--kv-lora-rank", 16, "--qk-rope-head-dim", 4, "--method", "pca",
                "--text", words))  # fmt: skip
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    rope = config["rope_parameters"]
+    assert (rope["rope_type"], rope["rope_theta"], rope["short_factor"]) == ("longrope", 1.0, pytest.approx([1.0, 100.0]))
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert record["rotary_frequencies"] == [0, 2]
     assert record["recipe"]["mla"]["freqfold"] == 2
