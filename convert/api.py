@@ -120,6 +120,7 @@ def gqa(
     refine: int | None = None,
     evaluate: TextGiven | None = None,
     dtype: str | None = None,
+    engine: str | None = None,
     device: str = "auto",
     seed: int = 0,
     max_shard_size: int | str = MAX_SHARD_SIZE,
@@ -147,6 +148,7 @@ def gqa(
         refine: Steps of gradient descent that then fit each layer to its source.
         evaluate: Held-out text to measure perplexity on: a UTF-8 file, or a list of strings.
         dtype: "float32", "bfloat16" or "float16" to store floats in; None keeps each tensor's own.
+        engine: What has to run the result, one of `convert.engines.ENGINES`; None for nothing in particular.
         device: "auto", "cpu", "cuda", "cuda:1", …
         seed: For methods that draw numbers, and the order in which refinement takes blocks of text.
         max_shard_size: Bytes of a weight file, or "5GB".
@@ -164,7 +166,7 @@ def gqa(
 
     source = Source.parse(str(model), trust_remote_code)
     calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
-    where = _output(output, dtype, max_shard_size, overwrite, resume)
+    where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
     how = methods.load_grouped(method)
     planned = plan_grouped("gqa", source, groups, how, seed, device, where, calibration, grouping)
@@ -186,6 +188,7 @@ def mqa(
     refine: int | None = None,
     evaluate: TextGiven | None = None,
     dtype: str | None = None,
+    engine: str | None = None,
     device: str = "auto",
     seed: int = 0,
     max_shard_size: int | str = MAX_SHARD_SIZE,
@@ -200,7 +203,7 @@ def mqa(
 
     source = Source.parse(str(model), trust_remote_code)
     calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
-    where = _output(output, dtype, max_shard_size, overwrite, resume)
+    where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
     planned = plan_grouped("mqa", source, 1, methods.load_grouped(method), seed, device, where, calibration)
     return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
@@ -226,6 +229,7 @@ def mla(
     refine: int | None = None,
     evaluate: TextGiven | None = None,
     dtype: str | None = None,
+    engine: str | None = None,
     device: str = "auto",
     seed: int = 0,
     max_shard_size: int | str = MAX_SHARD_SIZE,
@@ -255,7 +259,7 @@ def mla(
     share, size = _budget(kv_budget)
     wanted = LatentRequest(kv_lora_rank, qk_rope_head_dim, share, size, freqfold, pad_rank)
     calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
-    where = _output(output, dtype, max_shard_size, overwrite, resume)
+    where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
     planned = plan_latent(source, wanted, methods.load_latent(method), calibration, device, where, seed)
     return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
@@ -281,6 +285,7 @@ def sweep(
     refit: bool | None = None,
     refine: int | None = None,
     dtype: str | None = None,
+    engine: str | None = None,
     device: str = "auto",
     seed: int = 0,
     max_shard_size: int | str = MAX_SHARD_SIZE,
@@ -310,7 +315,7 @@ def sweep(
     from eval.evaluation import EvaluationSettings
 
     source = Source.parse(str(model), trust_remote_code)
-    where = _output(output, dtype, max_shard_size, overwrite, resume)
+    where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
     calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
     latents = None if mla is None else tuple(dict.fromkeys(map(_latent, mla)))
@@ -339,6 +344,7 @@ def plan(
     dtype: str | None = None,
     gpus: Mapping[str, float] | None = None,
     gpu_share: float = 0.9,
+    engine: str | None = None,
     trust_remote_code: bool = False,
 ) -> Facts:
     """KV memory of each target, and the GPUs that it fits on; reads only the config.
@@ -350,6 +356,7 @@ def plan(
         dtype: The dtype of weights and cache; None for the model's own.
         gpus: Gigabytes by name; None for the known GPUs.
         gpu_share: The share of a GPU's memory that may be used.
+        engine: Show only what this engine runs, one of `convert.engines.ENGINES`.
         trust_remote_code: Run Python code that comes with the checkpoint.
 
     Returns:
@@ -358,6 +365,7 @@ def plan(
     Raises:
         Refusal: The model cannot be read.
     """
+    from convert.engines import engine_of
     from convert.planning.describe import capacity
     from eval.capacity import GPUS
 
@@ -368,7 +376,7 @@ def plan(
     _require_range("gpu_share", gpu_share, 1e-6, 1)
     for name, gigabytes in (gpus or {}).items():
         _require_range(f"memory of {name}", gigabytes, 1e-6, 1e9)
-    return capacity(source, dtype or source.dtype, batch, size, gpus or GPUS, gpu_share)
+    return capacity(source, dtype or source.dtype, batch, size, gpus or GPUS, gpu_share, engine_of(engine))
 
 
 def inspect(model: str | Path, *, trust_remote_code: bool = False) -> Facts:
@@ -385,14 +393,18 @@ def inspect(model: str | Path, *, trust_remote_code: bool = False) -> Facts:
     return inspection(Source.parse(str(model), trust_remote_code))
 
 
-def _output(output: str | Path, dtype: str | None, max_shard_size: int | str, overwrite: bool, resume: bool) -> Output:
+def _output(
+    output: str | Path, dtype: str | None, max_shard_size: int | str, overwrite: bool, resume: bool, engine: str | None
+) -> Output:
+    from convert.engines import engine_of
     from convert.planning.base import Output
 
     size = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     _require_range("max_shard_size", size, 1)
     if dtype is not None:
         dtype_bytes(dtype)
-    return Output(Path(output), dtype, size, overwrite, resume)
+    engine_of(engine)
+    return Output(Path(output), dtype, size, overwrite, resume, engine)
 
 
 def _calibration(

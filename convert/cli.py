@@ -314,6 +314,7 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
     show_default=True,
     help="Share of GPU memory that may be used.",
 )
+@options.engine("Show only what this engine runs.")
 @options.common
 def plan(model: str, as_json: bool, gpus: tuple[tuple[str, float], ...], **given: Any) -> None:
     """Show the KV memory of each target, and the GPUs that it fits on.

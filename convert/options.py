@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from attention.errors import Refusal
+from convert.engines import ENGINES
 from convert.sizes import parse_budget, parse_bytes, parse_latent
 from eval.protocol import PROTOCOLS
 from eval.text import DATASETS
@@ -119,6 +120,12 @@ _verbosity = _all(
 common = _all(json_output, remote_code, _verbosity)
 plain = _all(json_output, _verbosity)
 
+
+def engine(help_text: str) -> Decorator:
+    """The option that names an engine."""
+    return click.option("--engine", type=click.Choice(tuple(ENGINES)), help=help_text)
+
+
 arithmetic = click.option(
     "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", show_default=True, help="Compute in this dtype."
 )
@@ -184,6 +191,7 @@ measuring = _all(
 
 writing = _all(
     click.option("--dtype", type=click.Choice(DTYPES), help="Store floats in this dtype.  [default: as in MODEL]"),
+    engine("Make what this engine runs, and refuse what it does not."),
     device,
     click.option(
         "--seed",

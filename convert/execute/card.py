@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from convert.engines import ENGINES
 from convert.planning.base import Plan
 from eval.escapes import markdown, shell_line
 from eval.overlap import WARN_ABOVE
@@ -40,6 +41,7 @@ def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:
         source=source,
         converted=converted,
         model_type=plan.target.host.layout(plan.family).model_type,
+        served=_served(plan),
     )
 
 
@@ -72,6 +74,12 @@ def _command(plan: Plan) -> str:
             flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     model = options["model"]
     return shell_line(["convert", command, f"./{model}" if model.startswith("-") else model, "OUTPUT", *flags])
+
+
+def _served(plan: Plan) -> list[tuple[str, str | None, str]]:
+    """Each engine besides transformers: its name, why it does not run the result or None, and the command that serves it."""
+    found = [(engine, engine.objection(plan.target.host, plan.target.spec)) for engine in ENGINES.values() if engine.serve]
+    return [(engine.name, objection, engine.serve.format(path="path/to/this/directory")) for engine, objection in found]
 
 
 def _front_matter(plan: Plan, directory: Path) -> str:

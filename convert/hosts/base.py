@@ -32,6 +32,10 @@ class Host(Protocol):
         """The engines that serve the result, for the support matrix."""
 
     @property
+    def engines(self) -> frozenset[str]:
+        """The engines of `convert.engines` that run the result exactly, sizes of latents aside."""
+
+    @property
     def opened_by(self) -> str:
         """A sentence for the model card: what loads the result exactly."""
 

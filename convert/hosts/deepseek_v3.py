@@ -42,7 +42,8 @@ class DeepseekV3:
     name = "deepseek_v3"
     loads_in = "transformers"
     served_by = "vLLM serves it through transformers' modules, SGLang and llama.cpp do not"
-    opened_by = "transformers ≥ 5.23 loads it without kvfold, and caches only the latent and the RoPE key."
+    engines = frozenset({"transformers", "vllm"})
+    opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks = (
         "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
         '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a loaded model.',
@@ -51,7 +52,7 @@ class DeepseekV3:
         "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"
         "vLLM, SGLang and llama.cpp do not have them, and would generate wrong text. So config.json says that the\n"
         "architecture is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with\n"
-        "transformers changes that field: change it back before serving the copy.",
+        "transformers changes that field, and vLLM then fails to start: change it back before serving the copy.",
     )
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
     families: frozenset[str] = frozenset(_LIKE_LLAMA)

@@ -44,8 +44,9 @@ class Kvfold:
     name = MODEL_TYPE
     loads_in = "transformers, with kvfold's code"
     served_by = "no engine serves it"
+    engines = frozenset({"transformers"})
     opened_by = (
-        "transformers ≥ 5.23 loads it with the code beside the weights, and so its tokenizer: give\n"
+        "transformers ≥ 5.19 loads it with the code beside the weights, and so its tokenizer: give\n"
         '`trust_remote_code=True` to both. Where kvfold is installed, `attention.load("path/to/this/directory")` does without.'
     )
     loading: Mapping[str, Any] = {"trust_remote_code": True}

@@ -27,6 +27,7 @@ class SourceClass:
     name = "its own class"
     loads_in = "transformers"
     served_by = "vLLM, SGLang and llama.cpp serve it if they serve the source"
+    engines = frozenset({"transformers", "vllm", "llama.cpp"})  # the last two if they run the source
     opened_by = "transformers, and any other software that reads `num_key_value_heads`, loads it without kvfold."
     remarks = (
         "When it is compiled, with a static cache or with padding, transformers 5.23 repeats keys and values for every query\n"

@@ -15,6 +15,7 @@ from convert.hosts import HOSTS
 from convert.methods.text import TextUse
 
 if TYPE_CHECKING:
+    from convert.engines import Engine
     from convert.families import Family
     from convert.families.base import Traits
     from convert.hosts import Host
@@ -35,6 +36,7 @@ class Output:
         max_shard_size: Bytes per weight file.
         overwrite: Whether a checkpoint at `path` may be replaced.
         resume: Whether to continue an unfinished conversion to `path`.
+        engine: The engine of `convert.engines` that has to run it; None for none in particular.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class Output:
     max_shard_size: int = 5 * 10**9
     overwrite: bool = False
     resume: bool = False
+    engine: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class Plan:
                 "method": self.target.method.name,
                 "seed": self.seed,
                 **({"dtype": self.output.dtype} if self.output.dtype else {}),
+                **({"engine": self.output.engine} if self.output.engine else {}),
                 "max_shard_size": _with_unit(self.output.max_shard_size),
                 **(self.calibration.as_recipe() if self.calibration else {}),
                 **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
@@ -214,7 +218,7 @@ def stored_dtype(source: Source, output: Output) -> str:
     return dtype
 
 
-def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dtype: str) -> Host:
+def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dtype: str, engine: Engine | None = None) -> Host:
     """The first output class that can carry a target.
 
     Args:
@@ -223,6 +227,7 @@ def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dt
         source: The checkpoint to convert.
         target: The sizes of the result.
         dtype: The dtype that the result is stored in.
+        engine: What has to run it; sizes of latents are not asked here.
 
     Raises:
         Refusal: No class can; the message gives the reason of each.
@@ -230,6 +235,8 @@ def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dt
     refusals = []
     for host in HOSTS[kind]:
         reason = host.refuses(family, source.config, target, dtype)
+        if reason is None and engine and engine.name not in host.engines:
+            reason = f"{engine.name} does not run it"
         if reason is None:
             return host
         refusals.append(f"{host.name}: {reason}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
+from convert.engines import running
 from convert.families import FAMILIES
 from convert.hosts import HOSTS
 from convert.planning.base import Plan, host_of, readable
@@ -18,6 +19,7 @@ from convert.planning.latent import full_rank, latent_for_budget, smallest_laten
 from eval.tables import bytes_text, table
 
 if TYPE_CHECKING:
+    from convert.engines import Engine
     from convert.families import Family
     from convert.hosts import Host
     from eval.source import Source
@@ -65,17 +67,19 @@ def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str
     return f"{host.name}, loads in {host.loads_in}{f' ({remark})' if remark else ''}" if host else f"none ({remark})"
 
 
-def _carrier(source: Source, family: Family, spec: AttentionSpec, kind: str, dtype: str) -> tuple[Host | None, str | None]:
+def _carrier(
+    source: Source, family: Family, spec: AttentionSpec, kind: str, dtype: str, engine: Engine | None = None
+) -> tuple[Host | None, str | None]:
     """The output class of a kind of target, with a remark if it needs another dtype; or None and the reason."""
     try:
         target = smallest_latent(source, family, spec) if kind == "mla" else spec.grouped(1)
     except Refusal as error:
         return None, str(error)
     try:
-        return host_of(kind, family, source, target, dtype), None
+        return host_of(kind, family, source, target, dtype, engine), None
     except Refusal as error:
         with suppress(Refusal):
-            return host_of(kind, family, source, target, "bfloat16"), "only with --dtype bfloat16"
+            return host_of(kind, family, source, target, "bfloat16", engine), "only with --dtype bfloat16"
         return None, str(error)
 
 
@@ -99,7 +103,15 @@ def grouped_targets(spec: AttentionSpec) -> list[AttentionSpec]:
     return [spec.grouped(groups) for groups in range(heads, 0, -1) if heads % groups == 0]
 
 
-def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping[str, float], share: float) -> Facts:
+def capacity(
+    source: Source,
+    dtype: str,
+    batch: int,
+    context: int,
+    gpus: Mapping[str, float],
+    share: float,
+    engine: Engine | None = None,
+) -> Facts:
     """Memory of the source and of each possible target, and the GPUs that it fits on.
 
     Args:
@@ -109,6 +121,7 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
         context: Tokens per sequence.
         gpus: Gigabytes by name.
         share: The share of a GPU's memory that weights and cache may take.
+        engine: What has to run the targets; None for nothing in particular.
     """
     from eval.capacity import count_parameters, fit
 
@@ -117,19 +130,21 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
     whole, own = count_parameters(config, source.trust_remote_code), _parameters(partial(family.shapes, config), spec)
     rows = []
 
-    def add(target: AttentionSpec, shapes: Callable[[int], dict[str, tuple[int, ...]]]) -> None:
+    def add(target: AttentionSpec, shapes: Callable[[int], dict[str, tuple[int, ...]]], engines: list[str] | None) -> None:
         parameters = whole - own + _parameters(shapes, spec)
-        rows.append(asdict(fit(target, parameters, dtype, batch, context, gpus, share)) | {"parameters": parameters})
+        row = asdict(fit(target, parameters, dtype, batch, context, gpus, share))
+        rows.append(row | {"parameters": parameters, "engines": engines})
 
-    hosts = {kind: _carrier(source, family, spec, kind, dtype) for kind in HOSTS}
+    hosts = {kind: _carrier(source, family, spec, kind, dtype, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
     if host := hosts["mla"][0]:
-        targets += [("mla", target) for target in latent_targets(source, family, spec, host)]
+        targets += [("mla", target) for target in latent_targets(source, family, spec, host, engine)]
     for kind, target in targets:
         if target == spec:
-            add(target, partial(family.shapes, config))
+            add(target, partial(family.shapes, config), None)
         elif carrier := hosts[kind][0]:
-            add(target, partial(carrier.layout(family).shapes, carrier.sized(source.raw, config, target)))
+            sized = carrier.sized(source.raw, config, target)
+            add(target, partial(carrier.layout(family).shapes, sized), running(carrier, target))
     remark = hosts["mla"][1]
     facts = {
         "model": source.reference,
@@ -145,8 +160,19 @@ def capacity(source: Source, dtype: str, batch: int, context: int, gpus: Mapping
     return Facts(facts, _capacity_text(facts))
 
 
-def latent_targets(source: Source, family: Family, spec: AttentionSpec, host: Host) -> list[AttentionSpec]:
-    """The sizes that `--kv-budget` gives for some shares of the source's cache, and the one that every MLA kernel supports."""
+def latent_targets(
+    source: Source, family: Family, spec: AttentionSpec, host: Host, engine: Engine | None = None
+) -> list[AttentionSpec]:
+    """The sizes that `--kv-budget` gives for some shares of the source's cache, and the one that every MLA kernel supports.
+
+    Of an engine that takes some sizes only, those that are smaller than the source's cache.
+    """
+    if engine and engine.latents:
+        fitting = []
+        for size in reversed(engine.latents):
+            with suppress(Refusal):  # the source has fewer rotary dims
+                fitting.append(spec.latent(*size))
+        return [target for target in fitting if target.values_per_token < spec.values_per_token]
     found = []
     for share in (0.5, 0.25, 0.125):
         with suppress(Refusal):  # too small for a tiny model
@@ -167,14 +193,16 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
     """A table with one row per target; the source comes first."""
     gpus, limit = facts["gpu_gigabytes"], facts["max_positions"]
     header = ["attention", "KV per token", "KV cache", "weights", *(f"{name} {size:g} GB" for name, size in gpus.items())]
+    header.append("engines")
     rows = []
     for i, row in enumerate(facts["targets"]):
         cells = [row["kind"] + (" (source)" if i == 0 else "")]
         cells += [bytes_text(row[key]) for key in ("kv_bytes_per_token", "kv_bytes", "weight_bytes")]
-        rows.append(cells + [_fit_cell(row["fits"][name], row["longest_context"][name], limit) for name in gpus])
+        cells += [_fit_cell(row["fits"][name], row["longest_context"][name], limit) for name in gpus]
+        rows.append([*cells, "" if row["engines"] is None else ", ".join(row["engines"])])
     return (
         f"{facts['model']} in {facts['dtype']}, batch {facts['batch']}, context {facts['context']}{_limit_text(facts)}\n\n"
-        + table(header, rows, right=range(1, len(header)))
+        + table(header, rows, right=range(1, len(header) - 1))
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
         + f"\n\nkB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most "
         f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"

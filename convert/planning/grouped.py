@@ -8,6 +8,7 @@ from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert import methods
 from convert.checkpoint.workdir import check_output
+from convert.engines import engine_of
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
@@ -53,7 +54,7 @@ def plan_grouped(
     family = readable(source)
     before = family.spec(source.config)
     spec = before.grouped(groups)
-    host = host_of(command, family, source, spec, stored_dtype(source, output))
+    host = host_of(command, family, source, spec, stored_dtype(source, output), engine_of(output.engine))
     _check_grouping(grouping, method)
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)

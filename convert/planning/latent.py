@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attention.errors import Refusal
 from attention.spec import RANK_STEP, AttentionSpec, dtype_bytes
 from convert import methods
+from convert.engines import engine_of
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.budget import check_fold, default_fold, served_rank, split_budget
@@ -15,6 +16,7 @@ from convert.planning.calibration import CalibrationOptions, calibration_for
 from eval.device import require_device
 
 if TYPE_CHECKING:
+    from convert.engines import Engine
     from convert.families import Family
     from convert.hosts import Host
     from convert.methods.latent import LatentMethod
@@ -73,9 +75,16 @@ def plan_latent(
     before = family.spec(source.config)
     dtype = stored_dtype(source, output)
     # Whether any latent fits the source comes first: it is what most users have to know.
-    host = host_of("mla", family, source, smallest_latent(source, family, before), dtype)
-    rank, rope_dim = _latent_size(source, family, before, size, host, dtype)
-    target = _target(source, family, method, host, before, replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim), dtype)
+    engine = engine_of(output.engine)
+    host = host_of("mla", family, source, smallest_latent(source, family, before), dtype, engine)
+    rank, rope_dim = _latent_size(source, family, before, size, host, dtype, engine)
+    padded = size.pad_rank or (engine is not None and size.kv_lora_rank is None and bool(engine.latents))
+    whole = replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded)
+    target = _target(source, family, method, host, before, whole, dtype)
+    if engine and (objection := engine.objection(host, target.spec)):
+        raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
+    if engine and (note := engine.note(before)):
+        target = replace(target, notes=(*target.notes, note))
     check_output(output.path, source.directory, output.overwrite, output.resume)
     without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
     text = calibration_for(source, method, calibration, without)
@@ -83,7 +92,7 @@ def plan_latent(
     remarks = list(text_notes(method, text, traits))
     if target.copies:
         text, remarks = None, ["the calibration text is not used"] if text else []
-    elif text is not None and not method.folds and size.kv_lora_rank is None and rope_dim:
+    elif text is not None and not method.folds and size.kv_lora_rank is None and rope_dim and not (engine and engine.latents):
         sizes = _splits(source, family, before, target.spec, host)
         splits = tuple(_target(source, family, method, host, before, split, dtype) for split in sizes)
         note = "the search starts from this split of the cache; the text decides the split, one for all layers"
@@ -186,7 +195,13 @@ def latent_for_budget(source: Source, family: Family, before: AttentionSpec, hos
 
 
 def _latent_size(
-    source: Source, family: Family, before: AttentionSpec, size: LatentRequest, host: Host, dtype: str
+    source: Source,
+    family: Family,
+    before: AttentionSpec,
+    size: LatentRequest,
+    host: Host,
+    dtype: str,
+    engine: Engine | None,
 ) -> tuple[int, int]:
     given = (size.kv_lora_rank, size.qk_rope_head_dim)
     rotates = _rotary_dim(family, source) > 0
@@ -206,6 +221,8 @@ def _latent_size(
     if budget > whole:
         raise Refusal(f"a budget of {budget} bytes per token exceeds the {whole} of {source.reference}: nothing to save")
     values = budget // (before.num_layers * dtype_bytes(dtype))
+    if engine and engine.latents:
+        return engine.fitting(values)
     try:
         return latent_for_budget(source, family, before, host, values)
     except Refusal as error:

@@ -316,9 +316,7 @@ def test_every_shape_of_attention_is_carried(
     assert ("lm_head.weight" in weights(tmp_path / "out")) == ("tie_word_embeddings" not in changes)
 
 
-def test_a_plain_stride_is_written_as_a_list(
-    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
-) -> None:
+def test_a_plain_stride_is_written_as_a_list(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
     ok(convert("mla", checkpoint(), tmp_path / "out", "--kv-lora-rank", 16, "--qk-rope-head-dim", 4, "--method", "pca",
                "--text", words))  # fmt: skip
     config = json.loads((tmp_path / "out" / "config.json").read_text())

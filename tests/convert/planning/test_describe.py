@@ -13,6 +13,7 @@ from latents import SMALL, WAYS, method_options
 from safetensors import safe_open
 from written import edit, ok
 
+from convert.engines import engine_of
 from convert.families import FAMILIES
 from convert.hosts import HOSTS
 from convert.methods import load_grouped, load_latent
@@ -83,6 +84,20 @@ def test_what_each_target_takes(model_type: str, source: Sources) -> None:
     for row in found["targets"]:
         assert row["fits"] == {"small": row["kv_bytes"] + row["weight_bytes"] <= 9e5, "large": True}
     assert f"{first['kind']} (source)" in str(found)
+
+
+def test_an_engine_sees_what_it_runs(source: Sources) -> None:
+    made = source(hidden_size=512, num_attention_heads=8, num_key_value_heads=8, head_dim=64)
+    everything = {row["kind"]: row["engines"] for row in capacity(made, "bfloat16", 1, 10, ROOM, 0.9)["targets"]}
+    assert everything["MHA"] is None
+    assert everything["MQA"] == ["transformers", "vllm", "llama.cpp"]
+    assert everything["MLA-192+64"] == ["transformers"]
+    for name, latents in (("vllm", ["MLA-512+64", "MLA-448+64", "MLA-256+64"]), ("llama.cpp", [])):
+        found = capacity(made, "bfloat16", 1, 10, ROOM, 0.9, engine_of(name))
+        assert [row["kind"] for row in found["targets"]] == ["MHA", "GQA-4", "GQA-2", "MQA", *latents]
+        assert all(name in row["engines"] for row in found["targets"][1:])
+        rows = [line for line in str(found).splitlines() if line.startswith(("| GQA", "| M"))]
+        assert [name in row for row in rows] == [False] + [True] * (len(found["targets"]) - 1)
 
 
 def test_the_source_is_counted_by_its_own_tensors(source: Sources) -> None:

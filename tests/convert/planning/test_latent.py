@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -276,3 +277,44 @@ def test_latents_that_kvfold_did_not_write_are_refused(
     error = refused(source("deepseek_v3", **changes), output, kv_lora_rank=12, qk_rope_head_dim=8)
     assert "cannot be read: " + message in str(error)
     assert error.hint == "`convert eval` measures it all the same"
+
+
+# ---- for an engine --------------------------------------------------------------------------------------------------
+
+WIDE = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}  # caches 1,024 numbers
+
+
+@pytest.mark.parametrize(("share", "size"), [(1.0, (512, 64)), (0.53, (448, 64)), (0.5, (448, 64)), (0.4, (256, 64))])
+def test_a_budget_becomes_the_nearest_size_that_the_engine_takes(
+    share: float, size: tuple[int, int], source: Sources, output: Output
+) -> None:
+    found = target(source(**WIDE), replace(output, engine="vllm"), kv_share=share)
+    assert (found.spec.kv_lora_rank, found.spec.qk_rope_head_dim) == size
+    assert "vllm takes latents of 256+64 (31.2%), 448+64 (50.0%) or 512+64 (56.2%) of the source's cache" in found.notes[-1]
+
+
+def test_a_latent_beyond_full_rank_is_filled_up_for_an_engine(source: Sources, output: Output) -> None:
+    found = target(source(**WIDE), replace(output, engine="vllm"), kv_share=1.0)
+    assert (found.channels, found.pad_rank) == (256, True)  # the width
+    assert "255 are zero" in found.notes[0]
+    assert found.recipe()["pad_rank"] is True
+
+
+def test_for_an_engine_the_text_has_no_splits_to_choose_from(source: Sources, output: Output) -> None:
+    made = source(**WIDE | {"hidden_size": 1024})
+    plan = planned(made, replace(output, engine="vllm"), "weighted", TEXT, kv_share=0.4)
+    assert isinstance(plan.target, LatentTarget)
+    assert plan.target.splits == ()
+    assert plan.recipe()["mla"].items() >= {"engine": "vllm", "kv_lora_rank": 256, "qk_rope_head_dim": 64}.items()
+
+
+def test_what_an_engine_does_not_take_is_refused(source: Sources, output: Output) -> None:
+    made = source(**WIDE)
+    for_vllm = replace(output, engine="vllm")
+    assert "vllm takes latents of 256+64, 448+64 or 512+64, not of 96+32" in str(
+        refused(made, for_vllm, kv_lora_rank=96, qk_rope_head_dim=32)
+    )
+    assert "the budget leaves 256 numbers per layer and token" in str(refused(made, for_vllm, kv_share=0.25))
+    said = str(refused(made, replace(output, engine="llama.cpp"), kv_share=0.5))
+    assert "deepseek_v3: llama.cpp does not run it; kvfold: llama.cpp does not run it" in said
+    assert planned(made, replace(output, engine="transformers"), kv_share=0.25).target.spec.values_per_token == 256 * 3

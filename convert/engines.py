@@ -1,0 +1,98 @@
+"""What engines take of the checkpoints that kvfold writes: the sizes of a latent, and the command that serves them.
+
+Output classes name the engines that run them (`Host.engines`). Everything here was run, with the versions that docs/serving.md
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attention.errors import Refusal
+
+if TYPE_CHECKING:
+    from attention.spec import AttentionSpec
+    from convert.hosts import Host
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Software that generates text with a checkpoint.
+
+    Attributes:
+        name: As on the command line.
+        latents: The sizes (R, P) of a latent and its RoPE key that its latent attention takes; empty for any.
+        serve: The command that serves a checkpoint, with `{path}` for its directory; "" if it is a library.
+    """
+
+    name: str
+    latents: tuple[tuple[int, int], ...]
+    serve: str
+
+    def objection(self, host: Host, spec: AttentionSpec) -> str | None:
+        """Why it does not run an attention of these sizes in an output class, or None if it does."""
+        if self.name not in host.engines:
+            return f"{self.name} does not run {host.name}"
+        size = (spec.kv_lora_rank, spec.qk_rope_head_dim)
+        if spec.kv_lora_rank and self.latents and size not in self.latents:
+            return f"{self.name} takes latents of {_listed(map(_sum, self.latents))}, not of {_sum(size)}"
+        return None
+
+    def fitting(self, values: int) -> tuple[int, int]:
+        """The largest (R, P) that it takes within `values` numbers per layer and token.
+
+        Raises:
+            Refusal: There is none, or it takes any.
+        """
+        within = [size for size in self.latents if sum(size) <= values]
+        if not within:
+            raise Refusal(
+                f"{self.name} takes latents of {_listed(map(_sum, self.latents))}, and the budget leaves {values} numbers per "
+                "layer and token"
+            )
+        return max(within)
+
+    def note(self, before: AttentionSpec) -> str | None:
+        """What each size of a latent that it takes would hold of a source's cache, or None if it takes any."""
+        if not self.latents:
+            return None
+        whole = before.values_per_token // before.num_layers
+        shares = [f"{_sum(size)} ({sum(size) / whole:.1%})" for size in self.latents]
+        return f"{self.name} takes latents of {_listed(shares)} of the source's cache"
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine("transformers", (), ""),
+        Engine("vllm", ((256, 64), (448, 64), (512, 64)), "vllm serve {path}"),
+        Engine("llama.cpp", (), "convert_hf_to_gguf.py {path} && llama-server -m {path}/*.gguf"),
+    )
+}
+
+
+def running(host: Host, spec: AttentionSpec) -> list[str]:
+    """The engines that run an attention of these sizes in an output class."""
+    return [name for name, engine in ENGINES.items() if engine.objection(host, spec) is None]
+
+
+def engine_of(name: str | None) -> Engine | None:
+    """The engine of that name; None for no engine in particular.
+
+    Raises:
+        Refusal: None has it.
+    """
+    if name is None or name in ENGINES:
+        return ENGINES.get(name or "")
+    raise Refusal(f"no engine {name!r} is known", hint=f"choose {', '.join(ENGINES)}, or leave it out")
+
+
+def _listed(sizes: Iterable[str]) -> str:
+    *others, last = sizes
+    return f"{', '.join(others)} or {last}"
+
+
+def _sum(size: tuple[int | None, int]) -> str:
+    return f"{size[0]}+{size[1]}"

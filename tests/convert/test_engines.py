@@ -1,0 +1,60 @@
+"""What engines take: sizes of latents, and output classes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention.errors import Refusal
+from attention.spec import AttentionSpec
+from convert.engines import ENGINES, engine_of, running
+from convert.hosts import HOSTS
+
+BEFORE = AttentionSpec(2, 32, 32, 128)
+CLASSES = {host.name: host for hosts in HOSTS.values() for host in hosts}
+
+
+def test_every_output_class_runs_in_transformers_and_names_known_engines() -> None:
+    for host in CLASSES.values():
+        assert "transformers" in host.engines
+        assert host.engines <= ENGINES.keys()
+
+
+@pytest.mark.parametrize(
+    ("host", "spec", "expected"),
+    [
+        ("its own class", BEFORE.grouped(8), ["transformers", "vllm", "llama.cpp"]),
+        ("deepseek_v3", BEFORE.latent(512, 64), ["transformers", "vllm"]),
+        ("deepseek_v3", BEFORE.latent(256, 64), ["transformers", "vllm"]),
+        ("deepseek_v3", BEFORE.latent(512, 128), ["transformers"]),
+        ("deepseek_v3", BEFORE.latent(448, 128), ["transformers"]),
+        ("kvfold", BEFORE.latent(512, 64), ["transformers"]),
+        ("kvfold", BEFORE.grouped(8), ["transformers"]),
+    ],
+)
+def test_what_runs_a_result(host: str, spec: AttentionSpec, expected: list[str]) -> None:
+    assert running(CLASSES[host], spec) == expected
+
+
+@given(values=st.integers(0, 5000))
+def test_the_largest_size_that_fits(values: int) -> None:
+    engine = ENGINES["vllm"]
+    if values < 320:
+        with pytest.raises(Refusal, match=rf"256\+64, 448\+64 or 512\+64, and the budget leaves {values} numbers"):
+            engine.fitting(values)
+    else:
+        assert engine.fitting(values) == max(size for size in engine.latents if sum(size) <= values)
+
+
+def test_a_note_says_what_each_size_would_hold() -> None:
+    assert ENGINES["transformers"].note(BEFORE) is None
+    shares = "256+64 (3.9%), 448+64 (6.2%) or 512+64 (7.0%)"
+    assert ENGINES["vllm"].note(BEFORE) == f"vllm takes latents of {shares} of the source's cache"
+
+
+def test_unknown_engines_are_refused() -> None:
+    assert engine_of(None) is None
+    with pytest.raises(Refusal, match="no engine 'tgi' is known") as caught:
+        engine_of("tgi")
+    assert caught.value.hint == "choose transformers, vllm, llama.cpp, or leave it out"
