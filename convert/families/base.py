@@ -190,7 +190,7 @@ class Family(ABC):
             "qk_norm": None if traits.qk_norm is None else str(traits.qk_norm),
             "rotary_dims": rotary.dims if rotary else 0,
             "rotary_pairing": rotary.pairing if rotary else None,
-            "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
+            "rope_type": (parameters.get("rope_type", "per layer type") if parameters else "default") if rotary else None,
             "layers_with_rotary": traits.layers_with_rotary,
             "softmax_scale": self.scale(config),
             "also": dict(traits.beyond),
