@@ -306,8 +306,10 @@ class KvfoldLatentAttention(_Attention):
         self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`, whose pairs are P/2 dims apart."""
-        if position_embeddings is None or not self.rope_columns:
+        if not self.rope_columns:
             return q_rope, k_rope
+        if position_embeddings is None:
+            raise ValueError("the RoPE key rotates, and the class around this attention gives it no cosines and sines")
         chosen = self.rope_columns * 2
         cos, sin = (table[..., chosen] / self.rope_factor for table in position_embeddings)
         # Some classes (OLMo) rotate in the tables' fp32.

@@ -183,14 +183,14 @@ class Family(ABC):
         traits = self.traits(config)
         rotaries = (self.rotary(config, layer) for layer in range(self.spec(config).num_layers))
         rotary = next((rotary for rotary in rotaries if rotary), None)
-        parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {"rope_type": "default"}
         return {
             "qkv_bias": traits.qkv_bias,
             "o_bias": traits.o_bias,
             "qk_norm": None if traits.qk_norm is None else str(traits.qk_norm),
             "rotary_dims": rotary.dims if rotary else 0,
             "rotary_pairing": rotary.pairing if rotary else None,
-            "rope_type": (parameters.get("rope_type", "per layer type") if parameters else "default") if rotary else None,
+            "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
             "layers_with_rotary": traits.layers_with_rotary,
             "softmax_scale": self.scale(config),
             "also": dict(traits.beyond),
