@@ -164,10 +164,8 @@ def test_its_results_are_sources(checkpoint: Make, convert: Convert, tmp_path: P
 
 
 def test_a_bias_that_only_the_class_has_is_fitted(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
-    source = checkpoint("gptj")
-    for refit in ("--refit", "--no-refit"):
-        ok(convert("mqa", source, tmp_path / refit, "--text", words, "--calibration-tokens", 384, refit))
-        assert weights(tmp_path / refit)["model.layers.0.self_attn.dense.bias"].any() == (refit == "--refit")
+    ok(convert("mqa", checkpoint("gptj", num_hidden_layers=1), tmp_path / "out", "--text", words, "--calibration-tokens", 384))
+    assert weights(tmp_path / "out")["model.layers.0.self_attn.dense.bias"].any()
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
