@@ -5,11 +5,11 @@ Letters as in `attention`: E model width, H query heads, G KV heads, D head dim,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attention.qk_norm import QKNorm
-from attention.rope import Rotary
+from attention.rope import Pairing, Rotary
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +92,23 @@ class Attention:
     def num_kv_heads(self) -> int:
         return self.k.shape[0]
 
+    def paired(self, pairing: Pairing) -> Attention:
+        """The same function with its rotary pairs as `pairing` has them; rows of queries and keys change places."""
+        if self.rotary is None or self.rotary.pairing == pairing:
+            return self
+        assert self.q_norm is None, "gains of a norm would change places, too"
+        assert self.k_norm is None
+        biases = (self.q_bias, self.k_bias)
+        q_bias, k_bias = (None if bias is None else self.rotary.paired(bias, pairing) for bias in biases)
+        return replace(
+            self,
+            q=self.rotary.paired(self.q, pairing),
+            k=self.rotary.paired(self.k, pairing),
+            q_bias=q_bias,
+            k_bias=k_bias,
+            rotary=replace(self.rotary, pairing=pairing),
+        )
+
     def behind_norms(self) -> Attention:
         """The same function, without norms of its own: it reads `projections` that have them. Without QK-norm, itself."""
         import torch
@@ -148,6 +165,21 @@ class FactoredAttention:
     k_rope_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     projections: Projections | None = None
+
+    def paired(self, pairing: Pairing) -> FactoredAttention:
+        """As in `Attention`, of the RoPE key and its queries."""
+        rotary = self.rotary
+        if rotary.pairing == pairing or not rotary.dims:
+            return self
+        of_key, of_queries = self.k_rope_bias, self.q_rope_bias
+        return replace(
+            self,
+            q_rope=rotary.paired(self.q_rope, pairing),
+            k_rope=rotary.paired(self.k_rope[None], pairing)[0],
+            q_rope_bias=None if of_queries is None else rotary.paired(of_queries, pairing),
+            k_rope_bias=None if of_key is None else rotary.paired(of_key[None], pairing)[0],
+            rotary=replace(rotary, pairing=pairing),
+        )
 
     def expanded(self) -> Attention:
         """The same function as multi-head attention, fp32: keys `[H, P + N, E]`, rope dims first, and values `[H, Dv, E]`.

@@ -116,6 +116,16 @@ class Rotary:
         rope = torch.stack((numbers.real, numbers.imag), axis).flatten(1, 2)
         return rope if nope is None else torch.cat((rope, nope), 1)
 
+    def paired(self, rows: torch.Tensor, pairing: Pairing) -> torch.Tensor:
+        """Rows `[heads, D, …]` of this pairing, in the order of another one: no number changes."""
+        if pairing == self.pairing:
+            return rows
+        import torch
+
+        rope, nope = rows[:, : self.dims], rows[:, self.dims :]
+        turned = rope.unflatten(1, _shape(len(self.frequencies), self.pairing)).transpose(1, 2).flatten(1, 2)
+        return torch.cat((turned, nope), 1)
+
     def select(self, pairs: list[int], pairing: Pairing) -> Rotary:
         """The rotary embedding with the frequencies of `pairs`, in that order, repeats included.
 
@@ -171,12 +181,17 @@ def from_config(
     return rotary
 
 
-def _unscaled(parameters: dict[str, Any], head_dim: int, pairing: Pairing, partial: bool) -> Rotary:
+def of_base(theta: float, dims: int, pairing: Pairing = "half") -> Rotary:
+    """The rotary embedding of `dims` dims whose pair i rotates by θ^(-2i/dims)."""
     import torch
 
-    dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0)) if partial else head_dim
     exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
-    return Rotary(parameters["rope_theta"] ** -exponents, pairing)
+    return Rotary(theta**-exponents, pairing)
+
+
+def _unscaled(parameters: dict[str, Any], head_dim: int, pairing: Pairing, partial: bool) -> Rotary:
+    dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0)) if partial else head_dim
+    return of_base(parameters["rope_theta"], dims, pairing)
 
 
 def _scaled(

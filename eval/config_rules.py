@@ -93,6 +93,7 @@ RULES: dict[str, Rule] = {
     **_all(_integer(1, 2**16, per_layer=True), "num_attention_heads", "num_key_value_heads"),
     **_all(_integer(1, 2**20, per_layer=True), "hidden_size", "intermediate_size"),
     "head_dim": _integer(1, 2**16, per_layer=True),
+    "rotary_dim": _integer(0, 2**16),
     "vocab_size": _integer(1, 2**28),
     "max_position_embeddings": _integer(1, 2**40),
     "original_max_position_embeddings": _ORIGINAL_POSITIONS,

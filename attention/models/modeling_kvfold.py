@@ -1,7 +1,8 @@
 """A transformers model whose attention was replaced: for results that no stock class can hold.
 
-It builds the stock class of the source, and puts attention of its own in the place of each layer's attention: grouped (GQA,
-MQA), also for classes that ignore `num_key_value_heads`, or latent (MLA). It caches as little as these need.
+It builds a stock class, which is the source's or computes the same, and puts attention of its own in the place of each layer's
+attention: grouped (GQA, MQA), also for classes that ignore `num_key_value_heads`, or latent (MLA). It caches as little as these
+need.
 
 This file is all that such a checkpoint needs: kvfold copies it beside the weights, for `trust_remote_code=True`. It imports
 nothing of kvfold.
@@ -23,19 +24,19 @@ _OUTPUT_DROPOUT = {"gpt2": "resid_pdrop", "seed_oss": "residual_dropout", "starc
 
 
 class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The config of a source and what its attention became.
+    """The config of a stock class and what its attention became.
 
     Attributes:
-        text_config: The source's config with the result's `num_key_value_heads`, or with its `kv_lora_rank` (R),
+        text_config: The stock class's config with the result's `num_key_value_heads`, or with its `kv_lora_rank` (R),
             `qk_rope_head_dim` (P), `qk_nope_head_dim` (N) and `v_head_dim`.
-        attention_path: Where a layer's attention is in the source's class, with `{layer}` for its number.
+        attention_path: Where a layer's attention is in the stock class, with `{layer}` for its number.
         qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key, or the source's projections if it has
             QK-norm.
         o_bias: Whether O has one.
         scaling: What logits are multiplied by before the softmax.
-        rope_pairs: With a latent: for each of the P/2 pairs of the RoPE key, which of the source's frequencies it rotates with.
-        rope_stride: With a latent: how many columns of the source's cosines and sines lie between one frequency and the next.
-        rope_factor: With a latent: what the source's class multiplies cosines and sines by, in all layers, or in each of them.
+        rope_pairs: With a latent: for each of the P/2 pairs of the RoPE key, which of the class's frequencies it rotates with.
+        rope_stride: With a latent: how many columns of the class's cosines and sines lie between one frequency and the next.
+        rope_factor: With a latent: what the stock class multiplies cosines and sines by, in all layers, or in each of them.
             The RoPE key goes without.
         qk_norm: With a latent: the source's QK-norm, or None. `kind` is "rms" or "layer"; `scope` is "head" for a norm of each
             head, or "all" for one of all heads; `per_head` says whether each head has its own gains, and `bias` whether it
@@ -305,8 +306,10 @@ class KvfoldLatentAttention(_Attention):
         self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`, whose pairs are P/2 dims apart."""
-        if position_embeddings is None or not self.rope_columns:
+        if not self.rope_columns:
             return q_rope, k_rope
+        if position_embeddings is None:
+            raise ValueError("the RoPE key rotates, and the class around this attention gives it no cosines and sines")
         chosen = self.rope_columns * 2
         cos, sin = (table[..., chosen] / self.rope_factor for table in position_embeddings)
         # Some classes (OLMo) rotate in the tables' fp32.
@@ -326,7 +329,7 @@ def _grafted(attention: type[nn.Module], stock: type[nn.Module]) -> type[nn.Modu
 
 
 class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """The source's class, `model`, with other attention."""
+    """A stock class, `model`, with other attention."""
 
     config: KvfoldConfig
     config_class = KvfoldConfig
@@ -379,7 +382,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> Any:
-        """As the source's class."""
+        """As the stock class."""
         return self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import Attention, Record
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
 from convert.calibration.refit import sample_for
@@ -80,6 +80,7 @@ class _Pair:
         plan: The plan that is carried out.
         text: The calibration text.
         layout: The layout of the result's tensors.
+        biased: Whether its output projection has a bias, which may be fitted even if the source's has none.
         teacher: The source's layers.
         student: The result's.
     """
@@ -87,6 +88,7 @@ class _Pair:
     plan: Plan
     text: CalibrationText
     layout: Family
+    biased: bool
     teacher: LayerStream
     student: LayerStream
 
@@ -101,7 +103,7 @@ class _Pair:
         source = job.stream(text, plan.source.config, plan.family.module, read, infos, work / "teacher")
         made = partial(manifest.read, job.reader)
         result = job.stream(text, config, layout.module, made, manifest.outputs, work / "student")
-        return cls(plan, text, layout, source, result)
+        return cls(plan, text, layout, layout.traits(config).o_bias, source, result)
 
     @property
     def _running(self) -> list[LayerStream]:
@@ -145,7 +147,7 @@ class _Pair:
 
     def fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
         """The record fitted to the source, and the errors before and after. The source has then run past the layer."""
-        if isinstance(after, FactoredAttention) and after.o_bias is None:  # every output class for a latent supports it
+        if after.o_bias is None and self.biased:
             after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
         if self.text.plan.refit:
             after = self._refitted(layer, after)

@@ -183,7 +183,7 @@ class Family(ABC):
         traits = self.traits(config)
         rotaries = (self.rotary(config, layer) for layer in range(self.spec(config).num_layers))
         rotary = next((rotary for rotary in rotaries if rotary), None)
-        parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {"rope_type": "default"}
         return {
             "qkv_bias": traits.qkv_bias,
             "o_bias": traits.o_bias,

@@ -176,7 +176,7 @@ def _join_latent(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor
     """The inverse of `_split_latent`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
     import torch
 
-    a, missing = _in_halves(record), rank - len(record.down)
+    a, missing = record.paired("half"), rank - len(record.down)
     down, up = torch.nn.functional.pad(a.down, (0, 0, 0, missing)), torch.cat((a.up_k, a.up_v), 1)
     local = {
         "q_proj.weight": torch.cat((a.q_nope, a.q_rope), 1).flatten(0, 1),
@@ -191,25 +191,3 @@ def _join_latent(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor
             of_key = torch.zeros_like(a.k_rope[:, 0]) if a.k_rope_bias is None else a.k_rope_bias
             local["kv_a_proj_with_mqa.bias"] = torch.nn.functional.pad(of_key, (rank, 0))
     return local
-
-
-def _in_halves(a: FactoredAttention) -> FactoredAttention:
-    """The same record with pairs of rotary dims P/2 dims apart."""
-    if a.rotary.pairing == "half" or not len(a.k_rope):
-        return a
-
-    def in_halves(rows: torch.Tensor | None) -> torch.Tensor | None:
-        return None if rows is None else rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-
-    k_rope, k_bias = in_halves(a.k_rope[None]), None if a.k_rope_bias is None else in_halves(a.k_rope_bias[None])
-    q_rope = in_halves(a.q_rope)
-    assert q_rope is not None
-    assert k_rope is not None
-    return replace(
-        a,
-        q_rope=q_rope,
-        k_rope=k_rope[0],
-        q_rope_bias=in_halves(a.q_rope_bias),
-        k_rope_bias=None if k_bias is None else k_bias[0],
-        rotary=replace(a.rotary, pairing="half"),
-    )

@@ -98,6 +98,7 @@ def _sliding_or_no_window(config: Any, layer: int) -> bool:
     return config.sliding_window is None or config.layer_types[layer] == "sliding_attention"
 
 
+_BASE = 10_000.0  # of RoPE in classes that have no `rope_parameters`
 _in_layers = partial(in_layers, "model.layers")
 _PARTS = ("gate", "up", "down")
 LLAMA = NameTable(
@@ -132,6 +133,16 @@ _OPT = NameTable(
         Row("lm_head", ("head",)),
     ]
 )
+_GPTJ = NameTable(
+    [
+        Row("transformer.wte", ("embedding",)),
+        in_layers("transformer.h", "ln_1", "attention_norm"),
+        in_layers("transformer.h", "mlp.fc_in", "mlp.up"),
+        in_layers("transformer.h", "mlp.fc_out", "mlp.down"),
+        Row("transformer.ln_f", ("final_norm",)),
+        Row("lm_head", ("head",)),
+    ]
+)
 FUSED_MLP = LLAMA.replacing(_in_layers("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
 _EXPERTS = LLAMA.replacing(
     _in_layers("mlp.gate", "mlp.router"),
@@ -158,6 +169,7 @@ class SeparateProjections(Family):
         rope_stride: See `Family`; so is `scales_rope`.
         scaled_by: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
         partial_rotary: Whether only the share `partial_rotary_factor` of D is rotary.
+        rotary_dims: The config field with the number of rotary dims, in classes older than `rope_parameters`; None in others.
         rotates: Which layers have RoPE.
         names: The table of all other tensors of a checkpoint.
         gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
@@ -167,6 +179,7 @@ class SeparateProjections(Family):
         shares_heads: Whether its own class can share KV heads.
         attention_path: Where a layer's attention is.
         base: The name of the base model in the class, if there are checkpoints of the base model alone.
+        computed: See `Family`.
         unlike: (field, the only value that can be read, the reason for refusing any other), for fields of the config.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
     """
@@ -182,6 +195,7 @@ class SeparateProjections(Family):
     scaled_by: str | None = None
     scale_power: float = 1.0
     partial_rotary: bool = False
+    rotary_dims: str | None = None
     rotates: Callable[[Any, int], bool] = _everywhere
     names: NameTable = LLAMA
     gain_offset: float = 0.0
@@ -192,6 +206,7 @@ class SeparateProjections(Family):
     shares_heads: bool = True
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
+    computed: tuple[str, ...] = Family.computed
     unlike: tuple[tuple[str, Any, str], ...] = ()
 
     layout = "separate projections"
@@ -203,11 +218,17 @@ class SeparateProjections(Family):
         return super().without_latent
 
     def unreadable(self, config: Any) -> str | None:
+        if self.rotary_dims is not None:
+            dims, most = getattr(config, self.rotary_dims), self.spec(config).head_dim
+            if dims < 2 or dims % 2 or dims > most:
+                return f"RoPE rotates pairs of each head's {most} dims, and {self.rotary_dims} is {dims}"
         return next((why for name, value, why in self.unlike if getattr(config, name) != value), None)
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
         if not self.rotates(config, layer):
             return None
+        if self.rotary_dims is not None:
+            return rope.of_base(_BASE, getattr(config, self.rotary_dims), self.pairing)
         layer_types = getattr(config, "layer_types", None)
         layer_type = layer_types[layer] if layer_types else None
         return rope.from_config(config, self.spec(config).head_dim, self.pairing, layer_type, self.partial_rotary)
@@ -237,11 +258,19 @@ class SeparateProjections(Family):
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        a, local = record, join_projections(record, self.o_name)
+        a = self._in_class(record)
+        local = join_projections(a, self.o_name)
         if self.norm and a.q_norm and a.k_norm:
             local |= self.norm.write(a.q_norm, self.norm.q, a.q.shape[0])
             local |= self.norm.write(a.k_norm, self.norm.k, a.k.shape[0])
         return {self._prefix(layer) + name: tensor for name, tensor in local.items()}
+
+    def _in_class(self, a: Attention) -> Attention:
+        """A record of another class as this one computes it: its order of pairs, and the biases that it always has."""
+        a = a.paired(self.pairing)
+        if self.qkv_bias is True:
+            a = replace(a, q_bias=_or_zeros(a.q_bias, a.q), k_bias=_or_zeros(a.k_bias, a.k), v_bias=_or_zeros(a.v_bias, a.v))
+        return replace(a, o_bias=_or_zeros(a.o_bias, a.o[:, 0])) if self.o_bias is True else a
 
     def merges_norm_gains(self, config: Any) -> bool:
         norm = self._norm(config)
@@ -277,8 +306,24 @@ class SeparateProjections(Family):
         return super().scale(config) if self.scaled_by is None else float(getattr(config, self.scaled_by) ** self.scale_power)
 
 
+def _or_zeros(bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """A bias of rows `[…, E]`."""
+    return rows.new_zeros(rows.shape[:-1]) if bias is None else bias
+
+
 WINDOW = ("sliding_window",)
 _BIDIRECTIONAL = ("use_bidirectional_attention",)  # of embedding models: records are causal
+GPTJ: dict[str, Any] = {
+    "names": _GPTJ,
+    "o_name": "out_proj",
+    "pairing": "interleaved",
+    "rotary_dims": "rotary_dim",
+    "adds_output": False,
+    "shares_heads": False,
+    "attention_path": "transformer.h.{layer}.attn",
+    "base": "transformer",
+    "computed": ("inv_freq", ".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),  # masks of old checkpoints
+}
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _POST_NORM: dict[str, Any] = {"names": _NORMS_BEHIND, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scalar", "scale_power": -0.5}
@@ -443,5 +488,6 @@ ROWS = [
         base="model",
         unlike=(("do_layer_norm_before", True, "it normalises behind its attention (do_layer_norm_before is false)"),),
     ),
+    SeparateProjections("gptj", **GPTJ),
     SeparateProjections("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),
 ]

@@ -1,6 +1,7 @@
 """kvfold's class: the output class of what no stock class can hold.
 
-It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, and MLA of sources that `deepseek_v3` cannot hold.
+It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, and MLA of sources that `deepseek_v3` cannot hold. It
+is built around the source's class, or around a stock class that computes the same if only that one gives RoPE to its layers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from attention.models import CODE, MODEL_TYPE, register
 from convert.families import FAMILIES
 from convert.families.kvfold import KvfoldProjections
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
+from convert.hosts.phi import HOST as PHI
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,19 +23,22 @@ if TYPE_CHECKING:
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
+    from convert.hosts.base import Host
 
+# Stock classes that pass cosines and sines to their layers, for sources whose own class computes them inside its attention.
+_AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
-    "llama", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
-    "glm", "glm4", "gpt2", "gpt_neox", "granite", "granitemoe", "helium", "hyperclovax", "jais2", "ministral", "mistral",
-    "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    "llama", "apertus", "arcee", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "gptj", "granite", "granitemoe", "helium", "hyperclovax", "jais2",
+    "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
 )  # fmt: skip
 
 
 class Kvfold:
-    """The class of `attention.models`: the source's config inside, and what its attention became.
+    """The class of `attention.models`: a stock class's config inside, and what its attention became.
 
     Args:
         families: As in `Host`.
@@ -57,7 +62,10 @@ class Kvfold:
         self.remarks = (f"kvfold made this class, because {reason}. vLLM, SGLang and llama.cpp do not know it.",)
 
     def layout(self, family: Family) -> Family:
-        return family if family.needs_code else KvfoldProjections(family)
+        if family.needs_code:
+            return family
+        stock = _stock(family)
+        return KvfoldProjections(stock.layout(family) if stock else family)
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         traits, inner = family.traits(config), config.text_config if family.needs_code else config
@@ -81,6 +89,8 @@ class Kvfold:
                 f"its LongRoPE has other frequencies beyond {rotaries[0].long_beyond} tokens, where its own class computes the "
                 "cache anew, and this one does not"
             )
+        if (stock := _stock(family)) and (reason := stock.refuses(family, config, family.spec(config), dtype)):
+            return f"it is built around {stock.name}: {reason}"
         if inner.model_type not in self.families:
             return f"it was not made for {inner.model_type} (it is for {', '.join(sorted(self.families))})"
         if target.kv_lora_rank and dtype == "float16" and DEEPSEEK.refuses(family, config, target, "bfloat16") is None:
@@ -98,8 +108,10 @@ class Kvfold:
             family: Family = KvfoldProjections(FAMILIES[config.text_config.model_type])
             outer, inner = dict(raw), raw["text_config"]
         else:
-            family, inner = FAMILIES[config.model_type], {key: value for key, value in raw.items() if key not in _OUTER}
-            traits = family.traits(config)
+            source = FAMILIES[config.model_type]
+            traits, scaling = source.traits(config), source.scale(config)
+            family, raw, config = _inside(source, raw, config)
+            inner = {key: value for key, value in raw.items() if key not in _OUTER}
             outer = {
                 "architectures": ["KvfoldForCausalLM"],
                 "model_type": MODEL_TYPE,
@@ -112,7 +124,7 @@ class Kvfold:
                 "attention_path": family.attention_path,
                 "qkv_bias": traits.qkv_bias,
                 "o_bias": traits.o_bias,
-                "scaling": family.scale(config),
+                "scaling": scaling,
             }
         if target.kv_lora_rank is None:
             return {**outer, "text_config": {**inner, "num_key_value_heads": target.num_kv_heads}}
@@ -136,6 +148,19 @@ class Kvfold:
 
         register()
         return KvfoldConfig(**self.config(raw, config, target, None))
+
+
+def _stock(family: Family) -> Host | None:
+    """The stock class that the class is built around for a source of `family`; None for the source's own."""
+    return next((host for host in _AROUND if family.model_type in host.families), None)
+
+
+def _inside(family: Family, raw: Mapping[str, Any], config: Any) -> tuple[Family, Mapping[str, Any], Any]:
+    """The family of the class that the class is built around, and its config, as JSON and as an object."""
+    if (stock := _stock(family)) is None:
+        return family, raw, config
+    whole = family.spec(config)
+    return stock.layout(family), stock.config(raw, config, whole, None), stock.sized(raw, config, whole)
 
 
 def _stated(form: NormForm) -> dict[str, Any]:
@@ -167,7 +192,7 @@ def _lists(rotary: Rotary) -> tuple[list[float], list[float]]:
 
 
 HOST = Kvfold(
-    frozenset(name for name, family in FAMILIES.items() if family.has_heads and not family.shares_heads),
+    frozenset(name for name, of in FAMILIES.items() if of.has_heads and not of.shares_heads and _stock(of) is None),
     "the source's class cannot share KV heads",
     "became q_proj, k_proj, v_proj and o_proj",
 )

@@ -160,6 +160,17 @@ def test_gradients_reach_every_weight(model_type: str) -> None:
     assert [name for name in names if not name.endswith("k_proj.bias")] == []
 
 
+def test_a_rope_key_without_cosines_is_an_error() -> None:
+    """GPT-J's class computes them inside its attention, and passes none to what is put in its place."""
+    from attention.models.modeling_kvfold import KvfoldConfig
+
+    models.register()
+    inner = tiny_config("gptj", kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
+    config = KvfoldConfig(text_config=inner, attention_path="transformer.h.{layer}.attn", rope_pairs=[0, 1])
+    with pytest.raises(ValueError, match="gives it no cosines and sines"):
+        AutoModelForCausalLM.from_config(config)(tokens(1, 4))
+
+
 def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None:
     import ast
 

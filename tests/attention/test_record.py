@@ -14,6 +14,7 @@ from attention.forward import attention_output
 from attention.record import FactoredAttention
 from attention.rope import Pairing, Rotary
 
+PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
 BIASES = ("q_nope_bias", "q_rope_bias", "k_rope_bias", "o_bias")
 
 
@@ -85,3 +86,29 @@ def test_behind_norms_is_the_same_function(norm: str, groups: int, biased: bool)
 def test_without_norms_there_is_nothing_to_be_behind() -> None:
     a = record()
     assert a.behind_norms() is a
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.integers(1, 3), share=st.integers(1, 3), pairs=st.integers(1, 4), nope=st.integers(0, 3), biased=st.booleans(),
+    seed=st.integers(0, 99), first=st.sampled_from(PAIRINGS), then=st.sampled_from(PAIRINGS),
+)  # fmt: skip
+def test_another_order_of_pairs_is_the_same_function(
+    groups: int, share: int, pairs: int, nope: int, biased: bool, seed: int, first: Pairing, then: Pairing
+) -> None:
+    whole = record(groups, share, pairs, nope, pairing=first, biased=biased, seed=seed)
+    latent = factored(groups * share, 6, pairs, 7, 20, biased, seed, first)
+    for a in (whole, latent):
+        found = a.paired(then)
+        assert found.rotary is not None
+        assert found.rotary.pairing == then
+        assert loss(a, found) < 1e-12
+        back = found.paired(first)
+        assert all(torch.equal(value, getattr(back, name)) for name, value in vars(a).items() if torch.is_tensor(value))
+    if first != then and pairs > 1:
+        assert not torch.equal(whole.paired(then).k, whole.k)
+
+
+def test_what_does_not_rotate_has_no_pairs() -> None:
+    a = record(pairs=0, nope=3)
+    assert a.paired("interleaved") is a

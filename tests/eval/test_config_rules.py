@@ -71,6 +71,7 @@ def refusal(read: Read, values: dict[str, Any] | str | bytes) -> str:
         ("intermediate_size", -32, "intermediate_size is -32; it must be"),
         ("vocab_size", 0, "vocab_size is 0; it must be"),
         ("head_dim", 0, "head_dim is 0; it must be"),
+        ("rotary_dim", 2**40, "rotary_dim is 1099511627776; it must be an integer from 0 to 65,536"),
         ("max_position_embeddings", -1, "max_position_embeddings is -1; it must be"),
         ("max_position_embeddings", "128", "max_position_embeddings is '128'; it must be"),
         ("rms_norm_eps", math.nan, "rms_norm_eps is nan; it must be a number from 0 to 1"),

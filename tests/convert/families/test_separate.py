@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import SWITCHES, layer_tensors, switched, tiny_config, tiny_model
 
+from convert.families import FAMILIES
 from convert.families.separate import ROWS, SeparateProjections
 
 
@@ -51,3 +52,14 @@ def test_a_split_copies_nothing_that_a_method_may_leave_alone(family: SeparatePr
     assert projections
     for name in projections:
         assert back[name].data_ptr() == tensors[name].data_ptr(), name
+
+
+@pytest.mark.parametrize("model_type", ["codegen", "gptj"])
+def test_rotary_dims_of_a_field_are_pairs_within_a_head(model_type: str) -> None:
+    family, config = FAMILIES[model_type], tiny_config(model_type, rotary_dim=6)
+    facts = family.describe(config)
+    assert family.unreadable(config) is None
+    assert (facts["rotary_dims"], facts["rotary_pairing"], facts["rope_type"]) == (6, "interleaved", "default")
+    for dims in (0, 3, 10):
+        message = f"RoPE rotates pairs of each head's 8 dims, and rotary_dim is {dims}"
+        assert family.unreadable(tiny_config(model_type, rotary_dim=dims)) == message

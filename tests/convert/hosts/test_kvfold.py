@@ -18,6 +18,7 @@ from attention.models import CODE, MODEL_TYPE
 from attention.qk_norm import NormForm
 from convert.families import FAMILIES, family_of
 from convert.hosts.kvfold import HOST, LATENT_HOST
+from convert.hosts.phi import HOST as PHI
 from convert.hosts.source_class import HOST as SOURCE
 
 Make = Callable[..., Path]
@@ -26,7 +27,7 @@ Logits = Callable[..., torch.Tensor]
 
 
 def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
-    assert HOST.families == {"gpt_neox", "gpt2", "opt"}
+    assert HOST.families == {"gpt_neox", "gpt2", "opt"}, "of others, a stock class can"
     for name, family in FAMILIES.items():
         config = tiny_config(name)
         spec = family.spec(config)
@@ -79,10 +80,13 @@ def test_results_run_where_kvfold_is_not_installed(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = []
-    for model_type in sorted(HOST.families):
+    for model_type in sorted(HOST.families | PHI.families):
         source, out = checkpoint(model_type, name=model_type, duplicated=2), tmp_path / f"{model_type}-4"
         ok(convert("gqa", source, out, "--groups", 4))
-        assert (out / CODE.name).read_bytes() == CODE.read_bytes()
+        if model_type in HOST.families:
+            assert (out / CODE.name).read_bytes() == CODE.read_bytes()
+        else:
+            assert not list(out.glob("*.py"))
         ok(convert("mla", source, tmp_path / f"{model_type}-mla", "--kv-budget", "100%"))
         paths += [str(source), str(out), str(tmp_path / f"{model_type}-mla")]
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -90,10 +94,17 @@ def test_results_run_where_kvfold_is_not_installed(
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
-    assert [result[0] for result in results[::3]] == ["GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM"]
+    classes = {
+        "CodeGenForCausalLM": "PhiForCausalLM",
+        "GPT2LMHeadModel": "KvfoldForCausalLM",
+        "GPTNeoXForCausalLM": "KvfoldForCausalLM",
+        "GPTJForCausalLM": "PhiForCausalLM",
+        "OPTForCausalLM": "KvfoldForCausalLM",
+    }
+    assert [result[0] for result in results[::3]] == list(classes)
     for expected, grouped, latent in zip(results[::3], results[1::3], results[2::3], strict=True):
         assert expected[2] == 8
-        assert grouped == ["KvfoldForCausalLM", expected[1], 4]
+        assert grouped == [classes[expected[0]], expected[1], 4]
         assert latent == ["KvfoldForCausalLM", expected[1], 1]
 
 
@@ -134,7 +145,7 @@ def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Conver
     assert (facts["family"], facts["attention"], facts["rope_type"]) == (MODEL_TYPE, "GQA-4", rope)
 
 
-@pytest.mark.parametrize("model_type", sorted(HOST.families))
+@pytest.mark.parametrize("model_type", [*sorted(HOST.families), "gptj"])
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_a_base_model_that_was_saved_alone_is_read(
     kind: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
@@ -143,14 +154,14 @@ def test_a_base_model_that_was_saved_alone_is_read(
     from safetensors.torch import save_file
 
     source, family = checkpoint(model_type), FAMILIES[model_type]
-    whole, embedding = logits(source), family.names.holding("embedding.weight")
+    whole, embedding, head = logits(source), *map(family.names.holding, ("embedding.weight", "head.weight"))
     assert embedding is not None
+    assert head is not None
     assert embedding.name in weights(source)
     alone = {name.removeprefix(f"{family.base}."): tensor for name, tensor in weights(source).items()}
     if kind == "bin":
         (source / "model.safetensors").unlink()
-        head = {} if model_type == "gpt_neox" else {"lm_head.weight": alone[embedding.name.removeprefix(f"{family.base}.")]}
-        torch.save(alone | head, source / "pytorch_model.bin")
+        torch.save({head.name: alone[embedding.name.removeprefix(f"{family.base}.")]} | alone, source / "pytorch_model.bin")
     else:
         save_file(alone, source / "model.safetensors", {"format": "pt"})
     assert torch.equal(logits(source), whole)
@@ -158,7 +169,8 @@ def test_a_base_model_that_was_saved_alone_is_read(
     assert torch.equal(logits(tmp_path / "same"), whole)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
     assert torch.isfinite(logits(tmp_path / "out")).all()
-    assert f"model.{embedding.name}" in weights(tmp_path / "out")
+    renamed = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]["renamed"]
+    assert renamed[embedding.name] in weights(tmp_path / "out")
 
 
 def test_what_gpt2_may_do_besides_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -189,7 +201,7 @@ def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
     assert torch.equal(logits(tmp_path / "same"), logits(source))
 
 
-@pytest.mark.parametrize("model_type", sorted(HOST.families))
+@pytest.mark.parametrize("model_type", sorted(HOST.families | PHI.families))
 def test_kv_heads_that_the_class_ignores_are_refused(
     model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:

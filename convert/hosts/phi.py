@@ -1,0 +1,96 @@
+"""Stock Phi: the output class of GQA and MQA for sources with GPT-J's blocks, whose own classes cannot share KV heads.
+
+Both have parallel blocks behind one LayerNorm, biases in the MLP and the head, and RoPE in the first dims of each head. GPT-J
+pairs neighbouring dims, and Phi those of two halves: rows change places (`Attention.paired`). Phi's other biases are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.families import FAMILIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from attention.rope import Rotary
+    from attention.spec import AttentionSpec
+    from convert.families import Family
+
+_MODEL_TYPE = "phi"
+_LIKE_GPTJ = ("codegen", "gptj")  # each is tested to be exact
+_CARRIED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "initializer_range",
+    "use_cache", "tie_word_embeddings", "resid_pdrop", "embd_pdrop", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+class Phi:
+    """The stock class `phi`."""
+
+    name = _MODEL_TYPE
+    loads_in = "transformers"
+    served_by = "no engine serves it: the Phi classes of vLLM, SGLang and llama.cpp have as many KV heads as query heads"
+    opened_by = "transformers ≥ 5.23 loads it without kvfold."
+    remarks = (
+        "The Phi classes of vLLM, SGLang and llama.cpp ignore `num_key_value_heads`, and refuse the weights.",
+        "The source's class computes the logits of its attention in float32, and this one in the dtype that it runs in. In\n"
+        "float16 with eager attention, a product of a query and a key above 65504 is infinite before it is scaled.",
+        "The source's class adds an embedding for each of `token_type_ids`. This one ignores them.",
+    )
+    replaces = "became q_proj, k_proj, v_proj and dense"
+    families: frozenset[str] = frozenset(_LIKE_GPTJ)
+    loading: Mapping[str, Any] = {}
+    code: tuple[Path, ...] = ()
+
+    def layout(self, family: Family) -> Family:
+        return FAMILIES[_MODEL_TYPE]
+
+    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+        if family.model_type not in self.families:
+            return f"{family.model_type} does not have GPT-J's decoder blocks (the class can hold {', '.join(_LIKE_GPTJ)})"
+        head_dim, dims = target.head_dim, config.rotary_dim
+        if (found := int(head_dim * (dims / head_dim))) != dims:
+            return (
+                f"it has rotary_dim {dims}, and the class computes {found} from heads of {head_dim} dims and their share "
+                f"{dims / head_dim}"
+            )
+        pad, vocabulary = getattr(config, "pad_token_id", None), config.vocab_size
+        if pad is not None and not -vocabulary <= pad < vocabulary:
+            return f"pad_token_id is {pad}, and the class has no embedding of it beside the {vocabulary} of vocab_size"
+        return None
+
+    def reserved(self, kv_lora_rank: int) -> int:
+        return 0
+
+    def notes(self, config: Any) -> tuple[str, ...]:
+        return ()
+
+    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        return {
+            "architectures": ["PhiForCausalLM"],
+            "model_type": _MODEL_TYPE,
+            **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
+            **{key: getattr(config, key) for key in _CARRIED if hasattr(config, key)},
+            "intermediate_size": 4 * config.hidden_size if config.n_inner is None else config.n_inner,
+            "hidden_act": config.activation_function,
+            "layer_norm_eps": config.layer_norm_epsilon,
+            "attention_dropout": config.attn_pdrop,
+            "num_key_value_heads": target.num_kv_heads,
+            "head_dim": target.head_dim,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": config.rotary_dim / target.head_dim,
+            },
+            "qk_layernorm": False,
+        }
+
+    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.config(raw, config, target, None))
+
+
+HOST = Phi()

@@ -1,0 +1,212 @@
+"""Stock Phi as an output class: it computes what GPT-J and CodeGen compute, without kvfold, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from latents import same_logits, tokens
+from safetensors.torch import save_file
+from tiny import layer_tensors, tiny_config, tiny_model
+from written import edit, left_nothing, ok, weights
+
+from convert.families import FAMILIES, family_of
+from convert.families.kvfold import KvfoldProjections
+from convert.hosts.kvfold import LATENT_HOST
+from convert.hosts.phi import HOST
+from eval.cost import measured_bytes_per_token
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+
+FAMILY = sorted(HOST.families)
+
+
+def as_phi(model: Any) -> Any:
+    """The same model as the host makes it, at the source's size."""
+    from transformers import AutoModelForCausalLM
+
+    family, config = FAMILIES[model.config.model_type], model.config
+    spec, layout, state = family.spec(config), HOST.layout(family), model.state_dict()
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(config.num_hidden_layers):
+        record = family.split(layer_tensors(model, family, layer), config, layer)
+        tensors |= layout.join(record, spec, layer)
+    for name, tensor in state.items():
+        if (place := family.names.place(name)) is not None:
+            there = layout.names.holding(place.roles[0])
+            assert there is not None, name
+            tensors[there.name] = tensor
+    made = AutoModelForCausalLM.from_config(HOST.sized({}, config, spec), attn_implementation="eager").eval()
+    made.load_state_dict(tensors, strict=True)
+    return made
+
+
+@pytest.mark.parametrize("model_type", FAMILY)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_config_gives_the_sources_logits(model_type: str, data: st.DataObject) -> None:
+    heads, dim = 4 * data.draw(st.integers(1, 2)), data.draw(st.integers(2, 9))
+    config = tiny_config(
+        model_type,
+        num_attention_heads=heads,
+        hidden_size=heads * dim,
+        rotary_dim=2 * data.draw(st.integers(1, dim // 2)),
+        n_inner=data.draw(st.sampled_from([None, 24])),
+        activation_function=data.draw(st.sampled_from(["gelu_new", "relu"])),
+        layer_norm_epsilon=data.draw(st.sampled_from([1e-5, 1e-2])),
+        tie_word_embeddings=data.draw(st.booleans()),
+        num_hidden_layers=2,
+    )
+    source = tiny_model(config)
+    with torch.inference_mode():
+        same_logits(as_phi(source)(tokens(20)).logits, source(tokens(20)).logits, 1e-5)
+
+
+@pytest.mark.parametrize("model_type", FAMILY)
+def test_half_precision_is_that_of_the_source(model_type: str) -> None:
+    source, ids = tiny_model(tiny_config(model_type)), tokens(20)
+    made = as_phi(source)
+    with torch.inference_mode():
+        exact, half, found = source(ids).logits, source.bfloat16()(ids).logits, made.bfloat16()(ids).logits
+    assert float((found - exact).norm()) < 2 * float((half - exact).norm())
+
+
+def test_a_config_says_what_the_source_does() -> None:
+    config = tiny_config(
+        "gptj", n_inner=None, resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3, layer_norm_epsilon=1e-3, eos_token_id=[2, 3]
+    )
+    target = FAMILIES["gptj"].spec(config).grouped(2)
+    found = HOST.config({"dtype": "bfloat16", "own_key": 5}, config, target, None)
+    assert "own_key" not in found
+    assert (found["model_type"], found["dtype"], found["num_key_value_heads"], found["head_dim"]) == ("phi", "bfloat16", 2, 8)
+    assert (found["resid_pdrop"], found["embd_pdrop"], found["attention_dropout"]) == (0.1, 0.2, 0.3)
+    assert (found["intermediate_size"], found["layer_norm_eps"], found["hidden_act"]) == (256, 1e-3, "gelu_new")
+    assert (found["eos_token_id"], found["max_position_embeddings"]) == ([2, 3], 128)
+    assert found["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    sized = HOST.sized({}, config, target)
+    assert FAMILIES["phi"].spec(sized) == target
+    rotary, expected = FAMILIES["phi"].rotary(sized, 0), FAMILIES["gptj"].rotary(config, 0)
+    assert rotary is not None
+    assert expected is not None
+    assert torch.equal(rotary.frequencies, expected.frequencies)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("model_type", FAMILY)
+def test_results_run_alike_in_every_way(
+    model_type: str, tied: bool, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoint(model_type, tie_word_embeddings=tied)
+    planned = json.loads(convert("gqa", source, tmp_path / "out", "--groups", 2, "--dry-run", "--json").stdout)
+    assert (planned["output_class"], planned["model_type"]) == ("phi", "phi")
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert measured_bytes_per_token(model, "float32") == planned["kv_bytes_per_token_after"] == 3 * 2 * 2 * 8 * 4
+    ids, asked = tokens(12), {"max_new_tokens": 8, "do_sample": False}
+    with torch.inference_mode():
+        whole = model.generate(ids, use_cache=False, **asked)
+        assert torch.equal(model.generate(ids, **asked), whole)
+        padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
+        assert torch.equal(model.generate(padded, attention_mask=mask, **asked)[:, 3:], whole)
+        model.save_pretrained(tmp_path / "again")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("model_type", FAMILY)
+def test_masks_of_old_checkpoints_are_dropped_and_all_else_keeps_its_bits(
+    model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source, family = checkpoint(model_type), FAMILIES[model_type]
+    before, mask = weights(source), torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    extra = {f"{family.module(layer)}.{name}": mask.clone() for layer in range(3) for name in ("bias", "causal_mask")}
+    save_file(before | extra, source / "model.safetensors", {"format": "pt"})
+    ok(convert("mqa", source, tmp_path / "out", "--method", "mean"))
+    facts, after = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"], weights(tmp_path / "out")
+    assert {name: facts["dropped"][name] for name in extra} == dict.fromkeys(extra, "the model computes it itself")
+    assert facts["dropped"][f"{family.module(0)}.out_proj.weight"] == HOST.replaces
+    assert facts["renamed"]["transformer.h.2.mlp.fc_in.bias"] == "model.layers.2.mlp.fc1.bias"
+    kept = {name for name in before if family.names.place(name)}
+    assert all(torch.equal(after[facts["renamed"].get(name, name)], before[name]) for name in kept)
+    assert torch.equal(after["model.layers.1.self_attn.dense.weight"], before["transformer.h.1.attn.out_proj.weight"])
+    for name in ("q_proj", "k_proj", "v_proj", "dense"):
+        assert not after[f"model.layers.1.self_attn.{name}.bias"].any()
+
+
+@pytest.mark.parametrize("model_type", FAMILY)
+def test_as_many_groups_as_heads_is_a_copy_in_the_sources_class(
+    model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = checkpoint(model_type)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 8))
+    configs = [json.loads((path / "config.json").read_text()) for path in (source, tmp_path / "out")]
+    assert configs[0] == configs[1]
+
+
+def test_its_results_are_sources(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    ok(convert("gqa", checkpoint("codegen"), tmp_path / "four", "--groups", 4, "--method", "mean"))
+    ok(convert("mqa", tmp_path / "four", tmp_path / "twice", "--method", "mean"))
+    ok(convert("mqa", tmp_path / "source", tmp_path / "once", "--method", "mean"))
+    twice, once = weights(tmp_path / "twice"), weights(tmp_path / "once")
+    assert twice.keys() == once.keys()
+    for name, tensor in once.items():
+        torch.testing.assert_close(twice[name], tensor)
+
+
+def test_a_bias_that_only_the_class_has_is_fitted(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
+    ok(convert("mqa", checkpoint("gptj", num_hidden_layers=1), tmp_path / "out", "--text", words, "--calibration-tokens", 384))
+    assert weights(tmp_path / "out")["model.layers.0.self_attn.dense.bias"].any()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def reason(model_type: str, **changes: Any) -> str | None:
+    config, family = tiny_config(model_type, **changes), family_of(model_type)
+    return HOST.refuses(family, config, family.spec(config).grouped(1), "float32")
+
+
+def test_other_families_are_refused() -> None:
+    for name, family in FAMILIES.items():
+        if name not in HOST.families and family.has_heads:
+            assert f"{name} does not have GPT-J's decoder blocks (the class can hold codegen, gptj)" in str(reason(name))
+
+
+@pytest.mark.parametrize("model_type", FAMILY)
+def test_what_the_class_would_compute_otherwise_is_refused(model_type: str) -> None:
+    assert reason(model_type) is None
+    share = {"num_attention_heads": 4, "hidden_size": 4 * 47, "rotary_dim": 6}  # 47 · (6 / 47) is below 6
+    assert "it has rotary_dim 6, and the class computes 5 from heads of 47 dims" in str(reason(model_type, **share))
+    for pad in (96, -97):
+        assert f"pad_token_id is {pad}, and the class has no embedding" in str(reason(model_type, pad_token_id=pad))
+    assert reason(model_type, pad_token_id=-1) is None
+
+
+def test_what_it_refuses_is_refused_inside_kvfolds_class_too(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = edit(checkpoint("gptj"), pad_token_id=96)
+    done = convert("mla", source, tmp_path / "out", "--kv-budget", "50%")
+    left_nothing(done, 2, "kvfold: it is built around phi: pad_token_id is 96", tmp_path / "out")
+    left_nothing(convert("mqa", source, tmp_path / "out"), 2, "phi: pad_token_id is 96", tmp_path / "out")
+
+
+def test_kvfolds_class_is_built_around_it() -> None:
+    config, family = tiny_config("codegen"), FAMILIES["codegen"]
+    raw = config.to_dict() | {"dtype": "bfloat16", "architectures": ["CodeGenForCausalLM"]}
+    found = LATENT_HOST.config(raw, config, family.spec(config).latent(16, 4), family.rotary(config, 0))
+    layout = LATENT_HOST.layout(family)
+    assert isinstance(layout, KvfoldProjections)
+    assert layout.inner is FAMILIES["phi"]
+    assert found["attention_path"] == "model.layers.{layer}.self_attn"
+    assert (found["dtype"], found["qkv_bias"], found["scaling"], found["rope_pairs"]) == ("bfloat16", False, 8**-0.5, [0, 1])
+    assert found["text_config"]["model_type"] == "phi"
+    assert not {"architectures", "dtype", "n_head"} & found["text_config"].keys()
