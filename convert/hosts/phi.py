@@ -32,7 +32,8 @@ class Phi:
     name = _MODEL_TYPE
     loads_in = "transformers"
     served_by = "no engine serves it: the Phi classes of vLLM, SGLang and llama.cpp have as many KV heads as query heads"
-    opened_by = "transformers ≥ 5.23 loads it without kvfold."
+    engines = frozenset({"transformers"})
+    opened_by = "transformers ≥ 5.19 loads it without kvfold."
     remarks = (
         "The Phi classes of vLLM, SGLang and llama.cpp ignore `num_key_value_heads`, and refuse the weights.",
         "The source's class computes the logits of its attention in float32, and this one in the dtype that it runs in. In\n"
