@@ -4,13 +4,23 @@ PYTHON ?= $(shell for p in python3 python python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean
+# The oldest transformers that pyproject.toml allows: vLLM 0.32 takes none newer.
+OLDEST := 5.19.0
+# What the version of transformers can change: loading, decoding and writing models.
+WITH_TRANSFORMERS := tests/attention/test_caps.py tests/attention/test_grouped.py tests/attention/test_latent.py \
+	tests/attention/test_models.py tests/attention/test_padding.py tests/attention/test_patch.py tests/attention/test_rope.py \
+	tests/convert/checkpoint/test_loading.py tests/convert/execute/test_loadable.py tests/convert/hosts tests/convert/test_hosts.py
+
+.PHONY: demo test test-oldest lint bench clean
 
 demo: .venv/installed
 	$(BIN)/convert demo
 
 test: .venv/installed-test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-oldest: .venv-oldest/installed-test
+	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal $(WITH_TRANSFORMERS)
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check .
@@ -22,7 +32,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/convert_io.py
 
 clean:
-	rm -rf .venv kvfold-demo
+	rm -rf .venv .venv-oldest kvfold-demo
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -39,4 +49,12 @@ clean:
 
 .venv/installed-lint: .venv/installed
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet --constraint constraints.txt --editable '.[lint]'
+	@touch $@
+
+.venv-oldest/installed-test: pyproject.toml constraints.txt Makefile
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv .venv-oldest
+	sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
+		--constraint .venv-oldest/constraints.txt --editable '.[test]'
 	@touch $@
