@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from attention.models import MODEL_TYPE
-from convert.families import conv1d, interleaved, latent, separate, stacked
+from convert.families import conv1d, interleaved, latent, multi_query, separate, stacked
 from convert.families.base import Family
 from convert.families.kvfold import KvfoldProjections
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (*separate.ROWS, *stacked.ROWS, interleaved.FAMILY, conv1d.FAMILY, latent.FAMILY)
+    family.model_type: family
+    for family in (
+        *separate.ROWS,
+        *stacked.ROWS,
+        interleaved.FAMILY,
+        conv1d.FAMILY,
+        multi_query.FAMILY,
+        latent.FAMILY,
+    )
 }
 
 __all__ = ["FAMILIES", "Family", "family_of"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.models import CODE, MODEL_TYPE, register
 from convert.families import FAMILIES
+from convert.families.base import WINDOWS
 from convert.families.kvfold import KvfoldProjections
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
-    "llama", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
-    "glm", "glm4", "gpt2", "gpt_neox", "granite", "granitemoe", "helium", "hyperclovax", "jais2", "ministral", "mistral",
-    "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    "llama", "apertus", "arcee", "biogpt", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "granite", "granitemoe", "helium",
+    "hyperclovax", "jais2", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi",
+    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    "xglm",
 )  # fmt: skip
 
 
@@ -65,7 +67,7 @@ class Kvfold:
         if target.kv_lora_rank and family.without_latent:
             return family.without_latent
         for field, value in traits.beyond.items():
-            if field != "sliding_window" and not (field == "attn_logit_softcapping" and target.kv_lora_rank):
+            if field not in WINDOWS and not (field == "attn_logit_softcapping" and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
         if not target.kv_lora_rank and any(rotary.pairing != "half" for rotary in rotaries):
@@ -99,6 +101,7 @@ class Kvfold:
         else:
             family, inner = FAMILIES[config.model_type], {key: value for key, value in raw.items() if key not in _OUTER}
             traits = family.traits(config)
+            windows = [family.inner_window(config, layer) for layer in range(target.num_layers)]
             outer = {
                 "architectures": ["KvfoldForCausalLM"],
                 "model_type": MODEL_TYPE,
@@ -112,6 +115,7 @@ class Kvfold:
                 "qkv_bias": traits.qkv_bias,
                 "o_bias": traits.o_bias,
                 "scaling": family.scale(config),
+                **({"inner_windows": windows} if any(windows) else {}),
             }
         if target.kv_lora_rank is None:
             return {**outer, "text_config": {**inner, "num_key_value_heads": target.num_kv_heads}}

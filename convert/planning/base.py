@@ -190,11 +190,12 @@ def _refuse_stray_heads(source: Source, family: Family) -> None:
     """Refuse a number of KV heads that the class ignores, because nothing else would: all sizes would follow from it."""
     if not family.has_heads or family.shares_heads or family.needs_code:
         return
-    heads = source.decoder.num_attention_heads
-    if (stray := getattr(source.decoder, "num_key_value_heads", None)) not in (None, heads):
+    heads, own = source.decoder.num_attention_heads, family.class_kv_heads(source.config)
+    if (stray := getattr(source.decoder, "num_key_value_heads", None)) not in (None, own):
+        have = f"each of its {heads} query heads has keys and values of its own"
         raise Refusal(
-            f"config.json of {source.reference} sets num_key_value_heads to {stray}, which {family.model_type} ignores: each "
-            f"of its {heads} query heads has keys and values of its own",
+            f"config.json of {source.reference} sets num_key_value_heads to {stray}, which {family.model_type} ignores: "
+            + (have if own == heads else f"its {heads} query heads share {own}"),
             hint="remove that key",
         )
 

@@ -23,6 +23,8 @@ PATHS = {
     "gpt_neox": "gpt_neox.layers.{layer}.attention",
     "gpt2": "transformer.h.{layer}.attn",
     "opt": "model.decoder.layers.{layer}.self_attn",
+    "gpt_bigcode": "transformer.h.{layer}.attn",
+    "biogpt": "biogpt.layers.{layer}.self_attn",
 }
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {}),
@@ -33,6 +35,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("gpt2", {}),
     "opt": ("opt", {}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "biogpt": ("biogpt", {}),
 }  # fmt: skip
 
 

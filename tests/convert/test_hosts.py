@@ -42,11 +42,12 @@ BEYOND: dict[str, dict[str, Any]] = {
     "olmo3": MIXED | {"rope_parameters": {"sliding_attention": PLAIN, "full_attention": YARN}},
     "cwm": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "phi3": {"sliding_window": 7},
+    "gpt_neo": {"window_size": 7},
     "qwen2": {"sliding_window": 7, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
     "seed_oss": {"mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "mlp_bias": True},
 }
-NO_ROPE = ("gpt2", "opt")
+NO_ROPE = ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm")
 NORM_SWITCHES = {"cohere": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}, "stablelm": {"qk_layernorm": True}}
 ALWAYS_NORMALISED = ("apertus", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe")
 NORMALISED = [f"{name}, QK-norm" for name in NORM_SWITCHES]
@@ -94,8 +95,9 @@ def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 # One of each kind: windows, biases, no RoPE, part of it, layers without it, experts, QK-norm of each form, other residuals.
 KINDS = (
-    "cohere, QK-norm", "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neox", "granite", "llama",
-    "mixtral", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3", "stablelm, QK-norm", "stablelm",
+    "cohere, QK-norm", "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neo", "gpt_neox", "granite",
+    "llama", "mixtral", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3", "stablelm, QK-norm",
+    "stablelm",
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ Logits = Callable[..., torch.Tensor]
 
 
 def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
-    assert HOST.families == {"gpt_neox", "gpt2", "opt"}
+    assert HOST.families == {"biogpt", "gpt_neox", "gpt_neo", "gpt2", "gpt_bigcode", "opt", "xglm"}
     for name, family in FAMILIES.items():
         config = tiny_config(name)
         spec = family.spec(config)
@@ -90,7 +90,10 @@ def test_results_run_where_kvfold_is_not_installed(
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
-    assert [result[0] for result in results[::3]] == ["GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM"]
+    assert [result[0] for result in results[::3]] == [
+        "BioGptForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoForCausalLM", "GPTNeoXForCausalLM",
+        "OPTForCausalLM", "XGLMForCausalLM",
+    ]  # fmt: skip
     for expected, grouped, latent in zip(results[::3], results[1::3], results[2::3], strict=True):
         assert expected[2] == 8
         assert grouped == ["KvfoldForCausalLM", expected[1], 4]
@@ -118,10 +121,10 @@ def test_latents_run_where_kvfold_is_not_installed(
 def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
     source = checkpoint(model_type)
     ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
-    ok(convert("mqa", tmp_path / "four", tmp_path / "four-one", "--method", "mean"))
-    ok(convert("mqa", source, tmp_path / "one", "--method", "mean"))
+    ok(convert("gqa", tmp_path / "four", tmp_path / "four-two", "--groups", 2, "--method", "mean"))
+    ok(convert("gqa", source, tmp_path / "two", "--groups", 2, "--method", "mean"))
     ok(convert("gqa", tmp_path / "four", tmp_path / "same", "--groups", 4))
-    twice, once = weights(tmp_path / "four-one"), weights(tmp_path / "one")
+    twice, once = weights(tmp_path / "four-two"), weights(tmp_path / "two")
     assert twice.keys() == once.keys()
     for name, tensor in once.items():
         torch.testing.assert_close(twice[name], tensor)
@@ -149,7 +152,10 @@ def test_a_base_model_that_was_saved_alone_is_read(
     alone = {name.removeprefix(f"{family.base}."): tensor for name, tensor in weights(source).items()}
     if kind == "bin":
         (source / "model.safetensors").unlink()
-        head = {} if model_type == "gpt_neox" else {"lm_head.weight": alone[embedding.name.removeprefix(f"{family.base}.")]}
+        of_head = family.names.holding("head.weight")
+        assert of_head is not None
+        tied = alone[embedding.name.removeprefix(f"{family.base}.")]
+        head = {} if model_type == "gpt_neox" else {of_head.name: tied}
         torch.save(alone | head, source / "pytorch_model.bin")
     else:
         save_file(alone, source / "model.safetensors", {"format": "pt"})
@@ -200,7 +206,7 @@ def test_kv_heads_that_the_class_ignores_are_refused(
 
 
 def test_the_card_says_how_to_load_it(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    ok(convert("mqa", checkpoint("opt"), tmp_path / "out", "--dtype", "bfloat16"))
+    ok(convert("gqa", checkpoint("opt"), tmp_path / "out", "--groups", 2, "--dtype", "bfloat16"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'from_pretrained("path/to/this/directory", trust_remote_code=True)' in card
     assert "This is a `kvfold` checkpoint." in card
@@ -214,7 +220,7 @@ def test_the_card_says_how_to_load_it(checkpoint: Make, convert: Convert, tmp_pa
     [
         ({}, "interleaved", "RoPE pairs neighbouring dims"),
         ({"qk_norm": NormForm("rms", "head", False, False, 1e-6)}, "half", "QK-norm"),
-        ({"beyond": {"window_size": 256}}, "half", "sets window_size to 256"),
+        ({"beyond": {"clip_qkv": 8.0}}, "half", "sets clip_qkv to 8.0"),
         ({}, "half", "None"),
     ],
 )
