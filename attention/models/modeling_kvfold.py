@@ -149,8 +149,9 @@ class _Attention(nn.Module):
             return mask
         if "paged" in chosen or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 4)):
             raise ValueError(f"this model has windows in its attention, which {chosen} leaves out; use eager attention")
-        tokens, past = hidden_states.shape[1], 0 if cache is None else cache.get_seq_length(self.layer_idx)
-        cached = past + tokens if mask is None else mask.shape[-1]
+        tokens = hidden_states.shape[1]
+        past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+        cached = tokens if cache is None else cache.get_mask_sizes(tokens, self.layer_idx)[0]
         position = torch.arange(tokens, device=hidden_states.device)[:, None] + past
         slots = torch.arange(cached, device=hidden_states.device)
         seen = slots > position - self.inner_window

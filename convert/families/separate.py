@@ -496,7 +496,6 @@ ROWS = [
         o_bias=True,
         **_LIKE_OPT,
         base="model",
-        computed=("embed_positions.weights",),
         unlike=(("add_cross_attention", False, "it has cross-attention (add_cross_attention)"),),
     ),
     SeparateProjections(

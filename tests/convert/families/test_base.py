@@ -191,3 +191,11 @@ def test_a_window_hides_logits_if_it_is_on_and_shorter_than_the_text(model_type:
     assert hidden(65, use_sliding_window=True) == ["sliding_window"]
     assert hidden(64, use_sliding_window=True) == []
     assert hidden(65, use_sliding_window=False) == []
+
+
+def test_local_layers_hide_logits_if_their_window_is_shorter_than_the_text() -> None:
+    local, plain = tiny_config("gpt_neo", window_size=64), tiny_config("gpt_neo", attention_types=[[["global"], 3]])
+    family = FAMILIES["gpt_neo"]
+    assert [hides_logits(family.traits(local), context) for context in (64, 65)] == [[], ["window_size"]]
+    assert hides_logits(family.traits(plain), 10**6) == []
+    assert [family.inner_window(local, layer) for layer in range(3)] == [64, None, None]

@@ -172,11 +172,13 @@ def test_what_gpt2_may_do_besides_is_refused(checkpoint: Make, convert: Convert,
     for option, message in cases.items():
         source = checkpoint("gpt2", name=option, **{option: True})
         left_nothing(convert("mqa", source, tmp_path / "out"), 2, message, tmp_path / "out")
+    source = checkpoint("xglm", name="crossing", add_cross_attention=True)
+    left_nothing(convert("mqa", source, tmp_path / "out"), 2, "cross-attention (add_cross_attention)", tmp_path / "out")
     source = checkpoint("opt", name="behind", do_layer_norm_before=False)
     left_nothing(convert("mqa", source, tmp_path / "out"), 2, "normalises behind its attention", tmp_path / "out")
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neo", "gpt_neox"])
 def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
@@ -184,8 +186,9 @@ def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
 
     source, family = checkpoint(model_type), FAMILIES[model_type]
     mask = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril()
-    extra = {f"{family.module(layer)}.bias": mask.clone() for layer in range(3)}
-    extra |= {f"{family.module(layer)}.masked_bias": torch.tensor(-1e9) for layer in range(3)}
+    modules = [family.output(layer).rpartition(".")[0] for layer in range(3)]
+    extra = {f"{module}.bias": mask.clone() for module in modules}
+    extra |= {f"{module}.masked_bias": torch.tensor(-1e9) for module in modules}
     save_file(weights(source) | extra, source / "model.safetensors", {"format": "pt"})
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
     dropped = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]["dropped"]
@@ -193,6 +196,33 @@ def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
     assert not any(name.endswith(family.computed) for name in weights(tmp_path / "out"))
     ok(convert("gqa", source, tmp_path / "same", "--groups", 8))
     assert torch.equal(logits(tmp_path / "same"), logits(source))
+
+
+def test_windows_inside_attention_are_kept(
+    checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoint("gpt_neo", duplicated=2, window_size=7)
+    ok(convert("gqa", source, tmp_path / "four", "--groups", 4))
+    config = json.loads((tmp_path / "four" / "config.json").read_text())
+    assert config["inner_windows"] == [7, None, None]
+    expected = logits(source)
+    torch.testing.assert_close(logits(tmp_path / "four"), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    all_of_it = edit(checkpoint("gpt_neo", name="wide", duplicated=2), window_size=100)
+    assert not torch.allclose(logits(all_of_it), expected, atol=1e-2), "24 tokens are more than a window"
+    with_text = ["--text", words, "--calibration-tokens", 384]
+    said = ok(convert("gqa", source, tmp_path / "two", "--groups", 2, *with_text)).stdout
+    assert "only outputs are refitted: window_size changes what heads attend to" in said
+    ok(convert("gqa", tmp_path / "two", tmp_path / "one", "--groups", 1))
+    again = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert (again["model_type"], again["inner_windows"]) == (MODEL_TYPE, [7, None, None])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    ids = torch.randint(4, 96, (2, 20), generator=torch.Generator().manual_seed(0))
+    asked = {"max_new_tokens": 8, "do_sample": False}
+    whole = model.generate(ids, use_cache=False, **asked)
+    assert torch.equal(model.generate(ids, **asked), whole)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
 
 
 @pytest.mark.parametrize("model_type", sorted(HOST.families))
