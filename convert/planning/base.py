@@ -161,11 +161,11 @@ def readable(source: Source) -> Family:
         Refusal: It needs its own code, is quantised, or belongs to no known family.
     """
     source.refuse_remote_code()
+    family = family_of(source.model_type, source.inner_model_type)
     if source.raw.get("quantization_config"):
         quantisation = source.raw["quantization_config"]
         kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation
         raise Refusal(f"{source.reference} is quantised ({kind})", hint=_dequantised_by(str(kind)))
-    family = family_of(source.model_type, source.inner_model_type)
     if source.raw.get("per_layer_config"):
         raise Refusal(
             f"{source.reference} has layers with settings of their own (per_layer_config), which kvfold does not read yet",
