@@ -22,6 +22,7 @@ ROLES = {
     "embedding": "one row per token",
     "positions": "one learned row per position",
     "padding_positions": "rows of the same table before those, which no token reads",
+    "embedding_projection": "from the width of embeddings to the model's, where they differ",
     "embedding_norm": "what normalises the embedded tokens",
     "layers.{layer}.attention_norm": "what normalises the attention's input (of parallel blocks, the MLP's too)",
     "layers.{layer}.attention_output_norm": "what normalises the attention's output",
@@ -43,6 +44,7 @@ ROLES = {
     "layers.{layer}.mlp.shared.down": "as in an MLP, of the expert that sees every token",
     "layers.{layer}.mlp.shared_router": "what weighs the expert that sees every token",
     "final_norm": "what normalises the last layer's output",
+    "head_projection": "from the model's width to that of embeddings, where they differ",
     "head": "the projection to the vocabulary",
 }
 

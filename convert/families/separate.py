@@ -232,6 +232,9 @@ class SeparateProjections(Family):
         return super().without_latent
 
     def unreadable(self, config: Any) -> str | None:
+        windows = [self.inner_window(config, layer) for layer in range(config.num_hidden_layers)]
+        if none := [window for window in windows if window is not None and window < 1]:
+            return f"its local layers see no tokens (window_size is {none[0]})"
         return next((why for name, value, why in self.unlike if getattr(config, name) != value), None)
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
@@ -472,7 +475,10 @@ ROWS = [
     SeparateProjections("helium", qkv_bias="attention_bias", pairing="interleaved"),
     SeparateProjections(
         "opt",
-        names=_like_opt("model.decoder", "final_layer_norm"),
+        names=_like_opt("model.decoder", "final_layer_norm").replacing(
+            Row("model.decoder.project_in", ("embedding_projection",)),
+            Row("model.decoder.project_out", ("head_projection",)),
+        ),
         qkv_bias="enable_bias",
         o_bias="enable_bias",
         **_LIKE_OPT,

@@ -95,9 +95,9 @@ def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 # One of each kind: windows, biases, no RoPE, part of it, layers without it, experts, QK-norm of each form, other residuals.
 KINDS = (
-    "cohere, QK-norm", "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neo", "gpt_neox", "granite",
-    "llama", "mixtral", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3", "stablelm, QK-norm",
-    "stablelm",
+    "biogpt", "cohere, QK-norm", "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neo", "gpt_neox",
+    "granite", "llama", "mixtral", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3",
+    "stablelm, QK-norm", "stablelm", "xglm",
 )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def test_small_sizes_run_alike_in_every_way(model_type: str, checkpoint: Make, c
     same_logits(said(stock(tmp_path / "again"), ids), expected, 1e-6)
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "gpt2", "gpt_neox", "mixtral", "olmo", "qwen3"])
+@pytest.mark.parametrize("model_type", ["gemma", "gpt2", "gpt_neo", "gpt_neox", "mixtral", "olmo", "qwen3", "xglm"])
 def test_half_precision_is_that_of_the_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, ids = made(checkpoint, model_type), tokens(12)
     ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd", "--dtype", "bfloat16"))

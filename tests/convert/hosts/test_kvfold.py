@@ -172,6 +172,9 @@ def test_what_gpt2_may_do_besides_is_refused(checkpoint: Make, convert: Convert,
     for option, message in cases.items():
         source = checkpoint("gpt2", name=option, **{option: True})
         left_nothing(convert("mqa", source, tmp_path / "out"), 2, message, tmp_path / "out")
+    for window in (0, -1):
+        source = edit(checkpoint("gpt_neo", name="blind"), window_size=window)
+        left_nothing(convert("mqa", source, tmp_path / "out"), 2, f"see no tokens (window_size is {window})", tmp_path / "out")
     source = checkpoint("xglm", name="crossing", add_cross_attention=True)
     left_nothing(convert("mqa", source, tmp_path / "out"), 2, "cross-attention (add_cross_attention)", tmp_path / "out")
     source = checkpoint("opt", name="behind", do_layer_norm_before=False)
@@ -196,6 +199,17 @@ def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
     assert not any(name.endswith(family.computed) for name in weights(tmp_path / "out"))
     ok(convert("gqa", source, tmp_path / "same", "--groups", 8))
     assert torch.equal(logits(tmp_path / "same"), logits(source))
+
+
+def test_embeddings_may_be_narrower_than_the_model(
+    checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint("opt", word_embed_proj_dim=24, duplicated=8)
+    ok(convert("mqa", source, tmp_path / "out", *on))
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=1e-3, atol=1e-3)
+    before, after = weights(source), weights(tmp_path / "out")
+    for name in ("model.decoder.project_in.weight", "model.decoder.project_out.weight"):
+        assert torch.equal(after[f"model.{name}"], before[name])
 
 
 def test_windows_inside_attention_are_kept(
