@@ -384,7 +384,8 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def __init__(self, config: KvfoldConfig) -> None:
         inner: Any = config.text_config
-        stock: Any = AutoModelForCausalLM._model_mapping[type(inner)]  # it has to be built with the same function
+        # The source's class is built with the same attention function.
+        stock: Any = AutoModelForCausalLM._model_mapping.get(type(inner), PreTrainedModel)
         capped = getattr(inner, "attn_logit_softcapping", None) is not None  # sdpa has no caps
         # transformers asks before this is a module.
         object.__setattr__(self, "_supports_sdpa", stock._supports_sdpa and not capped)

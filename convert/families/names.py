@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROLES = {
     "embedding": "one row per token",
     "positions": "one learned row per position",
-    "padding_positions": "rows of the same table before those, which no token reads",
+    "padding_positions": "rows of the same table before those, which only padding reads",
     "embedding_projection": "from the width of embeddings to the model's, where they differ",
     "embedding_norm": "what normalises the embedded tokens",
     "layers.{layer}.attention_norm": "what normalises the attention's input (of parallel blocks, the MLP's too)",

@@ -142,7 +142,6 @@ _NORMS_AROUND = _NORMS_BEHIND.replacing(
     _in_layers("pre_feedforward_layernorm", "mlp_norm"),
 )
 _WITHOUT_GAINS = LLAMA.replacing(without=("layers.{layer}.attention_norm", "layers.{layer}.mlp_norm", "final_norm"))
-
 GPT2 = NameTable(
     [
         Row("transformer.wte", ("embedding",)),

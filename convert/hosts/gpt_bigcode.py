@@ -70,7 +70,7 @@ class GPTBigCode:
 
     name = "gpt_bigcode"
     loads_in = "transformers"
-    served_by = "vLLM serves it, and llama.cpp if its activation is a GELU"
+    served_by = "vLLM and, if the activation is a GELU, llama.cpp have this class (kvfold has not run it there)"
     opened_by = "transformers loads it without kvfold."
     remarks = (
         "Positions count from the first column of a batch. Give `position_ids` with padding on the left, as `generate` does.",
@@ -102,7 +102,7 @@ class GPTBigCode:
     def notes(self, config: Any) -> tuple[str, ...]:
         if (place := FAMILIES[config.model_type].names.holding("padding_positions.weight")) is None:
             return ()
-        return (f"the first {place.leading} rows of {place.name} are dropped: no token reads them",)
+        return (f"the first {place.leading} rows of {place.name} are dropped: only padding reads them",)
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         # Software that does not read the activation refuses this name; vLLM then runs transformers' modules.

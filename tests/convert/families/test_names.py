@@ -172,7 +172,7 @@ def test_a_first_part_of_its_own_size() -> None:
     stored = torch.randn(7, 5)
     parts = place.split(stored)
     assert {role: tuple(part.shape) for role, part in parts.items()} == place.shapes((7, 5))
-    assert torch.equal(parts["positions.weight"], stored[2:]), "behind two rows that no token reads"
+    assert torch.equal(parts["positions.weight"], stored[2:]), "behind two rows that only padding reads"
     assert torch.equal(place.join(parts), stored)
     with pytest.raises(Failure, match=r"is \[2, 5\] and should hold 2 rows of padding_positions\.weight and then positions"):
         place.split(stored[:2])

@@ -149,10 +149,10 @@ def test_a_result_is_a_source(checkpoint: Make, convert: Convert, tmp_path: Path
     same_logits(logits_of(tmp_path / "latent", tokens(24)), logits_of(tmp_path / "one", tokens(24)))
 
 
-def test_positions_that_no_token_reads_are_dropped(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+def test_positions_that_only_padding_reads_are_dropped(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint("opt")
     said = ok(convert("mqa", source, tmp_path / "out")).stdout
-    assert "the first 2 rows of model.decoder.embed_positions.weight are dropped: no token reads them" in said
+    assert "the first 2 rows of model.decoder.embed_positions.weight are dropped: only padding reads them" in said
     before, after = weights(source)["model.decoder.embed_positions.weight"], weights(tmp_path / "out")["transformer.wpe.weight"]
     assert torch.equal(after, before[2:])
 
