@@ -110,6 +110,7 @@ class LatentAttention(nn.Module):
     queries: Callable[[torch.Tensor], torch.Tensor]
     compressed: Callable[[torch.Tensor], torch.Tensor]
     attention_arguments: Callable[[], dict[str, Any]]
+    windowed: Callable[[Any, str, torch.Tensor, Any], Any]
     rotated: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 
     def prepare(self, rule: Rule, backend: Backend) -> None:
@@ -290,7 +291,8 @@ class OwnLatentAttention(LatentAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the class does (`attend`)."""
         cache = layer_past if past_key_values is None else past_key_values
-        return self.attend(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+        mask = self.windowed(attention_mask, self.config._attn_implementation, hidden_states, cache)
+        return self.attend(hidden_states, position_embeddings, mask, cache, **kwargs)
 
 
 def neutral_constants(module: LatentAttention) -> torch.Tensor | None:

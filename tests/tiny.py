@@ -43,7 +43,9 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     family = FAMILIES.get(model_type)
     if family is not None and family.has_heads and not family.shares_heads:  # its class ignores these
         values = {key: value for key, value in values.items() if key not in ("num_key_value_heads", "head_dim")}
-        values = {"ffn_dim": 32, "n_inner": 32, "rotary_dim": 4} | values
+        own = {"ffn_dim": 32, "n_inner": 32, "rotary_dim": 4, "multi_query": False, "n_head": values["num_attention_heads"]}
+        kinds = {"attention_types": [[["local"], 1], [["global"], values["num_hidden_layers"] - 1]]}
+        values = own | (kinds if model_type == "gpt_neo" else {}) | values
     if model_type.startswith("gemma") or model_type == "vaultgemma":
         values = {"query_pre_attn_scalar": 4} | values
     return AutoConfig.for_model(model_type, **values)
@@ -114,17 +116,18 @@ def layer_tensors(model: Any, family: Family, layer: int) -> dict[str, torch.Ten
 def duplicate_kv_heads(model: Any, times: int) -> None:
     """Make runs of `times` KV heads equal, everywhere in the model: weights, biases, gains per head."""
     heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+    interleaved = model.config.model_type == "gpt_bigcode"
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            part = name.replace(".attn.", ".self_attn.").split("self_attn.")[-1]
+            part = name.split("self_attn.")[-1].split("attn.attention.")[-1].split(".attn.")[-1]
+            if "query_key_value" in part or (interleaved and "c_attn" in part):  # [heads, 3, D, …]
+                rows = parameter.unflatten(0, (heads // times, times, 3, -1))
+                rows[:, 1:, 1:] = rows[:, :1, 1:]
+                continue
             if part.endswith(("c_attn.weight", "c_attn.bias")):  # [E, 3 heads D] or [3 heads D]
                 rows = parameter.mT if parameter.ndim == 2 else parameter
                 rows = rows.unflatten(0, (3, heads // times, times, -1))
                 rows[1:, :, 1:] = rows[1:, :, :1]
-                continue
-            if "query_key_value" in part:  # [heads, 3, D, …]
-                rows = parameter.unflatten(0, (heads // times, times, 3, -1))
-                rows[:, 1:, 1:] = rows[:, :1, 1:]
                 continue
             if part.startswith("qkv_proj") and model.config.model_type == "codegen":  # [4, (Q, V, K), heads / 4, D, E]
                 rows = parameter.unflatten(0, (4, 3, heads // 4 // times, times, -1))

@@ -20,7 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixi
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # The config key of the dropout that a class has inside its attention, behind the output projection.
-_OUTPUT_DROPOUT = {"gpt2": "resid_pdrop", "seed_oss": "residual_dropout", "starcoder2": "residual_dropout"}
+_OUTPUT_DROPOUT = {
+    "gpt2": "resid_pdrop", "gpt_bigcode": "resid_pdrop", "gpt_neo": "resid_dropout", "seed_oss": "residual_dropout",
+    "starcoder2": "residual_dropout",
+}  # fmt: skip
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # keys of that of probabilities
 
 
 class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -34,6 +38,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             QK-norm.
         o_bias: Whether O has one.
         scaling: What logits are multiplied by before the softmax.
+        inner_windows: How many tokens each layer sees, or None for all, where the source's class has windows inside its
+            attention, so that its masks lack them.
         rope_pairs: With a latent: for each of the P/2 pairs of the RoPE key, which of the class's frequencies it rotates with.
         rope_stride: With a latent: how many columns of the class's cosines and sines lie between one frequency and the next.
         rope_factor: With a latent: what the stock class multiplies cosines and sines by, in all layers, or in each of them.
@@ -51,6 +57,7 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     qkv_bias: bool = False
     o_bias: bool = False
     scaling: float = 1.0
+    inner_windows: list[int | None] | None = None
     rope_pairs: list[int] | None = None
     rope_stride: int = 1
     rope_factor: float | list[float] = 1.0
@@ -61,7 +68,16 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             self.text_config = AutoConfig.for_model(**self.text_config)
         if getattr(self.text_config, "kv_lora_rank", None) is not None:
             self._check_latent()
+        if self.inner_windows is not None:
+            self._check_windows(self.inner_windows)
         super().__post_init__(**kwargs)
+
+    def _check_windows(self, windows: list[int | None]) -> None:
+        """Raise `ValueError` if there is not a window, or None, for each layer."""
+        layers = getattr(self.text_config, "num_hidden_layers", 0)
+        listed = windows if isinstance(windows, list) else []
+        if len(listed) != layers or not all(window is None or (type(window) is int and window > 0) for window in listed):
+            raise ValueError(f"inner_windows is {windows}; it must list a number above 0, or null, for each of {layers} layers")
 
     def _check_latent(self) -> None:
         """Raise `ValueError` if sizes are missing, or if the RoPE key has no frequency for each of its pairs."""
@@ -100,15 +116,17 @@ class _Attention(nn.Module):
     Args:
         config: The whole model's config.
         layer_idx: The index of the layer, by which the cache knows it.
-        sliding_window: How many tokens the layer sees; None for all. The source's class makes masks and caches for it.
+        sliding_window: How many tokens the layer sees; None for all. The source's class makes masks and caches for it, unless
+            the config has it as an inner window.
     """
 
     def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
         nn.Module.__init__(self)  # not that of the attention that `_grafted` adds as a base
         inner: Any = config.text_config
         self.config, self.layer_idx, self.scaling, self.is_causal = inner, layer_idx, config.scaling, True
-        self.sliding_window = sliding_window
-        self.attention_dropout = getattr(inner, "attention_dropout", getattr(inner, "attn_pdrop", 0.0))
+        self.inner_window = config.inner_windows[layer_idx] if config.inner_windows else None
+        self.sliding_window = sliding_window if self.inner_window is None else self.inner_window
+        self.attention_dropout = next((getattr(inner, key) for key in _DROPOUT if hasattr(inner, key)), 0.0)
         self.softcap = getattr(inner, "attn_logit_softcapping", None)
         self.output_dropout = getattr(inner, _OUTPUT_DROPOUT.get(inner.model_type, ""), 0.0)
 
@@ -116,6 +134,31 @@ class _Attention(nn.Module):
         """The arguments of attention functions besides tensors."""
         capped = {} if self.softcap is None else {"softcap": self.softcap}
         return {"scaling": self.scaling, "sliding_window": self.sliding_window, **capped}
+
+    def windowed(
+        self, mask: torch.Tensor | None, chosen: str, hidden_states: torch.Tensor, cache: Cache | None
+    ) -> torch.Tensor | None:
+        """The mask with the layer's inner window, where the attention function does not add it.
+
+        Args:
+            mask: As the attention function takes it.
+            chosen: The name of that function.
+            hidden_states: `[B, T, E]`.
+            cache: The cache, to which these tokens are not added yet; or None.
+        """
+        if self.inner_window is None or "flash" in chosen:  # flash attention takes windows as an argument
+            return mask
+        if "paged" in chosen or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 4)):
+            raise ValueError(f"this model has windows in its attention, which {chosen} leaves out; use eager attention")
+        tokens = hidden_states.shape[1]
+        past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+        cached = tokens if cache is None else cache.get_mask_sizes(tokens, self.layer_idx)[0]
+        position = torch.arange(tokens, device=hidden_states.device)[:, None] + past
+        slots = torch.arange(cached, device=hidden_states.device)
+        seen = slots > position - self.inner_window
+        if mask is None:
+            return (seen & (slots <= position))[None, None]
+        return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
 class GroupedAttention(_Attention):
@@ -165,10 +208,11 @@ class GroupedAttention(_Attention):
         )
         if position_embeddings is not None:
             queries, keys = (_rotated(states, *position_embeddings) for states in (queries, keys))
-        cache = layer_past if past_key_values is None else past_key_values
+        cache, chosen = layer_past if past_key_values is None else past_key_values, self.config._attn_implementation
+        attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
         out, weights = attend(self, queries, keys, values, attention_mask, **kwargs)  # [B, T, H, D]
@@ -267,11 +311,11 @@ class KvfoldLatentAttention(_Attention):
         nope, rope = self.queries(hidden_states).split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         latent, k_rope = self.compressed(hidden_states)[:, None].split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         rope, k_rope = self.rotated(rope, k_rope, position_embeddings)
-        cache = layer_past if past_key_values is None else past_key_values
+        cache, chosen = layer_past if past_key_values is None else past_key_values, self.config._attn_implementation
+        attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)
         if cache is not None:
             latent, k_rope = cache.update(latent, k_rope, self.layer_idx)
         keys, values = self.expand_kv(latent, k_rope)
-        chosen = self.config._attn_implementation
         if "flash" in chosen:  # it takes values as wide as keys
             values = nn.functional.pad(values, (0, self.qk_head_dim - self.v_head_dim))
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
@@ -343,17 +387,21 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def __init__(self, config: KvfoldConfig) -> None:
         inner: Any = config.text_config
-        if getattr(inner, "attn_logit_softcapping", None) is not None:
-            object.__setattr__(self, "_supports_sdpa", False)  # it has no caps; transformers asks before this is a module
+        # The source's class is built with the same attention function.
+        stock: Any = AutoModelForCausalLM._model_mapping.get(type(inner), PreTrainedModel)
+        capped = getattr(inner, "attn_logit_softcapping", None) is not None  # sdpa has no caps
+        # transformers asks before this is a module.
+        object.__setattr__(self, "_supports_sdpa", stock._supports_sdpa and not capped)
+        object.__setattr__(self, "_supports_flash_attn", stock._supports_flash_attn)
         super().__init__(config)
         self.model = AutoModelForCausalLM.from_config(inner)
         latent = getattr(inner, "kv_lora_rank", None) is not None
         attention: Any = KvfoldLatentAttention if latent else GroupedAttention
         for layer in range(inner.num_hidden_layers):
             path = config.attention_path.format(layer=layer)
-            stock: Any = self.model.get_submodule(path)
-            kind: Any = type(stock)
-            made: Any = _grafted(attention, kind)(config, layer, _window(inner, stock, layer))
+            replaced: Any = self.model.get_submodule(path)
+            kind: Any = type(replaced)
+            made: Any = _grafted(attention, kind)(config, layer, _window(inner, replaced, layer))
             self.model.set_submodule(path, made)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()
@@ -430,7 +478,9 @@ def eager(
     logits = query @ key.mT * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    elif attention_mask is not None:
         logits = logits + attention_mask
     weights = nn.functional.softmax(logits, -1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)

@@ -49,9 +49,8 @@ class Unit:
     @property
     def copies(self) -> bool:
         """Whether the outputs equal the sources, under the same or other names."""
-        return self.layer is None and [(p.roles, p.transposed) for p in self.sources] == [
-            (p.roles, p.transposed) for p in self.places
-        ]
+        before, after = ([(p.roles, p.transposed, p.leading) for p in places] for places in (self.sources, self.places))
+        return self.layer is None and before == after
 
     def make(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """The outputs of a unit other than an attention; `read` gives its sources."""

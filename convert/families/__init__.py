@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from attention.models import MODEL_TYPE
-from convert.families import blocked, conv1d, interleaved, latent, separate, stacked
+from convert.families import blocked, conv1d, interleaved, latent, multi_query, separate, stacked
 from convert.families.base import Family
 from convert.families.kvfold import KvfoldProjections
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (*separate.ROWS, *stacked.ROWS, *blocked.ROWS, interleaved.FAMILY, conv1d.FAMILY, latent.FAMILY)
+    for family in (
+        *separate.ROWS,
+        *stacked.ROWS,
+        *blocked.ROWS,
+        interleaved.FAMILY,
+        conv1d.FAMILY,
+        multi_query.FAMILY,
+        latent.FAMILY,
+    )
 }
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+# Model types that are not read on purpose, and why.
+UNREAD = {
+    "gpt_oss": "each head has an attention sink, a logit of its own in every softmax, and no record of an attention has sinks",
+    "openai-gpt": "its class in transformers keeps no KV cache",
+}
+
+__all__ = ["FAMILIES", "UNREAD", "Family", "family_of"]
 
 
 def family_of(model_type: str, inner: str | None = None) -> Family:
@@ -24,13 +38,13 @@ def family_of(model_type: str, inner: str | None = None) -> Family:
         inner: The model type of its `text_config`, which kvfold's class has.
 
     Raises:
-        Refusal: No family has that model type; the hint lists the known ones.
+        Refusal: No family has that model type, with the reason if there is one; the hint lists the known ones.
     """
     if model_type == MODEL_TYPE and inner is not None:
         return KvfoldProjections(family_of(inner))
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     raise Refusal(
-        f"model type {model_type!r} is not supported",
+        f"model type {model_type!r} is not supported{f': {UNREAD[model_type]}' if model_type in UNREAD else ''}",
         hint=f"supported: {', '.join(sorted(FAMILIES))} (see `convert families`)",
     )

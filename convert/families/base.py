@@ -54,9 +54,13 @@ class Traits:
     beyond: Mapping[str, Any]
 
 
+# Config fields that say how many tokens some layers see.
+WINDOWS = ("sliding_window", "window_size")
+
+
 def hides_logits(traits: Traits, context: int) -> list[str]:
     """Config fields that, in blocks of `context` tokens, make attention differ from the softmax of the record's logits."""
-    return [field for field, value in traits.beyond.items() if field != "sliding_window" or value < context]
+    return [field for field, value in traits.beyond.items() if field not in WINDOWS or value < context]
 
 
 class Family(ABC):
@@ -139,6 +143,10 @@ class Family(ABC):
         """The sizes of `config`'s attention."""
         return AttentionSpec.from_config(config)
 
+    def class_kv_heads(self, config: Any) -> int:
+        """How many KV heads its class has, if it ignores `num_key_value_heads`."""
+        return int(config.num_attention_heads)
+
     def traits(self, config: Any) -> Traits:
         """What a config's attention has besides projections; output classes accept or refuse it by these."""
         return Traits(
@@ -155,6 +163,10 @@ class Family(ABC):
         from attention import rope
 
         return rope.from_config(config, self.spec(config).head_dim)
+
+    def inner_window(self, config: Any, layer: int) -> int | None:
+        """How many tokens a layer sees, if its class has that window inside its attention, so that its masks lack it."""
+        return None
 
     def scale(self, config: Any) -> float:
         """The factor of the logits before the softmax."""

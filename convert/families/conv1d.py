@@ -11,31 +11,22 @@ from typing import TYPE_CHECKING, Any
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
-from convert.families.names import NameTable, Row, in_layers
+from convert.families.names import in_layers
+from convert.families.separate import GPT2
 
 if TYPE_CHECKING:
     import torch
-
-_LAYERS = "transformer.h"
 
 
 class Conv1DProjections(Family):
     """`c_attn [E, 3 H D]` and `c_proj [H D, E]`, both with biases."""
 
     model_type = "gpt2"
-    names = NameTable(
-        [
-            Row("transformer.wte", ("embedding",)),
-            Row("transformer.wpe", ("positions",)),
-            in_layers(_LAYERS, "ln_1", "attention_norm"),
-            in_layers(_LAYERS, "ln_2", "mlp_norm"),
-            in_layers(_LAYERS, "mlp.c_fc", "mlp.up", transposed=True),
-            in_layers(_LAYERS, "mlp.c_proj", "mlp.down", transposed=True),
-            Row("transformer.ln_f", ("final_norm",)),
-            Row("lm_head", ("head",)),
-        ]
+    names = GPT2.replacing(
+        in_layers("transformer.h", "mlp.c_fc", "mlp.up", transposed=True),
+        in_layers("transformer.h", "mlp.c_proj", "mlp.down", transposed=True),
     )
-    attention_path = f"{_LAYERS}.{{layer}}.attn"
+    attention_path = "transformer.h.{layer}.attn"
     base = "transformer"
     computed = ("inv_freq", ".attn.bias", ".attn.masked_bias")  # the causal mask of old checkpoints
     layout = "stacked projections, transposed"

@@ -15,7 +15,7 @@ from attention.record import Attention, FactoredAttention, Projections, Record
 from attention.rope import Rotary, no_rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
-from convert.families.names import NameTable, Row
+from convert.families.names import NameTable
 from convert.families.projections import join_heads, join_projections, projection_shapes, split_projections
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class KvfoldProjections(Family):
 
     def __init__(self, inner: Family) -> None:
         self.inner = inner
-        self.names = NameTable([Row(_PREFIX + row.path, row.roles, row.transposed) for row in inner.names.rows])
+        self.names = NameTable([replace(row, path=_PREFIX + row.path) for row in inner.names.rows])
         self.attention_path = _PREFIX + inner.attention_path
         self.gain_offset, self.computed = inner.gain_offset, inner.computed
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 ROLES = {
     "embedding": "one row per token",
     "positions": "one learned row per position",
+    "padding_positions": "rows of the same table before those, which only padding reads",
+    "embedding_projection": "from the width of embeddings to the model's, where they differ",
     "embedding_norm": "what normalises the embedded tokens",
     "layers.{layer}.attention_norm": "what normalises the attention's input (of parallel blocks, the MLP's too)",
     "layers.{layer}.attention_output_norm": "what normalises the attention's output",
@@ -42,6 +44,7 @@ ROLES = {
     "layers.{layer}.mlp.shared.down": "as in an MLP, of the expert that sees every token",
     "layers.{layer}.mlp.shared_router": "what weighs the expert that sees every token",
     "final_norm": "what normalises the last layer's output",
+    "head_projection": "from the model's width to that of embeddings, where they differ",
     "head": "the projection to the vocabulary",
 }
 
@@ -55,17 +58,21 @@ class Place:
         roles: What it holds, each with the last part of the name: `("layers.3.mlp.gate.weight", "layers.3.mlp.up.weight")`.
             Several are stacked along their output rows in equal parts.
         transposed: Whether it is stored `[…, in, out]` instead of `[…, out, in]`.
+        leading: How many rows the first of two roles has, if not half of them.
     """
 
     name: str
     roles: tuple[str, ...]
     transposed: bool = False
+    leading: int | None = None
 
     def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of the tensor by role, as views. Raises `Failure` as `shapes` does."""
-        self.shapes(tuple(tensor.shape))
+        shapes = self.shapes(tuple(tensor.shape))
         rows_first = tensor.mT if self.transposed else tensor
-        parts = (rows_first,) if len(self.roles) == 1 else rows_first.chunk(len(self.roles), self._rows)
+        if len(self.roles) == 1:
+            return {self.roles[0]: rows_first}
+        parts = rows_first.split([shape[self._rows] for shape in shapes.values()], self._rows)
         return dict(zip(self.roles, parts, strict=True))
 
     def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -81,14 +88,15 @@ class Place:
         """The shapes of the parts of a tensor of shape `stored`, by role.
 
         Raises:
-            Failure: The rows do not divide into equal parts.
+            Failure: The rows do not divide into such parts.
         """
         shape, count = self._turned(stored, f"{self.name} is {list(stored)}"), len(self.roles)
-        if count > 1:
-            if len(shape) < -self._rows or shape[self._rows] % count:
-                raise Failure(f"{self.name} is {list(stored)} and should hold {count} projections of equal size", hint=_CHECK)
-            shape = _with_rows(shape, self._rows, shape[self._rows] // count)
-        return dict.fromkeys(self.roles, shape)
+        if count == 1:
+            return {self.roles[0]: shape}
+        sizes = self._sizes([shape])
+        if sizes is None:
+            raise Failure(f"{self.name} is {list(stored)} and should hold {self._held}", hint=_CHECK)
+        return {role: _with_rows(shape, self._rows, size) for role, size in zip(self.roles, sizes, strict=True)}
 
     def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """The stored shape, from the shapes of the parts by role.
@@ -96,12 +104,29 @@ class Place:
         Raises:
             Failure: The parts cannot be stacked.
         """
-        found, count = [parts[role] for role in self.roles], len(self.roles)
-        if len(set(found)) > 1 or (count > 1 and len(found[0]) < -self._rows):
-            what = " and ".join(f"{role} {list(shape)}" for role, shape in zip(self.roles, found, strict=True))
-            raise Failure(f"{self.name} holds {count} projections of equal size, and there are {what}", hint=_CHECK)
-        whole = _with_rows(found[0], self._rows, count * found[0][self._rows]) if count > 1 else found[0]
+        found, whole = [parts[role] for role in self.roles], parts[self.roles[0]]
+        if len(found) > 1:
+            sizes = self._sizes(found)
+            if sizes is None or found != [_with_rows(whole, self._rows, size) for size in sizes]:
+                what = " and ".join(f"{role} {list(shape)}" for role, shape in zip(self.roles, found, strict=True))
+                raise Failure(f"{self.name} holds {self._held}, and there are {what}", hint=_CHECK)
+            whole = _with_rows(whole, self._rows, sum(sizes))
         return self._turned(whole, f"{self.roles[0]} is {list(whole)}")
+
+    def _sizes(self, shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
+        """How many rows each role has of those that tensors of these shapes have together; None if they do not divide so."""
+        if any(len(shape) < -self._rows for shape in shapes):
+            return None
+        rows, count = sum(shape[self._rows] for shape in shapes), len(self.roles)
+        if self.leading is not None:
+            return [self.leading, rows - self.leading] if rows > self.leading else None
+        return None if rows % count else [rows // count] * count
+
+    @property
+    def _held(self) -> str:
+        if self.leading is None:
+            return f"{len(self.roles)} projections of equal size"
+        return f"{self.leading} rows of {self.roles[0]} and then {self.roles[1]}"
 
     @property
     def _rows(self) -> int:
@@ -126,18 +151,20 @@ class Row:
         roles: What it holds, of `ROLES`: `("layers.{layer}.mlp.up",)`. Several are stacked along their output rows in equal
             parts: `("layers.{layer}.mlp.gate", "layers.{layer}.mlp.up")`.
         transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D. Biases are the same either way.
+        leading: How many rows the first of two roles has, if not half of them.
     """
 
     path: str
     roles: tuple[str, ...]
     transposed: bool = False
+    leading: int | None = None
 
     def place(self, numbers: Mapping[str, str], last: str) -> Place | None:
         """The tensor with these numbers and that last part; None if it is unknown how such parts are stacked."""
         if len(self.roles) > 1 and last not in (_WEIGHT, _BIAS):
             return None
         roles = tuple(f"{role.format(**numbers)}.{last}" for role in self.roles)
-        return Place(f"{self.path.format(**numbers)}.{last}", roles, self.transposed and last == _WEIGHT)
+        return Place(f"{self.path.format(**numbers)}.{last}", roles, self.transposed and last == _WEIGHT, self.leading)
 
 
 def in_layers(layers: str, path: str, *roles: str, transposed: bool = False) -> Row:

@@ -98,6 +98,28 @@ def _sliding_or_no_window(config: Any, layer: int) -> bool:
     return config.sliding_window is None or config.layer_types[layer] == "sliding_attention"
 
 
+def _local_layers(config: Any, layer: int) -> bool:
+    return bool(config.attention_layers[layer] == "local")
+
+
+def _like_opt(decoder: str, final_norm: str, head: str = "lm_head", learned: bool = True) -> NameTable:
+    """The table of OPT and its like, with or without learned positions, of which the first two are for padding."""
+    layers = partial(in_layers, f"{decoder}.layers")
+    positions = Row(f"{decoder}.embed_positions", ("padding_positions", "positions"), leading=2)
+    return NameTable(
+        [
+            Row(f"{decoder}.embed_tokens", ("embedding",)),
+            *([positions] if learned else []),
+            layers("self_attn_layer_norm", "attention_norm"),
+            layers("final_layer_norm", "mlp_norm"),
+            layers("fc1", "mlp.up"),
+            layers("fc2", "mlp.down"),
+            Row(f"{decoder}.{final_norm}", ("final_norm",)),
+            Row(head, ("head",)),
+        ]
+    )
+
+
 _BASE = 10_000.0  # of RoPE in classes that have no `rope_parameters`
 _in_layers = partial(in_layers, "model.layers")
 _PARTS = ("gate", "up", "down")
@@ -121,15 +143,15 @@ _NORMS_AROUND = _NORMS_BEHIND.replacing(
     _in_layers("pre_feedforward_layernorm", "mlp_norm"),
 )
 _WITHOUT_GAINS = LLAMA.replacing(without=("layers.{layer}.attention_norm", "layers.{layer}.mlp_norm", "final_norm"))
-_OPT = NameTable(
+GPT2 = NameTable(
     [
-        Row("model.decoder.embed_tokens", ("embedding",)),
-        Row("model.decoder.embed_positions", ("positions",)),
-        in_layers("model.decoder.layers", "self_attn_layer_norm", "attention_norm"),
-        in_layers("model.decoder.layers", "final_layer_norm", "mlp_norm"),
-        in_layers("model.decoder.layers", "fc1", "mlp.up"),
-        in_layers("model.decoder.layers", "fc2", "mlp.down"),
-        Row("model.decoder.final_layer_norm", ("final_norm",)),
+        Row("transformer.wte", ("embedding",)),
+        Row("transformer.wpe", ("positions",)),
+        in_layers("transformer.h", "ln_1", "attention_norm"),
+        in_layers("transformer.h", "ln_2", "mlp_norm"),
+        in_layers("transformer.h", "mlp.c_fc", "mlp.up"),
+        in_layers("transformer.h", "mlp.c_proj", "mlp.down"),
+        Row("transformer.ln_f", ("final_norm",)),
         Row("lm_head", ("head",)),
     ]
 )
@@ -164,13 +186,15 @@ class SeparateProjections(Family):
     Attributes:
         qkv_bias: Whether Q, K and V have biases; a string names the config field that says so. Likewise `o_bias`.
         o_name: The output projection's name.
+        within: Where the projections are in the attention's module, if not directly.
         norm: How the QK-norm is stored; None without one.
         pairing: Which two dims form a rotary pair (see `Rotary`).
         rope_stride: See `Family`; so is `scales_rope`.
-        scaled_by: The config field that the softmax scale is read from, raised to `scale_power`; D^-½ if None.
+        scaled_by: The softmax scale, or the config field that it is read from, raised to `scale_power`; D^-½ if None.
         partial_rotary: Whether only the share `partial_rotary_factor` of D is rotary.
         rotary_dims: The config field with the number of rotary dims, in classes older than `rope_parameters`; None in others.
         rotates: Which layers have RoPE.
+        local: Which layers see `window_size` tokens, by a mask inside their attention.
         names: The table of all other tensors of a checkpoint.
         gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
@@ -188,15 +212,17 @@ class SeparateProjections(Family):
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     o_name: str = "o_proj"
+    within: str = ""
     norm: NormRow | None = None
     pairing: Pairing = "half"
     rope_stride: int = 1
     scales_rope: bool = False
-    scaled_by: str | None = None
+    scaled_by: str | float | None = None
     scale_power: float = 1.0
     partial_rotary: bool = False
     rotary_dims: str | None = None
     rotates: Callable[[Any, int], bool] = _everywhere
+    local: Callable[[Any, int], bool] = _nowhere
     names: NameTable = LLAMA
     gain_offset: float = 0.0
     adds_output: bool = True
@@ -222,6 +248,9 @@ class SeparateProjections(Family):
             dims, most = getattr(config, self.rotary_dims), self.spec(config).head_dim
             if dims < 2 or dims % 2 or dims > most:
                 return f"RoPE rotates pairs of each head's {most} dims, and {self.rotary_dims} is {dims}"
+        windows = [self.inner_window(config, layer) for layer in range(config.num_hidden_layers)]
+        if none := [window for window in windows if window is not None and window < 1]:
+            return f"its local layers see no tokens (window_size is {none[0]})"
         return next((why for name, value, why in self.unlike if getattr(config, name) != value), None)
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
@@ -276,23 +305,29 @@ class SeparateProjections(Family):
         norm = self._norm(config)
         return norm is not None and norm.storage != "shared"
 
+    def inner_window(self, config: Any, layer: int) -> int | None:
+        return int(config.window_size) if self.local(config, layer) else None
+
     def output(self, layer: int) -> str:
-        return f"{self.module(layer)}.{self.o_name}"
+        return f"{self._prefix(layer)}{self.o_name}"
 
     def traits(self, config: Any) -> Traits:
         norm = self._norm(config)
+        layers = range(self.spec(config).num_layers)
         beyond = self.beyond if self.beyond_switch is None or getattr(config, self.beyond_switch) else ()
+        if any(self.local(config, layer) for layer in layers):
+            beyond = (*beyond, "window_size")
         return Traits(
             qkv_bias=self._flag(config, self.qkv_bias),
             o_bias=self._flag(config, self.o_bias),
             qk_norm=norm.form(getattr(config, norm.eps)) if norm else None,
-            layers_with_rotary=sum(self.rotates(config, layer) for layer in range(self.spec(config).num_layers)),
+            layers_with_rotary=sum(self.rotates(config, layer) for layer in layers),
             adds_output=self.adds_output,
             beyond={field: value for field in beyond if (value := getattr(config, field, None)) not in (None, False)},
         )
 
     def _prefix(self, layer: int) -> str:
-        return f"{self.module(layer)}."
+        return f"{self.module(layer)}.{self.within}{'.' if self.within else ''}"
 
     @staticmethod
     def _flag(config: Any, flag: bool | str) -> bool:
@@ -303,7 +338,10 @@ class SeparateProjections(Family):
         return self.norm if on else None
 
     def scale(self, config: Any) -> float:
-        return super().scale(config) if self.scaled_by is None else float(getattr(config, self.scaled_by) ** self.scale_power)
+        if self.scaled_by is None:
+            return super().scale(config)
+        given = getattr(config, self.scaled_by) if isinstance(self.scaled_by, str) else self.scaled_by
+        return float(given**self.scale_power)
 
 
 def _or_zeros(bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
@@ -325,6 +363,7 @@ GPTJ: dict[str, Any] = {
     "computed": ("inv_freq", ".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),  # masks of old checkpoints
 }
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_LIKE_OPT: dict[str, Any] = {"o_name": "out_proj", "rotates": _nowhere, "shares_heads": False}
 _POST_NORM: dict[str, Any] = {"names": _NORMS_BEHIND, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scalar", "scale_power": -0.5}
 
@@ -478,16 +517,47 @@ ROWS = [
     SeparateProjections("helium", qkv_bias="attention_bias", pairing="interleaved"),
     SeparateProjections(
         "opt",
-        names=_OPT,
+        names=_like_opt("model.decoder", "final_layer_norm").replacing(
+            Row("model.decoder.project_in", ("embedding_projection",)),
+            Row("model.decoder.project_out", ("head_projection",)),
+        ),
         qkv_bias="enable_bias",
         o_bias="enable_bias",
-        o_name="out_proj",
-        rotates=_nowhere,
-        shares_heads=False,
+        **_LIKE_OPT,
         attention_path="model.decoder.layers.{layer}.self_attn",
         base="model",
         unlike=(("do_layer_norm_before", True, "it normalises behind its attention (do_layer_norm_before is false)"),),
     ),
     SeparateProjections("gptj", **GPTJ),
+    SeparateProjections(
+        "biogpt",
+        names=_like_opt("biogpt", "layer_norm", "output_projection"),
+        qkv_bias=True,
+        o_bias=True,
+        **_LIKE_OPT,
+        attention_path="biogpt.layers.{layer}.self_attn",
+        base="biogpt",
+    ),
+    SeparateProjections(
+        "xglm",
+        names=_like_opt("model", "layer_norm", learned=False),
+        qkv_bias=True,
+        o_bias=True,
+        **_LIKE_OPT,
+        base="model",
+        unlike=(("add_cross_attention", False, "it has cross-attention (add_cross_attention)"),),
+    ),
+    SeparateProjections(
+        "gpt_neo",
+        names=GPT2,
+        o_bias=True,
+        **_LIKE_OPT,
+        within="attention",
+        scaled_by=1.0,
+        local=_local_layers,
+        attention_path="transformer.h.{layer}.attn",
+        base="transformer",
+        computed=(".attention.bias", ".attention.masked_bias"),  # the masks of old checkpoints
+    ),
     SeparateProjections("ernie4_5", qkv_bias="use_bias", o_bias="use_bias", pairing="interleaved"),
 ]

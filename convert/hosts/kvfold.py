@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.models import CODE, MODEL_TYPE, register
 from convert.families import FAMILIES
+from convert.families.base import WINDOWS
 from convert.families.kvfold import KvfoldProjections
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 from convert.hosts.phi import HOST as PHI
@@ -30,10 +31,11 @@ _AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
-    "llama", "apertus", "arcee", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2",
-    "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "gptj", "granite", "granitemoe", "helium", "hyperclovax", "jais2",
-    "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    "llama", "apertus", "arcee", "biogpt", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "helium",
+    "hyperclovax", "jais2", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi",
+    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    "xglm",
 )  # fmt: skip
 
 
@@ -74,7 +76,7 @@ class Kvfold:
         if target.kv_lora_rank and family.without_latent:
             return family.without_latent
         for field, value in traits.beyond.items():
-            if field != "sliding_window" and not (field == "attn_logit_softcapping" and target.kv_lora_rank):
+            if field not in WINDOWS and not (field == "attn_logit_softcapping" and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
         if not target.kv_lora_rank and any(rotary.pairing != "half" for rotary in rotaries):
@@ -110,6 +112,7 @@ class Kvfold:
         else:
             source = FAMILIES[config.model_type]
             traits, scaling = source.traits(config), source.scale(config)
+            windows = [source.inner_window(config, layer) for layer in range(target.num_layers)]
             family, raw, config = _inside(source, raw, config)
             inner = {key: value for key, value in raw.items() if key not in _OUTER}
             outer = {
@@ -125,6 +128,7 @@ class Kvfold:
                 "qkv_bias": traits.qkv_bias,
                 "o_bias": traits.o_bias,
                 "scaling": scaling,
+                **({"inner_windows": windows} if any(windows) else {}),
             }
         if target.kv_lora_rank is None:
             return {**outer, "text_config": {**inner, "num_key_value_heads": target.num_kv_heads}}

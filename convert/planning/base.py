@@ -165,11 +165,11 @@ def readable(source: Source) -> Family:
         Refusal: It needs its own code, is quantised, or belongs to no known family.
     """
     source.refuse_remote_code()
+    family = family_of(source.model_type, source.inner_model_type)
     if source.raw.get("quantization_config"):
         quantisation = source.raw["quantization_config"]
         kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation
         raise Refusal(f"{source.reference} is quantised ({kind})", hint=_dequantised_by(str(kind)))
-    family = family_of(source.model_type, source.inner_model_type)
     if source.raw.get("per_layer_config"):
         raise Refusal(
             f"{source.reference} has layers with settings of their own (per_layer_config), which kvfold does not read yet",
@@ -194,11 +194,12 @@ def _refuse_stray_heads(source: Source, family: Family) -> None:
     """Refuse a number of KV heads that the class ignores, because nothing else would: all sizes would follow from it."""
     if not family.has_heads or family.shares_heads or family.needs_code:
         return
-    heads = source.decoder.num_attention_heads
-    if (stray := getattr(source.decoder, "num_key_value_heads", None)) not in (None, heads):
+    heads, own = source.decoder.num_attention_heads, family.class_kv_heads(source.config)
+    if (stray := getattr(source.decoder, "num_key_value_heads", None)) not in (None, own):
+        have = f"each of its {heads} query heads has keys and values of its own"
         raise Refusal(
-            f"config.json of {source.reference} sets num_key_value_heads to {stray}, which {family.model_type} ignores: each "
-            f"of its {heads} query heads has keys and values of its own",
+            f"config.json of {source.reference} sets num_key_value_heads to {stray}, which {family.model_type} ignores: "
+            + (have if own == heads else f"its {heads} query heads share {own}"),
             hint="remove that key",
         )
 

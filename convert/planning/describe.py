@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.engines import running
-from convert.families import FAMILIES
+from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.planning.base import Plan, host_of, readable
 from convert.planning.latent import full_rank, latent_for_budget, smallest_latent
@@ -255,8 +255,9 @@ def support_text(rows: list[dict[str, Any]]) -> str:
 
 
 def refusals(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each target that has no output class."""
-    return [f"{row['family']} to {kind.upper()}: {why}" for row in rows for kind, why in row["refused"].items()]
+    """A line for each target that has no output class, and for each model type that is not read on purpose."""
+    targets = [f"{row['family']} to {kind.upper()}: {why}" for row in rows for kind, why in row["refused"].items()]
+    return targets + [f"{name} is not read: {why}" for name, why in sorted(UNREAD.items())]
 
 
 def support_markdown(rows: list[dict[str, Any]]) -> str:

@@ -54,11 +54,13 @@ def plan_grouped(
     family = readable(source)
     before = family.spec(source.config)
     spec = before.grouped(groups)
-    host = host_of(command, family, source, spec, stored_dtype(source, output), engine_of(output.engine))
+    kind = "mqa" if groups == 1 else "gqa"
+    host = host_of(kind, family, source, spec, stored_dtype(source, output), engine_of(output.engine))
     _check_grouping(grouping, method)
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     notes, remarks = _notes(family, source, before, spec, output.dtype, method, text)
+    notes += () if spec == before else host.notes(source.config)
     target = GroupedTarget(
         command,
         _options(command, groups, grouping),

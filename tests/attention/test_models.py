@@ -23,7 +23,12 @@ PATHS = {
     "gpt_neox": "gpt_neox.layers.{layer}.attention",
     "gpt2": "transformer.h.{layer}.attn",
     "opt": "model.decoder.layers.{layer}.self_attn",
+    "gpt_bigcode": "transformer.h.{layer}.attn",
+    "biogpt": "biogpt.layers.{layer}.self_attn",
+    "gpt_neo": "transformer.h.{layer}.attn",
+    "xglm": "model.layers.{layer}.self_attn",
 }
+WITH_SDPA = [name for name in PATHS if name not in ("gpt_neo", "xglm")]
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox, sequential": ("gpt_neox", {"use_parallel_residual": False}),
@@ -33,17 +38,26 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("gpt2", {}),
     "opt": ("opt", {}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "biogpt": ("biogpt", {}),
 }  # fmt: skip
 
 
-def own_model(model_type: str = "gpt_neox", kv_heads: int = 2, attention: str = "sdpa", **changes: Any) -> Any:
+def own_model(
+    model_type: str = "gpt_neox",
+    kv_heads: int = 2,
+    attention: str | None = "sdpa",
+    windows: list[int | None] | None = None,
+    **changes: Any,
+) -> Any:
     from attention.models.modeling_kvfold import KvfoldConfig
 
     models.register()
     inner = tiny_config(model_type, **changes)
     inner.num_key_value_heads = kv_heads
     biased = getattr(inner, "attention_bias", True)
-    config = KvfoldConfig(text_config=inner, attention_path=PATHS[model_type], qkv_bias=biased, o_bias=biased, scaling=0.3)
+    sizes = {"attention_path": PATHS[model_type], "qkv_bias": biased, "o_bias": biased, "inner_windows": windows}
+    config = KvfoldConfig(text_config=inner, scaling=0.3, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -83,7 +97,7 @@ def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention:
             assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("model_type", PATHS)
+@pytest.mark.parametrize("model_type", WITH_SDPA)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("chunks", [(10,), (7, 5, 3)], ids=["prefill", "chunked prefill"])
@@ -100,7 +114,7 @@ def test_a_cache_changes_nothing(chunks: tuple[int, ...], static: bool, packed: 
         assert not any(map(is_packed, attentions(restore(model))))
 
 
-@pytest.mark.parametrize("model_type", PATHS)
+@pytest.mark.parametrize("model_type", WITH_SDPA)
 def test_a_left_padded_row_is_the_row_alone(model_type: str) -> None:
     model, lengths = own_model(model_type), [30, 19, 26]
     ids = tokens(3, 30)
@@ -120,7 +134,7 @@ def test_the_cache_holds_what_the_heads_say() -> None:
     assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, 5, 8)] * 3
 
 
-@pytest.mark.parametrize("model_type", PATHS)
+@pytest.mark.parametrize("model_type", WITH_SDPA)
 def test_probabilities_are_returned(model_type: str) -> None:
     with torch.inference_mode():
         found = own_model(model_type, attention="eager")(tokens(2, 9), output_attentions=True).attentions
@@ -128,14 +142,114 @@ def test_probabilities_are_returned(model_type: str) -> None:
     assert all(torch.allclose(weights.sum(-1), torch.ones(2, 8, 9)) for weights in found)
 
 
-def test_gpt2_drops_what_its_attention_gives() -> None:
-    model, x = own_model("gpt2", resid_pdrop=0.5, attn_pdrop=0.0), torch.randn(1, 50, 64)
+# ---- windows inside attention ----------------------------------------------------------------------------------------
+
+
+def windowed_reference(model: Any, ids: torch.Tensor, windows: list[int | None]) -> torch.Tensor:
+    """Logits by masks that are spelled out, for the same weights in a class that knows no windows."""
+    plain = own_model("gpt2", attention="eager")
+    plain.load_state_dict(model.state_dict())
+    distance = torch.arange(ids.shape[1])[:, None] - torch.arange(ids.shape[1])
+
+    def masked(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        window = windows[module.layer_idx] or ids.shape[1]
+        seen = (distance >= 0) & (distance < window)
+        return args, kwargs | {"attention_mask": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]}
+
+    for module in attentions(plain):
+        module.register_forward_pre_hook(masked, with_kwargs=True)
+    with torch.inference_mode():
+        found: torch.Tensor = plain(ids).logits
+    return found
+
+
+WINDOWS: list[int | None] = [4, None, 7]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_an_inner_window_is_what_a_mask_would_be(attention: str) -> None:
+    ids = tokens(2, LENGTH)
+    model = own_model("gpt2", attention=attention, windows=WINDOWS)
+    with torch.inference_mode():
+        whole = model(ids).logits
+        padding = torch.ones_like(ids)
+        assert error(model(ids, attention_mask=padding).logits, whole) < 1e-6
+    assert error(whole, windowed_reference(model, ids, WINDOWS)) < 1e-5
+    assert error(whole, windowed_reference(model, ids, [4, None, 8])) > 1e-3
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "packed"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("chunks", [(10,), (7, 5, 3)], ids=["prefill", "chunked prefill"])
+def test_a_cache_changes_no_inner_window(chunks: tuple[int, ...], static: bool, attention: str) -> None:
+    ids = tokens(2, LENGTH)
+    model = own_model("gpt2", attention="eager" if attention == "eager" else "sdpa", windows=WINDOWS)
+    with torch.inference_mode():
+        expected = model(ids).logits
+    if attention == "packed":
+        pack(model)
+        assert all(map(is_packed, attentions(model)))
+    cache = StaticCache(config=model.config, max_cache_len=40) if static else None
+    assert error(logits(model, ids, chunks=chunks, cache=cache), expected) < 1e-5
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_left_padded_row_has_the_inner_windows_of_the_row_alone(attention: str) -> None:
+    model, lengths = own_model("gpt2", attention=attention, windows=WINDOWS), [30, 19, 26]
+    ids = tokens(3, 30)
+    mask = (torch.arange(30) >= 30 - torch.tensor(lengths)[:, None]).long()
+    said = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    for row, length in enumerate(lengths):
+        alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=6, do_sample=False)
+        assert torch.equal(said[row, -6:], alone[0, -6:])
+
+
+def test_functions_that_would_leave_an_inner_window_out_are_refused() -> None:
+    module, x = attentions(own_model("gpt2", windows=WINDOWS))[0], torch.randn(1, 9, 64)
+    with pytest.raises(ValueError, match=r"windows in its attention, which paged\|sdpa leaves out"):
+        module.windowed(None, "paged|sdpa", x, None)
+    with pytest.raises(ValueError, match="which sdpa leaves out"):
+        module.windowed(torch.ones(1, 9), "sdpa", x, None)
+    padding = torch.ones(1, 9)
+    assert module.windowed(padding, "flash_attention_2", x, None) is padding, "it gets the window as an argument"
+    assert module.attention_arguments()["sliding_window"] == 4
+
+
+@pytest.mark.parametrize("windows", [[4, None], [4, None, 0], [4, None, "7"], [4, None, True], 4])
+def test_inner_windows_that_do_not_fit_are_refused(windows: Any) -> None:
+    with pytest.raises(ValueError, match=r"inner_windows is .*; it must list a number above 0, or null, for each of 3 layers"):
+        own_model("gpt2", windows=windows)
+
+
+@pytest.mark.parametrize(("model_type", "flash"), [("gpt_neo", True), ("xglm", False)])
+def test_it_attends_as_the_sources_class_can(model_type: str, flash: bool) -> None:
+    model = own_model(model_type, attention=None)
+    assert (model._supports_sdpa, model._supports_flash_attn) == (False, flash)
+    assert model.config._attn_implementation == model.config.text_config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        own_model(model_type, attention="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "other"),
+    [
+        ("gpt2", "resid_pdrop", "attn_pdrop"), ("gpt_bigcode", "resid_pdrop", "attn_pdrop"),
+        ("gpt_neo", "resid_dropout", "attention_dropout"),
+    ],
+)  # fmt: skip
+def test_what_attention_gives_is_dropped_as_in_the_sources_class(model_type: str, key: str, other: str) -> None:
+    model, x = own_model(model_type, attention=None, **{key: 0.5, other: 0.0}), torch.randn(1, 50, 64)
     attention = attentions(model)[0]
     assert not (attention(x)[0] == 0).any()
     assert 0.3 < float((attention.train()(x)[0] == 0).float().mean()) < 0.7
 
 
-@pytest.mark.parametrize("model_type", PATHS)
+def test_probabilities_are_dropped_as_in_the_sources_class() -> None:
+    for model_type, key in (("gpt2", "attn_pdrop"), ("opt", "attention_dropout"), ("biogpt", "attention_probs_dropout_prob")):
+        assert attentions(own_model(model_type, **{key: 0.25}))[0].attention_dropout == 0.25
+
+
+@pytest.mark.parametrize("model_type", WITH_SDPA)
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_saved_is_loaded(tied: bool, model_type: str, tmp_path: Path) -> None:
     model, ids = own_model(model_type, tie_word_embeddings=tied), tokens(2, 9)
@@ -150,7 +264,7 @@ def test_what_is_saved_is_loaded(tied: bool, model_type: str, tmp_path: Path) ->
     assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
 
 
-@pytest.mark.parametrize("model_type", PATHS)
+@pytest.mark.parametrize("model_type", WITH_SDPA)
 def test_gradients_reach_every_weight(model_type: str) -> None:
     model = own_model(model_type).train()
     checkpoint_activations(model)

@@ -42,11 +42,12 @@ BEYOND: dict[str, dict[str, Any]] = {
     "olmo3": MIXED | {"rope_parameters": {"sliding_attention": PLAIN, "full_attention": YARN}},
     "cwm": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "phi3": {"sliding_window": 7},
+    "gpt_neo": {"window_size": 7},
     "qwen2": {"sliding_window": 7, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
     "seed_oss": {"mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "mlp_bias": True},
 }
-NO_ROPE = ("gpt2", "opt")
+NO_ROPE = ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm")
 INSIDE = {"codegen": "phi", "gptj": "phi"}  # their own classes give RoPE to no other attention
 NORM_SWITCHES = {"cohere": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}, "stablelm": {"qk_layernorm": True}}
 ALWAYS_NORMALISED = ("apertus", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe")
@@ -95,9 +96,9 @@ def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 # One of each kind: windows, biases, no RoPE, part of it, layers without it, experts, QK-norm of each form, other residuals.
 KINDS = (
-    "codegen", "cohere, QK-norm", "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neox", "granite",
-    "llama", "mixtral", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3", "stablelm, QK-norm",
-    "stablelm",
+    "biogpt", "codegen", "cohere, QK-norm", "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neo",
+    "gpt_neox", "granite", "llama", "mixtral", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3",
+    "stablelm, QK-norm", "stablelm", "xglm",
 )  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def test_small_sizes_run_alike_in_every_way(model_type: str, checkpoint: Make, c
     same_logits(said(stock(tmp_path / "again"), ids), expected, 1e-6)
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "gpt2", "gpt_neox", "gptj", "mixtral", "olmo", "qwen3"])
+@pytest.mark.parametrize("model_type", ["gemma", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mixtral", "olmo", "qwen3", "xglm"])
 def test_half_precision_is_that_of_the_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, ids = made(checkpoint, model_type), tokens(12)
     ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd", "--dtype", "bfloat16"))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import layer_tensors, switched, tiny_config, tiny_model
+from written import refused
 
 from attention.errors import Refusal
 from attention.record import Attention
@@ -68,6 +69,18 @@ def test_an_unknown_family_is_refused_with_the_list() -> None:
         family_of("bert")
     assert caught.value.hint is not None
     assert all(name in caught.value.hint for name in ("llama", "qwen3", "phi"))
+
+
+@pytest.mark.parametrize(("model_type", "reason"), [("gpt_oss", "an attention sink"), ("openai-gpt", "keeps no KV cache")])
+def test_what_is_not_read_on_purpose_is_refused_with_the_reason(model_type: str, reason: str) -> None:
+    with pytest.raises(Refusal, match=f"{model_type}' is not supported: .*{reason}"):
+        family_of(model_type)
+
+
+def test_sinks_are_refused_before_weights_are_read_and_before_they_are_dequantised(convert: Any, tmp_path: Any) -> None:
+    tiny_config("gpt_oss", quantization_config={"quant_method": "mxfp4"}).save_pretrained(tmp_path)
+    for command in (["inspect", tmp_path], ["plan", tmp_path], ["mqa", tmp_path, tmp_path / "out"]):
+        refused(convert(*command), 2, "model type 'gpt_oss' is not supported: each head has an attention sink")
 
 
 # ---- around the attention --------------------------------------------------------------------------------------------
@@ -191,3 +204,11 @@ def test_a_window_hides_logits_if_it_is_on_and_shorter_than_the_text(model_type:
     assert hidden(65, use_sliding_window=True) == ["sliding_window"]
     assert hidden(64, use_sliding_window=True) == []
     assert hidden(65, use_sliding_window=False) == []
+
+
+def test_local_layers_hide_logits_if_their_window_is_shorter_than_the_text() -> None:
+    local, plain = tiny_config("gpt_neo", window_size=64), tiny_config("gpt_neo", attention_types=[[["global"], 3]])
+    family = FAMILIES["gpt_neo"]
+    assert [hides_logits(family.traits(local), context) for context in (64, 65)] == [[], ["window_size"]]
+    assert hides_logits(family.traits(plain), 10**6) == []
+    assert [family.inner_window(local, layer) for layer in range(3)] == [64, None, None]

@@ -166,6 +166,20 @@ def test_what_does_not_divide_fails(shape: tuple[int, ...]) -> None:
         place.split(torch.zeros(shape))
 
 
+def test_a_first_part_of_its_own_size() -> None:
+    place = FAMILIES["opt"].names.holding("positions.weight")
+    assert place is not None
+    stored = torch.randn(7, 5)
+    parts = place.split(stored)
+    assert {role: tuple(part.shape) for role, part in parts.items()} == place.shapes((7, 5))
+    assert torch.equal(parts["positions.weight"], stored[2:]), "behind two rows that only padding reads"
+    assert torch.equal(place.join(parts), stored)
+    with pytest.raises(Failure, match=r"is \[2, 5\] and should hold 2 rows of padding_positions\.weight and then positions"):
+        place.split(stored[:2])
+    with pytest.raises(Failure, match=r"holds 2 rows of padding_positions\.weight and then positions\.weight, and there are"):
+        place.join(dict.fromkeys(parts, stored[:3]))
+
+
 def test_a_vector_is_not_transposed() -> None:
     place = FUSED.place("turned.0.weight")
     assert place is not None

@@ -27,7 +27,8 @@ Logits = Callable[..., torch.Tensor]
 
 
 def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
-    assert HOST.families == {"gpt_neox", "gpt2", "opt"}, "of others, a stock class can"
+    expected = {"biogpt", "gpt_neox", "gpt_neo", "gpt2", "gpt_bigcode", "opt", "xglm"}
+    assert HOST.families == expected, "of others, a stock class can"
     for name, family in FAMILIES.items():
         config = tiny_config(name)
         spec = family.spec(config)
@@ -95,11 +96,15 @@ def test_results_run_where_kvfold_is_not_installed(
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
     classes = {
+        "BioGptForCausalLM": "KvfoldForCausalLM",
         "CodeGenForCausalLM": "PhiForCausalLM",
         "GPT2LMHeadModel": "KvfoldForCausalLM",
+        "GPTBigCodeForCausalLM": "KvfoldForCausalLM",
+        "GPTNeoForCausalLM": "KvfoldForCausalLM",
         "GPTNeoXForCausalLM": "KvfoldForCausalLM",
         "GPTJForCausalLM": "PhiForCausalLM",
         "OPTForCausalLM": "KvfoldForCausalLM",
+        "XGLMForCausalLM": "KvfoldForCausalLM",
     }
     assert [result[0] for result in results[::3]] == list(classes)
     for expected, grouped, latent in zip(results[::3], results[1::3], results[2::3], strict=True):
@@ -129,10 +134,10 @@ def test_latents_run_where_kvfold_is_not_installed(
 def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
     source = checkpoint(model_type)
     ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
-    ok(convert("mqa", tmp_path / "four", tmp_path / "four-one", "--method", "mean"))
-    ok(convert("mqa", source, tmp_path / "one", "--method", "mean"))
+    ok(convert("gqa", tmp_path / "four", tmp_path / "four-two", "--groups", 2, "--method", "mean"))
+    ok(convert("gqa", source, tmp_path / "two", "--groups", 2, "--method", "mean"))
     ok(convert("gqa", tmp_path / "four", tmp_path / "same", "--groups", 4))
-    twice, once = weights(tmp_path / "four-one"), weights(tmp_path / "one")
+    twice, once = weights(tmp_path / "four-two"), weights(tmp_path / "two")
     assert twice.keys() == once.keys()
     for name, tensor in once.items():
         torch.testing.assert_close(twice[name], tensor)
@@ -178,11 +183,16 @@ def test_what_gpt2_may_do_besides_is_refused(checkpoint: Make, convert: Convert,
     for option, message in cases.items():
         source = checkpoint("gpt2", name=option, **{option: True})
         left_nothing(convert("mqa", source, tmp_path / "out"), 2, message, tmp_path / "out")
+    for window in (0, -1):
+        source = edit(checkpoint("gpt_neo", name="blind"), window_size=window)
+        left_nothing(convert("mqa", source, tmp_path / "out"), 2, f"see no tokens (window_size is {window})", tmp_path / "out")
+    source = checkpoint("xglm", name="crossing", add_cross_attention=True)
+    left_nothing(convert("mqa", source, tmp_path / "out"), 2, "cross-attention (add_cross_attention)", tmp_path / "out")
     source = checkpoint("opt", name="behind", do_layer_norm_before=False)
     left_nothing(convert("mqa", source, tmp_path / "out"), 2, "normalises behind its attention", tmp_path / "out")
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neo", "gpt_neox"])
 def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
@@ -190,8 +200,9 @@ def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
 
     source, family = checkpoint(model_type), FAMILIES[model_type]
     mask = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril()
-    extra = {f"{family.module(layer)}.bias": mask.clone() for layer in range(3)}
-    extra |= {f"{family.module(layer)}.masked_bias": torch.tensor(-1e9) for layer in range(3)}
+    modules = [family.output(layer).rpartition(".")[0] for layer in range(3)]
+    extra = {f"{module}.bias": mask.clone() for module in modules}
+    extra |= {f"{module}.masked_bias": torch.tensor(-1e9) for module in modules}
     save_file(weights(source) | extra, source / "model.safetensors", {"format": "pt"})
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
     dropped = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]["dropped"]
@@ -199,6 +210,44 @@ def test_masks_of_old_checkpoints_are_dropped_with_a_reason(
     assert not any(name.endswith(family.computed) for name in weights(tmp_path / "out"))
     ok(convert("gqa", source, tmp_path / "same", "--groups", 8))
     assert torch.equal(logits(tmp_path / "same"), logits(source))
+
+
+def test_embeddings_may_be_narrower_than_the_model(
+    checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint("opt", word_embed_proj_dim=24, duplicated=8)
+    ok(convert("mqa", source, tmp_path / "out", *on))
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=1e-3, atol=1e-3)
+    before, after = weights(source), weights(tmp_path / "out")
+    for name in ("model.decoder.project_in.weight", "model.decoder.project_out.weight"):
+        assert torch.equal(after[f"model.{name}"], before[name])
+
+
+def test_windows_inside_attention_are_kept(
+    checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoint("gpt_neo", duplicated=2, window_size=7)
+    ok(convert("gqa", source, tmp_path / "four", "--groups", 4))
+    config = json.loads((tmp_path / "four" / "config.json").read_text())
+    assert config["inner_windows"] == [7, None, None]
+    expected = logits(source)
+    torch.testing.assert_close(logits(tmp_path / "four"), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    all_of_it = edit(checkpoint("gpt_neo", name="wide", duplicated=2), window_size=100)
+    assert not torch.allclose(logits(all_of_it), expected, atol=1e-2), "24 tokens are more than a window"
+    with_text = ["--text", words, "--calibration-tokens", 384]
+    said = ok(convert("gqa", source, tmp_path / "two", "--groups", 2, *with_text)).stdout
+    assert "only outputs are refitted: window_size changes what heads attend to" in said
+    ok(convert("gqa", tmp_path / "two", tmp_path / "one", "--groups", 1))
+    again = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert (again["model_type"], again["inner_windows"]) == (MODEL_TYPE, [7, None, None])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    ids = torch.randint(4, 96, (2, 20), generator=torch.Generator().manual_seed(0))
+    asked = {"max_new_tokens": 8, "do_sample": False}
+    whole = model.generate(ids, use_cache=False, **asked)
+    assert torch.equal(model.generate(ids, **asked), whole)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
 
 
 @pytest.mark.parametrize("model_type", sorted(HOST.families | PHI.families))
@@ -212,7 +261,7 @@ def test_kv_heads_that_the_class_ignores_are_refused(
 
 
 def test_the_card_says_how_to_load_it(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    ok(convert("mqa", checkpoint("opt"), tmp_path / "out", "--dtype", "bfloat16"))
+    ok(convert("gqa", checkpoint("opt"), tmp_path / "out", "--groups", 2, "--dtype", "bfloat16"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'from_pretrained("path/to/this/directory", trust_remote_code=True)' in card
     assert "This is a `kvfold` checkpoint." in card
@@ -226,7 +275,7 @@ def test_the_card_says_how_to_load_it(checkpoint: Make, convert: Convert, tmp_pa
     [
         ({}, "interleaved", "RoPE pairs neighbouring dims"),
         ({"qk_norm": NormForm("rms", "head", False, False, 1e-6)}, "half", "QK-norm"),
-        ({"beyond": {"window_size": 256}}, "half", "sets window_size to 256"),
+        ({"beyond": {"clip_qkv": 8.0}}, "half", "sets clip_qkv to 8.0"),
         ({}, "half", "None"),
     ],
 )

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from written import edit, ok
 
 from convert.engines import engine_of
-from convert.families import FAMILIES
+from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.methods import load_grouped, load_latent
 from convert.planning.base import Output
@@ -120,6 +120,8 @@ def test_support_has_a_row_for_each_family() -> None:
     assert (rows["deepseek_v3"]["gqa"], rows["deepseek_v3"]["mla"]) == ("-", "deepseek_v3")
     assert (rows["phi"]["mla"], rows["phimoe"]["mla"]) == ("kvfold", "-")
     assert (rows["gpt_neox"]["gqa"], rows["phi3"]["gqa"]) == ("kvfold", "its own class")
+    assert (rows["gpt2"]["gqa"], rows["gpt2"]["mqa"], rows["xglm"]["mqa"]) == ("kvfold", "gpt_bigcode, kvfold", "kvfold")
+    assert not rows.keys() & UNREAD.keys()
 
 
 def test_a_target_without_a_class_has_a_reason() -> None:
@@ -131,6 +133,7 @@ def test_a_target_without_a_class_has_a_reason() -> None:
     assert "hunyuan_v1_dense to MLA: queries and keys are normalised after RoPE, and a latent holds keys before RoPE" in shown
     assert any(line.startswith("phimoe to MLA: its class scales RoPE by a factor that depends on the length") for line in shown)
     assert "deepseek_v3 to GQA: it has a latent and no KV heads to merge" in shown
+    assert any(line.startswith("gpt_oss is not read: each head has an attention sink") for line in shown)
     assert "kvfold: loads in transformers, with kvfold's code; no engine serves it" in shown
 
 

@@ -1,0 +1,140 @@
+"""Stock GPTBigCode with one KV head: the output class of MQA for sources whose blocks are GPT-2's.
+
+Their own classes cannot share KV heads, and this one can. `convert.families.multi_query` writes its tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from attention.record import Attention, Record
+from convert.families import FAMILIES
+from convert.families.base import WINDOWS
+from convert.families.multi_query import MultiQueryProjections
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from attention.rope import Rotary
+    from attention.spec import AttentionSpec
+    from convert.families import Family
+
+# What the class and its sources call the same settings; all others have one name in all of them.
+_GPT2 = {
+    "n_inner": "n_inner", "layer_norm_epsilon": "layer_norm_epsilon", "initializer_range": "initializer_range",
+    "embd_pdrop": "embd_pdrop", "resid_pdrop": "resid_pdrop", "attn_pdrop": "attn_pdrop",
+}  # fmt: skip
+_SETTINGS: dict[str, Mapping[str, str]] = {
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "opt": {
+        "n_inner": "ffn_dim", "initializer_range": "init_std", "resid_pdrop": "dropout", "attn_pdrop": "attention_dropout",
+    },
+    "gpt_neo": {
+        "n_inner": "intermediate_size", "layer_norm_epsilon": "layer_norm_epsilon", "initializer_range": "initializer_range",
+        "embd_pdrop": "embed_dropout", "resid_pdrop": "resid_dropout", "attn_pdrop": "attention_dropout",
+    },
+}  # fmt: skip
+_CARRIED = (
+    "vocab_size", "activation_function", "use_cache", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+# Where a source has no such setting.
+_DEFAULTS = {"layer_norm_epsilon": 1e-5, "embd_pdrop": 0.0}
+# The activations that llama.cpp may run such a class with: it has one, whatever the config says.
+_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+
+
+class _Scaled(MultiQueryProjections):
+    """The layout of results: logits are scaled by D^-½, as engines take for granted."""
+
+    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
+        """As `Family.join`. Queries absorb another scale, and biases that the record lacks are zeros."""
+        assert isinstance(record, Attention), "a latent has no projections of keys and values"
+        factor = record.scale * math.sqrt(spec.head_dim)
+        if math.isclose(factor, 1):
+            return super().join(record, spec, layer)
+        bias = None if record.q_bias is None else record.q_bias * factor
+        return super().join(replace(record, q=record.q * factor, q_bias=bias), spec, layer)
+
+
+_LAYOUT = _Scaled()
+
+
+class GPTBigCode:
+    """The stock class `gpt_bigcode`."""
+
+    name = "gpt_bigcode"
+    loads_in = "transformers"
+    served_by = "vLLM and, if the activation is a GELU, llama.cpp have this class (kvfold has not run it there)"
+    engines = frozenset({"transformers"})
+    opened_by = "transformers loads it without kvfold."
+    remarks = (
+        "Positions count from the first column of a batch. Give `position_ids` with padding on the left, as `generate` does.",
+    )
+    replaces = "became part of c_attn or c_proj"
+    families: frozenset[str] = frozenset(_SETTINGS)
+    loading: Mapping[str, Any] = {}
+    code: tuple[Path, ...] = ()
+
+    def layout(self, family: Family) -> Family:
+        return _LAYOUT
+
+    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+        if family.model_type not in self.families:
+            return f"{family.model_type} does not have GPT-2's decoder blocks (the class can hold {', '.join(_SETTINGS)})"
+        if target.num_kv_heads != 1:
+            return f"it has one KV head, not {target.num_kv_heads}"
+        for field, needed in _needed(config).items():
+            if (found := getattr(config, field)) != needed:
+                return f"config.json sets {field} to {found}, and the class needs {needed}"
+        for field, value in family.traits(config).beyond.items():
+            if field not in WINDOWS or value < config.max_position_embeddings:
+                return f"config.json sets {field} to {value}, which the class does not support"
+        return None
+
+    def reserved(self, kv_lora_rank: int) -> int:
+        return 0
+
+    def notes(self, config: Any) -> tuple[str, ...]:
+        if (place := FAMILIES[config.model_type].names.holding("padding_positions.weight")) is None:
+            return ()
+        return (f"the first {place.leading} rows of {place.name} are dropped: only padding reads them",)
+
+    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        # Software that does not read the activation refuses this name; vLLM then runs transformers' modules.
+        architecture = "GPTBigCodeForCausalLM" if config.activation_function in _GELU else "TransformersForCausalLM"
+        return {
+            "architectures": [architecture],
+            "model_type": self.name,
+            **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
+            **{key: getattr(config, key) for key in _CARRIED},
+            **_DEFAULTS,
+            **{name: getattr(config, field) for name, field in _SETTINGS[config.model_type].items()},
+            "n_embd": config.hidden_size,
+            "n_layer": target.num_layers,
+            "n_head": target.num_heads,
+            "n_positions": config.max_position_embeddings,
+            "scale_attn_weights": True,
+            "multi_query": True,
+        }
+
+    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.config(raw, config, target, None))
+
+
+def _needed(config: Any) -> dict[str, Any]:
+    """Settings of a source that decide which tensors it has, with the values whose tensors the class has, too."""
+    if config.model_type != "opt":
+        return {}
+    plain = {"enable_bias": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False}
+    return {**plain, "word_embed_proj_dim": config.hidden_size}
+
+
+HOST = GPTBigCode()

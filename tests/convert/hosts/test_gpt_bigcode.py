@@ -1,0 +1,215 @@
+"""GPTBigCode as an output class: MQA of GPT-2 and its like loads in stock transformers, and is what kvfold's class gives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from latents import logits_of, same_logits, tokens
+from tiny import tiny_config
+from written import WITHOUT_KVFOLD, ok, weights
+
+from attention import load, models
+from convert.families import FAMILIES
+from convert.hosts import HOSTS, kvfold
+from convert.hosts.gpt_bigcode import HOST
+from eval.cost import measured_bytes_per_token
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+
+GLOBAL = {"attention_types": [[["global"], 3]]}
+SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2, without a scale": ("gpt2", {"scale_attn_weights": False, "num_attention_heads": 4}),
+    "gpt2, four times the width": ("gpt2", {"n_inner": None, "tie_word_embeddings": False}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_neo": ("gpt_neo", GLOBAL | {"num_attention_heads": 4}),
+    "gpt_neo, windows of all positions": ("gpt_neo", {"window_size": 128, "num_attention_heads": 4}),
+    "opt": ("opt", {}),
+    "opt, a GELU": ("opt", {"activation_function": "gelu_new"}),
+}
+
+
+def exact_logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    """In fp64, by sdpa where the class has it: eager attention has its softmax in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    with torch.inference_mode():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_equal_heads_merge_without_loss(case: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    model_type, changes = SOURCES[case]
+    heads = changes.get("num_attention_heads", 8)
+    source = checkpoint(model_type, duplicated=heads, **changes)
+    ok(convert("mqa", source, tmp_path / "out", "--method", "mean"))
+    assert (config_of(tmp_path / "out")["model_type"], config_of(tmp_path / "out")["multi_query"]) == ("gpt_bigcode", True)
+    found, expected = (exact_logits(path, tokens(24)) for path in (tmp_path / "out", source))
+    # GPT-Neo's attention is in fp32.
+    assert float((found - expected).abs().max()) < (1e-5 if model_type == "gpt_neo" else 1e-9)
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_it_loses_what_kvfolds_class_loses(
+    case: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, changes = SOURCES[case]
+    source = checkpoint(model_type, **changes)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 1))
+    monkeypatch.setitem(HOSTS, "mqa", (kvfold.HOST,))
+    ok(convert("mqa", source, tmp_path / "own"))
+    models.register()
+    types = [config_of(tmp_path / name)["model_type"] for name in ("out", "own")]
+    assert types == ["gpt_bigcode", "kvfold"]
+    found, own = (logits_of(tmp_path / name, tokens(24)) for name in ("out", "own"))
+    same_logits(found, own)
+    assert float((found - logits_of(source, tokens(24))).abs().max()) > 0.1, "something is lost"
+
+
+def test_fits_run_through_it(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
+    """The result's layers are run by its own class while queries, keys, values and outputs are fitted."""
+    source = checkpoint("opt")
+    with_text = ["--text", words, "--calibration-tokens", 384, "--refine", 2]
+    ok(convert("mqa", source, tmp_path / "out", *with_text))
+    assert config_of(tmp_path / "out")["model_type"] == "gpt_bigcode"
+    ok(convert("mqa", source, tmp_path / "plain"))
+    expected = logits_of(source, tokens(24))
+    far, near = (float((logits_of(tmp_path / name, tokens(24)) - expected).norm()) for name in ("plain", "out"))
+    assert near < far
+
+
+STOCK = (
+    WITHOUT_KVFOLD
+    + """
+import json
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for path in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()), info
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    asked = {"max_new_tokens": 12, "do_sample": False}
+    def said(text, **more):
+        ids = tokenizer(text, return_tensors="pt", padding=True)
+        return model.generate(**ids, **asked, **more)[:, -12:].tolist()
+    both = said(["once", "upon a time"])
+    assert both == said(["once"]) + said(["upon a time"])
+    assert both[:1] == said(["once"], cache_implementation="static")
+    print(json.dumps([type(model).__name__, both]))
+"""
+)
+
+
+def test_results_run_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    paths = []
+    for model_type in ("gpt2", "gpt_neo", "opt"):
+        changes = GLOBAL if model_type == "gpt_neo" else {}
+        source, out = checkpoint(model_type, name=model_type, duplicated=8, **changes), tmp_path / f"{model_type}-out"
+        ok(convert("mqa", source, out, "--method", "mean"))
+        assert not list(out.glob("*.py"))
+        paths += [str(source), str(out)] if model_type != "gpt_neo" else [str(out)]  # its class has no static cache
+    done = subprocess.run([sys.executable, "-I", "-c", STOCK, *paths], capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    gpt2, gpt2_out, neo_out, opt, opt_out = map(json.loads, done.stdout.splitlines())
+    assert (gpt2[0], opt[0]) == ("GPT2LMHeadModel", "OPTForCausalLM")
+    assert gpt2_out == ["GPTBigCodeForCausalLM", gpt2[1]]
+    assert opt_out == ["GPTBigCodeForCausalLM", opt[1]]
+    assert neo_out[0] == "GPTBigCodeForCausalLM"
+
+
+def test_the_cache_has_the_bytes_that_the_plan_says(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint("gpt2")
+    planned = json.loads(convert("mqa", source, tmp_path / "out", "--dry-run", "--json").stdout)
+    ok(convert("mqa", source, tmp_path / "out"))
+    assert planned["kv_bytes_per_token_after"] == 3 * 2 * 8 * 4
+    assert measured_bytes_per_token(load(tmp_path / "out"), "float32") == planned["kv_bytes_per_token_after"]
+
+
+def test_a_result_is_a_source(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    ok(convert("mqa", checkpoint("opt"), tmp_path / "one"))
+    ok(convert("mqa", tmp_path / "one", tmp_path / "same"))
+    before, after = weights(tmp_path / "one"), weights(tmp_path / "same")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    ok(convert("mla", tmp_path / "one", tmp_path / "latent", "--kv-lora-rank", 16, "--method", "svd"))
+    models.register()
+    same_logits(logits_of(tmp_path / "latent", tokens(24)), logits_of(tmp_path / "one", tokens(24)))
+
+
+def test_positions_that_only_padding_reads_are_dropped(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint("opt")
+    said = ok(convert("mqa", source, tmp_path / "out")).stdout
+    assert "the first 2 rows of model.decoder.embed_positions.weight are dropped: only padding reads them" in said
+    before, after = weights(source)["model.decoder.embed_positions.weight"], weights(tmp_path / "out")["transformer.wpe.weight"]
+    assert torch.equal(after, before[2:])
+
+
+def test_engines_that_do_not_read_the_activation_do_not_know_the_architecture() -> None:
+    for activation, name in (("relu", "TransformersForCausalLM"), ("gelu_new", "GPTBigCodeForCausalLM")):
+        config = tiny_config("gpt2", activation_function=activation)
+        target = FAMILIES["gpt2"].spec(config).grouped(1)
+        assert HOST.config({}, config, target, None)["architectures"] == [name]
+
+
+def test_settings_are_carried() -> None:
+    dropped = {"resid_pdrop": 0.25, "attn_pdrop": 0.5, "embd_pdrop": 0.125}
+    names = {
+        "gpt2": dropped,
+        "gpt_neo": {"resid_dropout": 0.25, "attention_dropout": 0.5, "embed_dropout": 0.125} | GLOBAL,
+        "opt": {"dropout": 0.25, "attention_dropout": 0.5},
+    }
+    for model_type, changes in names.items():
+        config = tiny_config(model_type, **changes, **({} if model_type == "opt" else {"layer_norm_epsilon": 1e-3}))
+        family = FAMILIES[model_type]
+        sized = HOST.sized({"own_key": 5}, config, family.spec(config).grouped(1))
+        assert family.spec(config).grouped(1) == FAMILIES["gpt_bigcode"].spec(sized)
+        expected = dropped | ({"embd_pdrop": 0.0} if model_type == "opt" else {})
+        assert {name: getattr(sized, name) for name in dropped} == expected
+        assert sized.layer_norm_epsilon == (1e-5 if model_type == "opt" else 1e-3)
+        assert (sized.n_inner, sized.vocab_size, sized.n_positions, sized.n_layer) == (32, 96, 128, 3)
+        assert not hasattr(sized, "own_key")
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no biases": ("opt", {"enable_bias": False}, "sets enable_bias to False, and the class needs True"),
+    "no gains": ("opt", {"layer_norm_elementwise_affine": False}, "sets layer_norm_elementwise_affine to False"),
+    "no last norm": ("opt", {"_remove_final_layer_norm": True}, "sets _remove_final_layer_norm to True"),
+    "narrow embeddings": ("opt", {"word_embed_proj_dim": 24}, "sets word_embed_proj_dim to 24, and the class needs 64"),
+    "windows": ("gpt_neo", {"window_size": 127}, "sets window_size to 127, which the class does not support"),
+    "RoPE": (
+        "gpt_neox",
+        {},
+        "gpt_neox does not have GPT-2's decoder blocks (the class can hold gpt2, gpt_bigcode, opt, gpt_neo)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_class_does_not_do_is_refused_and_kvfolds_class_does_it(case: str) -> None:
+    model_type, changes, message = REFUSED[case]
+    config, family = tiny_config(model_type, **changes), FAMILIES[model_type]
+    target = family.spec(config).grouped(1)
+    assert message in str(HOST.refuses(family, config, target, "float32"))
+    assert kvfold.HOST.refuses(family, config, target, "float32") is None
+
+
+def test_it_has_one_kv_head() -> None:
+    config, family = tiny_config("gpt2"), FAMILIES["gpt2"]
+    assert HOST.refuses(family, config, family.spec(config).grouped(2), "float32") == "it has one KV head, not 2"
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert HOST.refuses(family, config, family.spec(config).grouped(1), dtype) is None
