@@ -23,7 +23,16 @@ LATENT: dict[str, Any] = {
     "attention_bias": True, "rope_interleave": True, "n_routed_experts": 1, "num_mtp_layers": 0,
 }  # fmt: skip
 # Everything that a family can switch on: biases and QK-norms are where records go wrong.
-SWITCHES = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")
+SWITCHES = (
+    "attention_bias",
+    "bias",
+    "use_bias",
+    "use_qkv_bias",
+    "qkv_bias",
+    "attention_out_bias",
+    "qk_layernorm",
+    "use_qk_norm",
+)
 # In these the class does more than the record says (soft-capped logits), as `beyond` declares.
 _UNLIKE = {"gemma2": {"attn_logit_softcapping": None}, "vaultgemma": {"attn_logit_softcapping": None}}
 
@@ -43,7 +52,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     family = FAMILIES.get(model_type)
     if family is not None and family.has_heads and not family.shares_heads:  # its class ignores these
         values = {key: value for key, value in values.items() if key not in ("num_key_value_heads", "head_dim")}
-        values = {"ffn_dim": 32, "n_inner": 32} | values
+        values = {"ffn_dim": 32, "n_inner": 32, "ffn_hidden_size": 32, "multi_query": False} | values
     if model_type.startswith("gemma") or model_type == "vaultgemma":
         values = {"query_pre_attn_scalar": 4} | values
     return AutoConfig.for_model(model_type, **values)

@@ -76,6 +76,7 @@ class Family(ABC):
         has_heads: Whether it has KV heads; a latent has none.
         needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
+        shares_one_head: Whether it can share one KV head by keys of its own (`sharing`).
         attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
         base: The name of the base model in the class, if there are checkpoints of the base model alone, whose names lack it;
             else "".
@@ -92,6 +93,7 @@ class Family(ABC):
     has_heads: bool = True
     needs_code: bool = False
     shares_heads: bool = True
+    shares_one_head: bool = False
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
     computed: tuple[str, ...] = ("inv_freq",)
@@ -130,6 +132,19 @@ class Family(ABC):
         return {name: f"{self.base}.{name}" for name in stored if self.names.place(name) is None}
 
     # ---- what the config says --------------------------------------------------------------------------------------
+
+    def for_config(self, config: Any) -> Family:
+        """The family whose names checkpoints with this config have, where a model type has several."""
+        return self
+
+    def unshared(self, config: Any, spec: AttentionSpec) -> str | None:
+        """Why its own class cannot share KV heads as `spec` says, or None if it can."""
+        return None if self.shares_heads else f"{self.model_type} ignores num_key_value_heads, so its heads cannot share"
+
+    def sharing(self, config: Any, spec: AttentionSpec) -> dict[str, Any]:
+        """The fields by which a config of its own class has the KV heads of `spec`."""
+        # Both are written even if they equal a default, since defaults differ between classes and engines.
+        return {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
 
     def unreadable(self, config: Any) -> str | None:
         """Why checkpoints of this type with this config cannot be read, or None if they can."""

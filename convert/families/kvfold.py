@@ -46,6 +46,9 @@ class KvfoldProjections(Family):
         self.attention_path = _PREFIX + inner.attention_path
         self.gain_offset, self.computed = inner.gain_offset, inner.computed
 
+    def for_config(self, config: Any) -> Family:
+        return KvfoldProjections(self.inner.for_config(config.text_config))
+
     def unreadable(self, config: Any) -> str | None:
         return self.inner.unreadable(config.text_config)
 

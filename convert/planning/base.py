@@ -165,7 +165,7 @@ def readable(source: Source) -> Family:
         quantisation = source.raw["quantization_config"]
         kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation
         raise Refusal(f"{source.reference} is quantised ({kind})", hint=_dequantised_by(str(kind)))
-    family = family_of(source.model_type, source.inner_model_type)
+    family = family_of(source.model_type, source.inner_model_type).for_config(source.config)
     if source.raw.get("per_layer_config"):
         raise Refusal(
             f"{source.reference} has layers with settings of their own (per_layer_config), which kvfold does not read yet",

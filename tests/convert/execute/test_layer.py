@@ -144,7 +144,8 @@ def test_every_family_is_calibrated_and_equal_heads_stay_lossless(
     assert torch.isfinite(logits(tmp_path / "one")).all()
     assert (logits(tmp_path / "one") - logits(source)).abs().max() > 1e-3
     before, after = weights(source), weights(tmp_path / "one")
-    inside, prefix = FAMILIES[model_type].module(0).rpartition(".")[2], "" if FAMILIES[model_type].shares_heads else "model."
+    inside, made = FAMILIES[model_type].module(0).rpartition(".")[2], json.loads((tmp_path / "one" / "config.json").read_text())
+    prefix = "" if made["model_type"] == model_type else "model."
     assert all(torch.equal(before[name], after[prefix + name]) for name in before if f".{inside}." not in name)
 
 
