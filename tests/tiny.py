@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 8, "vocab_size": 96, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "use_cache": True,
 }  # fmt: skip
 _EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 16}  # fmt: skip
@@ -129,6 +130,10 @@ def duplicate_kv_heads(model: Any, times: int) -> None:
             if part.endswith(("c_attn.weight", "c_attn.bias")):  # [E, 3 heads D] or [3 heads D]
                 rows = parameter.mT if parameter.ndim == 2 else parameter
                 rows = rows.unflatten(0, (3, heads // times, times, -1))
+                rows[1:, :, 1:] = rows[1:, :, :1]
+                continue
+            if "Wqkv" in part:  # [3, heads, D, …]
+                rows = parameter.unflatten(0, (3, heads // times, times, -1))
                 rows[1:, :, 1:] = rows[1:, :, :1]
                 continue
             if "query_key_value" in part:  # [heads, 3, D, …]

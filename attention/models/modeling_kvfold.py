@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 # The config key of the dropout that a class has inside its attention, behind the output projection.
-_OUTPUT_DROPOUT = {"gpt2": "resid_pdrop", "seed_oss": "residual_dropout", "starcoder2": "residual_dropout"}
+_OUTPUT_DROPOUT = {
+    "bloom": "hidden_dropout", "gpt2": "resid_pdrop", "seed_oss": "residual_dropout", "starcoder2": "residual_dropout",
+}  # fmt: skip
 
 
 class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -116,6 +120,33 @@ class _Attention(nn.Module):
         capped = {} if self.softcap is None else {"softcap": self.softcap}
         return {"scaling": self.scaling, "sliding_window": self.sliding_window, **capped}
 
+    def mask_with_positions(
+        self, attention_mask: torch.Tensor | None, queries: torch.Tensor, cached: int, given: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The mask with what the source's class adds to scores by position (ALiBi).
+
+        Args:
+            attention_mask: As the attention takes it.
+            queries: `[B, H, T, …]`.
+            cached: S.
+            given: The other arguments of the attention; those with such biases are taken out.
+
+        Returns:
+            The mask; with biases `[B, H, T, S]`, added to the scores.
+        """
+        of_tokens, of_distances = given.pop("alibi", None), given.pop("position_bias", None)
+        if of_tokens is None and of_distances is None:
+            return attention_mask
+        if attention_mask is None or attention_mask.ndim != 4 or "cache" in given:
+            raise ValueError("this model adds ALiBi to the masks of eager attention; load it with attn_implementation='eager'")
+        if of_tokens is not None:  # BLOOM: [B H, 1, S]
+            bias = of_tokens.view(len(queries), -1, 1, of_tokens.shape[-1])
+        else:  # MPT: [H, 1, most positions], of which the last ones are for the last tokens
+            bias = of_distances[:, :, max(0, of_distances.shape[-1] - cached) :]
+        if attention_mask.dtype == torch.bool:  # MPT: true where a token is not seen
+            return bias.to(queries.dtype).masked_fill(attention_mask, torch.finfo(queries.dtype).min)
+        return attention_mask + bias.to(attention_mask.dtype)
+
 
 class GroupedAttention(_Attention):
     """Attention whose query heads share KV heads, called as the attention that it replaces.
@@ -139,6 +170,7 @@ class GroupedAttention(_Attention):
     def forward(
         self,
         hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         layer_past: Cache | None = None,
         past_key_values: Cache | None = None,
@@ -149,11 +181,12 @@ class GroupedAttention(_Attention):
 
         Args:
             hidden_states: `[B, T, E]`.
+            residual: `[B, T, E]`, what the source's attention adds to its output; None where the layer adds it.
             attention_mask: As the config's attention implementation takes it.
             layer_past: The cache, in classes that call it so.
             past_key_values: The cache, in all others.
             position_embeddings: Cosines and sines `[B or 1, T, rotary dims]`, of which both halves are equal; or None.
-            kwargs: Passed to the attention function.
+            kwargs: Biases by position (`mask_with_positions`); all else is passed to the attention function.
 
         Returns:
             `[B, T, E]`, and the probabilities if the attention function returns them.
@@ -167,12 +200,14 @@ class GroupedAttention(_Attention):
         cache = layer_past if past_key_values is None else past_key_values
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
+        attention_mask = self.mask_with_positions(attention_mask, queries, keys.shape[2], kwargs)
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
         out, weights = attend(self, queries, keys, values, attention_mask, **kwargs)  # [B, T, H, D]
         out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
-        return nn.functional.dropout(out, self.output_dropout, self.training), weights
+        out = nn.functional.dropout(out, self.output_dropout, self.training)
+        return out if residual is None else out + residual, weights
 
 
 class _HeadNorm(nn.Module):
@@ -256,6 +291,7 @@ class KvfoldLatentAttention(_Attention):
     def forward(
         self,
         hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         layer_past: Cache | None = None,
         past_key_values: Cache | None = None,
@@ -270,6 +306,7 @@ class KvfoldLatentAttention(_Attention):
         if cache is not None:
             latent, k_rope = cache.update(latent, k_rope, self.layer_idx)
         keys, values = self.expand_kv(latent, k_rope)
+        attention_mask = self.mask_with_positions(attention_mask, nope, keys.shape[2], kwargs)
         chosen = self.config._attn_implementation
         if "flash" in chosen:  # it takes values as wide as keys
             values = nn.functional.pad(values, (0, self.qk_head_dim - self.v_head_dim))
@@ -278,7 +315,8 @@ class KvfoldLatentAttention(_Attention):
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
         out, weights = attend(self, torch.cat((nope, rope), -1), keys, values, attention_mask, **kwargs)  # [B, T, H, Dv]
         out = self.o_proj(out[..., : self.v_head_dim].reshape(*hidden_states.shape[:-1], -1))
-        return nn.functional.dropout(out, self.output_dropout, self.training), weights
+        out = nn.functional.dropout(out, self.output_dropout, self.training)
+        return out if residual is None else out + residual, weights
 
     def attention_arguments(self) -> dict[str, Any]:
         """As for all attention, where the function caps logits or refuses a cap."""
@@ -340,8 +378,12 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def __init__(self, config: KvfoldConfig) -> None:
         inner: Any = config.text_config
-        if getattr(inner, "attn_logit_softcapping", None) is not None:
-            object.__setattr__(self, "_supports_sdpa", False)  # it has no caps; transformers asks before this is a module
+        source: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(inner)]
+        # transformers asks before this is a module. sdpa has no caps, and classes without it make no masks for it.
+        if getattr(inner, "attn_logit_softcapping", None) is not None or not source._supports_sdpa:
+            object.__setattr__(self, "_supports_sdpa", False)
+        if not source._supports_flash_attn:
+            object.__setattr__(self, "_supports_flash_attn", False)
         super().__init__(config)
         self.model = AutoModelForCausalLM.from_config(inner)
         latent = getattr(inner, "kv_lora_rank", None) is not None
@@ -354,6 +396,11 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             self.model.set_submodule(path, made)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()
+
+    def create_masks_for_generate(self, **arguments: Any) -> Any:
+        """As the source's class, which may need other masks than most."""
+        create: Any = getattr(self.model, "create_masks_for_generate", create_masks_for_generate)
+        return create(**arguments)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from attention.models import MODEL_TYPE
-from convert.families import conv1d, falcon, interleaved, latent, separate, stacked
+from convert.families import bloom, conv1d, falcon, interleaved, latent, mpt, separate, stacked
 from convert.families.base import Family
 from convert.families.kvfold import KvfoldProjections
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (*separate.ROWS, *stacked.ROWS, interleaved.FAMILY, conv1d.FAMILY, falcon.FAMILY, latent.FAMILY)
+    for family in (
+        *separate.ROWS,
+        *stacked.ROWS,
+        mpt.FAMILY,
+        interleaved.FAMILY,
+        falcon.FAMILY,
+        bloom.FAMILY,
+        conv1d.FAMILY,
+        latent.FAMILY,
+    )
 }
 
 __all__ = ["FAMILIES", "Family", "family_of"]

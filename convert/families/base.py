@@ -44,6 +44,7 @@ class Traits:
         layers_with_rotary: How many layers have RoPE.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         beyond: Config fields that are set and make the class do more than the record describes.
+        alibi: Whether logits grow with the position of the key, by a slope of each query head (`attention.record.Attention`).
     """
 
     qkv_bias: bool
@@ -52,6 +53,7 @@ class Traits:
     layers_with_rotary: int
     adds_output: bool
     beyond: Mapping[str, Any]
+    alibi: bool = False
 
 
 def hides_logits(traits: Traits, context: int) -> list[str]:
@@ -175,6 +177,10 @@ class Family(ABC):
         """The factor of the logits before the softmax."""
         return float(self.spec(config).key_dim ** -0.5)
 
+    def slopes(self, config: Any) -> tuple[float, ...] | None:
+        """ALiBi's slope of each query head, or None without ALiBi."""
+        return None
+
     def latent_dims(self, config: Any, rope_dim: int) -> int:
         """Dims of nope keys and of values, summed, that a latent has to hold if `rope_dim` rotary dims are kept.
 
@@ -207,6 +213,7 @@ class Family(ABC):
             "rotary_pairing": rotary.pairing if rotary else None,
             "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
             "layers_with_rotary": traits.layers_with_rotary,
+            "alibi": traits.alibi,
             "softmax_scale": self.scale(config),
             "also": dict(traits.beyond),
         }

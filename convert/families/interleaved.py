@@ -55,6 +55,7 @@ class InterleavedProjections(Family):
             k_bias=biases[1],
             v_bias=biases[2],
             o_bias=local.get("dense.bias"),
+            slopes=self.slopes(config),
         )
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:

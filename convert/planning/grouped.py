@@ -16,6 +16,7 @@ from eval.device import require_device
 
 if TYPE_CHECKING:
     from convert.families import Family
+    from convert.families.base import Traits
     from convert.methods.grouped import GroupedMethod
     from eval.source import Source
 
@@ -54,7 +55,7 @@ def plan_grouped(
     before = family.spec(source.config)
     spec = before.grouped(groups)
     host = host_of(command, family, source, spec, stored_dtype(source, output))
-    _check_grouping(grouping, method)
+    _check_grouping(grouping, method, family.traits(source.config))
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     notes, remarks = _notes(family, source, before, spec, output.dtype, method, text)
@@ -80,9 +81,13 @@ def _options(command: str, groups: int, grouping: str) -> dict[str, Any]:
     return {"groups": groups, **({"grouping": grouping} if grouping != "contiguous" else {})}
 
 
-def _check_grouping(grouping: str, method: GroupedMethod) -> None:
+def _check_grouping(grouping: str, method: GroupedMethod, traits: Traits) -> None:
     if grouping not in GROUPINGS:
         raise Refusal(f"no grouping {grouping!r} (choose {' or '.join(GROUPINGS)})")
+    if grouping == "similar" and traits.alibi:
+        raise Refusal(
+            "heads cannot change places: the class gives each its own slope (ALiBi)", hint="use --grouping contiguous"
+        )
     if grouping == "similar" and method.partition is None:
         able = [name for name in methods.GROUPED if methods.load_grouped(name).partition]
         raise Refusal(

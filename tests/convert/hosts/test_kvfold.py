@@ -26,7 +26,7 @@ Logits = Callable[..., torch.Tensor]
 
 
 def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
-    assert HOST.families == {"falcon", "gpt_neox", "gpt2", "opt"}
+    assert HOST.families == {"bloom", "falcon", "gpt_neox", "gpt2", "mpt", "opt"}
     for name, family in FAMILIES.items():
         config = tiny_config(name)
         spec = family.spec(config)
@@ -92,7 +92,7 @@ def test_results_run_where_kvfold_is_not_installed(
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
     assert [result[0] for result in results[::3]] == [
-        "FalconForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM",
+        "BloomForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "MptForCausalLM", "OPTForCausalLM",
     ]  # fmt: skip
     for expected, grouped, latent in zip(results[::3], results[1::3], results[2::3], strict=True):
         assert expected[2] == 8
