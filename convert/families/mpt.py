@@ -6,19 +6,27 @@ Its class ignores `num_key_value_heads`, so only other classes can share KV head
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from attention.record import Attention
 from convert.families.base import Traits
 from convert.families.names import NameTable, Row, in_layers
 from convert.families.stacked import StackedProjections
 
+if TYPE_CHECKING:
+    import torch
+
 _LAYERS = "transformer.blocks"
+_MOST = 8  # the exponent of ALiBi's least slope
 # (field, the only value that the class or a record knows, the reason for refusing any other)
 _ATTENTION: tuple[tuple[str, Any, str], ...] = (
     ("clip_qkv", None, "queries, keys and values are clipped"),
     ("qk_ln", False, "queries and keys are normalised, and its class of transformers leaves that out"),
     ("prefix_lm", False, "a prefix sees itself, and its class of transformers leaves that out"),
     ("attn_type", "multihead_attention", "its class of transformers gives each query head keys and values of its own"),
+    ("alibi_bias_max", _MOST, "its class of transformers has ALiBi's slopes for 8"),
     ("alibi", True, "it has no ALiBi, and its class of transformers adds ALiBi all the same"),
 )
 
@@ -34,14 +42,10 @@ class Mpt(StackedProjections):
                 return f"{reason} (attn_config.{field} is {value})"
         return None
 
-    def split(self, tensors: Any, config: Any, layer: int) -> Any:
-        from dataclasses import replace
-
+    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
         return replace(super().split(tensors, config, layer), slopes=self.slopes(config))
 
     def traits(self, config: Any) -> Traits:
-        from dataclasses import replace
-
         return replace(super().traits(config), alibi=True)
 
     def scale(self, config: Any) -> float:
@@ -49,9 +53,9 @@ class Mpt(StackedProjections):
         return super().scale(config) if scale is None else float(scale)
 
     def slopes(self, config: Any) -> tuple[float, ...]:
-        heads, most = config.num_attention_heads, config.attn_config.alibi_bias_max
+        heads = config.num_attention_heads
         power = 2 ** math.ceil(math.log2(heads))
-        falling = [2.0 ** (-most * (head + 1) / power) for head in range(power)]
+        falling = [2.0 ** (-_MOST * (head + 1) / power) for head in range(power)]
         return tuple(falling if power == heads else (falling[1::2] + falling[::2])[:heads])
 
 

@@ -92,7 +92,7 @@ def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
-# One of each kind: windows, biases, no RoPE, ALiBi, part of RoPE, layers without, experts, QK-norm of each form, other residuals.
+# One of each kind: windows, biases, no RoPE, ALiBi, some RoPE, layers without, experts, QK-norm of each form, other residuals.
 KINDS = (
     "bloom", "cohere, QK-norm", "cohere2", "cwm", "exaone4", "falcon", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neox",
     "granite", "llama", "mixtral", "mpt", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3",
