@@ -89,6 +89,12 @@ class Falcon(InterleavedProjections):
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
         return super().join(_rotating_everywhere(record), spec, layer)
 
+    def describe(self, config: Any) -> dict[str, Any]:
+        facts = super().describe(config)
+        if config.new_decoder_architecture:
+            facts["also"] |= {"KV heads that transformers caches": config.num_attention_heads}
+        return facts
+
     def traits(self, config: Any) -> Traits:
         return Traits(
             qkv_bias=config.bias,

@@ -157,6 +157,13 @@ def _equal_kv_heads(path: Path) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
+def test_what_the_class_caches_beyond_its_heads_is_said() -> None:
+    for changes in ARCHITECTURES.values():
+        config = tiny_config("falcon", **changes)
+        expected = {"KV heads that transformers caches": 8} if config.new_decoder_architecture else {}
+        assert family_of("falcon").describe(config)["also"] == expected
+
+
 def test_the_cache_of_every_architecture_is_predicted() -> None:
     for changes in ARCHITECTURES.values():
         model = tiny_model(tiny_config("falcon", **changes))
