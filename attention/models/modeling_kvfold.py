@@ -144,7 +144,8 @@ class _Attention(nn.Module):
         else:  # MPT: [H, 1, most positions], of which the last ones are for the last tokens
             bias = of_distances[:, :, max(0, of_distances.shape[-1] - cached) :]
         if attention_mask.dtype == torch.bool:  # MPT: true where a token is not seen
-            return bias.to(queries.dtype).masked_fill(attention_mask, torch.finfo(queries.dtype).min)
+            least = torch.finfo(queries.dtype).min / 2  # with a score below zero, all of it would be −∞
+            return bias.to(queries.dtype).masked_fill(attention_mask, least)
         return attention_mask + bias.to(attention_mask.dtype)
 
 

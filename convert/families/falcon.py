@@ -97,8 +97,8 @@ class Falcon(InterleavedProjections):
 
     def traits(self, config: Any) -> Traits:
         return Traits(
-            qkv_bias=config.bias,
-            o_bias=config.bias,
+            qkv_bias=bool(config.bias),
+            o_bias=bool(config.bias),
             qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
             adds_output=not (config.parallel_attn or config.new_decoder_architecture),

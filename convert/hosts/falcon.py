@@ -54,6 +54,8 @@ class Falcon:
             return "use_parallel_residual is true, and with multi_query the class then has one norm for attention and MLP"
         if not config.attention_bias:
             return "attention_bias is false, and the class has biases in attention and MLP, or in neither"
+        if target.head_dim % 2:
+            return f"heads have {target.head_dim} dims, and the class rotates all of them in pairs"
         rotary, kind = family.rotary(config, 0), config.rope_parameters["rope_type"]
         if rotary and rotary.dims < target.head_dim and (kind not in _STATIC or rotary.attention_factor != 1):
             return (

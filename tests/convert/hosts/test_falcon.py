@@ -96,6 +96,7 @@ def test_the_cache_has_the_bytes_that_the_plan_says(checkpoint: Make, convert: C
     [
         ({"use_parallel_residual": True}, 1, "use_parallel_residual is true"),
         ({"attention_bias": False}, 1, "attention_bias is false"),
+        ({"num_attention_heads": 8, "hidden_size": 72}, 1, "heads have 9 dims"),
         ({}, 2, "caches keys and values of all 8 query heads"),
         ({"rope_parameters": ROPE["all, dynamic"] | {"partial_rotary_factor": 0.5}}, 1, "4 of 8 dims rotate"),
         (
