@@ -35,9 +35,10 @@ class SourceClass:
         "transformers, and any other software that reads the number of KV heads from config.json, loads it without kvfold."
     )
     remarks = (
-        "When it is compiled, with a static cache or with padding, most classes of transformers 5.23 repeat keys and values for\n"
-        "every query head at every token. kvfold's `attention` package does not:\n"
-        '`model = attention.load("path/to/this/directory")`, or `attention.pack(model)` for a loaded model with sdpa attention.',
+        "When it is compiled, with a static cache or with padding, most classes of transformers 5.23 repeat keys and values\n"
+        "for every query head at every token. kvfold's `attention` package does not:\n"
+        '`model = attention.load("path/to/this/directory")`, or `attention.pack(model)` for a loaded model with sdpa\n'
+        "attention.",
     )
     replaces = "belonged to a KV head that was merged into another"
     loading: Mapping[str, Any] = {}
