@@ -148,7 +148,7 @@ def test_small_sizes_run_alike_in_every_way(model_type: str, checkpoint: Make, c
     same_logits(said(stock(tmp_path / "again"), ids), expected, 1e-6)
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "gpt2", "gpt_neox", "mixtral", "olmo", "qwen3"])
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "gemma", "gpt2", "gpt_neox", "mixtral", "mpt", "olmo", "qwen3"])
 def test_half_precision_is_that_of_the_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, ids = made(checkpoint, model_type), tokens(12)
     ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd", "--dtype", "bfloat16"))

@@ -137,6 +137,18 @@ def test_other_functions_than_eager_are_refused(model_type: str, checkpoint: Mak
             module(model.get_input_embeddings()(ids), attention_mask=mask, **given)
 
 
+def test_masks_of_mpt_leave_room_for_scores_in_half_precision(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """A row of padding that sees nothing must not become −∞, and so NaN: scores below zero come on top."""
+    ok(convert("gqa", checkpoint("mpt"), tmp_path / "out", "--groups", 2))
+    module: Any = load(tmp_path / "out").get_submodule(f"model.{FAMILIES['mpt'].module(0)}")
+    hidden, queries = torch.ones(1, 1, 4, 4, dtype=torch.bool), torch.zeros(1, 8, 4, 8, dtype=torch.float16)
+    given = {"position_bias": torch.zeros(8, 1, 128)}
+    found = module.mask_with_positions(hidden, queries, 4, given)
+    assert (found.shape, given) == ((1, 8, 4, 4), {})
+    assert torch.isfinite(found - 100).all()
+    assert bool(((found + 100).float().exp() == 0).all())
+
+
 def test_positions_that_mpt_does_not_have_are_an_error(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint("mpt", max_seq_len=16)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
