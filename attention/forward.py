@@ -81,6 +81,7 @@ class Heads:
         lift: `[H, N', N]` from a head's nope queries to what is kept (MLA), or None.
         rotation: Rotates rows `[…, T, P]` by their positions.
         scale: Of the logits.
+        slopes: `[H]`, ALiBi's (see `attention.record.Attention`), or None.
     """
 
     inputs: torch.Tensor
@@ -92,17 +93,26 @@ class Heads:
     lift: torch.Tensor | None
     rotation: Rotation
     scale: float
+    slopes: torch.Tensor | None = None
 
     @property
     def queries(self) -> torch.Tensor:
-        """`[H, T, N' + P]`, what meets `keys`."""
-        return joined(self.nope, self.rope)
+        """`[H, T, N' + P]`, what meets `keys`; with ALiBi, one more dim that holds the slope."""
+        queries = joined(self.nope, self.rope)
+        if self.slopes is None:
+            return queries
+        return torch.cat((queries, (self.slopes / self.scale)[:, None, None].expand(*queries.shape[:2], 1)), -1)
 
     @property
     def keys(self) -> torch.Tensor:
-        """`[G, T, N' + P]`, or one for each head where queries are lifted."""
+        """`[G, T, N' + P]`, or one for each head where queries are lifted; with ALiBi, one more dim that holds the position."""
         nope = self.kept_nope if self.lift is None else self.kept_nope @ self.lift.mT
-        return joined(nope, self.kept_rope)
+        keys = joined(nope, self.kept_rope)
+        return keys if self.slopes is None else torch.cat((keys, self._positions[:, None].expand(len(keys), -1, 1)), -1)
+
+    @property
+    def _positions(self) -> torch.Tensor:
+        return torch.arange(len(self.inputs), device=self.inputs.device, dtype=self.inputs.dtype)
 
     def part(self, heads: slice) -> Heads:
         """Some of the heads, with a G of their number, or of one where all heads share what is kept."""
@@ -115,6 +125,7 @@ class Heads:
             kept_nope=shared(self.kept_nope, heads, count),
             kept_rope=shared(self.kept_rope, heads, count),
             lift=None if self.lift is None else self.lift[heads],
+            slopes=None if self.slopes is None else self.slopes[heads],
         )
 
     def kept(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +138,8 @@ class Heads:
         nope, rope = (rows[: tokens.stop] for rows in self.kept(head))
         to_kept = [] if self.lift is None else [self.lift[head]]
         of_nope = multi_dot([self.nope[head, tokens], *to_kept, nope.mT])
-        return self.scale * (of_nope + self.rope[head, tokens] @ rope.mT)
+        logits = self.scale * (of_nope + self.rope[head, tokens] @ rope.mT)
+        return logits if self.slopes is None else logits + self.slopes[head] * self._positions[: tokens.stop]
 
 
 def joined(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -167,12 +179,15 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
     """Of one block `x [T, E]` from position 0."""
     rotation = (record.rotary or no_rotary()).rotation(torch.arange(x.shape[0], device=x.device), x.dtype)
     of_queries, x = inputs_of(record, x)
+    slopes = None if record.slopes is None else x.new_tensor(record.slopes)
     if isinstance(record, FactoredAttention):
         plain = _project(of_queries, record.q_nope, record.q_nope_bias)
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
         latent = (x @ record.down.float().T)[None]
-        return Heads(x, plain, plain, rotation(rope), latent, rotation(key), record.up_k.float(), rotation, record.scale)
+        return Heads(
+            x, plain, plain, rotation(rope), latent, rotation(key), record.up_k.float(), rotation, record.scale, slopes
+        )
     plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
     split = record.rotary.dims if record.rotary else 0
     queries, placed = _placed(plain, record.q_norm, rotation), _placed(keys, record.k_norm, rotation)
@@ -186,6 +201,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         None,
         rotation,
         record.scale,
+        slopes,
     )
 
 

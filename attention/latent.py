@@ -111,6 +111,7 @@ class LatentAttention(nn.Module):
     compressed: Callable[[torch.Tensor], torch.Tensor]
     attention_arguments: Callable[[], dict[str, Any]]
     windowed: Callable[[Any, str, torch.Tensor, Any], Any]
+    mask_with_positions: Callable[[Any, torch.Tensor, int, dict[str, Any]], Any]
     rotated: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 
     def prepare(self, rule: Rule, backend: Backend) -> None:
@@ -157,6 +158,7 @@ class LatentAttention(nn.Module):
         q_rope, k_rope = self.rotated(q_rope, k_rope, position_embeddings)
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
+        attention_mask = self.mask_with_positions(attention_mask, q_nope, latent.shape[2], kwargs)
         # A paged cache comes as `cache`, and the attention function updates it. The offsets of a flex mask over a static
         # cache are the cache's own counters, which `update` has just advanced, so that mask can no longer be evaluated.
         late = isinstance(attention_mask, BlockMask) and past_key_values is not None and past_key_values.is_compileable
@@ -252,6 +254,10 @@ class StockLatentAttention(LatentAttention):
         """The arguments of attention functions besides tensors."""
         return {"scaling": self.scaling}
 
+    def mask_with_positions(self, attention_mask: Any, queries: torch.Tensor, cached: int, given: dict[str, Any]) -> Any:
+        """The mask: these classes add nothing to scores by position."""
+        return attention_mask
+
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, N + P]`, not rotated."""
         if self.q_lora_rank is None:
@@ -283,6 +289,7 @@ class OwnLatentAttention(LatentAttention):
     def forward(
         self,
         hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
         attention_mask: torch.Tensor | BlockMask | None = None,
         layer_past: Any = None,
         past_key_values: Any = None,
@@ -292,7 +299,8 @@ class OwnLatentAttention(LatentAttention):
         """Attend as the class does (`attend`)."""
         cache = layer_past if past_key_values is None else past_key_values
         mask = self.windowed(attention_mask, self.config._attn_implementation, hidden_states, cache)
-        return self.attend(hidden_states, position_embeddings, mask, cache, **kwargs)
+        out, weights = self.attend(hidden_states, position_embeddings, mask, cache, **kwargs)
+        return out if residual is None else out + residual, weights
 
 
 def neutral_constants(module: LatentAttention) -> torch.Tensor | None:

@@ -72,6 +72,8 @@ class Attention:
         k_norm: QK-norm of the keys, or None.
         projections: What is read in place of the input, or None. E is then D for `q`, each head of which reads its own
             queries, and 2 G D for `k` and `v`, which read keys and values side by side.
+        slopes: H numbers, or None: a head's slope, times the position of the key, is added to its scaled logits (ALiBi, arXiv
+            2108.12409; less the position of the query, which cancels in the softmax).
     """
 
     q: torch.Tensor
@@ -87,6 +89,7 @@ class Attention:
     q_norm: QKNorm | None = None
     k_norm: QKNorm | None = None
     projections: Projections | None = None
+    slopes: tuple[float, ...] | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -127,6 +130,7 @@ class Attention:
             rotary=self.rotary,
             o_bias=self.o_bias,
             projections=Projections(self.q, self.k, self.v, self.q_norm, self.k_norm, self.q_bias, self.k_bias, self.v_bias),
+            slopes=self.slopes,
         )
 
 
@@ -149,6 +153,7 @@ class FactoredAttention:
         k_rope_bias: `[P]` or None.
         o_bias: `[E]` or None.
         projections: As in `Attention`: E is then D for queries, and 2 G D for `k_rope` and `down`.
+        slopes: As in `Attention`.
     """
 
     q_nope: torch.Tensor
@@ -165,6 +170,7 @@ class FactoredAttention:
     k_rope_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     projections: Projections | None = None
+    slopes: tuple[float, ...] | None = None
 
     def paired(self, pairing: Pairing) -> FactoredAttention:
         """As in `Attention`, of the RoPE key and its queries."""
@@ -209,6 +215,7 @@ class FactoredAttention:
             k_bias=joined(self.k_rope_bias, None),
             o_bias=self.o_bias,
             projections=self.projections,
+            slopes=self.slopes,
         )
 
 

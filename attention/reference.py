@@ -30,6 +30,7 @@ def grouped_attention(
     q_norm: QKNorm | None = None,
     k_norm: QKNorm | None = None,
     projections: Projections | None = None,
+    slopes: tuple[float, ...] | None = None,
 ) -> torch.Tensor:
     """Causal self-attention over one full sequence: softmax(scale · q kᵀ) v, projected by `o`.
 
@@ -49,6 +50,7 @@ def grouped_attention(
         k_norm: Normalisation of keys, or None.
         projections: Queries, keys and values of the input, which take its place. E is then D for `q`, whose heads read their
             own queries, and 2 G D for `k` and `v`, which read keys and values side by side.
+        slopes: What is added to the scaled logits of each head per position of the key, or None.
 
     Returns:
         `[B, T, E]`.
@@ -66,7 +68,7 @@ def grouped_attention(
 
     share = q.shape[0] // k.shape[0]
     queries, keys = place(queries, q_norm), place(keys, k_norm).repeat_interleave(share, 1)
-    weights = _causal_softmax(torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale)
+    weights = _causal_softmax(_sloped(torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale, slopes))
     context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(share, 1))
     out = torch.einsum("bhtd,ehd->bte", context, o)
     return out if o_bias is None else out + o_bias
@@ -89,6 +91,7 @@ def latent_attention(
     k_rope_bias: torch.Tensor | None = None,
     o_bias: torch.Tensor | None = None,
     projections: Projections | None = None,
+    slopes: tuple[float, ...] | None = None,
 ) -> torch.Tensor:
     """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434), without a latent norm.
 
@@ -111,6 +114,7 @@ def latent_attention(
         k_rope_bias: `[P]` or None.
         o_bias: `[E]` or None.
         projections: As in `grouped_attention`: E is then D for `q_nope` and `q_rope`, and 2 G D for `k_rope` and `down`.
+        slopes: As in `grouped_attention`.
 
     Returns:
         `[B, T, E]`.
@@ -123,7 +127,7 @@ def latent_attention(
     )
     latent = torch.einsum("bse,re->bsr", x, down)
     nope = torch.einsum("bhtd,hdr,bsr->bhts", _of_heads(read, q_nope, q_nope_bias), up_k, latent)
-    weights = _causal_softmax((nope + rope) * scale)
+    weights = _causal_softmax(_sloped((nope + rope) * scale, slopes))
     context = torch.einsum("bhts,hdr,bsr->bhtd", weights, up_v, latent)
     out = torch.einsum("bhtd,ehd->bte", context, o)
     return out if o_bias is None else out + o_bias
@@ -149,6 +153,13 @@ def _read(x: torch.Tensor, heads: int, projections: Projections | None) -> tuple
     keys, values = p.k_norm(_projected(x, p.k, p.k_bias)), _projected(x, p.v, p.v_bias)
     both = [head for states in (keys, values) for head in states.unbind(1)]
     return p.q_norm(_projected(x, p.q, p.q_bias)), torch.cat(both, -1)
+
+
+def _sloped(scores: torch.Tensor, slopes: tuple[float, ...] | None) -> torch.Tensor:
+    """`scores [B, H, T, S]` with ALiBi."""
+    if slopes is None:
+        return scores
+    return scores + scores.new_tensor(slopes)[:, None, None] * torch.arange(scores.shape[-1], device=scores.device)
 
 
 def _causal_softmax(scores: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,12 @@ def dtype_bytes(dtype: str) -> int:
         raise Refusal(f"no KV cache is kept in {dtype!r} (choose {', '.join(_BYTES)})") from None
 
 
+def _shares_one_head(config: Any) -> bool:
+    """Whether the class of an older config, which says so in its own way, caches one KV head for all query heads."""
+    # It ignores the first where the second is set, and then caches keys and values of every query head.
+    return bool(getattr(config, "multi_query", False)) and not getattr(config, "new_decoder_architecture", False)
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """The attention of a whole model: `num_layers` layers of `num_heads` query heads, and what they cache per token.
@@ -80,7 +86,7 @@ class AttentionSpec:
             Refusal: Layers differ in KV heads.
         """
         heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or (1 if _shares_one_head(config) else heads)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         if not isinstance(kv_heads, int):
             raise Refusal(f"model type {config.model_type!r} has a different number of KV heads in every layer: {kv_heads}")

@@ -90,7 +90,7 @@ RAW_RULES: dict[str, Rule] = {
 
 RULES: dict[str, Rule] = {
     "num_hidden_layers": _integer(1, _MAX_LAYERS),
-    **_all(_integer(1, 2**16, per_layer=True), "num_attention_heads", "num_key_value_heads"),
+    **_all(_integer(1, 2**16, per_layer=True), "num_attention_heads", "num_key_value_heads", "num_kv_heads"),
     **_all(_integer(1, 2**20, per_layer=True), "hidden_size", "intermediate_size"),
     "head_dim": _integer(1, 2**16, per_layer=True),
     "rotary_dim": _integer(0, 2**16),

@@ -196,7 +196,7 @@ class Source:
     @property
     def max_positions(self) -> int | None:
         """The most positions that the model supports, or None if its config does not say."""
-        value = getattr(self.decoder, "max_position_embeddings", None)
+        value = getattr(self.decoder, "max_position_embeddings", None) or getattr(self.decoder, "max_seq_len", None)
         return value if isinstance(value, int) and value > 0 else None  # XLNet has -1
 
     def tokenizer(self) -> Any:

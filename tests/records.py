@@ -30,8 +30,9 @@ def record(
     factor: float = 1.0,
     seed: int = 0,
     norm: str | None = None,
+    alibi: bool = False,
 ) -> Attention:
-    """Grouped attention; without pairs nothing turns.
+    """Grouped attention; without pairs nothing turns. With `alibi`, its heads have different slopes.
 
     `norm` is of queries and keys: "shared", "head", "all", "after", or "layer", which has a bias.
     """
@@ -51,7 +52,8 @@ def record(
             bias = random(rows, dim, seed=seed + 91) if layer else None
             kind: Any = "layer" if layer else "rms"
             drawn[name] = QKNorm(kind, scope, gain, bias, 1e-6, after_rotary=norm == "after")  # type: ignore[arg-type]
-    return Attention(**drawn, scale=0.4, rotary=Rotary(frequencies, pairing, factor) if pairs else None)
+    slopes = tuple(0.6**head for head in range(heads)) if alibi else None
+    return Attention(**drawn, scale=0.4, rotary=Rotary(frequencies, pairing, factor) if pairs else None, slopes=slopes)
 
 
 def factored(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 8, "vocab_size": 96, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "use_cache": True,
 }  # fmt: skip
 _EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 16}  # fmt: skip
@@ -23,7 +24,16 @@ LATENT: dict[str, Any] = {
     "attention_bias": True, "rope_interleave": True, "n_routed_experts": 1, "num_mtp_layers": 0,
 }  # fmt: skip
 # Everything that a family can switch on: biases and QK-norms are where records go wrong.
-SWITCHES = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")
+SWITCHES = (
+    "attention_bias",
+    "bias",
+    "use_bias",
+    "use_qkv_bias",
+    "qkv_bias",
+    "attention_out_bias",
+    "qk_layernorm",
+    "use_qk_norm",
+)
 # In these the class does more than the record says (soft-capped logits), as `beyond` declares.
 _UNLIKE = {"gemma2": {"attn_logit_softcapping": None}, "vaultgemma": {"attn_logit_softcapping": None}}
 
@@ -43,7 +53,14 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     family = FAMILIES.get(model_type)
     if family is not None and family.has_heads and not family.shares_heads:  # its class ignores these
         values = {key: value for key, value in values.items() if key not in ("num_key_value_heads", "head_dim")}
-        own = {"ffn_dim": 32, "n_inner": 32, "rotary_dim": 4, "multi_query": False, "n_head": values["num_attention_heads"]}
+        own = {
+            "ffn_dim": 32,
+            "n_inner": 32,
+            "ffn_hidden_size": 32,
+            "rotary_dim": 4,
+            "multi_query": False,
+            "n_head": values["num_attention_heads"],
+        }
         kinds = {"attention_types": [[["local"], 1], [["global"], values["num_hidden_layers"] - 1]]}
         values = own | (kinds if model_type == "gpt_neo" else {}) | values
     if model_type.startswith("gemma") or model_type == "vaultgemma":
@@ -132,6 +149,10 @@ def duplicate_kv_heads(model: Any, times: int) -> None:
             if part.startswith("qkv_proj") and model.config.model_type == "codegen":  # [4, (Q, V, K), heads / 4, D, E]
                 rows = parameter.unflatten(0, (4, 3, heads // 4 // times, times, -1))
                 rows[:, 1:, :, 1:] = rows[:, 1:, :, :1]
+                continue
+            if "Wqkv" in part:  # [3, heads, D, …]
+                rows = parameter.unflatten(0, (3, heads // times, times, -1))
+                rows[1:, :, 1:] = rows[1:, :, :1]
                 continue
             if part.startswith("qkv_proj"):
                 stacked = parameter[model.config.num_attention_heads * model.config.head_dim :]

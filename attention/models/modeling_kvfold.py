@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 # The config key of the dropout that a class has inside its attention, behind the output projection.
 _OUTPUT_DROPOUT = {
-    "gpt2": "resid_pdrop", "gpt_bigcode": "resid_pdrop", "gpt_neo": "resid_dropout", "seed_oss": "residual_dropout",
-    "starcoder2": "residual_dropout",
+    "bloom": "hidden_dropout", "gpt2": "resid_pdrop", "gpt_bigcode": "resid_pdrop", "gpt_neo": "resid_dropout",
+    "seed_oss": "residual_dropout", "starcoder2": "residual_dropout",
 }  # fmt: skip
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # keys of that of probabilities
 
@@ -160,6 +162,34 @@ class _Attention(nn.Module):
             return (seen & (slots <= position))[None, None]
         return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
+    def mask_with_positions(
+        self, attention_mask: torch.Tensor | None, queries: torch.Tensor, cached: int, given: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The mask with what the source's class adds to scores by position (ALiBi).
+
+        Args:
+            attention_mask: As the attention takes it.
+            queries: `[B, H, T, …]`.
+            cached: S.
+            given: The other arguments of the attention; those with such biases are taken out.
+
+        Returns:
+            The mask; with biases `[B, H, T, S]`, added to the scores.
+        """
+        of_tokens, of_distances = given.pop("alibi", None), given.pop("position_bias", None)
+        if of_tokens is None and of_distances is None:
+            return attention_mask
+        if attention_mask is None or attention_mask.ndim != 4 or "cache" in given:
+            raise ValueError("this model adds ALiBi to the masks of eager attention; load it with attn_implementation='eager'")
+        if of_tokens is not None:  # BLOOM: [B H, 1, S]
+            bias = of_tokens.view(len(queries), -1, 1, of_tokens.shape[-1])
+        else:  # MPT: [H, 1, most positions], of which the last ones are for the last tokens
+            bias = of_distances[:, :, max(0, of_distances.shape[-1] - cached) :]
+        if attention_mask.dtype == torch.bool:  # MPT: true where a token is not seen
+            least = torch.finfo(queries.dtype).min / 2  # with a score below zero, all of it would be −∞
+            return bias.to(queries.dtype).masked_fill(attention_mask, least)
+        return attention_mask + bias.to(attention_mask.dtype)
+
 
 class GroupedAttention(_Attention):
     """Attention whose query heads share KV heads, called as the attention that it replaces.
@@ -183,6 +213,7 @@ class GroupedAttention(_Attention):
     def forward(
         self,
         hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         layer_past: Cache | None = None,
         past_key_values: Cache | None = None,
@@ -193,11 +224,12 @@ class GroupedAttention(_Attention):
 
         Args:
             hidden_states: `[B, T, E]`.
+            residual: `[B, T, E]`, what the source's attention adds to its output; None where the layer adds it.
             attention_mask: As the config's attention implementation takes it.
             layer_past: The cache, in classes that call it so.
             past_key_values: The cache, in all others.
             position_embeddings: Cosines and sines `[B or 1, T, rotary dims]`, of which both halves are equal; or None.
-            kwargs: Passed to the attention function.
+            kwargs: Biases by position (`mask_with_positions`); all else is passed to the attention function.
 
         Returns:
             `[B, T, E]`, and the probabilities if the attention function returns them.
@@ -212,12 +244,14 @@ class GroupedAttention(_Attention):
         attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
+        attention_mask = self.mask_with_positions(attention_mask, queries, keys.shape[2], kwargs)
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
         out, weights = attend(self, queries, keys, values, attention_mask, **kwargs)  # [B, T, H, D]
         out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
-        return nn.functional.dropout(out, self.output_dropout, self.training), weights
+        out = nn.functional.dropout(out, self.output_dropout, self.training)
+        return out if residual is None else out + residual, weights
 
 
 class _HeadNorm(nn.Module):
@@ -301,6 +335,7 @@ class KvfoldLatentAttention(_Attention):
     def forward(
         self,
         hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         layer_past: Cache | None = None,
         past_key_values: Cache | None = None,
@@ -316,6 +351,7 @@ class KvfoldLatentAttention(_Attention):
         if cache is not None:
             latent, k_rope = cache.update(latent, k_rope, self.layer_idx)
         keys, values = self.expand_kv(latent, k_rope)
+        attention_mask = self.mask_with_positions(attention_mask, nope, keys.shape[2], kwargs)
         if "flash" in chosen:  # it takes values as wide as keys
             values = nn.functional.pad(values, (0, self.qk_head_dim - self.v_head_dim))
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
@@ -323,7 +359,8 @@ class KvfoldLatentAttention(_Attention):
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
         out, weights = attend(self, torch.cat((nope, rope), -1), keys, values, attention_mask, **kwargs)  # [B, T, H, Dv]
         out = self.o_proj(out[..., : self.v_head_dim].reshape(*hidden_states.shape[:-1], -1))
-        return nn.functional.dropout(out, self.output_dropout, self.training), weights
+        out = nn.functional.dropout(out, self.output_dropout, self.training)
+        return out if residual is None else out + residual, weights
 
     def attention_arguments(self) -> dict[str, Any]:
         """As for all attention, where the function caps logits or refuses a cap."""
@@ -388,7 +425,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def __init__(self, config: KvfoldConfig) -> None:
         inner: Any = config.text_config
         # The source's class is built with the same attention function.
-        stock: Any = AutoModelForCausalLM._model_mapping.get(type(inner), PreTrainedModel)
+        stock: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(inner)]
         capped = getattr(inner, "attn_logit_softcapping", None) is not None  # sdpa has no caps
         # transformers asks before this is a module.
         object.__setattr__(self, "_supports_sdpa", stock._supports_sdpa and not capped)
@@ -405,6 +442,11 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             self.model.set_submodule(path, made)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()
+
+    def create_masks_for_generate(self, **arguments: Any) -> Any:
+        """As the source's class, which may need other masks than most."""
+        create: Any = getattr(self.model, "create_masks_for_generate", create_masks_for_generate)
+        return create(**arguments)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()

@@ -118,6 +118,7 @@ class LayerStream:
         see: Observe | None = None,
         then: Callable[[], None] | None = None,
         attended: Attended | None = None,
+        output: str | None = None,
         keep: bool = False,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
@@ -128,13 +129,14 @@ class LayerStream:
             see: As in `observe`.
             then: Called after the last batch, while the inputs still exist.
             attended: Called with each batch's number, the layer's input and its attention's output, both `[b, T, E]`.
+            output: The path of the module whose output that is; None for the attention, to which some classes add the residual.
             keep: Whether the layer's inputs are kept until the next layer is run.
             weights: Tensors of the layer by their names in the checkpoint, used instead of those from `read`.
         """
         out: list[torch.Tensor] = []
         note = None if attended is None else out.append
         loaded = self._loaded(self._within(layer), weights)
-        with loaded, self._watched(layer, see, note), self._writing(layer + 1) as write:
+        with loaded, self._watched(layer, see, note, output), self._writing(layer + 1) as write:
             for batch in range(self.num_batches):
                 inputs = self.batch(layer, batch)
                 write(self._forward(layer, inputs))
@@ -267,8 +269,10 @@ class LayerStream:
         return read
 
     @contextlib.contextmanager
-    def _watched(self, layer: int, see: Observe | None, out: Observe | None = None) -> Iterator[None]:
-        """Call `see` with the inputs of the layer's attention, and `out` with its outputs, during the block."""
+    def _watched(
+        self, layer: int, see: Observe | None, out: Observe | None = None, output: str | None = None
+    ) -> Iterator[None]:
+        """Call `see` with the inputs of the layer's attention, and `out` with its outputs or another module's, in the block."""
 
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if see is not None:
@@ -279,7 +283,8 @@ class LayerStream:
                 out(result[0] if isinstance(result, tuple) else result)
 
         attention = self._model.get_submodule(self._attentions[layer])
-        handles = attention.register_forward_pre_hook(before, with_kwargs=True), attention.register_forward_hook(after)
+        last = self._model.get_submodule(output or self._attentions[layer])
+        handles = attention.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after)
         try:
             yield
         finally:

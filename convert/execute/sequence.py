@@ -168,7 +168,7 @@ class _Pair:
                 read = run.into(own, weights, self.layout.output(layer))
                 fit.see(read, added + inputs - own if lacking else added)
 
-            self.teacher.advance(layer, attended=attended, keep=True)
+            self.teacher.advance(layer, attended=attended, output=self.plan.family.output(layer), keep=True)
         return fit.record()
 
 

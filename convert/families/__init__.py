@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from attention.models import MODEL_TYPE
-from convert.families import blocked, conv1d, interleaved, latent, multi_query, separate, stacked
+from convert.families import blocked, bloom, conv1d, falcon, interleaved, latent, mpt, multi_query, separate, stacked
 from convert.families.base import Family
 from convert.families.kvfold import KvfoldProjections
 
@@ -14,7 +14,10 @@ FAMILIES: dict[str, Family] = {
         *separate.ROWS,
         *stacked.ROWS,
         *blocked.ROWS,
+        mpt.FAMILY,
         interleaved.FAMILY,
+        falcon.FAMILY,
+        bloom.FAMILY,
         conv1d.FAMILY,
         multi_query.FAMILY,
         latent.FAMILY,

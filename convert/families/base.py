@@ -44,6 +44,7 @@ class Traits:
         layers_with_rotary: How many layers have RoPE.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         beyond: Config fields that are set and make the class do more than the record describes.
+        alibi: Whether logits grow with the position of the key, by a slope of each query head (`attention.record.Attention`).
     """
 
     qkv_bias: bool
@@ -52,6 +53,7 @@ class Traits:
     layers_with_rotary: int
     adds_output: bool
     beyond: Mapping[str, Any]
+    alibi: bool = False
 
 
 # Config fields that say how many tokens some layers see.
@@ -80,6 +82,7 @@ class Family(ABC):
         has_heads: Whether it has KV heads; a latent has none.
         needs_code: Whether its class is kvfold's own, whose code comes with every checkpoint.
         shares_heads: Whether its own class can share KV heads (`num_key_value_heads`); some ignore that key.
+        shares_one_head: Whether it can share one KV head by keys of its own (`sharing`).
         attention_path: Where a layer's attention module is, with `{layer}` for its number; its parent is the decoder layer.
         base: The name of the base model in the class, if there are checkpoints of the base model alone, whose names lack it;
             else "".
@@ -96,6 +99,7 @@ class Family(ABC):
     has_heads: bool = True
     needs_code: bool = False
     shares_heads: bool = True
+    shares_one_head: bool = False
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
     computed: tuple[str, ...] = ("inv_freq",)
@@ -135,6 +139,19 @@ class Family(ABC):
 
     # ---- what the config says --------------------------------------------------------------------------------------
 
+    def for_config(self, config: Any) -> Family:
+        """The family whose names checkpoints with this config have, where a model type has several."""
+        return self
+
+    def unshared(self, config: Any, spec: AttentionSpec) -> str | None:
+        """Why its own class cannot share KV heads as `spec` says, or None if it can."""
+        return None if self.shares_heads else f"{self.model_type} ignores num_key_value_heads, so its heads cannot share"
+
+    def sharing(self, config: Any, spec: AttentionSpec) -> dict[str, Any]:
+        """The fields by which a config of its own class has the KV heads of `spec`."""
+        # Both are written even if they equal a default, since defaults differ between classes and engines.
+        return {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+
     def unreadable(self, config: Any) -> str | None:
         """Why checkpoints of this type with this config cannot be read, or None if they can."""
         return None
@@ -172,6 +189,10 @@ class Family(ABC):
         """The factor of the logits before the softmax."""
         return float(self.spec(config).key_dim ** -0.5)
 
+    def slopes(self, config: Any) -> tuple[float, ...] | None:
+        """ALiBi's slope of each query head, or None without ALiBi."""
+        return None
+
     def latent_dims(self, config: Any, rope_dim: int) -> int:
         """Dims of nope keys and of values, summed, that a latent has to hold if `rope_dim` rotary dims are kept.
 
@@ -204,6 +225,7 @@ class Family(ABC):
             "rotary_pairing": rotary.pairing if rotary else None,
             "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
             "layers_with_rotary": traits.layers_with_rotary,
+            "alibi": traits.alibi,
             "softmax_scale": self.scale(config),
             "also": dict(traits.beyond),
         }

@@ -1,6 +1,6 @@
-"""GPT-NeoX (Pythia): queries, keys and values are one projection with the rows of each head together: its Q, its K, its V.
+"""GPT-NeoX (Pythia), and what it shares with others: queries, keys and values are one projection, its rows by KV head.
 
-Its class ignores `num_key_value_heads`, so only other classes can share KV heads.
+Of each KV head, the rows are the Qs of its query heads, its K and its V; with as many KV heads as query heads, Q, K, V.
 """
 
 from __future__ import annotations
@@ -21,7 +21,76 @@ _LAYERS = "gpt_neox.layers"
 
 
 class InterleavedProjections(Family):
-    """`query_key_value [H 3 D, E]` and `dense [E, H D]`."""
+    """`query_key_value [G (H/G + 2) D, E]` and `dense [E, H D]`.
+
+    Attributes:
+        biased_by: The config field that says whether both have biases; always if None.
+    """
+
+    layout = "interleaved projections"
+    shares_heads = False
+    biased_by: str | None = None
+
+    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
+        spec, width = self.spec(config), config.hidden_size
+        rows, queries = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, spec.num_heads * spec.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"query_key_value.weight": (rows, width), "dense.weight": (width, queries)}
+        if self._biased(config):
+            shapes |= {"query_key_value.bias": (rows,), "dense.bias": (width,)}
+        return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
+
+    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
+        spec, prefix = self.spec(config), f"{self.module(layer)}."
+        local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        q, k, v = _split_heads(local["query_key_value.weight"], spec)
+        biases = _split_heads(local["query_key_value.bias"], spec) if self._biased(config) else (None, None, None)
+        return Attention(
+            q=q,
+            k=k,
+            v=v,
+            o=local["dense.weight"].unflatten(1, (spec.num_heads, spec.head_dim)),
+            scale=self.scale(config),
+            rotary=self.rotary(config, layer),
+            q_bias=biases[0],
+            k_bias=biases[1],
+            v_bias=biases[2],
+            o_bias=local.get("dense.bias"),
+            slopes=self.slopes(config),
+        )
+
+    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
+        assert isinstance(record, Attention), "a latent has no projections of keys and values"
+        a = record
+        local = {"query_key_value.weight": _join_heads(a.q, a.k, a.v), "dense.weight": a.o.flatten(1)}
+        if a.q_bias is not None and a.k_bias is not None and a.v_bias is not None:
+            local["query_key_value.bias"] = _join_heads(a.q_bias, a.k_bias, a.v_bias)
+        if a.o_bias is not None:
+            local["dense.bias"] = a.o_bias
+        return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
+
+    def output(self, layer: int) -> str:
+        return f"{self.module(layer)}.dense"
+
+    def _biased(self, config: Any) -> bool:
+        return self.biased_by is None or bool(getattr(config, self.biased_by))
+
+
+def _split_heads(rows: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q `[H, D, …]`, K and V `[G, D, …]` of stacked rows, as views, but for a Q whose heads share."""
+    share = spec.num_heads // spec.num_kv_heads
+    groups = rows.unflatten(0, (spec.num_kv_heads, share + 2, spec.head_dim))
+    return groups[:, :share].flatten(0, 1), groups[:, -2], groups[:, -1]
+
+
+def _join_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_split_heads`."""
+    import torch
+
+    return torch.cat((q.unflatten(0, (len(k), -1)), k[:, None], v[:, None]), 1).flatten(0, 2)
+
+
+class GPTNeoX(InterleavedProjections):
+    """Its class ignores `num_key_value_heads`, so only other classes can share KV heads."""
 
     model_type = "gpt_neox"
     names = NameTable(
@@ -38,51 +107,11 @@ class InterleavedProjections(Family):
     attention_path = f"{_LAYERS}.{{layer}}.attention"
     base = "gpt_neox"
     computed = ("inv_freq", ".attention.bias", ".attention.masked_bias")  # the causal mask of old checkpoints
-    layout = "interleaved projections"
-    shares_heads = False
-
-    def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        spec, width = self.spec(config), config.hidden_size
-        rows = spec.num_heads * spec.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"query_key_value.weight": (3 * rows, width), "dense.weight": (width, rows)}
-        if config.attention_bias:
-            shapes |= {"query_key_value.bias": (3 * rows,), "dense.bias": (width,)}
-        return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
-
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        spec, prefix = self.spec(config), f"{self.module(layer)}."
-        local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        heads = (spec.num_heads, 3, spec.head_dim)
-        q, k, v = local["query_key_value.weight"].unflatten(0, heads).unbind(1)
-        biases = local["query_key_value.bias"].unflatten(0, heads).unbind(1) if config.attention_bias else (None, None, None)
-        return Attention(
-            q=q,
-            k=k,
-            v=v,
-            o=local["dense.weight"].unflatten(1, (spec.num_heads, spec.head_dim)),
-            scale=self.scale(config),
-            rotary=self.rotary(config, layer),
-            q_bias=biases[0],
-            k_bias=biases[1],
-            v_bias=biases[2],
-            o_bias=local.get("dense.bias"),
-        )
+    biased_by = "attention_bias"
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        import torch
-
-        assert isinstance(record, Attention), "a latent has no projections of keys and values"
-        a = record
-        assert len(a.k) == len(a.q), "the class has as many keys as queries"
-        local = {
-            "query_key_value.weight": torch.stack((a.q, a.k, a.v), 1).flatten(0, 2),
-            "dense.weight": a.o.flatten(1),
-        }
-        if a.q_bias is not None and a.k_bias is not None and a.v_bias is not None:
-            local["query_key_value.bias"] = torch.stack((a.q_bias, a.k_bias, a.v_bias), 1).flatten()
-        if a.o_bias is not None:
-            local["dense.bias"] = a.o_bias
-        return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
+        assert spec.num_kv_heads == spec.num_heads, "the class has as many keys as queries"
+        return super().join(record, spec, layer)
 
     def traits(self, config: Any) -> Traits:
         return Traits(
@@ -97,8 +126,5 @@ class InterleavedProjections(Family):
     def rotary(self, config: Any, layer: int) -> rope.Rotary:
         return rope.from_config(config, self.spec(config).head_dim, "half", partial=True)
 
-    def output(self, layer: int) -> str:
-        return f"{self.module(layer)}.dense"
 
-
-FAMILY = InterleavedProjections()
+FAMILY = GPTNeoX()

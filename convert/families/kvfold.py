@@ -46,6 +46,9 @@ class KvfoldProjections(Family):
         self.attention_path = _PREFIX + inner.attention_path
         self.gain_offset, self.computed = inner.gain_offset, inner.computed
 
+    def for_config(self, config: Any) -> Family:
+        return KvfoldProjections(self.inner.for_config(config.text_config))
+
     def unreadable(self, config: Any) -> str | None:
         return self.inner.unreadable(config.text_config)
 
@@ -63,12 +66,15 @@ class KvfoldProjections(Family):
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
         prefix, spec, scale = f"{self.module(layer)}.", self.spec(config), self.scale(config)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        record: Record
         if config.qk_norm:
-            record = _split_latent(_renamed(local), spec, scale, self.rotary(config, layer))
-            return replace(record, projections=_projections(local, spec.head_dim, NormForm(**config.qk_norm)))
-        if spec.kv_lora_rank:
-            return _split_latent(local, spec, scale, self.rotary(config, layer))
-        return split_projections(local, spec.head_dim, scale, self.rotary(config, layer))
+            latent = _split_latent(_renamed(local), spec, scale, self.rotary(config, layer))
+            record = replace(latent, projections=_projections(local, spec.head_dim, NormForm(**config.qk_norm)))
+        elif spec.kv_lora_rank:
+            record = _split_latent(local, spec, scale, self.rotary(config, layer))
+        else:
+            record = split_projections(local, spec.head_dim, scale, self.rotary(config, layer))
+        return replace(record, slopes=self.slopes(config))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         local = join_projections(record) if isinstance(record, Attention) else _join_latent(record, spec.kv_lora_rank or 0)
@@ -101,6 +107,9 @@ class KvfoldProjections(Family):
 
     def scale(self, config: Any) -> float:
         return float(config.scaling)
+
+    def slopes(self, config: Any) -> tuple[float, ...] | None:
+        return self.inner.slopes(config.text_config)
 
 
 def _latent_shapes(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool) -> dict[str, tuple[int, ...]]:

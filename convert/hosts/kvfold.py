@@ -31,11 +31,11 @@ _AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
-    "llama", "apertus", "arcee", "biogpt", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2",
-    "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "helium",
-    "hyperclovax", "jais2", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi",
-    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
-    "xglm",
+    "llama", "apertus", "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon",
+    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite",
+    "granitemoe", "helium", "hyperclovax", "jais2", "ministral", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2",
+    "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm",
+    "starcoder2", "vaultgemma", "xglm",
 )  # fmt: skip
 
 

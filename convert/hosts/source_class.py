@@ -1,4 +1,4 @@
-"""The source's own class with fewer KV heads: the output class of GQA and MQA if it knows `num_key_value_heads`.
+"""The source's own class with fewer KV heads: the output class of GQA and MQA if its config can say so (`Family.sharing`).
 
 Any class can hold what has as many KV heads as the source: it is a copy.
 
@@ -22,31 +22,37 @@ if TYPE_CHECKING:
 
 
 class SourceClass:
-    """The source's own class: two keys of its config change, and the tensors that depend on them."""
+    """The source's own class: the keys of its config that say how heads share change, and the tensors that depend on them.
+
+    Args:
+        families: As in `Host`.
+    """
 
     name = "its own class"
     loads_in = "transformers"
     served_by = "vLLM, SGLang and llama.cpp serve it if they serve the source"
     engines = frozenset({"transformers", "vllm", "llama.cpp"})  # the last two if they run the source
-    opened_by = "transformers, and any other software that reads `num_key_value_heads`, loads it without kvfold."
+    opened_by = (
+        "transformers, and any other software that reads the number of KV heads from config.json, loads it without kvfold."
+    )
     remarks = (
-        "When it is compiled, with a static cache or with padding, transformers 5.23 repeats keys and values for every query\n"
-        'head at every token. kvfold\'s `attention` package does not: `model = attention.load("path/to/this/directory")`, or\n'
-        "`attention.pack(model)` for a loaded model with sdpa attention.",
+        "When it is compiled, with a static cache or with padding, most classes of transformers 5.23 repeat keys and values\n"
+        "for every query head at every token. kvfold's `attention` package does not:\n"
+        '`model = attention.load("path/to/this/directory")`, or `attention.pack(model)` for a loaded model with sdpa\n'
+        "attention.",
     )
     replaces = "belonged to a KV head that was merged into another"
-    families: frozenset[str] = frozenset(name for name, family in FAMILIES.items() if family.shares_heads)
     loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
+
+    def __init__(self, families: frozenset[str]) -> None:
+        self.families = families
 
     def layout(self, family: Family) -> Family:
         return family
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
-        copied = target == family.spec(config) and not family.needs_code
-        if family.shares_heads or copied:
-            return None
-        return f"{family.model_type} ignores num_key_value_heads, so its heads cannot share"
+        return None if _copies(family, config, target) else family.unshared(config, target)
 
     def reserved(self, kv_lora_rank: int) -> int:
         return 0
@@ -55,15 +61,25 @@ class SourceClass:
         return ()
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        if config.model_type not in self.families:  # only copied, and a stray key would mislead others
-            return dict(raw)
-        # Both are written even if they equal a default, since defaults differ between classes and engines.
-        return {**raw, "num_key_value_heads": target.num_kv_heads, "head_dim": target.head_dim}
+        return {**raw, **_changes(config, target)}
 
     def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
         changed = copy.deepcopy(config)
-        changed.num_key_value_heads, changed.head_dim = target.num_kv_heads, target.head_dim
+        for field, value in _changes(config, target).items():
+            setattr(changed, field, value)
         return changed
 
 
-HOST = SourceClass()
+def _copies(family: Family, config: Any, target: AttentionSpec) -> bool:
+    return target == family.spec(config) and not family.needs_code
+
+
+def _changes(config: Any, target: AttentionSpec) -> dict[str, Any]:
+    """The fields of the config that change; none where a class that ignores them is copied: they would mislead others."""
+    family = FAMILIES[config.model_type]
+    return {} if not family.shares_heads and _copies(family, config, target) else family.sharing(config, target)
+
+
+_SHARING = frozenset(name for name, family in FAMILIES.items() if family.shares_heads)
+HOST = SourceClass(_SHARING)
+MQA_HOST = SourceClass(_SHARING | {name for name, family in FAMILIES.items() if family.shares_one_head})

@@ -165,7 +165,7 @@ def readable(source: Source) -> Family:
         Refusal: It needs its own code, is quantised, or belongs to no known family.
     """
     source.refuse_remote_code()
-    family = family_of(source.model_type, source.inner_model_type)
+    family = family_of(source.model_type, source.inner_model_type).for_config(source.config)
     if source.raw.get("quantization_config"):
         quantisation = source.raw["quantization_config"]
         kind = quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else quantisation

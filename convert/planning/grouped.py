@@ -17,6 +17,7 @@ from eval.device import require_device
 
 if TYPE_CHECKING:
     from convert.families import Family
+    from convert.families.base import Traits
     from convert.methods.grouped import GroupedMethod
     from eval.source import Source
 
@@ -56,7 +57,7 @@ def plan_grouped(
     spec = before.grouped(groups)
     kind = "mqa" if groups == 1 else "gqa"
     host = host_of(kind, family, source, spec, stored_dtype(source, output), engine_of(output.engine))
-    _check_grouping(grouping, method)
+    _check_grouping(grouping, method, family.traits(source.config))
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     notes, remarks = _notes(family, source, before, spec, output.dtype, method, text)
@@ -83,9 +84,13 @@ def _options(command: str, groups: int, grouping: str) -> dict[str, Any]:
     return {"groups": groups, **({"grouping": grouping} if grouping != "contiguous" else {})}
 
 
-def _check_grouping(grouping: str, method: GroupedMethod) -> None:
+def _check_grouping(grouping: str, method: GroupedMethod, traits: Traits) -> None:
     if grouping not in GROUPINGS:
         raise Refusal(f"no grouping {grouping!r} (choose {' or '.join(GROUPINGS)})")
+    if grouping == "similar" and traits.alibi:
+        raise Refusal(
+            "heads cannot change places: the class gives each its own slope (ALiBi)", hint="use --grouping contiguous"
+        )
     if grouping == "similar" and method.partition is None:
         able = [name for name in methods.GROUPED if methods.load_grouped(name).partition]
         raise Refusal(

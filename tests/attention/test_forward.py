@@ -28,6 +28,12 @@ RECORDS: dict[str, Record] = {
         ),
     ),
     "no positions": record(pairs=0, nope=6),
+    "ALiBi": record(pairs=0, nope=6, alibi=True),
+    "ALiBi, GQA with RoPE": record(2, 3, nope=3, alibi=True),
+    "ALiBi behind a norm": record(norm="head", nope=2, alibi=True).behind_norms(),
+    "MLA with ALiBi": dataclasses.replace(factored(), slopes=(0.5, 0.25, 0.1, 0.02)),
+    "MLA with ALiBi, without RoPE": dataclasses.replace(factored(pairs=0), slopes=(0.5, 0.25, 0.1, 0.02)),
+    "MLA with ALiBi, expanded": dataclasses.replace(factored(), slopes=(0.5, 0.25, 0.1, 0.02)).expanded(),
     "shared gains": record(norm="shared", nope=2),
     "gains per head": record(norm="head"),
     "one norm over all heads": record(norm="all"),
@@ -71,7 +77,7 @@ def test_the_error_is_squared_relative_to_the_sources_output() -> None:
 
 def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     """`[H, T, T]` of one block, one dot product at a time, fp64."""
-    x, positions = x.double(), torch.arange(len(x))
+    x, positions, slopes = x.double(), torch.arange(len(x)), torch.tensor(a.slopes or [0.0] * a.o.shape[1])
     if isinstance(a, Attention) and (p := a.projections):  # the heads that they were made from
         a = Attention(p.q, p.k, p.v, a.o, a.scale, a.rotary, p.q_bias, p.k_bias, p.v_bias, a.o_bias, p.q_norm, p.k_norm)
 
@@ -100,7 +106,7 @@ def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
         for h in range(len(a.q_nope)):
             nope = project(a.q_nope, a.q_nope_bias, h, of_queries[h]) @ (a.up_k[h].double() @ a.down.double() @ x.T)
             logits.append(nope + a.rotary.rotate(project(a.q_rope, a.q_rope_bias, h, of_queries[h]), positions) @ key.T)
-    return a.scale * torch.stack(logits)
+    return a.scale * torch.stack(logits) + slopes[:, None, None] * positions
 
 
 @pytest.mark.parametrize("case", RECORDS)
@@ -110,6 +116,8 @@ def test_heads_have_the_references_logits_and_weights(case: str) -> None:
     future = torch.ones(24, 24, dtype=torch.bool).triu(1)
     for head, logits in enumerate(expected):
         torch.testing.assert_close(heads.logits(head).double(), logits, rtol=1e-4, atol=1e-4)
+        part = heads.part(slice(head, head + 1))
+        torch.testing.assert_close((heads.scale * part.queries @ part.keys.mT)[0].double(), logits, rtol=1e-4, atol=1e-4)
         weights = logits.masked_fill(future, -math.inf).softmax(-1)
         torch.testing.assert_close(causal_softmax(heads.logits(head)).double(), weights, rtol=1e-4, atol=1e-5)
 
@@ -135,7 +143,8 @@ def test_what_is_kept_makes_the_logits(case: str) -> None:
         else:
             dims = a.rotary.dims if a.rotary else 0
             logits = plain[:, dims:] @ nope.T + heads.rotation(plain[:, :dims]) @ rope.T
-        torch.testing.assert_close(heads.logits(head), a.scale * logits, rtol=1e-4, atol=1e-4)
+        biases = 0 if heads.slopes is None else heads.slopes[head] * torch.arange(len(x))
+        torch.testing.assert_close(heads.logits(head), a.scale * logits + biases, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", [case for case, a in RECORDS.items() if isinstance(a, Attention)])

@@ -47,7 +47,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     "seed_oss": {"mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "mlp_bias": True},
 }
-NO_ROPE = ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm")
+NO_ROPE = ("biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "xglm")
 INSIDE = {"codegen": "phi", "gptj": "phi"}  # their own classes give RoPE to no other attention
 NORM_SWITCHES = {"cohere": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}, "stablelm": {"qk_layernorm": True}}
 ALWAYS_NORMALISED = ("apertus", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe")
@@ -94,11 +94,11 @@ def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
-# One of each kind: windows, biases, no RoPE, part of it, layers without it, experts, QK-norm of each form, other residuals.
+# One of each kind: windows, biases, no RoPE, ALiBi, some RoPE, layers without, experts, QK-norm of each form, other residuals.
 KINDS = (
-    "biogpt", "codegen", "cohere, QK-norm", "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neo",
-    "gpt_neox", "granite", "llama", "mixtral", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3",
-    "stablelm, QK-norm", "stablelm", "xglm",
+    "biogpt", "bloom", "codegen", "cohere, QK-norm", "cohere2", "cwm", "exaone4", "falcon", "gemma2", "gemma3_text", "glm",
+    "gpt2", "gpt_neo", "gpt_neox", "granite", "llama", "mixtral", "mpt", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm",
+    "qwen3", "smollm3", "stablelm, QK-norm", "stablelm", "xglm",
 )  # fmt: skip
 
 
@@ -151,7 +151,10 @@ def test_small_sizes_run_alike_in_every_way(model_type: str, checkpoint: Make, c
     same_logits(said(stock(tmp_path / "again"), ids), expected, 1e-6)
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mixtral", "olmo", "qwen3", "xglm"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["bloom", "falcon", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mixtral", "mpt", "olmo", "qwen3", "xglm"],
+)
 def test_half_precision_is_that_of_the_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, ids = made(checkpoint, model_type), tokens(12)
     ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd", "--dtype", "bfloat16"))
@@ -226,7 +229,7 @@ def test_a_window_that_only_the_function_knows_is_not_absorbed(checkpoint: Make,
     assert module._absorbs(2, 9, torch.ones(1, 1, 2, 9))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "gptj", "gemma", "qwen3"])
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "gpt2", "gpt_neox", "gptj", "gemma", "mpt", "qwen3"])
 def test_the_cache_has_the_bytes_that_the_plan_says(
     model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
@@ -304,7 +307,7 @@ def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert
         same_logits(said(stock(tmp_path / "out"), tokens(length)), said(stock(source), tokens(length)))
 
 
-@pytest.mark.parametrize("model_type", ["codegen", "gpt2", "gpt_neox", "olmo2", "smollm3"])
+@pytest.mark.parametrize("model_type", ["codegen", "gpt2", "gpt_neox", "mpt", "olmo2", "smollm3"])
 def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, ids = made(checkpoint, model_type), tokens(20)
     ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd"))

@@ -218,6 +218,13 @@ def test_the_position_limit_is_what_the_config_says(configured: Callable[..., So
     assert configured(max_position_embeddings=77).max_positions == 77
 
 
+def test_the_position_limit_has_another_name_in_mpt(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mpt", "n_heads": 4, "d_model": 64, "max_seq_len": 77}', encoding="utf-8"
+    )
+    assert Source.parse(str(tmp_path)).max_positions == 77
+
+
 def test_a_config_without_a_position_limit_has_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bloom", "n_head": 4, "hidden_size": 64}', encoding="utf-8")
     assert Source.parse(str(tmp_path)).max_positions is None

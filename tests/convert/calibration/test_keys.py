@@ -11,6 +11,7 @@ from refitting import SEEN, X, changed, latent, merged
 
 from attention.forward import causal_softmax, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
+from attention.rope import Pairing
 from convert.calibration import keys
 from convert.calibration.keys import fitted_keys
 from convert.calibration.least_squares import fitted_spans
@@ -43,12 +44,13 @@ def test_the_rope_key_of_mla_that_was_spoilt_is_restored() -> None:
     assert changed(fitted, spoilt) == {"k_rope"}
 
 
-@pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "mla", "mqa"])
+@pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "gqa, ALiBi", "mla", "mla, ALiBi", "mqa"])
 def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """½ Σ_h Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one head after another."""
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
-    a = record(4, 1, 2, 2 if "partial" in case else 0, 20, "interleaved" if "inter" in case else "half", biased=False)
-    after: Record = latent(a, 5, (0, 1)) if case == "mla" else merged(a, 1 if case == "mqa" else 2)
+    pairing: Pairing = "interleaved" if "inter" in case else "half"
+    a = record(4, 1, 2, 2 if "partial" in case else 0, 20, pairing, biased=False, alibi="ALiBi" in case)
+    after: Record = latent(a, 5, (0, 1)) if "mla" in case else merged(a, 1 if case == "mqa" else 2)
     kept = after.k_rope[None] if isinstance(after, FactoredAttention) else after.k
     leaf = (0.1 * random(*kept.shape, seed=5)).requires_grad_(True)
     whole = kept.float() + leaf

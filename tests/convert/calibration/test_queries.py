@@ -12,6 +12,7 @@ from refitting import X, any_refit, changed, latent, merged, refitted_queries
 
 from attention.forward import causal_softmax, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
+from attention.rope import Pairing
 from convert.calibration import queries
 from convert.calibration.least_squares import TOKENS, fitted_spans
 from convert.calibration.queries import _together
@@ -188,13 +189,17 @@ def fits_of(a: Attention, after: Record, heads: slice) -> list[queries._Fit]:
     return [queries._Fit.of(*block, part) for block, part in zip(blocks, parts, strict=True)]
 
 
+CASES = ("gqa", "gqa, interleaved, partial", "gqa, ALiBi", "mla", "mla, ALiBi", "mqa")
+
+
 @pytest.mark.parametrize("target", [False, True])
-@pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "mla", "mla, a latent as wide as heads", "mqa"])
+@pytest.mark.parametrize("case", [*CASES, "mla, a latent as wide as heads"])
 def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """½ Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one token after another."""
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)  # blocks are not a multiple of it
-    a = record(4, 1, 2, 2 if "partial" in case else 0, 20, "interleaved" if "inter" in case else "half")
-    rank, groups = 4 if "wide" in case else 5, 1 if case == "mqa" else 2
+    pairing: Pairing = "interleaved" if "inter" in case else "half"
+    a = record(4, 1, 2, 2 if "partial" in case else 0, 20, pairing, alibi="ALiBi" in case)
+    rank, groups = 4 if "wide" in case else 5, 1 if "mqa" in case else 2
     after: Record = latent(a, rank, (0, 1)) if "mla" in case else merged(a, groups)
     blocks, heads = [(heads_of(a, x), heads_of(after, x)) for x in X], slice(1, 3)
     columns = sum(part.shape[-1] for part in blocks[0][1].kept(1))
@@ -213,7 +218,7 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monk
                 total = total + 0.5 * (p * (error - (p * error).sum()).square()).sum()
     (expected,) = torch.autograd.grad(total, leaf)
     fits = fits_of(a, after, heads)
-    assert fits[0].met.lifts == (case == "mla")
+    assert fits[0].met.lifts == (case in ("mla", "mla, ALiBi"))
     found = torch.stack([fit.curvature(leaf.detach().float()) - (fit.wanted if target else 0) for fit in fits]).sum(0)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 

@@ -43,16 +43,18 @@ def attended(a: Attention, x: torch.Tensor) -> Attended:
             rows, keys = (a.rotary.rotate(part, positions) for part in (rows, keys))
         for h in range(len(rows)):
             for t in range(len(block)):
-                weights = (a.scale * keys[h // share, : t + 1] @ rows[h, t]).softmax(0)
+                biases = (0 if a.slopes is None else a.slopes[h]) * positions[: t + 1]
+                weights = (a.scale * keys[h // share, : t + 1] @ rows[h, t] + biases).softmax(0)
                 read = weights @ block[: t + 1]
                 found.append((block[: t + 1].T @ (weights[:, None] * block[: t + 1]), torch.outer(read, read), read))
     return Attended.measured(*(torch.stack(parts).mean(0) for parts in zip(*found, strict=True)))
 
 
+@pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_inputs_are_weighed_as_attention_sees_them(groups: int, biased: bool) -> None:
-    a = random_record(groups, 4 // groups, pairs=2, nope=3, width=8, biased=biased)
+def test_inputs_are_weighed_as_attention_sees_them(groups: int, biased: bool, alibi: bool) -> None:
+    a = random_record(groups, 4 // groups, pairs=2, nope=3, width=8, biased=biased, alibi=alibi)
     x = 2 * inputs(8, tokens=9, blocks=3)
     moments = Moments(0, of_blocks(3, 9, 8), a)
     moments.see(x)

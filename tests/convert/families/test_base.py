@@ -25,18 +25,19 @@ def modules(model: Any) -> list[tuple[Any, Any]]:
 
 
 def attention_calls(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Input and output of every layer's attention module in one forward pass."""
-    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for attention, _ in modules(model):
-        attention.register_forward_hook(
-            lambda module, args, kwargs, out: calls.append(
-                (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], out[0])
-            ),
+    """Input of every layer's attention module, and output of its output projection, in one forward pass."""
+    read: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
+    family = FAMILIES[model.config.model_type]
+    for layer, (attention, _) in enumerate(modules(model)):
+        attention.register_forward_pre_hook(
+            lambda module, args, kwargs: read.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]),
             with_kwargs=True,
         )
+        model.get_submodule(family.output(layer)).register_forward_hook(lambda module, args, out: written.append(out))
     with torch.inference_mode():
         model(torch.randint(4, 96, (2, 20), generator=torch.Generator().manual_seed(0)))
-    return calls
+    return list(zip(read, written, strict=True))
 
 
 @pytest.mark.parametrize("on", [False, True], ids=["plain", "switched"])
@@ -143,7 +144,7 @@ def test_the_output_module_is_the_one_whose_weight_is_o(model_type: str) -> None
 
 
 def layer_outputs(model: Any, shift: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
-    """Of the first layer, if `shift` is added to its input and its attention gives `constant` less the shift."""
+    """Of the first layer, if `shift` is added to its input and its output projection gives `constant` less the shift."""
     seen: list[torch.Tensor] = []
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,14 +152,11 @@ def layer_outputs(model: Any, shift: torch.Tensor, constant: torch.Tensor) -> to
             return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + shift}
         return (args[0] + shift, *args[1:]), kwargs
 
-    def after(module: Any, args: tuple[Any, ...], out: Any) -> Any:
-        stub = constant - shift
-        return (stub, *out[1:]) if isinstance(out, tuple) else stub
-
-    attention, layer = modules(model)[0]
+    _, layer = modules(model)[0]
+    output = model.get_submodule(FAMILIES[model.config.model_type].output(0))
     handles = [
         layer.register_forward_pre_hook(before, with_kwargs=True),
-        attention.register_forward_hook(after),
+        output.register_forward_hook(lambda module, args, out: constant - shift),
         layer.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out)),
     ]
     with torch.inference_mode():

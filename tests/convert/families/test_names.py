@@ -228,4 +228,4 @@ def test_tables_that_contradict_themselves_are_rejected(rows: list[Row], message
 
 def test_every_role_is_of_some_use() -> None:
     used = {role for family in FAMILIES.values() for row in family.names.rows for role in row.roles}
-    assert ROLES.keys() - used == {"embedding_norm"}, "families that will need it are not read yet"
+    assert ROLES.keys() == used

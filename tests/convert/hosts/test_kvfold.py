@@ -27,14 +27,15 @@ Logits = Callable[..., torch.Tensor]
 
 
 def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
-    expected = {"biogpt", "gpt_neox", "gpt_neo", "gpt2", "gpt_bigcode", "opt", "xglm"}
+    expected = {"biogpt", "bloom", "falcon", "gpt_neox", "gpt_neo", "gpt2", "gpt_bigcode", "mpt", "opt", "xglm"}
     assert HOST.families == expected, "of others, a stock class can"
     for name, family in FAMILIES.items():
         config = tiny_config(name)
         spec = family.spec(config)
         if name in HOST.families:
             assert HOST.refuses(family, config, spec.grouped(1), "float32") is None
-            assert "ignores num_key_value_heads" in str(SOURCE.refuses(family, config, spec.grouped(1), "float32"))
+            why = "caches keys and values of all 8 query heads" if family.shares_one_head else "ignores num_key_value_heads"
+            assert why in str(SOURCE.refuses(family, config, spec.grouped(2), "float32"))
             assert HOST.code == LATENT_HOST.code == (CODE,)
             assert SOURCE.refuses(family, config, spec, "float32") is None, "a copy"
             assert SOURCE.config({"a": 1}, config, spec, None) == {"a": 1}, "a stray key would mislead others"
@@ -97,12 +98,15 @@ def test_results_run_where_kvfold_is_not_installed(
     results = list(map(json.loads, done.stdout.splitlines()))
     classes = {
         "BioGptForCausalLM": "KvfoldForCausalLM",
+        "BloomForCausalLM": "KvfoldForCausalLM",
         "CodeGenForCausalLM": "PhiForCausalLM",
+        "FalconForCausalLM": "KvfoldForCausalLM",
         "GPT2LMHeadModel": "KvfoldForCausalLM",
         "GPTBigCodeForCausalLM": "KvfoldForCausalLM",
         "GPTNeoForCausalLM": "KvfoldForCausalLM",
         "GPTNeoXForCausalLM": "KvfoldForCausalLM",
         "GPTJForCausalLM": "PhiForCausalLM",
+        "MptForCausalLM": "KvfoldForCausalLM",
         "OPTForCausalLM": "KvfoldForCausalLM",
         "XGLMForCausalLM": "KvfoldForCausalLM",
     }
@@ -132,10 +136,10 @@ def test_latents_run_where_kvfold_is_not_installed(
 
 @pytest.mark.parametrize("model_type", sorted(HOST.families))
 def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
-    source = checkpoint(model_type)
+    source, least = checkpoint(model_type), ["--groups", 2, "--method", "mean"]  # one group may be a stock class
     ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
-    ok(convert("gqa", tmp_path / "four", tmp_path / "four-two", "--groups", 2, "--method", "mean"))
-    ok(convert("gqa", source, tmp_path / "two", "--groups", 2, "--method", "mean"))
+    ok(convert("gqa", tmp_path / "four", tmp_path / "four-one", *least))
+    ok(convert("gqa", source, tmp_path / "one", *least))
     ok(convert("gqa", tmp_path / "four", tmp_path / "same", "--groups", 4))
     twice, once = weights(tmp_path / "four-two"), weights(tmp_path / "two")
     assert twice.keys() == once.keys()
@@ -146,7 +150,7 @@ def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Conver
     assert (tmp_path / "same" / CODE.name).exists(), "its config.json names that file"
     assert torch.equal(logits(tmp_path / "same"), logits(tmp_path / "four"))
     facts = json.loads(convert("inspect", tmp_path / "four", "--json").stdout)
-    rope = "default" if model_type == "gpt_neox" else None
+    rope = "default" if model_type in ("falcon", "gpt_neox") else None
     assert (facts["family"], facts["attention"], facts["rope_type"]) == (MODEL_TYPE, "GQA-4", rope)
 
 

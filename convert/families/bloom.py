@@ -1,0 +1,68 @@
+"""BLOOM: interleaved projections as GPT-NeoX has them, and ALiBi in place of RoPE.
+
+Its class ignores `num_key_value_heads`, so only other classes can share KV heads. Its attention adds the residual itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from convert.families.base import Traits
+from convert.families.interleaved import InterleavedProjections
+from convert.families.names import NameTable, Row, in_layers
+
+_LAYERS = "transformer.h"
+
+
+class Bloom(InterleavedProjections):
+    """Biases are everywhere."""
+
+    model_type = "bloom"
+    names = NameTable(
+        [
+            Row("transformer.word_embeddings", ("embedding",)),
+            Row("transformer.word_embeddings_layernorm", ("embedding_norm",)),
+            in_layers(_LAYERS, "input_layernorm", "attention_norm"),
+            in_layers(_LAYERS, "post_attention_layernorm", "mlp_norm"),
+            in_layers(_LAYERS, "mlp.dense_h_to_4h", "mlp.up"),
+            in_layers(_LAYERS, "mlp.dense_4h_to_h", "mlp.down"),
+            Row("transformer.ln_f", ("final_norm",)),
+            Row("lm_head", ("head",)),
+        ]
+    )
+    attention_path = f"{_LAYERS}.{{layer}}.self_attention"
+    base = "transformer"
+
+    def unreadable(self, config: Any) -> str | None:
+        if config.pretraining_tp > 1 and config.slow_but_exact:
+            return f"its class leaves out biases (slow_but_exact is true and pretraining_tp is {config.pretraining_tp})"
+        return None
+
+    def traits(self, config: Any) -> Traits:
+        return Traits(
+            qkv_bias=True,
+            o_bias=True,
+            qk_norm=None,
+            layers_with_rotary=0,
+            adds_output=not config.apply_residual_connection_post_layernorm,
+            beyond={},
+            alibi=True,
+        )
+
+    def rotary(self, config: Any, layer: int) -> None:
+        return None
+
+    def slopes(self, config: Any) -> tuple[float, ...]:
+        heads = config.num_attention_heads
+        power = 2 ** math.floor(math.log2(heads))
+        between = _falling(2 * power)[::2]  # of twice as many heads, every other one
+        return (*_falling(power), *between[: heads - power])
+
+
+def _falling(heads: int) -> list[float]:
+    """2^(-8/n), 2^(-16/n), … 2^-8."""
+    return [2.0 ** (-8 * (head + 1) / heads) for head in range(heads)]
+
+
+FAMILY = Bloom()

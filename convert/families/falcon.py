@@ -1,0 +1,133 @@
+"""Falcon: interleaved projections, and one KV head for all query heads, or some, or one for each.
+
+Its class of transformers caches the KV heads of `new_decoder_architecture` once for every query head. So the only target that
+it holds itself is MQA by `multi_query`, which it caches once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from attention.record import Attention, Record
+from attention.spec import AttentionSpec
+from convert.families.base import Family, Traits
+from convert.families.interleaved import InterleavedProjections
+from convert.families.names import NameTable, Row, in_layers
+
+if TYPE_CHECKING:
+    import torch
+
+_LAYERS = "transformer.h"
+_ONE_NORM = NameTable(
+    [
+        Row("transformer.word_embeddings", ("embedding",)),
+        in_layers(_LAYERS, "input_layernorm", "attention_norm"),
+        in_layers(_LAYERS, "post_attention_layernorm", "mlp_norm"),  # unless attention and MLP run in parallel
+        in_layers(_LAYERS, "mlp.dense_h_to_4h", "mlp.up"),
+        in_layers(_LAYERS, "mlp.dense_4h_to_h", "mlp.down"),
+        Row("transformer.ln_f", ("final_norm",)),
+        Row("lm_head", ("head",)),
+    ]
+)
+_TWO_NORMS = _ONE_NORM.replacing(in_layers(_LAYERS, "ln_attn", "attention_norm"), in_layers(_LAYERS, "ln_mlp", "mlp_norm"))
+
+
+class Falcon(InterleavedProjections):
+    """One of its two tables of names.
+
+    Args:
+        names: As in `Family`.
+    """
+
+    model_type = "falcon"
+    attention_path = f"{_LAYERS}.{{layer}}.self_attention"
+    base = "transformer"
+    biased_by = "bias"
+    shares_one_head = True
+
+    def __init__(self, names: NameTable) -> None:
+        self.names = names
+
+    def for_config(self, config: Any) -> Family:
+        return _FOR_TWO_NORMS if config.new_decoder_architecture and _norms(config) == 2 else FAMILY
+
+    def unreadable(self, config: Any) -> str | None:
+        if config.alibi:
+            return "its class adds ALiBi once with sdpa and twice with eager attention (alibi is true)"
+        grouped, parallel, norms = config.new_decoder_architecture, config.parallel_attn, _norms(config)
+        if grouped and not parallel:
+            return "its class runs no new_decoder_architecture whose parallel_attn is false"
+        if norms not in ((1, 2) if grouped else (1,)) and parallel:
+            return f"its class runs no layer with num_ln_in_parallel_attn {norms} and new_decoder_architecture {bool(grouped)}"
+        if not (grouped or config.multi_query) and config.num_kv_heads != config.num_attention_heads:
+            return (
+                f"num_kv_heads is {config.num_kv_heads}, and without multi_query and new_decoder_architecture each of its "
+                f"{config.num_attention_heads} query heads has keys and values of its own"
+            )
+        return None
+
+    def spec(self, config: Any) -> AttentionSpec:
+        """The KV heads that are projected, however often the class caches them."""
+        groups = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else None
+        found = AttentionSpec.from_config(config)
+        return found if groups is None else replace(found, num_kv_heads=groups)
+
+    def unshared(self, config: Any, spec: AttentionSpec) -> str | None:
+        if spec.num_kv_heads > 1:
+            return (
+                f"its class of transformers caches keys and values of all {spec.num_heads} query heads unless multi_query is on"
+            )
+        if config.new_decoder_architecture and _norms(config) == 2:
+            return "with multi_query, its class has one norm for attention and MLP, and num_ln_in_parallel_attn is 2"
+        return None
+
+    def sharing(self, config: Any, spec: AttentionSpec) -> dict[str, Any]:
+        return {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": 1}
+
+    def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
+        assert isinstance(record, Attention), "a latent has no projections of keys and values"
+        return super().join(_rotating_everywhere(record), spec, layer)
+
+    def describe(self, config: Any) -> dict[str, Any]:
+        facts = super().describe(config)
+        if config.new_decoder_architecture:
+            facts["also"] |= {"KV heads that transformers caches": config.num_attention_heads}
+        return facts
+
+    def traits(self, config: Any) -> Traits:
+        return Traits(
+            qkv_bias=bool(config.bias),
+            o_bias=bool(config.bias),
+            qk_norm=None,
+            layers_with_rotary=config.num_hidden_layers,
+            adds_output=not (config.parallel_attn or config.new_decoder_architecture),
+            beyond={},
+        )
+
+
+def _rotating_everywhere(a: Attention) -> Attention:
+    """The same record with pairs of rotary dims D/2 apart, as in the class, which rotates all D."""
+    dims = a.rotary.dims if a.rotary else 0
+    if dims == a.q.shape[1]:
+        return a
+    order = _order(dims, a.q.shape[1])
+    q_bias, k_bias = (None if bias is None else bias[:, order] for bias in (a.q_bias, a.k_bias))
+    return replace(a, q=a.q[:, order], k=a.k[:, order], q_bias=q_bias, k_bias=k_bias)
+
+
+def _order(rotary: int, dims: int) -> list[int]:
+    """Which of the dims of a head come first, if both halves of the rotary ones begin a half of all."""
+    half, rest = rotary // 2, (dims - rotary) // 2
+    parts = (range(half), range(rotary, rotary + rest), range(half, rotary), range(rotary + rest, dims))
+    return [dim for part in parts for dim in part]
+
+
+def _norms(config: Any) -> int:
+    """How many norms a parallel layer has."""
+    default = 2 if config.new_decoder_architecture else 1
+    return default if config.num_ln_in_parallel_attn is None else config.num_ln_in_parallel_attn
+
+
+FAMILY = Falcon(_ONE_NORM)
+_FOR_TWO_NORMS = Falcon(_TWO_NORMS)

@@ -1,0 +1,85 @@
+"""MPT: stacked projections without biases, and ALiBi in place of RoPE.
+
+Its class ignores `num_key_value_heads`, so only other classes can share KV heads, and it ignores much of `attn_config`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from attention.record import Attention
+from convert.families.base import Traits
+from convert.families.names import NameTable, Row, in_layers
+from convert.families.stacked import StackedProjections
+
+if TYPE_CHECKING:
+    import torch
+
+_LAYERS = "transformer.blocks"
+_MOST = 8  # the exponent of ALiBi's least slope
+# (field, the only value that the class or a record knows, the reason for refusing any other)
+_ATTENTION: tuple[tuple[str, Any, str], ...] = (
+    ("clip_qkv", None, "queries, keys and values are clipped"),
+    ("qk_ln", False, "queries and keys are normalised, and its class of transformers leaves that out"),
+    ("prefix_lm", False, "a prefix sees itself, and its class of transformers leaves that out"),
+    ("attn_type", "multihead_attention", "its class of transformers gives each query head keys and values of its own"),
+    ("alibi_bias_max", _MOST, "its class of transformers has ALiBi's slopes for 8"),
+    ("alibi", True, "it has no ALiBi, and its class of transformers adds ALiBi all the same"),
+)
+
+
+class Mpt(StackedProjections):
+    """`attn.Wqkv [3 H D, E]` and `attn.out_proj [E, H D]`."""
+
+    def unreadable(self, config: Any) -> str | None:
+        if not config.no_bias:
+            return "it has biases, and its class of transformers has none (no_bias is false)"
+        for field, known, reason in _ATTENTION:
+            if (value := getattr(config.attn_config, field)) != known:
+                return f"{reason} (attn_config.{field} is {value})"
+        return None
+
+    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
+        return replace(super().split(tensors, config, layer), slopes=self.slopes(config))
+
+    def traits(self, config: Any) -> Traits:
+        return replace(super().traits(config), alibi=True)
+
+    def scale(self, config: Any) -> float:
+        scale = config.attn_config.softmax_scale
+        return super().scale(config) if scale is None else float(scale)
+
+    def slopes(self, config: Any) -> tuple[float, ...]:
+        heads = config.num_attention_heads
+        power = 2 ** math.ceil(math.log2(heads))
+        falling = [2.0 ** (-_MOST * (head + 1) / power) for head in range(power)]
+        return tuple(falling if power == heads else (falling[1::2] + falling[::2])[:heads])
+
+
+def _nowhere(config: Any, layer: int) -> bool:
+    return False
+
+
+FAMILY = Mpt(
+    "mpt",
+    names=NameTable(
+        [
+            Row("transformer.wte", ("embedding",)),
+            in_layers(_LAYERS, "norm_1", "attention_norm"),
+            in_layers(_LAYERS, "norm_2", "mlp_norm"),
+            in_layers(_LAYERS, "ffn.up_proj", "mlp.up"),
+            in_layers(_LAYERS, "ffn.down_proj", "mlp.down"),
+            Row("transformer.norm_f", ("final_norm",)),
+            Row("lm_head", ("head",)),
+        ]
+    ),
+    qkv_name="Wqkv",
+    o_name="out_proj",
+    rotates=_nowhere,
+    shares_heads=False,
+    attention_path=f"{_LAYERS}.{{layer}}.attn",
+    base="transformer",
+)

@@ -1,0 +1,115 @@
+"""Stock Falcon with one KV head: the output class of MQA for sources with its blocks, whose own class cannot share heads.
+
+Attention and MLP run one after the other. In parallel, the class has one norm for both unless `new_decoder_architecture` is on,
+and then it caches keys and values of every query head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from convert.families import FAMILIES
+from convert.hosts.deepseek_v3 import rope_parameters
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from attention.rope import Rotary
+    from attention.spec import AttentionSpec
+    from convert.families import Family
+
+# Where the class has RoPE of all dims, and a source of some: a frequency whose rotation no float tells from none.
+_STILL = 1e-30
+_STATIC = ("default", "linear", "llama3", "yarn", "longrope")  # RoPE types with one or two lists of frequencies
+_CARRIED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "initializer_range",
+    "use_cache", "tie_word_embeddings", "hidden_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+class Falcon:
+    """The stock class `falcon` with `multi_query`."""
+
+    name = "falcon"
+    loads_in = "transformers"
+    served_by = "no engine was tried"
+    engines = frozenset({"transformers"})
+    opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches one KV head."
+    remarks: tuple[str, ...] = ()
+    replaces = "became query_key_value and dense"
+    families: frozenset[str] = frozenset({"gpt_neox"})
+    loading: Mapping[str, Any] = {}
+    code: tuple[Path, ...] = ()
+
+    def layout(self, family: Family) -> Family:
+        return FAMILIES["falcon"]
+
+    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+        if family.model_type not in self.families:
+            return f"{family.model_type} does not have Falcon's decoder blocks (the class can hold {', '.join(self.families)})"
+        if target.num_kv_heads > 1:
+            return f"for {target.kind}, the class of transformers caches keys and values of all {target.num_heads} query heads"
+        if config.use_parallel_residual:
+            return "use_parallel_residual is true, and with multi_query the class then has one norm for attention and MLP"
+        if not config.attention_bias:
+            return "attention_bias is false, and the class has biases in attention and MLP, or in neither"
+        if target.head_dim % 2:
+            return f"heads have {target.head_dim} dims, and the class rotates all of them in pairs"
+        rotary, kind = family.rotary(config, 0), config.rope_parameters["rope_type"]
+        if rotary and rotary.dims < target.head_dim and (kind not in _STATIC or rotary.attention_factor != 1):
+            return (
+                f"{rotary.dims} of {target.head_dim} dims rotate, the class rotates all, and RoPE of type {kind!r} cannot say "
+                "that some stand still"
+            )
+        return None
+
+    def reserved(self, kv_lora_rank: int) -> int:
+        return 0
+
+    def notes(self, config: Any) -> tuple[str, ...]:
+        return ()
+
+    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        kept = {key: getattr(config, key) for key in _CARRIED if hasattr(config, key)}
+        named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
+        return {
+            "architectures": ["FalconForCausalLM"],
+            "model_type": "falcon",
+            **named,
+            **kept,
+            "layer_norm_epsilon": config.layer_norm_eps,
+            "ffn_hidden_size": config.intermediate_size,
+            "activation": config.hidden_act,
+            "attention_dropout": config.hidden_dropout,  # what the class calls so drops outputs of the attention
+            "bias": True,
+            "alibi": False,
+            "parallel_attn": False,
+            "new_decoder_architecture": False,
+            "multi_query": True,
+            "num_kv_heads": 1,
+            "rope_parameters": _rope(config, target),
+        }
+
+    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.config(raw, config, target, None))
+
+
+def _rope(config: Any, target: AttentionSpec) -> dict[str, Any]:
+    """The source's RoPE, for a class that rotates all dims of a head."""
+    import torch
+
+    rotary = FAMILIES[config.model_type].rotary(config, 0)
+    assert rotary is not None, "the source has RoPE"
+    missing = (target.head_dim - rotary.dims) // 2
+    if not missing:
+        return {key: value for key, value in config.rope_parameters.items() if key != "partial_rotary_factor"}
+    still = torch.full((missing,), _STILL, dtype=torch.float64)
+    long = None if rotary.long_frequencies is None else torch.cat((rotary.long_frequencies, still))
+    return rope_parameters(replace(rotary, frequencies=torch.cat((rotary.frequencies, still)), long_frequencies=long), config)
+
+
+HOST = Falcon()

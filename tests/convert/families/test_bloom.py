@@ -1,0 +1,158 @@
+"""BLOOM, and MPT beside it: families with ALiBi."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import layer_tensors, tiny_config, tiny_model
+from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+from written import edit, left_nothing, ok
+
+from attention import load, pack
+from attention.errors import Refusal
+from attention.record import Attention
+from attention.reference import grouped_attention
+from convert.families import FAMILIES
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+ALIBI = ("bloom", "mpt")
+
+
+@settings(max_examples=20, deadline=None)
+@given(heads=st.integers(1, 9), head_dim=st.integers(1, 6), half=st.booleans(), model_type=st.sampled_from(ALIBI))
+def test_join_is_the_inverse_of_split(heads: int, head_dim: int, half: bool, model_type: str) -> None:
+    config = tiny_config(model_type, num_attention_heads=heads, hidden_size=heads * head_dim)
+    family, dtype = FAMILIES[model_type], torch.bfloat16 if half else torch.float32
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in family.shapes(config, 1).items()}
+    back = family.join(family.split(tensors, config, 1), family.spec(config), 1)
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensor) and back[name].dtype == dtype for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 112])
+def test_slopes_are_those_of_the_class(heads: int) -> None:
+    config = tiny_config("bloom", num_attention_heads=heads, hidden_size=heads)
+    torch.testing.assert_close(torch.tensor(FAMILIES["bloom"].slopes(config)), _get_alibi_slopes(heads, torch.device("cpu")))
+    config = tiny_config("mpt", num_attention_heads=heads, hidden_size=heads)
+    torch.testing.assert_close(torch.tensor(FAMILIES["mpt"].slopes(config)), -build_mpt_alibi_tensor(heads, 2)[:, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("bloom", {"apply_residual_connection_post_layernorm": True}),
+        ("bloom", {"num_attention_heads": 6, "hidden_size": 48}),
+        ("mpt", {"num_attention_heads": 6, "hidden_size": 48, "attn_config": {"softmax_scale": 0.7}}),
+    ],
+)
+def test_the_record_computes_what_the_class_computes(model_type: str, changes: dict[str, Any]) -> None:
+    model, family = tiny_model(tiny_config(model_type, **changes)), FAMILIES[model_type]
+    seen: list[torch.Tensor] = []
+    model.get_submodule(family.module(1)).register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(args[0]), with_kwargs=True
+    )
+    model.get_submodule(family.output(1)).register_forward_hook(lambda module, args, out: seen.append(out))
+    with torch.inference_mode():
+        model(torch.arange(4, 44)[None])
+        record = family.split(layer_tensors(model, family, 1), model.config, 1)
+        assert isinstance(record, Attention)
+        torch.testing.assert_close(grouped_attention(seen[0], **vars(record)), seen[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true and pretraining_tp is 2"),
+        ("mpt", {"no_bias": False}, "no_bias is false"),
+        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "attn_config.clip_qkv is 6.0"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, "attn_config.prefix_lm is True"),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_config.attn_type is multiquery_attention"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 4}}, "attn_config.alibi_bias_max is 4"),
+        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False"),
+    ],
+)
+def test_what_a_record_does_not_say_is_refused(
+    model_type: str, changes: dict[str, Any], message: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = edit(checkpoint(model_type), **changes)
+    left_nothing(convert("mqa", source, tmp_path / "out"), 2, message, tmp_path / "out")
+
+
+@pytest.mark.parametrize("model_type", ALIBI)
+def test_heads_stay_in_their_places(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    found = convert("gqa", checkpoint(model_type), tmp_path / "out", "--groups", 4, "--grouping", "similar")
+    left_nothing(found, 2, "heads cannot change places", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@pytest.mark.parametrize("model_type", ALIBI)
+def test_lossy_results_run_alike_in_every_way(
+    model_type: str, kind: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    """BLOOM's positions count what is not padding."""
+    size = ["--groups", 2, "--method", "mean"] if kind == "gqa" else ["--kv-lora-rank", 16, "--method", "svd"]
+    ok(convert(kind, checkpoint(model_type, num_attention_heads=6, hidden_size=48), tmp_path / "out", *size))
+    model, ids = (
+        load(tmp_path / "out", when="always"),
+        torch.randint(4, 96, (2, 12), generator=torch.Generator().manual_seed(0)),
+    )
+    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
+    with torch.inference_mode():
+        whole = model.generate(ids, use_cache=False, **asked)
+        assert torch.equal(model.generate(ids, **asked), whole)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
+        assert torch.equal(model.generate(padded, attention_mask=mask, **asked)[:, 3:], whole)
+        expected = model(ids).logits
+        torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 3:], expected, rtol=1e-4, atol=1e-4)
+        model.save_pretrained(tmp_path / "again")
+        torch.testing.assert_close(load(tmp_path / "again")(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ALIBI)
+def test_other_functions_than_eager_are_refused(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """Their masks have no place for slopes."""
+    ok(convert("gqa", checkpoint(model_type), tmp_path / "out", "--groups", 2))
+    model, ids = load(tmp_path / "out"), torch.arange(4, 16)[None]
+    assert model.config._attn_implementation == "eager"
+    for name in ("sdpa", "flash_attention_2"):
+        with pytest.raises((ValueError, ImportError)):
+            load(tmp_path / "out", attn_implementation=name)
+    with pytest.raises(Refusal, match="'eager'"):
+        pack(model)
+    module: Any = model.get_submodule(f"model.{FAMILIES[model_type].module(0)}")
+    given = {"alibi": torch.zeros(8, 1, 12)} if model_type == "bloom" else {"position_bias": torch.zeros(8, 1, 128)}
+    for mask in (None, torch.ones(1, 12)):
+        with pytest.raises(ValueError, match="adds ALiBi to the masks of eager attention"):
+            module(model.get_input_embeddings()(ids), attention_mask=mask, **given)
+
+
+def test_masks_of_mpt_leave_room_for_scores_in_half_precision(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    """A row of padding that sees nothing must not become −∞, and so NaN: scores below zero come on top."""
+    ok(convert("gqa", checkpoint("mpt"), tmp_path / "out", "--groups", 2))
+    module: Any = load(tmp_path / "out").get_submodule(f"model.{FAMILIES['mpt'].module(0)}")
+    hidden, queries = torch.ones(1, 1, 4, 4, dtype=torch.bool), torch.zeros(1, 8, 4, 8, dtype=torch.float16)
+    given = {"position_bias": torch.zeros(8, 1, 128)}
+    found = module.mask_with_positions(hidden, queries, 4, given)
+    assert (found.shape, given) == ((1, 8, 4, 4), {})
+    assert torch.isfinite(found - 100).all()
+    assert bool(((found + 100).float().exp() == 0).all())
+
+
+def test_positions_that_mpt_does_not_have_are_an_error(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint("mpt", max_seq_len=16)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
+    model = load(tmp_path / "out")
+    assert torch.isfinite(model(torch.arange(4, 20)[None]).logits).all()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        model(torch.arange(4, 21)[None])

@@ -1,0 +1,171 @@
+"""Falcon: its three layouts, its norms, what its class cannot run, and results of its own class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import layer_tensors, tiny_config, tiny_model
+from written import ok, weights
+
+from attention import load
+from attention.reference import grouped_attention
+from attention.spec import AttentionSpec
+from convert.families import family_of
+from eval.cost import measured_bytes_per_token
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "one KV head": {"multi_query": True},
+    "one for each, in turn": {"parallel_attn": False, "bias": True},
+    "some, two norms": {"new_decoder_architecture": True, "num_kv_heads": 4},
+    "some, one norm": {"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1, "bias": True},
+}
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_join_is_the_inverse_of_split(data: st.DataObject) -> None:
+    groups, share = data.draw(st.integers(1, 3), "KV heads"), data.draw(st.integers(1, 3), "query heads per KV head")
+    heads, head_dim = groups * share, 2 * data.draw(st.integers(1, 4), "half of D")
+    layouts = [{"new_decoder_architecture": True, "num_kv_heads": groups}]
+    layouts += [{"multi_query": True}] if groups == 1 else [{"multi_query": False}] if share == 1 else []
+    layout, bias = data.draw(st.sampled_from(layouts), "layout"), data.draw(st.booleans(), "bias")
+    config = tiny_config("falcon", num_attention_heads=heads, hidden_size=heads * head_dim, bias=bias, **layout)
+    family, dtype = family_of("falcon").for_config(config), data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    assert family.spec(config).num_kv_heads == groups
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in family.shapes(config, 1).items()}
+    back = family.join(family.split(tensors, config, 1), family.spec(config), 1)
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensor) and back[name].dtype == dtype for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_every_architecture_is_read_as_its_class_computes_it(case: str) -> None:
+    config = tiny_config("falcon", **ARCHITECTURES[case])
+    model, family = tiny_model(config), family_of("falcon").for_config(config)
+    names = {name for name in model.state_dict() if ".self_attention." not in name and name != "lm_head.weight"}
+    assert all(family.names.place(name) for name in names)
+    norm, seen = family.input_norm(0), list[torch.Tensor]()
+    assert norm is not None
+    assert f"{norm.name}.weight" in names
+    model.get_submodule(norm.name).register_forward_hook(lambda module, args, out: seen.append(out))
+    model.get_submodule(family.module(0)).register_forward_hook(
+        lambda module, args, kwargs, out: seen.extend((args[0], out[0])), with_kwargs=True
+    )
+    with torch.inference_mode():
+        model(torch.arange(4, 24)[None])
+        normalised, x, out = seen
+        record = family.split(layer_tensors(model, family, 0), model.config, 0)
+        assert torch.equal(normalised, x)
+        torch.testing.assert_close(grouped_attention(x, **vars(record)), out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alibi": True}, "alibi is true"),
+        ({"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn is false"),
+        ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2 and new_decoder_architecture False"),
+        ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn 3"),
+        ({"num_kv_heads": 4}, "num_kv_heads is 4, and without multi_query"),
+    ],
+)
+def test_what_its_class_does_not_run_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, convert: Convert
+) -> None:
+    config = tiny_config("falcon", **changes)
+    config.save_pretrained(tmp_path)
+    found = convert("inspect", tmp_path)
+    assert (found.exit_code, message in found.stderr) == (2, True), found.output
+
+
+def test_its_class_adds_alibi_twice_with_eager_attention() -> None:
+    """Why it is refused. If this fails, transformers has been mended, and the family can read it."""
+    from transformers import AutoModelForCausalLM
+
+    config, said = tiny_config("falcon", alibi=True), {}
+    weights = tiny_model(config).state_dict()
+    for name in ("eager", "sdpa"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=name).eval()
+        model.load_state_dict(weights)
+        with torch.inference_mode():
+            said[name] = model(torch.arange(4, 24)[None]).logits
+    assert not torch.allclose(said["eager"], said["sdpa"], atol=1e-2)
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_as_many_heads_are_a_copy(case: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint("falcon", **ARCHITECTURES[case])
+    groups = family_of("falcon").spec(tiny_config("falcon", **ARCHITECTURES[case])).num_kv_heads
+    ok(convert("gqa", source, tmp_path / "out", "--groups", groups))
+    before, after = weights(source), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "falcon"
+
+
+@pytest.mark.parametrize("case", [case for case in ARCHITECTURES if case != "one KV head"])
+def test_one_head_is_held_by_its_own_class_if_that_has_the_norms(
+    case: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = checkpoint("falcon", **ARCHITECTURES[case])
+    ok(convert("mqa", source, tmp_path / "out", "--method", "mean"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == ("kvfold" if case == "some, two norms" else "falcon")
+    model, ids = load(tmp_path / "out"), torch.arange(4, 16)[None]
+    assert measured_bytes_per_token(model, "float32") == AttentionSpec.from_config(model.config).bytes_per_token("float32")
+    assert AttentionSpec.from_config(model.config).kind == "MQA"
+    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
+    whole = model.generate(ids, use_cache=False, **asked)
+    assert torch.equal(model.generate(ids, **asked), whole)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **asked)[:, 3:], whole)
+
+
+def test_equal_heads_of_the_grouped_architectures_merge_without_loss(
+    checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    """Into kvfold's class for some heads, and its own for one, which then says multi_query."""
+    for case in ("some, two norms", "some, one norm"):
+        source = checkpoint("falcon", name=case, **ARCHITECTURES[case])
+        _equal_kv_heads(source)
+        expected = logits(source)
+        for groups in (2, 1):
+            out = tmp_path / f"{case} {groups}"
+            ok(convert("gqa", source, out, "--groups", groups))
+            torch.testing.assert_close(logits(out), expected, rtol=1e-4, atol=1e-4)
+
+
+def _equal_kv_heads(path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = weights(path)
+    for name, tensor in tensors.items():
+        if "query_key_value" in name:
+            rows = tensor.unflatten(0, (4, 4, 8))  # 4 KV heads: Q, Q, K, V
+            rows[:, 2:] = rows[:1, 2:]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def test_what_the_class_caches_beyond_its_heads_is_said() -> None:
+    for changes in ARCHITECTURES.values():
+        config = tiny_config("falcon", **changes)
+        expected = {"KV heads that transformers caches": 8} if config.new_decoder_architecture else {}
+        assert family_of("falcon").describe(config)["also"] == expected
+
+
+def test_the_cache_of_every_architecture_is_predicted() -> None:
+    for changes in ARCHITECTURES.values():
+        model = tiny_model(tiny_config("falcon", **changes))
+        predicted = AttentionSpec.from_config(model.config)
+        assert measured_bytes_per_token(model, "float32") == predicted.bytes_per_token("float32")

@@ -1,0 +1,124 @@
+"""Stock Falcon as an output class of MQA: exact where heads are equal, and refused where its blocks differ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+from written import WITHOUT_KVFOLD, ok
+
+from convert.families import family_of
+from convert.hosts.falcon import HOST
+from eval.cost import cache_figures
+from eval.source import Source
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
+ONE_AFTER_THE_OTHER: dict[str, Any] = {"use_parallel_residual": False}
+ROPE: dict[str, dict[str, Any]] = {
+    "all dims": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    "a quarter": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    "half, linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "all, dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+}
+
+
+def made(checkpoint: Make, rope: str = "a quarter", **changes: Any) -> Path:
+    return checkpoint("gpt_neox", **ONE_AFTER_THE_OTHER, rope_parameters=ROPE[rope], **changes)
+
+
+@pytest.mark.parametrize("rope", ROPE)
+def test_equal_heads_become_one_without_loss(
+    rope: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    source = made(checkpoint, rope, duplicated=8, hidden_size=128)
+    ok(convert("mqa", source, tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["multi_query"], config["new_decoder_architecture"]) == ("falcon", True, False)
+    expected = logits(source)
+    assert float((logits(tmp_path / "out") - expected).abs().max() / expected.abs().max()) < 1e-5
+    again = ok(convert("inspect", tmp_path / "out", "--json"))
+    assert (json.loads(again.stdout)["family"], json.loads(again.stdout)["attention"]) == ("falcon", "MQA")
+
+
+RUN = (
+    WITHOUT_KVFOLD
+    + """
+import json, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert not any(info.values()), info
+ids = AutoTokenizer.from_pretrained(sys.argv[1])("once upon", return_tensors="pt")["input_ids"]
+asked = {"max_new_tokens": 12, "do_sample": False}
+padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
+ways = ({}, {"use_cache": False}, {"cache_implementation": "static"})
+said = [model.generate(ids, **asked, **way) for way in ways] + [model.generate(padded, attention_mask=mask, **asked)[:, 3:]]
+eager = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="eager")
+said += [eager.generate(ids, **asked)]
+assert all(torch.equal(one, said[0]) for one in said), said
+print(json.dumps([type(model).__name__, model(ids).past_key_values.layers[0].keys.shape[1]]))
+"""
+)
+
+
+def test_a_result_runs_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    ok(convert("mqa", made(checkpoint), tmp_path / "out", "--method", "mean"))
+    command = [sys.executable, "-I", "-c", RUN, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["FalconForCausalLM", 1]
+
+
+def test_the_cache_has_the_bytes_that_the_plan_says(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = made(checkpoint)
+    planned = json.loads(convert("mqa", source, tmp_path / "out", "--dry-run", "--json").stdout)
+    ok(convert("mqa", source, tmp_path / "out"))
+    found = Source.parse(str(tmp_path / "out"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    figures = cache_figures(model, family_of("falcon").spec(found.config), "float32", planned["kv_bytes_per_token_before"])
+    assert figures["kv_bytes_per_token"] == planned["kv_bytes_per_token_after"]
+    assert figures["cache_ratio"] == 1 / 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups", "message"),
+    [
+        ({"use_parallel_residual": True}, 1, "use_parallel_residual is true"),
+        ({"attention_bias": False}, 1, "attention_bias is false"),
+        ({"num_attention_heads": 8, "hidden_size": 72}, 1, "heads have 9 dims"),
+        ({}, 2, "caches keys and values of all 8 query heads"),
+        ({"rope_parameters": ROPE["all, dynamic"] | {"partial_rotary_factor": 0.5}}, 1, "4 of 8 dims rotate"),
+        (
+            {
+                "rope_parameters": ROPE["a quarter"]
+                | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+            },
+            1,
+            "RoPE of type 'yarn' cannot say that some stand still",
+        ),
+        ({}, 1, "None"),
+    ],
+)
+def test_what_the_class_cannot_compute_is_refused(changes: dict[str, Any], groups: int, message: str) -> None:
+    config, family = tiny_config("gpt_neox", **(ONE_AFTER_THE_OTHER | changes)), family_of("gpt_neox")
+    assert message in str(HOST.refuses(family, config, family.spec(config).grouped(groups), "float32"))
+
+
+def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source = checkpoint("gpt_neox", use_parallel_residual=True)
+    facts = json.loads(convert("mqa", source, tmp_path / "out", "--dry-run", "--json").stdout)
+    assert facts["output_class"] == "kvfold"
+    assert "opt does not have Falcon's decoder blocks" in str(
+        HOST.refuses(family_of("opt"), tiny_config("opt"), family_of("opt").spec(tiny_config("opt")).grouped(1), "float32")
+    )
