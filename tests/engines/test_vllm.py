@@ -31,13 +31,17 @@ TARGETS = {"MQA": ("mqa",), "GQA-4": ("gqa", "--groups", 4), "MLA-512+64": LATEN
 PROMPTS = ["def main():\n    ", "import os\n\n", "class Point:\n    def __init__(self"]
 
 
+def tokens_of(model: Path) -> Path:
+    return model.with_name("tokens.json")
+
+
 def served(model: Path, dtype: str) -> subprocess.CompletedProcess[str]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE // 2**30), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), str(model), dtype, str(TOKENS)],
+        [sys.executable, str(SCRIPT), str(model), dtype, str(TOKENS), str(tokens_of(model))],
         input=json.dumps(tokenizer(PROMPTS)["input_ids"]),
         capture_output=True,
         text=True,
@@ -66,7 +70,7 @@ def test_tokens_are_those_of_transformers(target: str, dtype: str, convert: Conv
     ok(convert(*TARGETS[target][:1], SOURCE, tmp_path / "out", *TARGETS[target][1:]))
     done = served(tmp_path / "out", dtype)
     assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = json.loads(tokens_of(tmp_path / "out").read_text())
     near, off = {"float32": (0.01, 1e-4), "bfloat16": (0.1, 0.1)}[dtype]
     for ids, steps in zip(AutoTokenizer.from_pretrained(tmp_path / "out")(PROMPTS)["input_ids"], results, strict=True):
         assert len(steps) == TOKENS

@@ -1,4 +1,4 @@
-"""What vLLM generates from a checkpoint, as JSON on the last line: MODEL DTYPE TOKENS, then prompts as lists of ids on stdin.
+"""What vLLM generates from a checkpoint, as JSON: MODEL DTYPE TOKENS OUTPUT, and prompts as lists of ids on stdin.
 
 It runs in a process of its own, because vLLM starts others, and keeps their settings.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def main() -> None:
     steps = [
         [(token, step[token].logprob) for token, step in zip(made.token_ids, made.logprobs, strict=True)] for made in found
     ]
-    print("\n" + json.dumps(steps))
+    Path(sys.argv[4]).write_text(json.dumps(steps))
 
 
 if __name__ == "__main__":
