@@ -283,6 +283,17 @@ class StockLatentAttention(LatentAttention):
         return rotate(q_rope, k_rope, *position_embeddings)
 
 
+class HalfSplitLatentAttention(StockLatentAttention):
+    """`StockLatentAttention` for MiniCPM3's class, whose RoPE pairs dims of two halves, whatever the config says."""
+
+    def rotated(
+        self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`."""
+        rotated: tuple[torch.Tensor, torch.Tensor] = apply_rotary_pos_emb(q_rope, k_rope, *position_embeddings)
+        return rotated
+
+
 class OwnLatentAttention(LatentAttention):
     """`LatentAttention` for kvfold's own class, which is called as the attention of many classes is."""
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from attention import models
@@ -25,7 +26,14 @@ from attention.caps import keep_caps
 from attention.errors import Failure, Refusal
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
 from attention.kernels import Backend, check
-from attention.latent import RULES, LatentAttention, OwnLatentAttention, StockLatentAttention, When
+from attention.latent import (
+    RULES,
+    HalfSplitLatentAttention,
+    LatentAttention,
+    OwnLatentAttention,
+    StockLatentAttention,
+    When,
+)
 from attention.models.modeling_kvfold import KvfoldLatentAttention
 
 
@@ -35,11 +43,13 @@ def _before(stock: type[nn.Module], mixin: type[LatentAttention] = StockLatentAt
 
 # Module-level names, so that instances can be pickled.
 LatentDeepseekV3Attention = _before(DeepseekV3Attention)
+LatentMiniCPM3Attention = _before(MiniCPM3Attention, HalfSplitLatentAttention)
 LatentYoutuAttention = _before(YoutuAttention)
 
-# The stock classes whose forward `StockLatentAttention` reimplements (they differ in name only), and their replacements.
+# The stock classes whose forward `StockLatentAttention` reimplements, and their replacements.
 LATENT: dict[type[nn.Module], type[nn.Module]] = {
     DeepseekV3Attention: LatentDeepseekV3Attention,
+    MiniCPM3Attention: LatentMiniCPM3Attention,
     YoutuAttention: LatentYoutuAttention,
 }
 _before_own = cache(partial(_before, mixin=OwnLatentAttention))

@@ -23,6 +23,9 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
     "attention_bias": True, "rope_interleave": True, "n_routed_experts": 1, "num_mtp_layers": 0,
 }  # fmt: skip
+# Of what kvfold writes into MiniCPM3's class, layers and logits are scaled by nothing.
+SCALES: dict[str, dict[str, Any]] = {"minicpm3": {"scale_emb": 8.0, "scale_depth": None, "dim_model_base": None}}
+OF_LATENT = ("deepseek_v3", "minicpm3")
 # Everything that a family can switch on: biases and QK-norms are where records go wrong.
 SWITCHES = (
     "attention_bias",
@@ -47,9 +50,9 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     values = _SIZES | changes
     if "moe" in model_type or model_type == "mixtral":
         values = _EXPERTS | values
-    if model_type == "deepseek_v3":
+    if model_type in OF_LATENT:
         every = {"num_key_value_heads": values["num_attention_heads"], "first_k_dense_replace": values["num_hidden_layers"]}
-        values = values | LATENT | every | changes
+        values = values | LATENT | every | SCALES.get(model_type, {}) | changes
     family = FAMILIES.get(model_type)
     if family is not None and family.has_heads and not family.shares_heads:  # its class ignores these
         values = {key: value for key, value in values.items() if key not in ("num_key_value_heads", "head_dim")}
@@ -80,7 +83,7 @@ def switched(model_type: str, on: bool, **changes: Any) -> Any:
 def tiny_model(config: Any, seed: int = 0) -> Any:
     """A causal LM with random weights, biases and norm gains; of latent attention, with the norm that families can read."""
     model = random_model(config, seed)
-    if config.model_type == "deepseek_v3":
+    if config.model_type in OF_LATENT:
         from convert.families.neutral import constants
 
         for layer in model.model.layers:

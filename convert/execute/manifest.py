@@ -49,7 +49,9 @@ class Unit:
     @property
     def copies(self) -> bool:
         """Whether the outputs equal the sources, under the same or other names."""
-        before, after = ([(p.roles, p.transposed, p.leading) for p in places] for places in (self.sources, self.places))
+        before, after = (
+            [(p.roles, p.transposed, p.leading, p.offset) for p in places] for places in (self.sources, self.places)
+        )
         return self.layer is None and before == after
 
     def make(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:

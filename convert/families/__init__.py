@@ -20,7 +20,7 @@ FAMILIES: dict[str, Family] = {
         bloom.FAMILY,
         conv1d.FAMILY,
         multi_query.FAMILY,
-        latent.FAMILY,
+        *latent.ROWS,
     )
 }
 

@@ -75,7 +75,6 @@ class Family(ABC):
         model_type: As in config.json.
         layout: How the file stores the projections, for display: "separate projections".
         names: Every tensor that a checkpoint may hold besides those of its attentions.
-        gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
         rope_stride: How many columns of the class's cosines and sines lie between one frequency and the next.
         scales_rope: Whether the class scales RoPE by a factor of its own, which depends on the length.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
@@ -92,7 +91,6 @@ class Family(ABC):
     model_type: str
     layout: str
     names: NameTable
-    gain_offset: float = 0.0
     rope_stride: int = 1
     scales_rope: bool = False
     restarts_cache: bool = False
@@ -243,4 +241,4 @@ class Family(ABC):
     def input_norm(self, layer: int) -> InputNorm | None:
         """The norm whose output the layer's attention reads; None if there is none, or if it has no gains."""
         place = self.names.holding(f"layers.{layer}.attention_norm.weight")
-        return InputNorm(place.name.removesuffix(".weight"), self.gain_offset) if place else None
+        return InputNorm(place.name.removesuffix(".weight"), place.offset) if place else None

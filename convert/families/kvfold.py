@@ -44,7 +44,7 @@ class KvfoldProjections(Family):
         self.inner = inner
         self.names = NameTable([replace(row, path=_PREFIX + row.path) for row in inner.names.rows])
         self.attention_path = _PREFIX + inner.attention_path
-        self.gain_offset, self.computed = inner.gain_offset, inner.computed
+        self.computed = inner.computed
 
     def for_config(self, config: Any) -> Family:
         return KvfoldProjections(self.inner.for_config(config.text_config))

@@ -1,8 +1,8 @@
 """Multi-head latent attention in DeepSeek-V3's layout, with the latent norm switched off: the MLA that kvfold writes.
 
-The class (arXiv 2412.19437; transformers' `deepseek_v3`) caches the latent and one rotary key. It also normalises the latent,
-which a converted attention must not have. Constant channels switch that off (`convert.families.neutral`). They are cached as
-0, and `kv_lora_rank` counts them: what the config says is what the cache holds.
+The classes (arXiv 2412.19437; transformers' `deepseek_v3` and `minicpm3`) cache the latent and one rotary key. They also
+normalise the latent, which a converted attention must not have. Constant channels switch that off (`convert.families.neutral`).
+They are cached as 0, and `kv_lora_rank` counts them: what the config says is what the cache holds.
 
 Queries come from the input, or with biases from a latent of their own, which is the input and constants.
 
@@ -34,38 +34,47 @@ if TYPE_CHECKING:
     import torch
 
     from attention.record import FactoredAttention, Record
-    from attention.rope import Rotary
+    from attention.rope import Pairing, Rotary
 
 
 class LatentProjections(Family):
     """`self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}`, and a norm that constants neutralise.
 
     With query biases, `q_a_proj`, `q_a_layernorm` and `q_b_proj` are in place of `q_proj`.
+
+    Args:
+        model_type: As in config.json.
+        pairing: Which two dims form a rotary pair (see `Rotary`).
     """
 
-    model_type = "deepseek_v3"
     layout = "latent projections"
     has_heads = shares_heads = False
     names = LLAMA
 
+    def __init__(self, model_type: str, pairing: Pairing) -> None:
+        self.model_type, self.pairing = model_type, pairing
+
     def unreadable(self, config: Any) -> str | None:
         if config.q_lora_rank not in (None, query_rank(config.hidden_size)):
             return f"its queries have a latent of their own (q_lora_rank {config.q_lora_rank}), which kvfold does not read yet"
-        if (config.first_k_dense_replace or 0) < config.num_hidden_layers:
+        if (getattr(config, "first_k_dense_replace", config.num_hidden_layers) or 0) < config.num_hidden_layers:
             return "it has experts: of DeepSeek-V3 checkpoints, kvfold reads only those that it wrote"
-        if not config.attention_bias or not config.rope_interleave:
-            return "it lacks attention biases or interleaved rotary dims: of its class, kvfold reads only what it wrote"
+        interleaved = self.pairing == "interleaved"
+        if not config.attention_bias or (interleaved and not config.rope_interleave):
+            lacking = f"attention biases{' or interleaved rotary dims' if interleaved else ''}"
+            return f"it lacks {lacking}: of its class, kvfold reads only what it wrote"
         if scaled := (config.rope_parameters or {}).get("mscale_all_dim"):
             return f"its RoPE also scales logits (mscale_all_dim {scaled}): of its class, kvfold reads only what it wrote"
         return None
 
     def traits(self, config: Any) -> Traits:
+        depth = math.sqrt(config.num_hidden_layers)  # the class scales what layers add by scale_depth / depth
         return Traits(
             qkv_bias=config.q_lora_rank is not None,
             o_bias=True,
             qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
-            adds_output=True,
+            adds_output=getattr(config, "scale_depth", depth) == depth,
             beyond={},
         )
 
@@ -76,7 +85,7 @@ class LatentProjections(Family):
     def rotary(self, config: Any, layer: int) -> Rotary:
         from attention import rope
 
-        return rope.from_config(config, config.qk_rope_head_dim, "interleaved")
+        return rope.from_config(config, config.qk_rope_head_dim, self.pairing)
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         heads, width = config.num_attention_heads, config.hidden_size
@@ -147,7 +156,7 @@ class LatentProjections(Family):
         from attention.record import FactoredAttention
 
         assert isinstance(record, FactoredAttention), "only latent attention is written as such"
-        a, rank = record, spec.kv_lora_rank or 0
+        a, rank = record.paired(self.pairing), spec.kv_lora_rank or 0
         # The class scales by (N + P)^-½.
         scale = a.scale * math.sqrt(a.q_nope.shape[1] + a.q_rope.shape[1])
         constant = a.down.new_tensor(constants(rank)) * 2.0**EXPONENT
@@ -181,4 +190,4 @@ def _or_zeros(bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_zeros(like.shape) if bias is None else bias
 
 
-FAMILY = LatentProjections()
+ROWS = (LatentProjections("deepseek_v3", "interleaved"), LatentProjections("minicpm3", "half"))

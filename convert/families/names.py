@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attention.errors import Failure
@@ -59,19 +59,21 @@ class Place:
             Several are stacked along their output rows in equal parts.
         transposed: Whether it is stored `[…, in, out]` instead of `[…, out, in]`.
         leading: How many rows the first of two roles has, if not half of them.
+        offset: What is added to the stored tensor, of one role: 1 where a norm stores gain − 1.
     """
 
     name: str
     roles: tuple[str, ...]
     transposed: bool = False
     leading: int | None = None
+    offset: float = 0.0
 
     def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of the tensor by role, as views. Raises `Failure` as `shapes` does."""
+        """The parts of the tensor by role, as views unless there is an offset. Raises `Failure` as `shapes` does."""
         shapes = self.shapes(tuple(tensor.shape))
         rows_first = tensor.mT if self.transposed else tensor
         if len(self.roles) == 1:
-            return {self.roles[0]: rows_first}
+            return {self.roles[0]: _plus(rows_first, self.offset)}
         parts = rows_first.split([shape[self._rows] for shape in shapes.values()], self._rows)
         return dict(zip(self.roles, parts, strict=True))
 
@@ -81,7 +83,7 @@ class Place:
 
         self.shape({role: tuple(parts[role].shape) for role in self.roles})
         found = [parts[role] for role in self.roles]
-        rows_first = found[0] if len(found) == 1 else torch.cat(found, self._rows)
+        rows_first = _plus(found[0], -self.offset) if len(found) == 1 else torch.cat(found, self._rows)
         return rows_first.mT if self.transposed else rows_first
 
     def shapes(self, stored: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -152,19 +154,22 @@ class Row:
             parts: `("layers.{layer}.mlp.gate", "layers.{layer}.mlp.up")`.
         transposed: Whether weights are stored `[in, out]`, as in GPT-2's Conv1D. Biases are the same either way.
         leading: How many rows the first of two roles has, if not half of them.
+        offset: What is added to the stored weight, of one role: 1 where a norm stores gain − 1.
     """
 
     path: str
     roles: tuple[str, ...]
     transposed: bool = False
     leading: int | None = None
+    offset: float = 0.0
 
     def place(self, numbers: Mapping[str, str], last: str) -> Place | None:
         """The tensor with these numbers and that last part; None if it is unknown how such parts are stacked."""
         if len(self.roles) > 1 and last not in (_WEIGHT, _BIAS):
             return None
         roles = tuple(f"{role.format(**numbers)}.{last}" for role in self.roles)
-        return Place(f"{self.path.format(**numbers)}.{last}", roles, self.transposed and last == _WEIGHT, self.leading)
+        name, weight = f"{self.path.format(**numbers)}.{last}", last == _WEIGHT
+        return Place(name, roles, self.transposed and weight, self.leading, self.offset if weight else 0.0)
 
 
 def in_layers(layers: str, path: str, *roles: str, transposed: bool = False) -> Row:
@@ -209,6 +214,10 @@ class NameTable:
         paths, roles = {row.path for row in rows}, {role for row in rows for role in row.roles} | set(without)
         return NameTable([*(row for row in self.rows if row.path not in paths and not roles & set(row.roles)), *rows])
 
+    def storing_gains_less_one(self) -> NameTable:
+        """This table for a class whose norms store gain − 1."""
+        return NameTable([replace(row, offset=1.0) if row.roles[0].endswith("norm") else row for row in self.rows])
+
 
 _WEIGHT, _BIAS = "weight", "bias"
 _NUMBER = re.compile(r"\{(\w+)\}")
@@ -225,6 +234,11 @@ def _find(patterns: Iterable[tuple[re.Pattern[str], Row]], name: str) -> Place |
         if found := pattern.fullmatch(stem):
             return row.place(found.groupdict(), last)
     return None
+
+
+def _plus(tensor: torch.Tensor, offset: float) -> torch.Tensor:
+    """The sum in fp64, so that what is stored of it is rounded once; the tensor itself if there is nothing to add."""
+    return tensor.double() + offset if offset else tensor
 
 
 def _with_rows(shape: tuple[int, ...], dim: int, rows: int) -> tuple[int, ...]:

@@ -196,7 +196,6 @@ class SeparateProjections(Family):
         rotates: Which layers have RoPE.
         local: Which layers see `window_size` tokens, by a mask inside their attention.
         names: The table of all other tensors of a checkpoint.
-        gain_offset: 1 if the norm before the attention stores gain − 1, else 0.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         beyond: Config fields that, when set, make the class do more than the record describes.
         beyond_switch: The config field that switches those on; always on if None.
@@ -224,7 +223,6 @@ class SeparateProjections(Family):
     rotates: Callable[[Any, int], bool] = _everywhere
     local: Callable[[Any, int], bool] = _nowhere
     names: NameTable = LLAMA
-    gain_offset: float = 0.0
     adds_output: bool = True
     beyond: tuple[str, ...] = ()
     beyond_switch: str | None = None
@@ -409,27 +407,24 @@ ROWS = [
         **_ATTENTION_BIAS,
         scaled_by="attention_multiplier",
     ),
-    SeparateProjections("gemma", gain_offset=1.0, **_ATTENTION_BIAS, beyond=_BIDIRECTIONAL),
+    SeparateProjections("gemma", names=LLAMA.storing_gains_less_one(), **_ATTENTION_BIAS, beyond=_BIDIRECTIONAL),
     SeparateProjections(
         "gemma2",
-        names=_NORMS_AROUND,
+        names=_NORMS_AROUND.storing_gains_less_one(),
         adds_output=False,
-        gain_offset=1.0,
         **_GEMMA2,
         beyond=("attn_logit_softcapping", *WINDOW, *_BIDIRECTIONAL),
     ),
     SeparateProjections(
         "vaultgemma",
-        names=LLAMA.replacing(_in_layers("pre_feedforward_layernorm", "mlp_norm")),
-        gain_offset=1.0,
+        names=LLAMA.replacing(_in_layers("pre_feedforward_layernorm", "mlp_norm")).storing_gains_less_one(),
         **_GEMMA2,
         beyond=("attn_logit_softcapping", *WINDOW),
     ),
     SeparateProjections(
         "gemma3_text",
-        names=_NORMS_AROUND,
+        names=_NORMS_AROUND.storing_gains_less_one(),
         adds_output=False,
-        gain_offset=1.0,
         **_GEMMA2,
         norm=NormRow(gain_offset=1.0),
         beyond=("attn_logit_softcapping", *WINDOW, *_BIDIRECTIONAL),
@@ -462,7 +457,7 @@ ROWS = [
         o_bias="use_bias",
         beyond=WINDOW,
     ),
-    SeparateProjections("nemotron", gain_offset=1.0, **_ATTENTION_BIAS, partial_rotary=True),
+    SeparateProjections("nemotron", names=LLAMA.storing_gains_less_one(), **_ATTENTION_BIAS, partial_rotary=True),
     SeparateProjections(
         "stablelm",
         adds_output=False,

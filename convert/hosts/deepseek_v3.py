@@ -1,110 +1,45 @@
-"""Stock DeepSeek-V3 without experts: the output class of MLA for sources whose blocks are Llama's.
-
-`convert.families.latent` writes its tensors and the constant channels that neutralise its latent norm. Query biases, for which
-the class has no place, go through its latent of queries.
-"""
+"""Stock DeepSeek-V3 without experts: the output class of MLA for sources whose blocks are Llama's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from convert.families import FAMILIES
-from convert.families.neutral import EXPONENT, constants, query_rank
+from convert.hosts.latent import StockLatent
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from attention.rope import Rotary
     from attention.spec import AttentionSpec
-    from convert.families import Family
 
 # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
 _LIKE_LLAMA = (
     "llama", "mistral", "ministral", "cwm", "seed_oss", "smollm3", "helium", "ernie4_5", "qwen2", "phi3",
     "deepseek_v3",
 )  # fmt: skip
-# RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-# What engines choose their code by; transformers goes by model_type. Their own DeepSeek classes would drop the biases. By this
-# name vLLM runs transformers' modules, and software that does not know it refuses.
-_ARCHITECTURE = "TransformersForCausalLM"
-_CARRIED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
-    "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
-    "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
 
 
-class DeepseekV3:
+class DeepseekV3(StockLatent):
     """The stock class `deepseek_v3`."""
 
     name = "deepseek_v3"
-    loads_in = "transformers"
+    blocks = "Llama's"
+    like = _LIKE_LLAMA
     served_by = "vLLM serves it through transformers' modules, SGLang and llama.cpp do not"
     engines = frozenset({"transformers", "vllm"})
-    opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks = (
-        "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
-        '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a loaded model.',
-        "Run it in bfloat16 or float32. In float16, the constants that neutralise the norms of latents overflow. Only\n"
-        "kvfold's `attention` package runs it in float16, because it skips these norms.",
+        *StockLatent.remarks,
         "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"
         "vLLM, SGLang and llama.cpp do not have them, and would generate wrong text. So config.json says that the\n"
         "architecture is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with\n"
         "transformers changes that field, and vLLM then fails to start: change it back before serving the copy.",
     )
-    replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
-    families: frozenset[str] = frozenset(_LIKE_LLAMA)
-    loading: Mapping[str, Any] = {}
-    code: tuple[Path, ...] = ()
 
-    def layout(self, family: Family) -> Family:
-        return FAMILIES["deepseek_v3"]
-
-    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
-        parameters = getattr(config, "rope_parameters", None) or {}
-        if family.model_type not in self.families:
-            return f"{family.model_type} does not have Llama's decoder blocks (the class can hold {', '.join(_LIKE_LLAMA)})"
-        if parameters.get("rope_type") not in _ROPE_TYPES:
-            return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
-        rotary = family.rotary(config, 0)
-        if family.restarts_cache and rotary and rotary.long_frequencies is not None:
-            return (
-                f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the "
-                "cache anew, and this one does not"
-            )
-        traits = family.traits(config)
-        if traits.qk_norm:
-            return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
+    def refuses_blocks(self, config: Any) -> str | None:
         if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):
             return "the MLP has biases, which the class does not support"
-        if not traits.layers_with_rotary:
-            return "no layer has RoPE, and the class needs a RoPE key in every layer"
-        if dtype == "float16":
-            return f"its latent norm needs constants above 2^{EXPONENT}, and float16 ends at 65504 (use --dtype bfloat16)"
-        return _refuses_window(traits.beyond, config)
+        return None
 
-    def reserved(self, kv_lora_rank: int) -> int:
-        return len(constants(kv_lora_rank))
-
-    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        kept = {key: getattr(config, key) for key in _CARRIED if hasattr(config, key)}
-        named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
+    def own(self, config: Any, target: AttentionSpec) -> dict[str, Any]:
         return {
-            "architectures": [_ARCHITECTURE],
-            "model_type": "deepseek_v3",
-            **named,
-            **kept,
-            "num_key_value_heads": target.num_heads,
-            "kv_lora_rank": target.kv_lora_rank,
-            "q_lora_rank": query_rank(config.hidden_size) if self._query_biases(config) else None,
-            "qk_nope_head_dim": target.qk_nope_head_dim,
-            "qk_rope_head_dim": target.qk_rope_head_dim,
-            "v_head_dim": target.head_dim,
-            "attention_bias": True,
             "rope_interleave": True,
-            **({} if rotary is None else {"rope_parameters": rope_parameters(rotary, config)}),
             # All layers are dense, so no expert is built.
             "first_k_dense_replace": target.num_layers,
             "n_routed_experts": 1,
@@ -115,53 +50,6 @@ class DeepseekV3:
             "moe_intermediate_size": config.intermediate_size,
             "num_nextn_predict_layers": 0,
         }
-
-    def notes(self, config: Any) -> tuple[str, ...]:
-        if not self._query_biases(config):
-            return ()
-        width, rank = config.hidden_size, query_rank(config.hidden_size)
-        return (f"query biases go through q_a_proj, an identity with a constant: {width} × {rank} more weights in each layer",)
-
-    @staticmethod
-    def _query_biases(config: Any) -> bool:
-        return FAMILIES[config.model_type].traits(config).qkv_bias
-
-    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.config(raw, config, target, None))
-
-
-def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
-    """The config's entry for any list of frequencies: LongRoPE's factors.
-
-    LongRoPE computes 1 / (factor · θ^(2i/P)); with θ = 1 each factor is the inverse of a frequency, rounded once. It is written
-    even if the default formula gives the frequencies: vLLM's DeepSeek class, which drops biases without an error, does not
-    start with it. That class is chosen once transformers has saved the model again.
-    """
-    long = rotary.frequencies if rotary.long_frequencies is None else rotary.long_frequencies
-    return {
-        "rope_type": "longrope",
-        "rope_theta": 1.0,
-        "short_factor": (1 / rotary.frequencies).tolist(),
-        "long_factor": (1 / long).tolist(),
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": rotary.long_beyond or config.max_position_embeddings,
-    }
-
-
-def _refuses_window(beyond: Mapping[str, Any], config: Any) -> str | None:
-    """Why the class cannot carry a source's extras (`Traits.beyond`), or None; a window that covers all positions is fine."""
-    for field, value in beyond.items():
-        if field != "sliding_window":
-            return f"config.json sets {field} to {value}, which the class does not support"
-        if value < config.max_position_embeddings:
-            return (
-                f"the sliding window of {value} tokens is shorter than the {config.max_position_embeddings} positions, and the "
-                f"class has no window (for contexts up to {value}, set max_position_embeddings to {value} in config.json)"
-            )
-    return None
 
 
 HOST = DeepseekV3()

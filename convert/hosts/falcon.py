@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
-from convert.hosts.deepseek_v3 import rope_parameters
+from convert.hosts.latent import rope_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path

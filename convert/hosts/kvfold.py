@@ -1,6 +1,6 @@
 """kvfold's class: the output class of what no stock class can hold.
 
-It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, and MLA of sources that `deepseek_v3` cannot hold. It
+It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, and MLA of sources that no stock class can hold. It
 is built around the source's class, or around a stock class that computes the same if only that one gives RoPE to its layers.
 """
 
@@ -15,6 +15,7 @@ from convert.families import FAMILIES
 from convert.families.base import WINDOWS
 from convert.families.kvfold import KvfoldProjections
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
+from convert.hosts.minicpm3 import HOST as MINICPM3
 from convert.hosts.phi import HOST as PHI
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from convert.families import Family
     from convert.hosts.base import Host
 
+# Stock classes of latent attention, which need no code.
+_STOCK_LATENT: tuple[Host, ...] = (DEEPSEEK, MINICPM3)
 # Stock classes that pass cosines and sines to their layers, for sources whose own class computes them inside its attention.
 _AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
@@ -95,8 +98,10 @@ class Kvfold:
             return f"it is built around {stock.name}: {reason}"
         if inner.model_type not in self.families:
             return f"it was not made for {inner.model_type} (it is for {', '.join(sorted(self.families))})"
-        if target.kv_lora_rank and dtype == "float16" and DEEPSEEK.refuses(family, config, target, "bfloat16") is None:
-            return f"in bfloat16, {DEEPSEEK.name} carries it, which needs no code (use --dtype bfloat16)"
+        if target.kv_lora_rank and dtype == "float16":
+            carrying = (host.name for host in _STOCK_LATENT if host.refuses(family, config, target, "bfloat16") is None)
+            if found := next(carrying, None):
+                return f"in bfloat16, {found} carries it, which needs no code (use --dtype bfloat16)"
         return None
 
     def reserved(self, kv_lora_rank: int) -> int:

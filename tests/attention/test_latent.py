@@ -27,10 +27,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "neutral, half-split": {"rope_interleave": False},
     "neutral, longrope": {"rope_parameters": LONGROPE},
     "neutral, youtu": {"model_type": "youtu"},
+    "neutral, minicpm3": {"model_type": "minicpm3", "rope_interleave": False},
     "neutral, query biases": {"q_lora_rank": 80},
     "norm": {"neutral": ()},
     "norm, no biases, q lora": {"neutral": (), "attention_bias": False, "q_lora_rank": 24},
     "norm, half-split": {"neutral": (), "rope_interleave": False},
+    "norm, minicpm3, which ignores rope_interleave": {"neutral": (), "model_type": "minicpm3", "rope_interleave": True},
 }
 
 

@@ -39,7 +39,7 @@ def state(model: Any) -> list[dict[str, Any]]:
     return [dict(vars(layer.self_attn)) for layer in model.model.layers]
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "youtu"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3", "youtu"])
 def test_absorb_and_restore_change_one_model_and_only_its_classes(model_type: str) -> None:
     model, other = mla_model(model_type), mla_model(model_type)
     stock, before = classes(model), state(model)
@@ -193,7 +193,7 @@ def test_a_model_without_latent_attention_is_refused() -> None:
     message, hint = refused(tiny_model(tiny_config("llama")))
     assert message == (
         "LlamaForCausalLM has no latent attention that can be absorbed: "
-        "none of its modules is a DeepseekV3Attention, YoutuAttention, or KvfoldLatentAttention"
+        "none of its modules is a DeepseekV3Attention, MiniCPM3Attention, YoutuAttention, or KvfoldLatentAttention"
     )
     assert hint.endswith("convert others with `convert mla`, or run them as they are")
     assert restore(tiny_model(tiny_config("llama"))) is not None

@@ -20,6 +20,7 @@ from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
 from convert.families import FAMILIES
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 from convert.hosts.kvfold import LATENT_HOST
+from convert.hosts.minicpm3 import HOST as MINICPM3
 from eval.cost import measured_bytes_per_token
 from eval.source import Source
 
@@ -29,12 +30,14 @@ Convert = Callable[..., Any]
 MIXED: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 YARN = PLAIN | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-# What deepseek_v3 cannot hold, of families that it can hold otherwise.
+DYNAMIC = PLAIN | {"rope_type": "dynamic", "factor": 4.0}
+# What no stock class of latent attention can hold, of families that one can hold otherwise.
 BEYOND: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": True, "attention_bias": True},
     "mistral": {"sliding_window": 7},
     "ministral": {"sliding_window": 7, "layer_types": ["sliding_attention"] * 3},
     "ernie4_5": {"use_bias": True, "mlp_bias": True},
+    "gemma": {"rope_parameters": DYNAMIC},
     "helium": {"mlp_bias": True},
     **dict.fromkeys(("cohere2", "exaone4", "gemma3_text"), MIXED),
     "gemma2": {"sliding_window": 7, "attn_logit_softcapping": 0.5},
@@ -407,10 +410,10 @@ def test_dropout_is_where_the_source_has_it(checkpoint: Make, convert: Convert, 
         assert {module.output_dropout for module in modules} == {0.0 if model_type == "phi" else 0.25}
 
 
-def test_what_deepseek_v3_cannot_hold_is_held() -> None:
+def test_what_stock_classes_cannot_hold_is_held() -> None:
     """Every entry of `BEYOND` is indeed refused there, so that the tests above are about this class."""
     for name, changes in BEYOND.items():
         config, family = tiny_config(name, **changes), FAMILIES[name]
         target = family.spec(config).latent(8, 2)
-        assert DEEPSEEK.refuses(family, config, target, "float32"), name
+        assert all(host.refuses(family, config, target, "float32") for host in (DEEPSEEK, MINICPM3)), name
         assert LATENT_HOST.refuses(family, config, target, "float32") is None, name

@@ -20,9 +20,11 @@ from attention.errors import Failure
 from attention.record import FactoredAttention
 from attention.rope import from_config
 from attention.spec import AttentionSpec
-from convert.families.latent import FAMILY
+from convert.families import FAMILIES
 from convert.families.neutral import constants, query_rank
 from convert.hosts.deepseek_v3 import HOST
+
+FAMILY = FAMILIES["deepseek_v3"]
 
 # ---- the latent norm -------------------------------------------------------------------------------------------------
 

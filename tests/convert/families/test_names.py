@@ -58,7 +58,7 @@ def test_every_tensor_of_a_checkpoint_is_an_attentions_or_has_a_place(model_type
         assert tuple(parts) == place.roles
         assert {role: tuple(part.shape) for role, part in parts.items()} == place.shapes(reader.infos[name].shape)
         assert place.shape(place.shapes(reader.infos[name].shape)) == reader.infos[name].shape
-        assert torch.equal(place.join(parts), tensor)
+        assert torch.equal(place.join(parts).to(tensor.dtype), tensor)
     assert len(set(roles)) == len(roles)
     assert all(family.names.place(name) is None for name in attention)
 
@@ -178,6 +178,21 @@ def test_a_first_part_of_its_own_size() -> None:
         place.split(stored[:2])
     with pytest.raises(Failure, match=r"holds 2 rows of padding_positions\.weight and then positions\.weight, and there are"):
         place.join(dict.fromkeys(parts, stored[:3]))
+
+
+def test_gains_that_are_stored_less_one() -> None:
+    names = FAMILIES["nemotron"].names
+    weight, bias = (names.place(f"model.norm.{part}") for part in ("weight", "bias"))
+    assert weight is not None
+    assert bias is not None
+    stored = torch.tensor([0.25, -1.0, 2.0**-20], dtype=torch.bfloat16)
+    parts = weight.split(stored)
+    assert parts["final_norm.weight"].tolist() == [1.25, 0.0, 1 + 2.0**-20]
+    assert torch.equal(weight.join(parts).bfloat16(), stored)
+    assert bias.split(stored)["final_norm.bias"].data_ptr() == stored.data_ptr(), "a bias is stored as it is"
+    up = names.place("model.layers.0.mlp.up_proj.weight")
+    assert up is not None
+    assert up.offset == 0
 
 
 def test_a_vector_is_not_transposed() -> None:

@@ -17,7 +17,8 @@ from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, family_of
 from convert.families.neutral import constants
-from convert.hosts.deepseek_v3 import _LIKE_LLAMA, HOST, rope_parameters
+from convert.hosts.deepseek_v3 import _LIKE_LLAMA, HOST
+from convert.hosts.latent import rope_parameters
 
 # ---- frequencies -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,165 @@
+"""What stock classes of latent attention share as output classes: DeepSeek-V3's and those that equal it.
+
+`convert.families.latent` writes their tensors and the constant channels that neutralise their latent norm. Query biases, for
+which the classes have no place, go through their latent of queries.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.families import FAMILIES
+from convert.families.neutral import EXPONENT, constants, query_rank
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from attention.rope import Rotary
+    from attention.spec import AttentionSpec
+    from convert.families import Family
+
+# RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+# What engines choose their code by; transformers goes by model_type. Their own classes would drop the biases. By this name vLLM
+# runs transformers' modules, and software that does not know it refuses.
+_ARCHITECTURE = "TransformersForCausalLM"
+_CARRIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
+    "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
+    "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+class StockLatent(ABC):
+    """A stock class that caches a latent and a RoPE key.
+
+    Attributes:
+        blocks: Whose decoder blocks it has, for refusals.
+        like: The families that have such blocks.
+    """
+
+    name: str
+    blocks: str
+    like: tuple[str, ...]
+    loads_in = "transformers"
+    served_by: str
+    engines: frozenset[str]
+    opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
+    remarks: tuple[str, ...] = (
+        "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
+        '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a loaded model.',
+        "Run it in bfloat16 or float32. In float16, the constants that neutralise the norms of latents overflow. Only\n"
+        "kvfold's `attention` package runs it in float16, because it skips these norms.",
+    )
+    replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
+    loading: Mapping[str, Any] = {}
+    code: tuple[Path, ...] = ()
+
+    @abstractmethod
+    def own(self, config: Any, target: AttentionSpec) -> dict[str, Any]:
+        """The fields of config.json that only this class has."""
+
+    @abstractmethod
+    def refuses_blocks(self, config: Any) -> str | None:
+        """Why the class cannot hold what is around the attention, of a family that it is for; None if it can."""
+
+    @property
+    def families(self) -> frozenset[str]:
+        return frozenset(self.like)
+
+    def layout(self, family: Family) -> Family:
+        return FAMILIES[self.name]
+
+    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+        parameters = getattr(config, "rope_parameters", None) or {}
+        if family.model_type not in self.families:
+            return f"{family.model_type} does not have {self.blocks} decoder blocks (the class can hold {', '.join(self.like)})"
+        if parameters.get("rope_type") not in _ROPE_TYPES:
+            return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
+        rotary = family.rotary(config, 0)
+        if family.restarts_cache and rotary and rotary.long_frequencies is not None:
+            return (
+                f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the "
+                "cache anew, and this one does not"
+            )
+        traits = family.traits(config)
+        if traits.qk_norm:
+            return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
+        if reason := self.refuses_blocks(config):
+            return reason
+        if not traits.layers_with_rotary:
+            return "no layer has RoPE, and the class needs a RoPE key in every layer"
+        if dtype == "float16":
+            return f"its latent norm needs constants above 2^{EXPONENT}, and float16 ends at 65504 (use --dtype bfloat16)"
+        return _refuses_window(traits.beyond, config)
+
+    def reserved(self, kv_lora_rank: int) -> int:
+        return len(constants(kv_lora_rank))
+
+    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        kept = {key: getattr(config, key) for key in _CARRIED if hasattr(config, key)}
+        named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
+        return {
+            "architectures": [_ARCHITECTURE],
+            "model_type": self.name,
+            **named,
+            **kept,
+            "num_key_value_heads": target.num_heads,
+            "kv_lora_rank": target.kv_lora_rank,
+            "q_lora_rank": query_rank(config.hidden_size) if self._query_biases(config) else None,
+            "qk_nope_head_dim": target.qk_nope_head_dim,
+            "qk_rope_head_dim": target.qk_rope_head_dim,
+            "v_head_dim": target.head_dim,
+            "attention_bias": True,
+            **({} if rotary is None else {"rope_parameters": rope_parameters(rotary, config)}),
+            **self.own(config, target),
+        }
+
+    def notes(self, config: Any) -> tuple[str, ...]:
+        if not self._query_biases(config):
+            return ()
+        width, rank = config.hidden_size, query_rank(config.hidden_size)
+        return (f"query biases go through q_a_proj, an identity with a constant: {width} × {rank} more weights in each layer",)
+
+    @staticmethod
+    def _query_biases(config: Any) -> bool:
+        return FAMILIES[config.model_type].traits(config).qkv_bias
+
+    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.config(raw, config, target, None))
+
+
+def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
+    """The config's entry for any list of frequencies: LongRoPE's factors.
+
+    LongRoPE computes 1 / (factor · θ^(2i/P)); with θ = 1 each factor is the inverse of a frequency, rounded once. It is written
+    even if the default formula gives the frequencies: vLLM's DeepSeek class, which drops biases without an error, does not
+    start with it. That class is chosen once transformers has saved the model again.
+    """
+    long = rotary.frequencies if rotary.long_frequencies is None else rotary.long_frequencies
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 1.0,
+        "short_factor": (1 / rotary.frequencies).tolist(),
+        "long_factor": (1 / long).tolist(),
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": rotary.long_beyond or config.max_position_embeddings,
+    }
+
+
+def _refuses_window(beyond: Mapping[str, Any], config: Any) -> str | None:
+    """Why the class cannot carry a source's extras (`Traits.beyond`), or None; a window that covers all positions is fine."""
+    for field, value in beyond.items():
+        if field != "sliding_window":
+            return f"config.json sets {field} to {value}, which the class does not support"
+        if value < config.max_position_embeddings:
+            return (
+                f"the sliding window of {value} tokens is shorter than the {config.max_position_embeddings} positions, and the "
+                f"class has no window (for contexts up to {value}, set max_position_embeddings to {value} in config.json)"
+            )
+    return None

@@ -1,0 +1,202 @@
+"""Stock MiniCPM3 as an output class of MLA: exact for gemma at full size, gains stored whole, refused where it differs."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from latents import full_size, logits_of, method_options, same_logits, tokens, tolerance
+from tiny import tiny_config
+from written import WITHOUT_KVFOLD, edit, left_nothing, ok, weights
+
+from attention import load
+from attention.latent import HalfSplitLatentAttention
+from convert.families import FAMILIES, family_of
+from convert.hosts.minicpm3 import HOST
+from eval.cost import cache_figures
+from eval.source import Source
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
+SMALL = ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+KINDS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "biases": {"attention_bias": True},
+    "heads wider than the model": {"head_dim": 12},
+    "an embedding scale that is no integer": {"hidden_size": 80},
+    "YaRN": {"rope_parameters": YARN},
+    "a head of its own": {"tie_word_embeddings": False},
+}
+
+
+def full(changes: dict[str, Any]) -> list[Any]:
+    return full_size(4, changes.get("head_dim", 8), changes.get("hidden_size", 64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["svd", "weighted with text"])
+def test_full_size_gives_the_sources_logits(
+    method: str, kind: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    source = checkpoint("gemma", **KINDS[kind])
+    ok(convert("mla", source, tmp_path / "out", *full(KINDS[kind]), *method_options(method, words)))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("minicpm3", ["TransformersForCausalLM"])
+    assert (config["scale_emb"], config["scale_depth"]) == (math.sqrt(config["hidden_size"]), math.sqrt(3))
+    same_logits(logits(tmp_path / "out"), logits(source), tolerance(method))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_gains_are_one_more_than_gemma_stores_rounded_once(
+    stored: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    source = checkpoint("gemma")
+    ok(convert("mla", source, tmp_path / "out", *full({}), "--method", "svd", "--dtype", stored))
+    before, after = weights(source), weights(tmp_path / "out")
+    norms = [name for name in before if name.endswith("norm.weight")]
+    assert len(norms) == 7
+    for name in norms:
+        assert torch.equal(after[name], (before[name].double() + 1).to(getattr(torch, stored))), name
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert set(norms) <= set(record["tensors"]["converted"])
+
+
+def test_bfloat16_loses_little_more_than_the_source_does_in_it(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, ids = checkpoint("gemma"), tokens(12)
+    ok(convert("mla", source, tmp_path / "out", *full({}), "--method", "svd", "--dtype", "bfloat16"))
+    exact, half = logits_of(source, ids), logits_of(source, ids, torch.bfloat16)
+    off = float((half - exact).norm() / exact.norm())
+    for model in (logits_of(tmp_path / "out", ids, torch.bfloat16), logits_of(tmp_path / "out", ids)):
+        assert float((model - exact).norm() / exact.norm()) < 2 * off
+
+
+RUN = (
+    WITHOUT_KVFOLD
+    + """
+import json, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert not any(info.values()), info
+ids = AutoTokenizer.from_pretrained(sys.argv[1])("once upon", return_tensors="pt")["input_ids"]
+asked = {"max_new_tokens": 12, "do_sample": False}
+padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
+ways = ({}, {"use_cache": False}, {"cache_implementation": "static"})
+said = [model.generate(ids, **asked, **way) for way in ways] + [model.generate(padded, attention_mask=mask, **asked)[:, 3:]]
+eager = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="eager")
+said += [eager.generate(ids, **asked)]
+assert all(torch.equal(one, said[0]) for one in said), said
+layer = model(ids).past_key_values.layers[0]
+print(json.dumps([type(model).__name__, layer.keys.shape[1:], layer.values.shape[1:]]))
+"""
+)
+
+
+def test_a_result_runs_where_kvfold_is_not_installed_and_caches_the_latent(
+    checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    ok(convert("mla", checkpoint("gemma"), tmp_path / "out", *SMALL))
+    command = [sys.executable, "-I", "-c", RUN, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["MiniCPM3ForCausalLM", [1, 9, 16], [1, 9, 8]]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_it_decodes_over_its_latent(biased: bool, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    ok(convert("mla", checkpoint("gemma", attention_bias=biased), tmp_path / "out", *SMALL))
+    ids, model = tokens(12), load(tmp_path / "out", when="always")
+    modules = [module for module in model.modules() if isinstance(module, HalfSplitLatentAttention)]
+    assert len(modules) == 3
+    assert all(module.constant_channels is not None and (module.bias_channel is None) != biased for module in modules)
+    with torch.inference_mode():
+        same_logits(model(ids).logits, logits_of(tmp_path / "out", ids))
+        asked = {"max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(model.generate(ids, **asked), model.generate(ids, use_cache=False, **asked))
+    model.save_pretrained(tmp_path / "again")
+    same_logits(logits_of(tmp_path / "again", ids), logits_of(tmp_path / "out", ids), 1e-6)
+
+
+def test_the_cache_has_the_bytes_that_the_plan_says(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoint("gemma")
+    planned = json.loads(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json").stdout)
+    ok(convert("mla", source, tmp_path / "out", *SMALL))
+    spec = family_of("minicpm3").spec(Source.parse(str(tmp_path / "out")).config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    figures = cache_figures(model, spec, "float32", planned["kv_bytes_per_token_before"])
+    assert figures["kv_bytes_per_token"] == planned["kv_bytes_per_token_after"] == 3 * (16 + 8) * 4
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}], ids=["plain", "biases"])
+def test_a_result_is_a_source(changes: dict[str, Any], checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, ids = checkpoint("gemma", **changes), tokens(20)
+    ok(convert("mla", source, tmp_path / "out", *full({}), "--method", "svd"))
+    padded = ["--kv-lora-rank", 36, "--qk-rope-head-dim", 32, "--pad-rank"]
+    ok(convert("mla", tmp_path / "out", tmp_path / "same", *padded, "--method", "svd"))
+    same_logits(logits_of(tmp_path / "same", ids), logits_of(source, ids))
+    ok(convert("mla", tmp_path / "out", tmp_path / "less", *SMALL))
+    config = json.loads((tmp_path / "less" / "config.json").read_text())
+    assert (config["model_type"], config["scale_emb"], config["dim_model_base"]) == ("minicpm3", 8.0, 64)
+    with torch.inference_mode():
+        same_logits(load(tmp_path / "less", when="always")(ids).logits, logits_of(tmp_path / "less", ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "message"),
+    [
+        ({"use_bidirectional_attention": True}, "float32", "config.json sets use_bidirectional_attention to True"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "float32", "RoPE of type 'dynamic'"),
+        ({"hidden_size": 68}, "float32", "hidden_size is 68, and the class takes only multiples of the 8 attention heads"),
+        ({}, "float16", "float16 ends at 65504"),
+        ({}, "bfloat16", "None"),
+    ],
+)
+def test_what_the_class_cannot_compute_is_refused(changes: dict[str, Any], dtype: str, message: str) -> None:
+    config, family = tiny_config("gemma", **changes), family_of("gemma")
+    assert message in str(HOST.refuses(family, config, family.spec(config).latent(16, 8), dtype))
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in HOST.families])
+def test_all_other_families_are_refused(model_type: str) -> None:
+    config, family = tiny_config(model_type), family_of(model_type)
+    found = str(HOST.refuses(family, config, family.spec(config), "float32"))
+    assert f"{model_type} does not have Gemma's decoder blocks (the class can hold gemma, minicpm3)" in found
+
+
+def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    source = checkpoint("gemma", rope_parameters=dynamic)
+    facts = json.loads(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json").stdout)
+    assert facts["output_class"] == "kvfold"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": False}, "it lacks attention biases: of its class, kvfold reads only what it wrote"),
+        ({"q_lora_rank": 24}, "its queries have a latent of their own (q_lora_rank 24)"),
+    ],
+)
+def test_minicpms_own_checkpoints_are_not_read(
+    changes: dict[str, Any], message: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    left_nothing(
+        convert("mla", edit(checkpoint("minicpm3"), **changes), tmp_path / "out", *SMALL), 2, message, tmp_path / "out"
+    )
+
+
+def test_layers_that_scale_what_they_add_add_no_plain_output() -> None:
+    family = family_of("minicpm3")
+    assert family.traits(tiny_config("minicpm3")).adds_output
+    assert not family.traits(tiny_config("minicpm3", scale_depth=1.4)).adds_output
