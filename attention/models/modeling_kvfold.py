@@ -185,10 +185,11 @@ class _Attention(nn.Module):
             bias = of_tokens.view(len(queries), -1, 1, of_tokens.shape[-1])
         else:  # MPT: [H, 1, most positions], of which the last ones are for the last tokens
             bias = of_distances[:, :, max(0, of_distances.shape[-1] - cached) :]
+        # In half precision, biases of 1000 would be rounded to steps of 4: the attention adds them in fp32.
+        bias = bias.to(torch.promote_types(queries.dtype, torch.float32))
         if attention_mask.dtype == torch.bool:  # MPT: true where a token is not seen
-            least = torch.finfo(queries.dtype).min / 2  # with a score below zero, all of it would be −∞
-            return bias.to(queries.dtype).masked_fill(attention_mask, least)
-        return attention_mask + bias.to(attention_mask.dtype)
+            return bias.masked_fill(attention_mask, torch.finfo(bias.dtype).min / 2)
+        return bias + attention_mask
 
 
 class GroupedAttention(_Attention):
@@ -515,15 +516,19 @@ def eager(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention that returns its probabilities: `[B, T, H, D]` and `[B, H, T, S]`."""
+    """Attention that returns its probabilities: `[B, T, H, D]` and `[B, H, T, S]`.
+
+    Scores are at least fp32. In fp16, the mask of a row that sees no token, plus its scores, would be −∞, and the row NaN.
+    """
     key, value = (states.repeat_interleave(module.num_key_value_groups, 1) for states in (key, value))
-    logits = query @ key.mT * scaling
+    wide = torch.promote_types(query.dtype, torch.float32)
+    logits = query.to(wide) @ key.to(wide).mT * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
     elif attention_mask is not None:
         logits = logits + attention_mask
-    weights = nn.functional.softmax(logits, -1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.softmax(logits, -1).to(query.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights

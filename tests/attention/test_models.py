@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from attention import load, models, pack, restore
 from attention.grouped import is_packed
+from attention.models import modeling_kvfold
 from attention.reference import grouped_attention
 from attention.spec import AttentionSpec
 
@@ -295,3 +297,25 @@ def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None
     }
     roots = {name.partition(".")[0] for name in imported}
     assert roots - sys.stdlib_module_names == {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_row_that_sees_no_token_is_finite_in_half_precision(dtype: torch.dtype) -> None:
+    """As the rows of left padding are, whose mask is the least number of the dtype."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(1, 2, 5, 8, generator=generator).to(dtype) * 8 for _ in range(3))
+    mask = torch.full((1, 1, 5, 5), torch.finfo(dtype).min, dtype=dtype).triu(1)
+    mask[:, :, :2] = torch.finfo(dtype).min
+    out, weights = modeling_kvfold.eager(SimpleNamespace(num_key_value_groups=1, training=False), -q, k, v, mask, 1.0)
+    assert out.isfinite().all()
+    assert weights.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["alibi", "position_bias"])
+def test_biases_of_far_positions_are_not_rounded_in_half_precision(kind: str) -> None:
+    """They are near −1000 for the first of many tokens, where bfloat16 has steps of 4."""
+    biases = torch.arange(-1023, 1)[None, None] * torch.tensor([0.5, 0.25])[:, None, None]  # [H, 1, S]
+    queries, unseen = torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 1024, dtype=torch.bool)
+    mask = unseen if kind == "position_bias" else unseen.to(torch.bfloat16)
+    found = modeling_kvfold._Attention.mask_with_positions(None, mask, queries, 1024, {kind: biases})
+    assert torch.equal(found, biases[None])
