@@ -1,7 +1,6 @@
 """What engines take of the checkpoints that kvfold writes: the sizes of a latent, and the command that serves them.
 
-Output classes name the engines that run them (`Host.engines`). Everything here was run, with the versions that docs/serving.md
-names.
+Output classes name the engines that run them (`Host.engines`). docs/serving.md says what was run, and with which versions.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from attention.errors import Refusal
 
 if TYPE_CHECKING:
     from attention.spec import AttentionSpec
+    from convert.families import Family
     from convert.hosts import Host
 
 
@@ -31,10 +31,10 @@ class Engine:
     latents: tuple[tuple[int, int], ...]
     serve: str
 
-    def objection(self, host: Host, spec: AttentionSpec) -> str | None:
+    def objection(self, host: Host, family: Family, spec: AttentionSpec) -> str | None:
         """Why it does not run an attention of these sizes in an output class, or None if it does."""
-        if self.name not in host.engines:
-            return f"{self.name} does not run {host.name}"
+        if self.name not in host.engines(family):
+            return f"{self.name} does not run {host.name}, as far as was tried"
         size = (spec.kv_lora_rank, spec.qk_rope_head_dim)
         if spec.kv_lora_rank and self.latents and size not in self.latents:
             return f"{self.name} takes latents of {_listed(map(_sum, self.latents))}, not of {_sum(size)}"
@@ -73,9 +73,9 @@ ENGINES = {
 }
 
 
-def running(host: Host, spec: AttentionSpec) -> list[str]:
+def running(host: Host, family: Family, spec: AttentionSpec) -> list[str]:
     """The engines that run an attention of these sizes in an output class."""
-    return [name for name, engine in ENGINES.items() if engine.objection(host, spec) is None]
+    return [name for name, engine in ENGINES.items() if engine.objection(host, family, spec) is None]
 
 
 def engine_of(name: str | None) -> Engine | None:

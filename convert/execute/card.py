@@ -78,7 +78,11 @@ def _command(plan: Plan) -> str:
 
 def _served(plan: Plan) -> list[tuple[str, str | None, str]]:
     """Each engine besides transformers: its name, why it does not run the result or None, and the command that serves it."""
-    found = [(engine, engine.objection(plan.target.host, plan.target.spec)) for engine in ENGINES.values() if engine.serve]
+    found = [
+        (engine, engine.objection(plan.target.host, plan.family, plan.target.spec))
+        for engine in ENGINES.values()
+        if engine.serve
+    ]
     return [(engine.name, objection, engine.serve.format(path="path/to/this/directory")) for engine, objection in found]
 
 

@@ -31,9 +31,8 @@ class Host(Protocol):
     def served_by(self) -> str:
         """The engines that serve the result, for the support matrix."""
 
-    @property
-    def engines(self) -> frozenset[str]:
-        """The engines of `convert.engines` that run the result exactly, sizes of latents aside."""
+    def engines(self, family: Family) -> frozenset[str]:
+        """The engines of `convert.engines` that run what became of a source of `family`, sizes of latents aside."""
 
     @property
     def opened_by(self) -> str:

@@ -8,6 +8,7 @@ from convert.hosts.latent import StockLatent
 
 if TYPE_CHECKING:
     from attention.spec import AttentionSpec
+    from convert.families import Family
 
 # Families with Llama's names and blocks (RMSNorm, attention, RMSNorm, SwiGLU, plain residuals); each is tested to be exact.
 _LIKE_LLAMA = (
@@ -23,7 +24,6 @@ class DeepseekV3(StockLatent):
     blocks = "Llama's"
     like = _LIKE_LLAMA
     served_by = "vLLM serves it through transformers' modules, SGLang and llama.cpp do not"
-    engines = frozenset({"transformers", "vllm"})
     remarks = (
         *StockLatent.remarks,
         "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"
@@ -31,6 +31,9 @@ class DeepseekV3(StockLatent):
         "architecture is TransformersForCausalLM: vLLM then runs transformers' own modules. Saving the model again with\n"
         "transformers changes that field, and vLLM then fails to start: change it back before serving the copy.",
     )
+
+    def engines(self, family: Family) -> frozenset[str]:
+        return frozenset({"transformers", "vllm"})
 
     def refuses_blocks(self, config: Any) -> str | None:
         if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):

@@ -35,13 +35,15 @@ class Falcon:
     name = "falcon"
     loads_in = "transformers"
     served_by = "no engine was tried"
-    engines = frozenset({"transformers"})
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches one KV head."
     remarks: tuple[str, ...] = ()
     replaces = "became query_key_value and dense"
     families: frozenset[str] = frozenset({"gpt_neox"})
     loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
+
+    def engines(self, family: Family) -> frozenset[str]:
+        return frozenset({"transformers"})
 
     def layout(self, family: Family) -> Family:
         return FAMILIES["falcon"]

@@ -71,7 +71,6 @@ class GPTBigCode:
     name = "gpt_bigcode"
     loads_in = "transformers"
     served_by = "vLLM and, if the activation is a GELU, llama.cpp have this class (kvfold has not run it there)"
-    engines = frozenset({"transformers"})
     opened_by = "transformers loads it without kvfold."
     remarks = (
         "Positions count from the first column of a batch. Give `position_ids` with padding on the left, as `generate` does.",
@@ -80,6 +79,9 @@ class GPTBigCode:
     families: frozenset[str] = frozenset(_SETTINGS)
     loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
+
+    def engines(self, family: Family) -> frozenset[str]:
+        return frozenset({"transformers"})
 
     def layout(self, family: Family) -> Family:
         return _LAYOUT

@@ -54,7 +54,6 @@ class Kvfold:
     name = MODEL_TYPE
     loads_in = "transformers, with kvfold's code"
     served_by = "no engine serves it"
-    engines = frozenset({"transformers"})
     opened_by = (
         "transformers ≥ 5.19 loads it with the code beside the weights, and so its tokenizer: give\n"
         '`trust_remote_code=True` to both. Where kvfold is installed, `attention.load("path/to/this/directory")` does without.'
@@ -65,6 +64,9 @@ class Kvfold:
     def __init__(self, families: frozenset[str], reason: str, replaces: str) -> None:
         self.families, self.replaces = families, replaces
         self.remarks = (f"kvfold made this class, because {reason}. vLLM, SGLang and llama.cpp do not know it.",)
+
+    def engines(self, family: Family) -> frozenset[str]:
+        return frozenset({"transformers"})
 
     def layout(self, family: Family) -> Family:
         if family.needs_code:

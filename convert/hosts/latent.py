@@ -45,7 +45,6 @@ class StockLatent(ABC):
     like: tuple[str, ...]
     loads_in = "transformers"
     served_by: str
-    engines: frozenset[str]
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks: tuple[str, ...] = (
         "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
@@ -56,6 +55,10 @@ class StockLatent(ABC):
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
     loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
+
+    @abstractmethod
+    def engines(self, family: Family) -> frozenset[str]:
+        """As in `Host`."""
 
     @abstractmethod
     def own(self, config: Any, target: AttentionSpec) -> dict[str, Any]:

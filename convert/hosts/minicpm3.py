@@ -13,6 +13,7 @@ from convert.hosts.latent import StockLatent
 
 if TYPE_CHECKING:
     from attention.spec import AttentionSpec
+    from convert.families import Family
 
 _MODEL_TYPE = "minicpm3"
 _SCALES = ("scale_emb", "scale_depth", "dim_model_base", "mlp_bias")
@@ -25,7 +26,6 @@ class MiniCPM3(StockLatent):
     blocks = "Gemma's"
     like = ("gemma", _MODEL_TYPE)  # each is tested to be exact
     served_by = "no engine was tried"
-    engines = frozenset({"transformers"})
     remarks = (
         *StockLatent.remarks,
         "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`, which MiniCPM3's own\n"
@@ -33,6 +33,9 @@ class MiniCPM3(StockLatent):
         "their own MiniCPM3 classes. Saving the model again with transformers changes that field.",
         "Gains of norms are stored as they are, and Gemma stores them less one. In bfloat16 this rounds them once more.",
     )
+
+    def engines(self, family: Family) -> frozenset[str]:
+        return frozenset({"transformers"})
 
     def refuses_blocks(self, config: Any) -> str | None:
         if config.hidden_size % config.num_attention_heads:

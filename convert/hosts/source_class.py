@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from attention.spec import AttentionSpec
     from convert.families import Family
 
+# Families whose results were run in llama.cpp. Its classes of some others (phi) have as many KV heads as query heads.
+_LLAMA_CPP = ("llama",)
+
 
 class SourceClass:
     """The source's own class: the keys of its config that say how heads share change, and the tensors that depend on them.
@@ -31,7 +34,6 @@ class SourceClass:
     name = "its own class"
     loads_in = "transformers"
     served_by = "vLLM, SGLang and llama.cpp serve it if they serve the source"
-    engines = frozenset({"transformers", "vllm", "llama.cpp"})  # the last two if they run the source
     opened_by = (
         "transformers, and any other software that reads the number of KV heads from config.json, loads it without kvfold."
     )
@@ -47,6 +49,11 @@ class SourceClass:
 
     def __init__(self, families: frozenset[str]) -> None:
         self.families = families
+
+    def engines(self, family: Family) -> frozenset[str]:
+        if not family.shares_heads:  # MQA by keys of its own, which was not tried
+            return frozenset({"transformers"})
+        return frozenset({"transformers", "vllm", *(["llama.cpp"] if family.model_type in _LLAMA_CPP else [])})
 
     def layout(self, family: Family) -> Family:
         return family

@@ -236,8 +236,8 @@ def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dt
     refusals = []
     for host in HOSTS[kind]:
         reason = host.refuses(family, source.config, target, dtype)
-        if reason is None and engine and engine.name not in host.engines:
-            reason = f"{engine.name} does not run it"
+        if reason is None and engine and engine.name not in host.engines(family):
+            reason = f"{engine.name} does not run it, as far as was tried"
         if reason is None:
             return host
         refusals.append(f"{host.name}: {reason}")

@@ -144,7 +144,7 @@ def capacity(
             add(target, partial(family.shapes, config), None)
         elif carrier := hosts[kind][0]:
             sized = carrier.sized(source.raw, config, target)
-            add(target, partial(carrier.layout(family).shapes, sized), running(carrier, target))
+            add(target, partial(carrier.layout(family).shapes, sized), running(carrier, family, target))
     remark = hosts["mla"][1]
     facts = {
         "model": source.reference,

@@ -81,7 +81,7 @@ def plan_latent(
     padded = size.pad_rank or (engine is not None and size.kv_lora_rank is None and bool(engine.latents))
     whole = replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded)
     target = _target(source, family, method, host, before, whole, dtype)
-    if engine and (objection := engine.objection(host, target.spec)):
+    if engine and (objection := engine.objection(host, family, target.spec)):
         raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
     if engine and (note := engine.note(before)):
         target = replace(target, notes=(*target.notes, note))

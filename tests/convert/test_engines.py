@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.engines import ENGINES, engine_of, running
+from convert.families import FAMILIES
 from convert.hosts import HOSTS
 
 BEFORE = AttentionSpec(2, 32, 32, 128)
@@ -17,8 +18,9 @@ CLASSES = {host.name: host for hosts in HOSTS.values() for host in hosts}
 
 def test_every_output_class_runs_in_transformers_and_names_known_engines() -> None:
     for host in CLASSES.values():
-        assert "transformers" in host.engines
-        assert host.engines <= ENGINES.keys()
+        for family in map(FAMILIES.get, host.families):
+            assert family is not None
+            assert {"transformers"} <= host.engines(family) <= ENGINES.keys()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,13 @@ def test_every_output_class_runs_in_transformers_and_names_known_engines() -> No
     ],
 )
 def test_what_runs_a_result(host: str, spec: AttentionSpec, expected: list[str]) -> None:
-    assert running(CLASSES[host], spec) == expected
+    assert running(CLASSES[host], FAMILIES["llama"], spec) == expected
+
+
+def test_the_sources_own_class_runs_where_its_kv_heads_are_read() -> None:
+    own = CLASSES["its own class"]
+    assert running(own, FAMILIES["phi"], BEFORE.grouped(8)) == ["transformers", "vllm"]
+    assert running(own, FAMILIES["falcon"], BEFORE.grouped(1)) == ["transformers"]
 
 
 @given(values=st.integers(0, 5000))
