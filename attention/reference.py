@@ -150,9 +150,12 @@ def _read(x: torch.Tensor, heads: int, projections: Projections | None) -> tuple
     if projections is None:
         return x[:, None].expand(-1, heads, -1, -1), x
     p = projections
-    keys, values = p.k_norm(_projected(x, p.k, p.k_bias)), _projected(x, p.v, p.v_bias)
+    queries, keys, values = _projected(x, p.q, p.q_bias), _projected(x, p.k, p.k_bias), _projected(x, p.v, p.v_bias)
+    queries, keys = queries if p.q_norm is None else p.q_norm(queries), keys if p.k_norm is None else p.k_norm(keys)
+    if p.clip is not None:
+        queries, keys, values = (states.clamp(-p.clip, p.clip) for states in (queries, keys, values))
     both = [head for states in (keys, values) for head in states.unbind(1)]
-    return p.q_norm(_projected(x, p.q, p.q_bias)), torch.cat(both, -1)
+    return queries, torch.cat(both, -1)
 
 
 def _sloped(scores: torch.Tensor, slopes: tuple[float, ...] | None) -> torch.Tensor:

@@ -36,8 +36,7 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         text_config: The stock class's config with the result's `num_key_value_heads`, or with its `kv_lora_rank` (R),
             `qk_rope_head_dim` (P), `qk_nope_head_dim` (N) and `v_head_dim`.
         attention_path: Where a layer's attention is in the stock class, with `{layer}` for its number.
-        qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key, or the source's projections if it has
-            QK-norm.
+        qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key, or the source's projections if these stay.
         o_bias: Whether O has one.
         scaling: What logits are multiplied by before the softmax.
         inner_windows: How many tokens each layer sees, or None for all, where the source's class has windows inside its
@@ -49,6 +48,7 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         qk_norm: With a latent: the source's QK-norm, or None. `kind` is "rms" or "layer"; `scope` is "head" for a norm of each
             head, or "all" for one of all heads; `per_head` says whether each head has its own gains, and `bias` whether it
             adds a bias; `eps` is added to the variance, and `gain_offset` to the gains.
+        clip_qkv: With a latent: what the source clamps queries, keys and values to, behind its QK-norm; None without a clamp.
     """
 
     model_type = "kvfold"
@@ -64,6 +64,7 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     rope_stride: int = 1
     rope_factor: float | list[float] = 1.0
     qk_norm: dict[str, Any] | None = None
+    clip_qkv: float | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
@@ -96,6 +97,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         listed = factors if isinstance(factors, list) else [factors] * layers
         if len(listed) != layers or not all(isinstance(factor, int | float) and factor > 0 for factor in listed):
             raise ValueError(f"rope_factor is {factors}; it must be a number above 0, or one for each of {layers} layers")
+        if self.clip_qkv is not None and not (isinstance(self.clip_qkv, int | float) and self.clip_qkv > 0):
+            raise ValueError(f"clip_qkv is {self.clip_qkv}; it must be a number above 0")
         if self.qk_norm is not None:
             self._check_norm(self.qk_norm)
 
@@ -295,9 +298,9 @@ class KvfoldLatentAttention(_Attention):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), called as the attention that it replaces.
 
     It caches a latent and one RoPE key for each token. Unlike DeepSeek's, the latent has no norm, queries may have biases, and
-    the RoPE key, which may be of no dims, rotates with some of the frequencies of the source. If the source has QK-norm, its
-    projections and norms stay: the latent and the RoPE key are made of normalised keys and values, and queries are mapped
-    behind their norm.
+    the RoPE key, which may be of no dims, rotates with some of the frequencies of the source. If the source has QK-norm or a
+    clamp, its projections and norms stay: the latent and the RoPE key are made of the keys and values behind them, and so are
+    queries.
     Letters: B batch, T query tokens, S cached tokens, E model width; R, P, N and Dv as in the config.
     Arguments as in `_Attention`.
     """
@@ -313,15 +316,16 @@ class KvfoldLatentAttention(_Attention):
         factors = config.rope_factor
         self.rope_factor = factors[layer_idx] if isinstance(factors, list) else factors
         width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
-        self.normalised = config.qk_norm is not None
-        if config.qk_norm is not None:
+        self.clip = config.clip_qkv
+        self.behind = config.qk_norm is not None or self.clip is not None
+        if self.behind:
             dim = getattr(inner, "head_dim", None) or width // self.num_heads
             kv_heads = getattr(inner, "num_key_value_heads", None) or self.num_heads
             self.q_proj = nn.Linear(width, self.num_heads * dim, bias=config.qkv_bias)
             self.k_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
             self.v_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
-            self.q_norm = _HeadNorm(config.qk_norm, self.num_heads, dim)
-            self.k_norm = _HeadNorm(config.qk_norm, kv_heads, dim)
+            norm = functools.partial(_HeadNorm, config.qk_norm) if config.qk_norm is not None else nn.Identity
+            self.q_norm, self.k_norm = norm(self.num_heads, dim), norm(kv_heads, dim)
             self.q_head_proj = _PerHead(self.num_heads, dim, self.qk_head_dim)
             self.kv_a_proj_with_mqa = nn.Linear(2 * kv_heads * dim, cached, bias=False)
         else:
@@ -371,16 +375,18 @@ class KvfoldLatentAttention(_Attention):
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, N + P]`, not rotated."""
         queries = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
-        if self.normalised:
-            queries = self.q_head_proj(self.q_norm(queries))
+        if self.behind:
+            queries = self.q_head_proj(self.clipped(self.q_norm(queries)))
         return queries.transpose(1, 2)
+
+    def clipped(self, states: torch.Tensor) -> torch.Tensor:
+        return states if self.clip is None else states.clamp(-self.clip, self.clip)
 
     def compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The latent and the RoPE key, not rotated, `[B, T, R + P]`."""
-        if self.normalised:
-            dim = self.k_norm.weight.shape[-1]
-            keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, dim))).flatten(2)
-            hidden_states = torch.cat((keys, self.v_proj(hidden_states)), -1)
+        if self.behind:
+            keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.q_head_proj.weight.shape[-1]))).flatten(2)
+            hidden_states = self.clipped(torch.cat((keys, self.v_proj(hidden_states)), -1))
         return self.kv_a_proj_with_mqa(hidden_states)
 
     def rotated(

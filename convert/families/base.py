@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.qk_norm import NormForm
@@ -55,9 +55,20 @@ class Traits:
     beyond: Mapping[str, Any]
     alibi: bool = False
 
+    @property
+    def clip(self) -> float | None:
+        """What queries, keys and values are clamped to, behind QK-norm and before RoPE; None without a clamp."""
+        return self.beyond.get(CLIP)
+
+    @property
+    def behind_projections(self) -> Traits:
+        """What is left of these for a record that reads `attention.record.Projections`."""
+        return replace(self, qk_norm=None, beyond={field: value for field, value in self.beyond.items() if field != CLIP})
+
 
 # Config fields that say how many tokens some layers see.
 WINDOWS = ("sliding_window", "window_size")
+CLIP = "clip_qkv"  # the one that says what queries, keys and values are clamped to
 
 
 def hides_logits(traits: Traits, context: int) -> list[str]:
@@ -206,6 +217,11 @@ class Family(ABC):
         """How many numbers the keys and values of all KV heads have, as they are projected."""
         spec = self.spec(config)
         return 2 * spec.num_kv_heads * spec.head_dim
+
+    def needs_projections(self, config: Any) -> bool:
+        """Whether a latent reads `attention.record.Projections`: nothing can be mixed across QK-norm or a clamp."""
+        traits = self.traits(config)
+        return traits.qk_norm is not None or traits.clip is not None
 
     def merges_norm_gains(self, config: Any) -> bool:
         """Whether the key norm has different gains per head, so that merging heads is inexact."""

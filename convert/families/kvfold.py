@@ -1,6 +1,6 @@
 """The layout of kvfold's class (`attention.models`): another family inside, and grouped or latent projections in its layers.
 
-Sources with QK-norm keep their projections and norms, and have the latent behind them.
+Sources with QK-norm or a clamp keep their projections and norms, and have the latent behind them.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class KvfoldProjections(Family):
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec(config), config.text_config.hidden_size
-        if config.qk_norm:
+        if self.needs_projections(config):
             projected = AttentionSpec.of_heads(config.text_config)
             shapes = projection_shapes(projected, width, config.qkv_bias, config.o_bias)
-            shapes |= _shapes_behind_norms(spec, projected, NormForm(**config.qk_norm))
+            shapes |= _shapes_behind(spec, projected, _norm(config))
         else:
             made = _latent_shapes if spec.kv_lora_rank else projection_shapes
             shapes = made(spec, width, config.qkv_bias, config.o_bias)
@@ -67,9 +67,9 @@ class KvfoldProjections(Family):
         prefix, spec, scale = f"{self.module(layer)}.", self.spec(config), self.scale(config)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         record: Record
-        if config.qk_norm:
+        if self.needs_projections(config):
             latent = _split_latent(_renamed(local), spec, scale, self.rotary(config, layer))
-            record = replace(latent, projections=_projections(local, spec.head_dim, NormForm(**config.qk_norm)))
+            record = replace(latent, projections=_projections(local, spec.head_dim, _norm(config), config.clip_qkv))
         elif spec.kv_lora_rank:
             record = _split_latent(local, spec, scale, self.rotary(config, layer))
         else:
@@ -105,6 +105,9 @@ class KvfoldProjections(Family):
         projected = AttentionSpec.of_heads(config.text_config)
         return 2 * projected.num_kv_heads * projected.head_dim
 
+    def needs_projections(self, config: Any) -> bool:
+        return config.qk_norm is not None or config.clip_qkv is not None
+
     def scale(self, config: Any) -> float:
         return float(config.scaling)
 
@@ -122,12 +125,18 @@ def _latent_shapes(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool
     return shapes | {f"{name}.bias": size[:1] for name, size, bias in zip(_NAMES, sizes, biased, strict=True) if bias}
 
 
-def _shapes_behind_norms(spec: AttentionSpec, projected: AttentionSpec, form: NormForm) -> dict[str, tuple[int, ...]]:
-    """What comes to a source's projections: their norms, and a latent of normalised keys and values."""
+def _norm(config: Any) -> NormForm | None:
+    return NormForm(**config.qk_norm) if config.qk_norm else None
+
+
+def _shapes_behind(spec: AttentionSpec, projected: AttentionSpec, form: NormForm | None) -> dict[str, tuple[int, ...]]:
+    """What comes to a source's projections: their norms, and a latent of the keys and values behind them."""
     dim, groups, rank = projected.head_dim, projected.num_kv_heads, spec.kv_lora_rank or 0
-    parts = ("weight", "bias") if form.bias else ("weight",)
-    counts = {"q_norm": spec.num_heads if form.per_head else 1, "k_norm": groups if form.per_head else 1}
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.{part}": (count, dim) for name, count in counts.items() for part in parts}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if form:
+        parts = ("weight", "bias") if form.bias else ("weight",)
+        counts = {"q_norm": spec.num_heads if form.per_head else 1, "k_norm": groups if form.per_head else 1}
+        shapes = {f"{name}.{part}": (count, dim) for name, count in counts.items() for part in parts}
     return shapes | {
         _OF_HEADS: (spec.num_heads, spec.key_dim, dim),
         "kv_a_proj_with_mqa.weight": (rank + spec.qk_rope_head_dim, 2 * groups * dim),
@@ -136,22 +145,25 @@ def _shapes_behind_norms(spec: AttentionSpec, projected: AttentionSpec, form: No
 
 
 def _renamed(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a latent behind norms, by the names of one without."""
+    """The tensors of a latent behind a source's projections, by the names of one without."""
     kept = {name: tensor for name, tensor in local.items() if name.startswith(_NAMES[1:])}
     return {**kept, "q_proj.weight": local[_OF_HEADS].flatten(0, 1)}
 
 
-def _projections(local: Mapping[str, torch.Tensor], head_dim: int, form: NormForm) -> Projections:
+def _projections(local: Mapping[str, torch.Tensor], head_dim: int, form: NormForm | None, clip: float | None) -> Projections:
     a = split_projections(local, head_dim, 1.0, None)
-    q_norm, k_norm = (form.with_gains(local[f"{name}.weight"], local.get(f"{name}.bias")) for name in ("q_norm", "k_norm"))
-    return Projections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias)
+    q_norm, k_norm = (
+        form.with_gains(local[f"{name}.weight"], local.get(f"{name}.bias")) if form else None for name in ("q_norm", "k_norm")
+    )
+    return Projections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias, clip)
 
 
 def _join_projected(p: Projections) -> dict[str, torch.Tensor]:
     """Projections and their norms; the inverse of `_projections`."""
     local = join_heads(p)
     for name, norm in (("q_norm", p.q_norm), ("k_norm", p.k_norm)):
-        local |= {f"{name}.weight": norm.gain, **({} if norm.bias is None else {f"{name}.bias": norm.bias})}
+        if norm is not None:
+            local |= {f"{name}.weight": norm.gain, **({} if norm.bias is None else {f"{name}.bias": norm.bias})}
     return local
 
 

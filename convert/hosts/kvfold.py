@@ -75,7 +75,7 @@ class Kvfold:
             return "queries and keys are normalised (QK-norm), which kvfold's grouped attention does not do"
         if target.kv_lora_rank and family.without_latent:
             return family.without_latent
-        for field, value in traits.beyond.items():
+        for field, value in (traits.behind_projections if target.kv_lora_rank else traits).beyond.items():
             if field not in WINDOWS and not (field == "attn_logit_softcapping" and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
@@ -138,11 +138,12 @@ class Kvfold:
             "qk_nope_head_dim": target.qk_nope_head_dim,
             "v_head_dim": target.head_dim,
         }
-        form = family.traits(config).qk_norm
+        traits = family.traits(config)
         return {
             **outer,
             "o_bias": True,
-            **({"qk_norm": _stated(form)} if form else {}),
+            **({"qk_norm": _stated(traits.qk_norm)} if traits.qk_norm else {}),
+            **({"clip_qkv": traits.clip} if traits.clip is not None else {}),
             **_rotation(family, config, rotary, target.qk_rope_head_dim),
             "text_config": {**inner, **sizes},
         }
@@ -203,5 +204,5 @@ HOST = Kvfold(
 LATENT_HOST = Kvfold(
     frozenset(_LATENT),
     "no stock class can hold this model's blocks, RoPE or QK-norm together with latent attention",
-    "factored into kv_a_proj_with_mqa and kv_b_proj; projections that QK-norm follows stay, under names of the class",
+    "factored into kv_a_proj_with_mqa and kv_b_proj; projections behind which it is stay, under names of the class",
 )

@@ -40,6 +40,8 @@ RECORDS: dict[str, Record] = {
     "norm after rope": record(norm="after", pairing="interleaved"),
     "norm with biases": record(norm="layer"),
     "behind a norm": record(norm="head", nope=2).behind_norms(),
+    "behind a clamp": record(nope=2).behind_norms(0.7),
+    "behind a norm and a clamp": record(norm="all", nope=2).behind_norms(0.7),
     "MLA": factored(),
     "MLA behind a norm": factored_behind_norms(),
     "MLA without biases": factored(biased=False),
@@ -78,6 +80,7 @@ def test_the_error_is_squared_relative_to_the_sources_output() -> None:
 def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     """`[H, T, T]` of one block, one dot product at a time, fp64."""
     x, positions, slopes = x.double(), torch.arange(len(x)), torch.tensor(a.slopes or [0.0] * a.o.shape[1])
+    clip = (a.projections.clip if a.projections else None) or math.inf
     if isinstance(a, Attention) and (p := a.projections):  # the heads that they were made from
         a = Attention(p.q, p.k, p.v, a.o, a.scale, a.rotary, p.q_bias, p.k_bias, p.v_bias, a.o_bias, p.q_norm, p.k_norm)
 
@@ -93,6 +96,7 @@ def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     def place(states: torch.Tensor, norm: Any) -> torch.Tensor:
         if norm and not norm.after_rotary:
             states = norm(states[None])[0]
+        states = states.clamp(-clip, clip)
         states = a.rotary.rotate(states, positions) if a.rotary else states
         return norm(states[None])[0] if norm and norm.after_rotary else states
 

@@ -88,6 +88,20 @@ def test_without_norms_there_is_nothing_to_be_behind() -> None:
     assert a.behind_norms() is a
 
 
+@pytest.mark.parametrize("norm", [None, "head", "all"])
+def test_behind_a_clamp_every_number_is_clamped(norm: str | None) -> None:
+    a, x = record(norm=norm, nope=2), inputs(20)
+    assert loss(a, a.behind_norms(1e6)) < 1e-6, "nothing is so large"
+    found = a.behind_norms(0.4)
+    assert found.projections is not None
+    whole, clamped = (b.projections(x) for b in (a.behind_norms(1e6), found) if b.projections)
+    for free, held in zip(whole, clamped, strict=True):
+        torch.testing.assert_close(held, free.clamp(-0.4, 0.4))
+        assert (free.abs() > 0.4).any(-1).any(-2).all(), "queries of each head, and keys and values"
+    assert loss(a, found) > 1e-2
+    assert found.behind_norms(0.1) is found
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     groups=st.integers(1, 3), share=st.integers(1, 3), pairs=st.integers(1, 4), nope=st.integers(0, 3), biased=st.booleans(),

@@ -289,7 +289,6 @@ def three_layers(source: Path) -> Path:
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms": ("hunyuan_v1_dense", {}, "queries and keys are normalised after RoPE"),
     "factors": ("phimoe", {}, "its class scales RoPE by a factor that depends on the length"),
-    "clipping": ("olmo", {"clip_qkv": 8.0}, "config.json sets clip_qkv to 8.0"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention to True"),
     "float16 source": ("llama", {"dtype": "float16"}, "float16 ends at 65504 (use --dtype bfloat16)"),
 }

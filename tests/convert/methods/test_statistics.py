@@ -112,3 +112,18 @@ def test_without_text_normalised_keys_are_those_of_the_norms_gains(norm: str) ->
         assert float((found - expected).norm() / expected.norm().clamp_min(5)) < 0.25
     assert (known.tokens, known.sample) == (0, None)
     torch.testing.assert_close(known.queries[:, -1, -1], torch.ones(2).double())
+
+
+@pytest.mark.parametrize("clip", [0.3, 1.0, 20.0])
+def test_without_text_clamped_keys_are_those_of_normal_numbers(clip: float) -> None:
+    """What a clamp takes away is what it takes of a normal number that correlates with others."""
+    projections = record(1, 2, pairs=10, width=40, biased=False).behind_norms(clip).projections
+    assert projections is not None
+    known, x = Statistics.assumed(40), random(1, 4000, 40, seed=3)
+    found, drawn = known.behind(projections), measured_behind(projections, x).second
+    rows = torch.cat((projections.k, projections.v)).flatten(0, 1).double()
+    correlated = projections(x)[1][0].double().T @ (x[0].double() @ rows.T) / 4000  # E[clamp(y) yᵀ] = s E[y yᵀ]
+    kept = (found.second.diagonal() / (rows @ rows.T).diagonal()).sqrt()
+    expected = kept[:, None] * (rows @ rows.T)
+    assert float((correlated - expected).norm() / expected.norm()) < 0.1
+    assert float((drawn.diagonal() - found.second.diagonal()).abs().max()) < 0.4 * float(drawn.diagonal().max())
