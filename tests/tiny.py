@@ -23,6 +23,12 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
     "attention_bias": True, "rope_interleave": True, "n_routed_experts": 1, "num_mtp_layers": 0,
 }  # fmt: skip
+# As DeepSeek makes it: a latent norm that does something, a latent of the queries, experts behind the first layer.
+NORMED: dict[str, Any] = {
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
 # Everything that a family can switch on: biases and QK-norms are where records go wrong.
 SWITCHES = (
     "attention_bias",
@@ -50,6 +56,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     if model_type == "deepseek_v3":
         every = {"num_key_value_heads": values["num_attention_heads"], "first_k_dense_replace": values["num_hidden_layers"]}
         values = values | LATENT | every | changes
+    if model_type in ("deepseek_v2", "minicpm3"):
+        values = values | NORMED | {"num_key_value_heads": values["num_attention_heads"]} | changes
     family = FAMILIES.get(model_type)
     if family is not None and family.has_heads and not family.shares_heads:  # its class ignores these
         values = {key: value for key, value in values.items() if key not in ("num_key_value_heads", "head_dim")}
@@ -79,8 +87,10 @@ def switched(model_type: str, on: bool, **changes: Any) -> Any:
 
 def tiny_model(config: Any, seed: int = 0) -> Any:
     """A causal LM with random weights, biases and norm gains; of latent attention, with the norm that families can read."""
+    from convert.families.latent import FAMILY
+
     model = random_model(config, seed)
-    if config.model_type == "deepseek_v3":
+    if config.model_type == "deepseek_v3" and FAMILY.for_config(config) is FAMILY:
         from convert.families.neutral import constants
 
         for layer in model.model.layers:

@@ -10,6 +10,7 @@ nothing of kvfold.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ _OUTPUT_DROPOUT = {
     "bloom": "hidden_dropout", "gpt2": "resid_pdrop", "gpt_bigcode": "resid_pdrop", "gpt_neo": "resid_dropout",
     "seed_oss": "residual_dropout", "starcoder2": "residual_dropout",
 }  # fmt: skip
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")  # the sizes of a latent that the source has
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # keys of that of probabilities
 
 
@@ -49,6 +51,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             head, or "all" for one of all heads; `per_head` says whether each head has its own gains, and `bias` whether it
             adds a bias; `eps` is added to the variance, and `gain_offset` to the gains.
         clip_qkv: With a latent: what the source clamps queries, keys and values to, behind its QK-norm; None without a clamp.
+        source_latent: With a latent: the sizes of the latent that the source has already, by their names in `text_config`, and
+            the `eps` of its norm, and of that of the queries' latent if `text_config` has a `q_lora_rank`; None without one.
     """
 
     model_type = "kvfold"
@@ -65,6 +69,7 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     rope_factor: float | list[float] = 1.0
     qk_norm: dict[str, Any] | None = None
     clip_qkv: float | None = None
+    source_latent: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
@@ -74,6 +79,18 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         if self.inner_windows is not None:
             self._check_windows(self.inner_windows)
         super().__post_init__(**kwargs)
+
+    @property
+    def stock_config(self) -> Any:
+        """The config of the stock class, with the sizes that the source's own latent has, if it has one."""
+        if self.source_latent is None:
+            return self.text_config
+        stock: Any = copy.deepcopy(self.text_config)
+        for name in _LATENT:
+            setattr(stock, name, self.source_latent[name])
+        stock.head_dim = stock.qk_rope_head_dim  # by which the class makes cosines and sines
+        stock.qk_head_dim = stock.qk_nope_head_dim + stock.qk_rope_head_dim
+        return stock
 
     def _check_windows(self, windows: list[int | None]) -> None:
         """Raise `ValueError` if there is not a window, or None, for each layer."""
@@ -101,6 +118,17 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             raise ValueError(f"clip_qkv is {self.clip_qkv}; it must be a number above 0")
         if self.qk_norm is not None:
             self._check_norm(self.qk_norm)
+        if self.source_latent is not None:
+            self._check_source(self.source_latent)
+
+    def _check_source(self, found: dict[str, Any]) -> None:
+        """Raise `ValueError` if the sizes of the source's latent are missing."""
+        if not isinstance(found, dict) or set(found) != {*_LATENT, "eps"}:
+            raise ValueError(f"source_latent is {found}; it must have the keys {', '.join(_LATENT)} and eps")
+        if not all(isinstance(found[name], int) and found[name] > 0 for name in _LATENT):
+            raise ValueError(f"source_latent is {found}; its sizes must be integers above 0")
+        if not isinstance(found["eps"], int | float) or not found["eps"] >= 0:
+            raise ValueError(f"source_latent has eps {found['eps']!r}; it must be a number of at least 0")
 
     def _check_norm(self, norm: dict[str, Any]) -> None:
         """Raise `ValueError` if the class has no such norm."""
@@ -300,7 +328,7 @@ class KvfoldLatentAttention(_Attention):
     It caches a latent and one RoPE key for each token. Unlike DeepSeek's, the latent has no norm, queries may have biases, and
     the RoPE key, which may be of no dims, rotates with some of the frequencies of the source. If the source has QK-norm or a
     clamp, its projections and norms stay: the latent and the RoPE key are made of the keys and values behind them, and so are
-    queries.
+    queries. Likewise if it has a latent with a norm: of that latent and its RoPE key, smaller ones are made.
     Letters: B batch, T query tokens, S cached tokens, E model width; R, P, N and Dv as in the config.
     Arguments as in `_Attention`.
     """
@@ -317,8 +345,14 @@ class KvfoldLatentAttention(_Attention):
         self.rope_factor = factors[layer_idx] if isinstance(factors, list) else factors
         width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
         self.clip = config.clip_qkv
-        self.behind = config.qk_norm is not None or self.clip is not None
-        if self.behind:
+        self.latent = config.source_latent
+        self.behind = self.latent is not None or config.qk_norm is not None or self.clip is not None
+        if self.latent is not None:
+            self._keep_latent(self.latent, width, inner.q_lora_rank, config.qkv_bias)
+            self.kv_a_proj_with_mqa = nn.Linear(
+                self.latent["kv_lora_rank"] + self.latent["qk_rope_head_dim"], cached, bias=False
+            )
+        elif self.behind:
             dim = getattr(inner, "head_dim", None) or width // self.num_heads
             kv_heads = getattr(inner, "num_key_value_heads", None) or self.num_heads
             self.q_proj = nn.Linear(width, self.num_heads * dim, bias=config.qkv_bias)
@@ -335,6 +369,19 @@ class KvfoldLatentAttention(_Attention):
         self.kv_a_layernorm = nn.Identity()  # where DeepSeek's classes have a norm
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, width, bias=config.o_bias)
+
+    def _keep_latent(self, sizes: dict[str, Any], width: int, queries: int | None, bias: bool) -> None:
+        """Make the projections and norms of a source with latent attention; `queries` is the size of their latent, or None."""
+        dim, rank = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], sizes["kv_lora_rank"]
+        form = {"kind": "rms", "scope": "head", "per_head": False, "bias": False, "eps": sizes["eps"], "gain_offset": 0.0}
+        if queries is None:
+            self.q_proj = nn.Linear(width, self.num_heads * dim, bias=False)
+        else:
+            self.q_a_proj, self.q_norm = nn.Linear(width, queries, bias=bias), _HeadNorm(form, 1, queries)
+            self.q_b_proj = nn.Linear(queries, self.num_heads * dim, bias=False)
+        self.q_head_proj = _PerHead(self.num_heads, dim, self.qk_head_dim)
+        self.kv_proj = nn.Linear(width, rank + sizes["qk_rope_head_dim"], bias=bias)
+        self.kv_norm = _HeadNorm(form, 1, rank)
 
     def forward(
         self,
@@ -374,8 +421,14 @@ class KvfoldLatentAttention(_Attention):
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, N + P]`, not rotated."""
-        queries = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
-        if self.behind:
+        if self.latent is not None and self.config.q_lora_rank is not None:
+            queries = self.q_b_proj(self.q_norm(self.q_a_proj(hidden_states)))
+        else:
+            queries = self.q_proj(hidden_states)
+        queries = queries.unflatten(-1, (self.num_heads, -1))
+        if self.latent is not None:
+            queries = self.q_head_proj(queries)
+        elif self.behind:
             queries = self.q_head_proj(self.clipped(self.q_norm(queries)))
         return queries.transpose(1, 2)
 
@@ -384,19 +437,27 @@ class KvfoldLatentAttention(_Attention):
 
     def compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The latent and the RoPE key, not rotated, `[B, T, R + P]`."""
-        if self.behind:
+        if self.latent is not None:
+            latent, rope = self.kv_proj(hidden_states).split((self.latent["kv_lora_rank"], self.latent["qk_rope_head_dim"]), -1)
+            hidden_states = torch.cat((self.kv_norm(latent), rope), -1)
+        elif self.behind:
             keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.q_head_proj.weight.shape[-1]))).flatten(2)
             hidden_states = self.clipped(torch.cat((keys, self.v_proj(hidden_states)), -1))
         return self.kv_a_proj_with_mqa(hidden_states)
 
     def rotated(
-        self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        q_rope: torch.Tensor,
+        k_rope: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`, whose pairs are P/2 dims apart."""
         if not self.rope_columns:
             return q_rope, k_rope
         if position_embeddings is None:
             raise ValueError("the RoPE key rotates, and the class around this attention gives it no cosines and sines")
+        if isinstance(position_embeddings, torch.Tensor):  # DeepSeek-V2: complex numbers
+            position_embeddings = position_embeddings.real, position_embeddings.imag
         chosen = self.rope_columns * 2
         cos, sin = (table[..., chosen] / self.rope_factor for table in position_embeddings)
         # Some classes (OLMo) rotate in the tables' fp32.
@@ -437,7 +498,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         object.__setattr__(self, "_supports_sdpa", stock._supports_sdpa and not capped)
         object.__setattr__(self, "_supports_flash_attn", stock._supports_flash_attn)
         super().__init__(config)
-        self.model = AutoModelForCausalLM.from_config(inner)
+        self.model = AutoModelForCausalLM.from_config(config.stock_config)
         latent = getattr(inner, "kv_lora_rank", None) is not None
         attention: Any = KvfoldLatentAttention if latent else GroupedAttention
         for layer in range(inner.num_hidden_layers):
@@ -445,6 +506,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             replaced: Any = self.model.get_submodule(path)
             kind: Any = type(replaced)
             made: Any = _grafted(attention, kind)(config, layer, _window(inner, replaced, layer))
+            made.config = self.model.config
             self.model.set_submodule(path, made)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Failure
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
+from convert.families.deepseek import V3
 from convert.families.neutral import (
     EXPONENT,
     constants,
@@ -48,16 +49,13 @@ class LatentProjections(Family):
     has_heads = shares_heads = False
     names = LLAMA
 
-    def unreadable(self, config: Any) -> str | None:
-        if config.q_lora_rank not in (None, query_rank(config.hidden_size)):
-            return f"its queries have a latent of their own (q_lora_rank {config.q_lora_rank}), which kvfold does not read yet"
-        if (config.first_k_dense_replace or 0) < config.num_hidden_layers:
-            return "it has experts: of DeepSeek-V3 checkpoints, kvfold reads only those that it wrote"
-        if not config.attention_bias or not config.rope_interleave:
-            return "it lacks attention biases or interleaved rotary dims: of its class, kvfold reads only what it wrote"
-        if scaled := (config.rope_parameters or {}).get("mscale_all_dim"):
-            return f"its RoPE also scales logits (mscale_all_dim {scaled}): of its class, kvfold reads only what it wrote"
-        return None
+    def for_config(self, config: Any) -> Family:
+        """Itself for configs that kvfold writes; for all others, the family of a norm that has an effect."""
+        dense = (config.first_k_dense_replace or 0) >= config.num_hidden_layers
+        written = dense and config.attention_bias and config.rope_interleave
+        queries = config.q_lora_rank in (None, query_rank(config.hidden_size))
+        scaled = (config.rope_parameters or {}).get("mscale_all_dim")
+        return self if written and queries and not scaled else V3
 
     def traits(self, config: Any) -> Traits:
         return Traits(
@@ -172,7 +170,7 @@ class LatentProjections(Family):
 
     def _not_ours(self, what: str) -> Failure:
         return Failure(
-            f"{what}: of {self.model_type} checkpoints, kvfold reads only those that it wrote",
+            f"{what}: of {self.model_type} checkpoints with such a config, kvfold reads only those that it wrote",
             hint="convert the checkpoint that this one was made from",
         )
 

@@ -166,7 +166,7 @@ _GPTJ = NameTable(
     ]
 )
 FUSED_MLP = LLAMA.replacing(_in_layers("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
-_EXPERTS = LLAMA.replacing(
+EXPERTS = LLAMA.replacing(
     _in_layers("mlp.gate", "mlp.router"),
     *(_in_layers(f"mlp.experts.{{expert}}.{part}_proj", f"mlp.experts.{{expert}}.{part}") for part in _PARTS),
 )
@@ -379,7 +379,7 @@ ROWS = [
     SeparateProjections("qwen2", qkv_bias=True, beyond=WINDOW),  # None or 0 in these, if `use_sliding_window` is off
     SeparateProjections(
         "qwen2_moe",
-        names=_EXPERTS.replacing(
+        names=EXPERTS.replacing(
             _in_layers("mlp.shared_expert_gate", "mlp.shared_router"),
             *(_in_layers(f"mlp.shared_expert.{part}_proj", f"mlp.shared.{part}") for part in _PARTS),
         ),
@@ -387,7 +387,7 @@ ROWS = [
         beyond=WINDOW,
     ),
     SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=WINDOW),
-    SeparateProjections("qwen3_moe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(), beyond=WINDOW),
+    SeparateProjections("qwen3_moe", names=EXPERTS, **_ATTENTION_BIAS, norm=NormRow(), beyond=WINDOW),
     SeparateProjections("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
     SeparateProjections(
         "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=WINDOW, beyond_switch="use_sliding_window"
@@ -439,7 +439,7 @@ ROWS = [
     SeparateProjections("olmo", names=_WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=(CLIP,)),
     SeparateProjections("olmo2", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
     SeparateProjections("olmo3", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=WINDOW),
-    SeparateProjections("olmoe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=(CLIP,)),
+    SeparateProjections("olmoe", names=EXPERTS, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=(CLIP,)),
     SeparateProjections("exaone4", **_POST_NORM, norm=NormRow(), rotates=_sliding_or_no_window, beyond=WINDOW),
     SeparateProjections(
         "apertus",

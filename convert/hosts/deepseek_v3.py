@@ -75,6 +75,8 @@ class DeepseekV3:
                 "cache anew, and this one does not"
             )
         traits = family.traits(config)
+        if traits.latent_norm:
+            return "its latent is normalised, and a smaller one comes behind that norm, where the class has no place for it"
         if traits.qk_norm:
             return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
         if any(getattr(config, flag, False) for flag in ("mlp_bias", "use_bias")):

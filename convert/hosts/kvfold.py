@@ -31,11 +31,11 @@ _AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
-    "llama", "apertus", "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon",
-    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite",
-    "granitemoe", "helium", "hyperclovax", "jais2", "ministral", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2",
-    "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm",
-    "starcoder2", "vaultgemma", "xglm",
+    "llama", "apertus", "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
+    "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo",
+    "gpt_neox", "gptj", "granite", "granitemoe", "helium", "hyperclovax", "jais2", "minicpm3", "ministral", "mistral",
+    "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
 )  # fmt: skip
 
 
@@ -97,6 +97,8 @@ class Kvfold:
             return f"it was not made for {inner.model_type} (it is for {', '.join(sorted(self.families))})"
         if target.kv_lora_rank and dtype == "float16" and DEEPSEEK.refuses(family, config, target, "bfloat16") is None:
             return f"in bfloat16, {DEEPSEEK.name} carries it, which needs no code (use --dtype bfloat16)"
+        if not family.has_heads and not traits.latent_norm:
+            return f"its latent has no norm, and it was made for latents that have one ({DEEPSEEK.name} is for others)"
         return None
 
     def reserved(self, kv_lora_rank: int) -> int:
@@ -107,10 +109,10 @@ class Kvfold:
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         if config.model_type == MODEL_TYPE:
-            family: Family = KvfoldProjections(FAMILIES[config.text_config.model_type])
+            family: Family = KvfoldProjections(FAMILIES[config.text_config.model_type]).for_config(config)
             outer, inner = dict(raw), raw["text_config"]
         else:
-            source = FAMILIES[config.model_type]
+            source = FAMILIES[config.model_type].for_config(config)
             traits, scaling = source.traits(config), source.scale(config)
             windows = [source.inner_window(config, layer) for layer in range(target.num_layers)]
             family, raw, config = _inside(source, raw, config)
@@ -129,6 +131,7 @@ class Kvfold:
                 "o_bias": traits.o_bias,
                 "scaling": scaling,
                 **({"inner_windows": windows} if any(windows) else {}),
+                **({"source_latent": _latent(source.spec(config), traits.latent_norm)} if traits.latent_norm else {}),
             }
         if target.kv_lora_rank is None:
             return {**outer, "text_config": {**inner, "num_key_value_heads": target.num_kv_heads}}
@@ -168,6 +171,12 @@ def _inside(family: Family, raw: Mapping[str, Any], config: Any) -> tuple[Family
     return stock.layout(family), stock.config(raw, config, whole, None), stock.sized(raw, config, whole)
 
 
+def _latent(spec: AttentionSpec, norm: NormForm) -> dict[str, Any]:
+    """The sizes of a source's latent, whose names in the config the result's have, and what its norm adds."""
+    sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+    return {**{name: getattr(spec, name) for name in sizes}, "eps": norm.eps}
+
+
 def _stated(form: NormForm) -> dict[str, Any]:
     """A norm that comes before RoPE, for config.json."""
     stated = asdict(form)
@@ -177,7 +186,7 @@ def _stated(form: NormForm) -> dict[str, Any]:
 
 def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int) -> dict[str, Any]:
     """Which of the frequencies of the source's class the pairs of a RoPE key have."""
-    inner, of_class = (family.inner, config.text_config) if isinstance(family, KvfoldProjections) else (family, config)
+    inner, of_class = (family.inner, config.stock_config) if isinstance(family, KvfoldProjections) else (family, config)
     layers = range(of_class.num_hidden_layers)
     source = next((found for layer in layers if (found := inner.rotary(of_class, layer))), None)
     if source is None:

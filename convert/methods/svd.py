@@ -43,7 +43,7 @@ def _white(attention: Attention) -> torch.Tensor | None:
     projections = attention.projections
     if projections is None:
         return None
-    inputs = Statistics.assumed(projections.k.shape[-1]).to(attention.k.device)
+    inputs = Statistics.assumed(projections.width).to(attention.k.device)
     return inputs.behind(projections).second
 
 
