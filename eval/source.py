@@ -122,9 +122,12 @@ class Source:
     def refuse_remote_code(self) -> None:
         """Raise `Refusal` if the checkpoint needs its own code and the user has not allowed it."""
         if self.raw.get("auto_map") and not self.trust_remote_code and not models.provides(self.model_type):
+            from transformers import CONFIG_MAPPING
+
+            without = f"; or remove auto_map: transformers has a class for {self.model_type}"
             raise Refusal(
                 f"{self.reference} wants to run code of its own (auto_map in config.json)",
-                hint="read that code, then give --trust-remote-code",
+                hint="read that code, then give --trust-remote-code" + (without if self.model_type in CONFIG_MAPPING else ""),
             )
 
     @cached_property

@@ -506,7 +506,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             replaced: Any = self.model.get_submodule(path)
             kind: Any = type(replaced)
             made: Any = _grafted(attention, kind)(config, layer, _window(inner, replaced, layer))
-            made.config = self.model.config
+            made.config = self.model.config  # whose attention function transformers changes
             self.model.set_submodule(path, made)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()

@@ -53,6 +53,11 @@ class NormalisedLatent(Family):
     has_heads = shares_heads = False
 
     def unreadable(self, config: Any) -> str | None:
+        if not type(config).__module__.startswith("transformers.models."):
+            return "it brings code of its own, and kvfold reads transformers' class: remove auto_map from config.json"
+        parameters = config.rope_parameters
+        if parameters.get("mscale_all_dim") and not parameters.get("factor") and parameters.get("rope_type") != "default":
+            return f"its RoPE scales logits (mscale_all_dim {parameters['mscale_all_dim']}) by a factor that it lacks"
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         if kv_heads != heads:
             return f"its latent makes keys of {heads} heads, and its class repeats those of {kv_heads} (num_key_value_heads)"

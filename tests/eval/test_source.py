@@ -141,7 +141,8 @@ def test_code_beside_the_weights_is_refused_unless_agreed_to(configured: Callabl
     source = configured(auto_map={"AutoConfig": "configuration_tiny.TinyConfig"})
     with pytest.raises(Refusal, match=r"wants to run code of its own \(auto_map in config\.json\)") as caught:
         _ = source.config
-    assert caught.value.hint == "read that code, then give --trust-remote-code"
+    offered = "; or remove auto_map: transformers has a class for llama"
+    assert caught.value.hint == "read that code, then give --trust-remote-code" + offered
     with pytest.raises(Refusal):
         source.refuse_remote_code()
     Source.parse(source.reference, trust_remote_code=True).refuse_remote_code()

@@ -26,6 +26,10 @@ Convert = Callable[..., Any]
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 SCALED = {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 PLAIN: dict[str, Any] = {"q_lora_rank": None, "attention_bias": False}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "V3": ("deepseek_v3", NORMED | {"attention_bias": False}),
@@ -245,6 +249,26 @@ def test_modules_that_predict_further_tokens_are_left_out(convert: Convert, tmp_
     assert torch.isfinite(said(stock(tmp_path / "out"), tokens(6))).all()
 
 
+def test_a_config_as_deepseek_writes_it_is_read(convert: Convert, tmp_path: Path) -> None:
+    """With older names for RoPE, and code of its own, which transformers' class takes the place of."""
+    source, ids = saved(tmp_path / "source", "V3, YaRN", kept=8), tokens(20)
+    expected, config = said(stock(source), ids), json.loads((source / "config.json").read_text())
+    parameters = config.pop("rope_parameters")
+    theta = parameters.pop("rope_theta")
+    older = {"rope_theta": theta, "rope_scaling": {"type": parameters.pop("rope_type"), **parameters}}
+    code = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (source / "config.json").write_text(json.dumps(config | older | code))
+    left = convert("mla", source, tmp_path / "out", *sized(8))
+    left_nothing(left, 2, "wants to run code of its own", tmp_path / "out")
+    assert "or remove auto_map: transformers has a class for deepseek_v3" in left.stderr
+    (source / "config.json").write_text(json.dumps(config | older))
+    ok(convert("mla", source, tmp_path / "out", *sized(8), "--method", "svd"))
+    same_logits(said(stock(tmp_path / "out"), ids), expected)
+    config = model_of("V3").config
+    foreign = type("DeepseekV3Config", (type(config),), {"__module__": "transformers_modules.deepseek"})()
+    assert "remove auto_map from config.json" in str(FAMILIES["deepseek_v3"].for_config(foreign).unreadable(foreign))
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +304,7 @@ def test_its_own_size_is_a_copy(case: str, convert: Convert, tmp_path: Path) -> 
     [
         ("V3", {"num_key_value_heads": 4}, "its class repeats those of 4 (num_key_value_heads)"),
         ("V2", {"num_key_value_heads": 4}, "its class repeats those of 4 (num_key_value_heads)"),
+        ("V2", {"rope_parameters": LONG | {"mscale_all_dim": 1.0}}, "by a factor that it lacks"),
         ("V3", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, "RoPE rotates 4 dims, and the RoPE key has 8"),
     ],
 )
