@@ -345,12 +345,12 @@ class KvfoldLatentAttention(_Attention):
         self.rope_factor = factors[layer_idx] if isinstance(factors, list) else factors
         width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
         self.clip = config.clip_qkv
-        self.latent = config.source_latent
-        self.behind = self.latent is not None or config.qk_norm is not None or self.clip is not None
-        if self.latent is not None:
-            self._keep_latent(self.latent, width, inner.q_lora_rank, config.qkv_bias)
+        self.source_latent = config.source_latent
+        self.behind = self.source_latent is not None or config.qk_norm is not None or self.clip is not None
+        if self.source_latent is not None:
+            self._keep_latent(self.source_latent, width, inner.q_lora_rank, config.qkv_bias)
             self.kv_a_proj_with_mqa = nn.Linear(
-                self.latent["kv_lora_rank"] + self.latent["qk_rope_head_dim"], cached, bias=False
+                self.source_latent["kv_lora_rank"] + self.source_latent["qk_rope_head_dim"], cached, bias=False
             )
         elif self.behind:
             dim = getattr(inner, "head_dim", None) or width // self.num_heads
@@ -421,12 +421,12 @@ class KvfoldLatentAttention(_Attention):
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, N + P]`, not rotated."""
-        if self.latent is not None and self.config.q_lora_rank is not None:
+        if self.source_latent is not None and self.config.q_lora_rank is not None:
             queries = self.q_b_proj(self.q_norm(self.q_a_proj(hidden_states)))
         else:
             queries = self.q_proj(hidden_states)
         queries = queries.unflatten(-1, (self.num_heads, -1))
-        if self.latent is not None:
+        if self.source_latent is not None:
             queries = self.q_head_proj(queries)
         elif self.behind:
             queries = self.q_head_proj(self.clipped(self.q_norm(queries)))
@@ -437,8 +437,10 @@ class KvfoldLatentAttention(_Attention):
 
     def compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The latent and the RoPE key, not rotated, `[B, T, R + P]`."""
-        if self.latent is not None:
-            latent, rope = self.kv_proj(hidden_states).split((self.latent["kv_lora_rank"], self.latent["qk_rope_head_dim"]), -1)
+        if self.source_latent is not None:
+            latent, rope = self.kv_proj(hidden_states).split(
+                (self.source_latent["kv_lora_rank"], self.source_latent["qk_rope_head_dim"]), -1
+            )
             hidden_states = torch.cat((self.kv_norm(latent), rope), -1)
         elif self.behind:
             keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.q_head_proj.weight.shape[-1]))).flatten(2)
