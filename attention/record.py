@@ -16,41 +16,100 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Projections:
-    """The queries, keys and values of a source with QK-norm, which the rest of a record reads in place of the layer's input.
+class HeadProjections:
+    """The queries, keys and values of a source with QK-norm or a clamp, which the rest of a record reads in place of its input.
 
-    Nothing can be mixed across such a norm. Behind it, keys are linear again, up to RoPE: a latent is made of the normalised
-    keys and the values, and each head's queries are mapped by themselves. Tensors keep the checkpoint's dtype.
+    Nothing can be mixed across these. Behind them, keys are linear again, up to RoPE: a latent is made of these keys and the
+    values, and each head's queries are mapped by themselves. Tensors keep the checkpoint's dtype.
 
     Attributes:
         q: `[H, D, E]`.
         k: `[G, D, E]`.
         v: `[G, D, E]`.
-        q_norm: QK-norm of the queries, before RoPE.
-        k_norm: QK-norm of the keys, before RoPE.
+        q_norm: QK-norm of the queries, before RoPE, or None.
+        k_norm: QK-norm of the keys, before RoPE, or None.
         q_bias: `[H, D]` or None.
         k_bias: `[G, D]` or None.
         v_bias: `[G, D]` or None.
+        clip: All three are clamped to ±clip, queries and keys behind their norms; None without a clamp.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    q_norm: QKNorm
-    k_norm: QKNorm
+    q_norm: QKNorm | None = None
+    k_norm: QKNorm | None = None
     q_bias: torch.Tensor | None = None
     k_bias: torch.Tensor | None = None
     v_bias: torch.Tensor | None = None
+    clip: float | None = None
+
+    @property
+    def width(self) -> int:
+        """E."""
+        return self.k.shape[-1]
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of inputs `x [B, T, E]`: queries `[B, H, T, D]`, and keys and values side by side, `[B, T, 2 G D]`."""
         import torch
 
-        queries, keys, values = (
-            _projected(x, *part) for part in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
-        )
-        both = (states.transpose(1, 2).flatten(2) for states in (self.k_norm(keys), values))
-        return self.q_norm(queries), torch.cat(tuple(both), -1)
+        parts = (self.q, self.q_bias, self.q_norm), (self.k, self.k_bias, self.k_norm), (self.v, self.v_bias, None)
+        queries, keys, values = (self._behind(_projected(x, weight, bias), norm) for weight, bias, norm in parts)
+        return queries, torch.cat(tuple(states.transpose(1, 2).flatten(2) for states in (keys, values)), -1)
+
+    def _behind(self, states: torch.Tensor, norm: QKNorm | None) -> torch.Tensor:
+        states = norm(states) if norm else states
+        return states if self.clip is None else states.clamp(-self.clip, self.clip)
+
+
+@dataclass(frozen=True)
+class LatentProjections:
+    """The queries, the latent and the RoPE key of a source that has latent attention with a norm of its latent.
+
+    Behind that norm, keys and values are linear again: a smaller latent is made of the normalised latent and the RoPE key, and
+    each head's queries are mapped by themselves. Tensors keep the checkpoint's dtype.
+
+    Attributes:
+        q: `[H, N + P, E]`, or `[H, N + P, Q]` of a latent of Q numbers that queries have of their own.
+        kv: `[R + P, E]`, the latent and then the RoPE key.
+        kv_norm: The norm of the latent, with gains `[1, R]`.
+        kv_bias: `[R + P]` or None.
+        q_down: `[Q, E]`, the latent of queries, or None.
+        q_norm: Its norm, with gains `[1, Q]`, or None.
+        q_down_bias: `[Q]` or None.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    kv_norm: QKNorm
+    kv_bias: torch.Tensor | None = None
+    q_down: torch.Tensor | None = None
+    q_norm: QKNorm | None = None
+    q_down_bias: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """E."""
+        return self.kv.shape[-1]
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.kv_norm.gain.shape[-1]
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of inputs `x [B, T, E]`: queries `[B, H, T, N + P]`, and latent and RoPE key side by side, `[B, T, R + P]`."""
+        import torch
+
+        both = _projected(x, self.kv[None], None if self.kv_bias is None else self.kv_bias[None])
+        both = torch.cat((self.kv_norm(both[..., : self.rank]), both[..., self.rank :]), -1)[:, 0]
+        if self.q_down is not None and self.q_norm is not None:
+            down = _projected(x, self.q_down[None], None if self.q_down_bias is None else self.q_down_bias[None])
+            x = self.q_norm(down)[:, 0]
+        return _projected(x, self.q, None), both
+
+
+Projections = HeadProjections | LatentProjections
 
 
 @dataclass(frozen=True)
@@ -71,7 +130,7 @@ class Attention:
         q_norm: QK-norm of the queries, or None.
         k_norm: QK-norm of the keys, or None.
         projections: What is read in place of the input, or None. E is then D for `q`, each head of which reads its own
-            queries, and 2 G D for `k` and `v`, which read keys and values side by side.
+            queries, and 2 G D for `k` and `v`, which read keys and values side by side, or R + P, a latent and a RoPE key.
         slopes: H numbers, or None: a head's slope, times the position of the key, is added to its scaled logits (ALiBi, arXiv
             2108.12409; less the position of the query, which cancels in the softmax).
     """
@@ -112,13 +171,17 @@ class Attention:
             rotary=replace(self.rotary, pairing=pairing),
         )
 
-    def behind_norms(self) -> Attention:
-        """The same function, without norms of its own: it reads `projections` that have them. Without QK-norm, itself."""
+    def behind_norms(self, clip: float | None = None) -> Attention:
+        """The same function, without norms of its own: it reads `projections` that have them. Without QK-norm, itself.
+
+        Args:
+            clip: What the source also clamps queries, keys and values to, or None; these `projections` then do so.
+        """
         import torch
 
-        if self.q_norm is None or self.k_norm is None:
+        if self.projections is not None or (self.k_norm is None and clip is None):
             return self
-        assert not self.k_norm.after_rotary, "a norm behind RoPE"
+        assert self.k_norm is None or not self.k_norm.after_rotary, "a norm behind RoPE"
         heads, dim, groups = *self.q.shape[:2], self.num_kv_heads
         one = torch.eye(2 * groups * dim, device=self.k.device).unflatten(0, (2 * groups, dim))
         return Attention(
@@ -129,7 +192,9 @@ class Attention:
             scale=self.scale,
             rotary=self.rotary,
             o_bias=self.o_bias,
-            projections=Projections(self.q, self.k, self.v, self.q_norm, self.k_norm, self.q_bias, self.k_bias, self.v_bias),
+            projections=HeadProjections(
+                self.q, self.k, self.v, self.q_norm, self.k_norm, self.q_bias, self.k_bias, self.v_bias, clip
+            ),
             slopes=self.slopes,
         )
 
@@ -152,7 +217,7 @@ class FactoredAttention:
         q_rope_bias: `[H, P]` or None.
         k_rope_bias: `[P]` or None.
         o_bias: `[E]` or None.
-        projections: As in `Attention`: E is then D for queries, and 2 G D for `k_rope` and `down`.
+        projections: As in `Attention`: E is then D for queries, and 2 G D, or R + P of the source, for `k_rope` and `down`.
         slopes: As in `Attention`.
     """
 

@@ -10,7 +10,7 @@ import math
 import torch
 
 from attention.qk_norm import QKNorm
-from attention.record import Projections
+from attention.record import LatentProjections, Projections
 from attention.rope import Rotary
 
 
@@ -49,7 +49,7 @@ def grouped_attention(
         q_norm: Normalisation of queries, or None.
         k_norm: Normalisation of keys, or None.
         projections: Queries, keys and values of the input, which take its place. E is then D for `q`, whose heads read their
-            own queries, and 2 G D for `k` and `v`, which read keys and values side by side.
+            own queries, and 2 G D for `k` and `v`, which read keys and values side by side, or R + P, a latent and a RoPE key.
         slopes: What is added to the scaled logits of each head per position of the key, or None.
 
     Returns:
@@ -150,9 +150,25 @@ def _read(x: torch.Tensor, heads: int, projections: Projections | None) -> tuple
     if projections is None:
         return x[:, None].expand(-1, heads, -1, -1), x
     p = projections
-    keys, values = p.k_norm(_projected(x, p.k, p.k_bias)), _projected(x, p.v, p.v_bias)
+    if isinstance(p, LatentProjections):
+        return _read_latent(x, p)
+    queries, keys, values = _projected(x, p.q, p.q_bias), _projected(x, p.k, p.k_bias), _projected(x, p.v, p.v_bias)
+    queries, keys = queries if p.q_norm is None else p.q_norm(queries), keys if p.k_norm is None else p.k_norm(keys)
+    if p.clip is not None:
+        queries, keys, values = (states.clamp(-p.clip, p.clip) for states in (queries, keys, values))
     both = [head for states in (keys, values) for head in states.unbind(1)]
-    return p.q_norm(_projected(x, p.q, p.q_bias)), torch.cat(both, -1)
+    return queries, torch.cat(both, -1)
+
+
+def _read_latent(x: torch.Tensor, p: LatentProjections) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a source with latent attention."""
+    both = torch.einsum("bte,re->btr", x, p.kv)
+    both = both if p.kv_bias is None else both + p.kv_bias
+    latent, key = both[..., : p.rank], both[..., p.rank :]
+    if p.q_down is not None and p.q_norm is not None:
+        x = torch.einsum("bte,qe->btq", x, p.q_down)
+        x = p.q_norm((x if p.q_down_bias is None else x + p.q_down_bias)[:, None])[:, 0]
+    return torch.einsum("bte,hde->bhtd", x, p.q), torch.cat((p.kv_norm(latent[:, None])[:, 0], key), -1)
 
 
 def _sloped(scores: torch.Tensor, slopes: tuple[float, ...] | None) -> torch.Tensor:

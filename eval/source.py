@@ -124,10 +124,10 @@ class Source:
         if self.raw.get("auto_map") and not self.trust_remote_code and not models.provides(self.model_type):
             from transformers import CONFIG_MAPPING
 
-            stock = f", or remove auto_map: transformers has a class for {self.model_type}"
+            without = f"; or remove auto_map: transformers has a class for {self.model_type}"
             raise Refusal(
                 f"{self.reference} wants to run code of its own (auto_map in config.json)",
-                hint="read that code, then give --trust-remote-code" + (stock if self.model_type in CONFIG_MAPPING else ""),
+                hint="read that code, then give --trust-remote-code" + (without if self.model_type in CONFIG_MAPPING else ""),
             )
 
     @cached_property

@@ -21,7 +21,7 @@ ROOMS = {
     "checkpoint": set[str](),
     "sizes": set[str](),
     "hosts": {"families"},
-    "engines": {"hosts"},
+    "engines": {"families", "hosts"},
     "planning": {"families", "methods", "hosts", "engines", "checkpoint"},
     "calibration": {"methods", "checkpoint"},
     "execute": {"families", "methods", "hosts", "engines", "checkpoint", "planning", "calibration"},

@@ -26,6 +26,12 @@ LATENT: dict[str, Any] = {
 # Of what kvfold writes into MiniCPM3's class, layers and logits are scaled by nothing.
 SCALES: dict[str, dict[str, Any]] = {"minicpm3": {"scale_emb": 8.0, "scale_depth": None, "dim_model_base": None}}
 OF_LATENT = ("deepseek_v3", "minicpm3")
+# As DeepSeek makes it: a latent norm that does something, a latent of the queries, experts behind the first layer.
+NORMED: dict[str, Any] = {
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
 # Everything that a family can switch on: biases and QK-norms are where records go wrong.
 SWITCHES = (
     "attention_bias",
@@ -53,6 +59,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     if model_type in OF_LATENT:
         every = {"num_key_value_heads": values["num_attention_heads"], "first_k_dense_replace": values["num_hidden_layers"]}
         values = values | LATENT | every | SCALES.get(model_type, {}) | changes
+    if model_type == "deepseek_v2":
+        values = values | NORMED | {"num_key_value_heads": values["num_attention_heads"]} | changes
     family = FAMILIES.get(model_type)
     if family is not None and family.has_heads and not family.shares_heads:  # its class ignores these
         values = {key: value for key, value in values.items() if key not in ("num_key_value_heads", "head_dim")}
@@ -82,8 +90,12 @@ def switched(model_type: str, on: bool, **changes: Any) -> Any:
 
 def tiny_model(config: Any, seed: int = 0) -> Any:
     """A causal LM with random weights, biases and norm gains; of latent attention, with the norm that families can read."""
+    from convert.families import FAMILIES
+    from convert.families.latent import LatentProjections
+
     model = random_model(config, seed)
-    if config.model_type in OF_LATENT:
+    family = FAMILIES.get(config.model_type)
+    if isinstance(family, LatentProjections) and family.for_config(config) is family:
         from convert.families.neutral import constants
 
         for layer in model.model.layers:

@@ -10,6 +10,7 @@ nothing of kvfold.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ _OUTPUT_DROPOUT = {
     "bloom": "hidden_dropout", "gpt2": "resid_pdrop", "gpt_bigcode": "resid_pdrop", "gpt_neo": "resid_dropout",
     "seed_oss": "residual_dropout", "starcoder2": "residual_dropout",
 }  # fmt: skip
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")  # the sizes of a latent that the source has
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # keys of that of probabilities
 
 
@@ -36,8 +38,7 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         text_config: The stock class's config with the result's `num_key_value_heads`, or with its `kv_lora_rank` (R),
             `qk_rope_head_dim` (P), `qk_nope_head_dim` (N) and `v_head_dim`.
         attention_path: Where a layer's attention is in the stock class, with `{layer}` for its number.
-        qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key, or the source's projections if it has
-            QK-norm.
+        qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key, or the source's projections if these stay.
         o_bias: Whether O has one.
         scaling: What logits are multiplied by before the softmax.
         inner_windows: How many tokens each layer sees, or None for all, where the source's class has windows inside its
@@ -49,6 +50,9 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         qk_norm: With a latent: the source's QK-norm, or None. `kind` is "rms" or "layer"; `scope` is "head" for a norm of each
             head, or "all" for one of all heads; `per_head` says whether each head has its own gains, and `bias` whether it
             adds a bias; `eps` is added to the variance, and `gain_offset` to the gains.
+        clip_qkv: With a latent: what the source clamps queries, keys and values to, behind its QK-norm; None without a clamp.
+        source_latent: With a latent: the sizes of the latent that the source has already, by their names in `text_config`, and
+            the `eps` of its norm, and of that of the queries' latent if `text_config` has a `q_lora_rank`; None without one.
     """
 
     model_type = "kvfold"
@@ -64,6 +68,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     rope_stride: int = 1
     rope_factor: float | list[float] = 1.0
     qk_norm: dict[str, Any] | None = None
+    clip_qkv: float | None = None
+    source_latent: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
@@ -73,6 +79,18 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         if self.inner_windows is not None:
             self._check_windows(self.inner_windows)
         super().__post_init__(**kwargs)
+
+    @property
+    def stock_config(self) -> Any:
+        """The config of the stock class, with the sizes that the source's own latent has, if it has one."""
+        if self.source_latent is None:
+            return self.text_config
+        stock: Any = copy.deepcopy(self.text_config)
+        for name in _LATENT:
+            setattr(stock, name, self.source_latent[name])
+        stock.head_dim = stock.qk_rope_head_dim  # by which the class makes cosines and sines
+        stock.qk_head_dim = stock.qk_nope_head_dim + stock.qk_rope_head_dim
+        return stock
 
     def _check_windows(self, windows: list[int | None]) -> None:
         """Raise `ValueError` if there is not a window, or None, for each layer."""
@@ -96,8 +114,21 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         listed = factors if isinstance(factors, list) else [factors] * layers
         if len(listed) != layers or not all(isinstance(factor, int | float) and factor > 0 for factor in listed):
             raise ValueError(f"rope_factor is {factors}; it must be a number above 0, or one for each of {layers} layers")
+        if self.clip_qkv is not None and not (isinstance(self.clip_qkv, int | float) and self.clip_qkv > 0):
+            raise ValueError(f"clip_qkv is {self.clip_qkv}; it must be a number above 0")
         if self.qk_norm is not None:
             self._check_norm(self.qk_norm)
+        if self.source_latent is not None:
+            self._check_source(self.source_latent)
+
+    def _check_source(self, found: dict[str, Any]) -> None:
+        """Raise `ValueError` if the sizes of the source's latent are missing."""
+        if not isinstance(found, dict) or set(found) != {*_LATENT, "eps"}:
+            raise ValueError(f"source_latent is {found}; it must have the keys {', '.join(_LATENT)} and eps")
+        if not all(isinstance(found[name], int) and found[name] > 0 for name in _LATENT):
+            raise ValueError(f"source_latent is {found}; its sizes must be integers above 0")
+        if not isinstance(found["eps"], int | float) or not found["eps"] >= 0:
+            raise ValueError(f"source_latent has eps {found['eps']!r}; it must be a number of at least 0")
 
     def _check_norm(self, norm: dict[str, Any]) -> None:
         """Raise `ValueError` if the class has no such norm."""
@@ -296,9 +327,9 @@ class KvfoldLatentAttention(_Attention):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), called as the attention that it replaces.
 
     It caches a latent and one RoPE key for each token. Unlike DeepSeek's, the latent has no norm, queries may have biases, and
-    the RoPE key, which may be of no dims, rotates with some of the frequencies of the source. If the source has QK-norm, its
-    projections and norms stay: the latent and the RoPE key are made of normalised keys and values, and queries are mapped
-    behind their norm.
+    the RoPE key, which may be of no dims, rotates with some of the frequencies of the source. If the source has QK-norm or a
+    clamp, its projections and norms stay: the latent and the RoPE key are made of the keys and values behind them, and so are
+    queries. Likewise if it has a latent with a norm: of that latent and its RoPE key, smaller ones are made.
     Letters: B batch, T query tokens, S cached tokens, E model width; R, P, N and Dv as in the config.
     Arguments as in `_Attention`.
     """
@@ -314,15 +345,22 @@ class KvfoldLatentAttention(_Attention):
         factors = config.rope_factor
         self.rope_factor = factors[layer_idx] if isinstance(factors, list) else factors
         width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
-        self.normalised = config.qk_norm is not None
-        if config.qk_norm is not None:
+        self.clip = config.clip_qkv
+        self.source_latent = config.source_latent
+        self.behind = self.source_latent is not None or config.qk_norm is not None or self.clip is not None
+        if self.source_latent is not None:
+            self._keep_latent(self.source_latent, width, inner.q_lora_rank, config.qkv_bias)
+            self.kv_a_proj_with_mqa = nn.Linear(
+                self.source_latent["kv_lora_rank"] + self.source_latent["qk_rope_head_dim"], cached, bias=False
+            )
+        elif self.behind:
             dim = getattr(inner, "head_dim", None) or width // self.num_heads
             kv_heads = getattr(inner, "num_key_value_heads", None) or self.num_heads
             self.q_proj = nn.Linear(width, self.num_heads * dim, bias=config.qkv_bias)
             self.k_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
             self.v_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
-            self.q_norm = _HeadNorm(config.qk_norm, self.num_heads, dim)
-            self.k_norm = _HeadNorm(config.qk_norm, kv_heads, dim)
+            norm = functools.partial(_HeadNorm, config.qk_norm) if config.qk_norm is not None else nn.Identity
+            self.q_norm, self.k_norm = norm(self.num_heads, dim), norm(kv_heads, dim)
             self.q_head_proj = _PerHead(self.num_heads, dim, self.qk_head_dim)
             self.kv_a_proj_with_mqa = nn.Linear(2 * kv_heads * dim, cached, bias=False)
         else:
@@ -332,6 +370,19 @@ class KvfoldLatentAttention(_Attention):
         self.kv_a_layernorm = nn.Identity()  # where DeepSeek's classes have a norm
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, width, bias=config.o_bias)
+
+    def _keep_latent(self, sizes: dict[str, Any], width: int, queries: int | None, bias: bool) -> None:
+        """Make the projections and norms of a source with latent attention; `queries` is the size of their latent, or None."""
+        dim, rank = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], sizes["kv_lora_rank"]
+        form = {"kind": "rms", "scope": "head", "per_head": False, "bias": False, "eps": sizes["eps"], "gain_offset": 0.0}
+        if queries is None:
+            self.q_proj = nn.Linear(width, self.num_heads * dim, bias=False)
+        else:
+            self.q_a_proj, self.q_norm = nn.Linear(width, queries, bias=bias), _HeadNorm(form, 1, queries)
+            self.q_b_proj = nn.Linear(queries, self.num_heads * dim, bias=False)
+        self.q_head_proj = _PerHead(self.num_heads, dim, self.qk_head_dim)
+        self.kv_proj = nn.Linear(width, rank + sizes["qk_rope_head_dim"], bias=bias)
+        self.kv_norm = _HeadNorm(form, 1, rank)
 
     def forward(
         self,
@@ -371,27 +422,45 @@ class KvfoldLatentAttention(_Attention):
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, N + P]`, not rotated."""
-        queries = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
-        if self.normalised:
-            queries = self.q_head_proj(self.q_norm(queries))
+        if self.source_latent is not None and self.config.q_lora_rank is not None:
+            queries = self.q_b_proj(self.q_norm(self.q_a_proj(hidden_states)))
+        else:
+            queries = self.q_proj(hidden_states)
+        queries = queries.unflatten(-1, (self.num_heads, -1))
+        if self.source_latent is not None:
+            queries = self.q_head_proj(queries)
+        elif self.behind:
+            queries = self.q_head_proj(self.clipped(self.q_norm(queries)))
         return queries.transpose(1, 2)
+
+    def clipped(self, states: torch.Tensor) -> torch.Tensor:
+        return states if self.clip is None else states.clamp(-self.clip, self.clip)
 
     def compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The latent and the RoPE key, not rotated, `[B, T, R + P]`."""
-        if self.normalised:
-            dim = self.k_norm.weight.shape[-1]
-            keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, dim))).flatten(2)
-            hidden_states = torch.cat((keys, self.v_proj(hidden_states)), -1)
+        if self.source_latent is not None:
+            latent, rope = self.kv_proj(hidden_states).split(
+                (self.source_latent["kv_lora_rank"], self.source_latent["qk_rope_head_dim"]), -1
+            )
+            hidden_states = torch.cat((self.kv_norm(latent), rope), -1)
+        elif self.behind:
+            keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.q_head_proj.weight.shape[-1]))).flatten(2)
+            hidden_states = self.clipped(torch.cat((keys, self.v_proj(hidden_states)), -1))
         return self.kv_a_proj_with_mqa(hidden_states)
 
     def rotated(
-        self, q_rope: torch.Tensor, k_rope: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        q_rope: torch.Tensor,
+        k_rope: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """RoPE of queries `[B, H, T, P]` and keys `[B, 1, T, P]`, whose pairs are P/2 dims apart."""
         if not self.rope_columns:
             return q_rope, k_rope
         if position_embeddings is None:
             raise ValueError("the RoPE key rotates, and the class around this attention gives it no cosines and sines")
+        if isinstance(position_embeddings, torch.Tensor):  # DeepSeek-V2: complex numbers
+            position_embeddings = position_embeddings.real, position_embeddings.imag
         chosen = self.rope_columns * 2
         cos, sin = (table[..., chosen] / self.rope_factor for table in position_embeddings)
         # Some classes (OLMo) rotate in the tables' fp32.
@@ -432,7 +501,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         object.__setattr__(self, "_supports_sdpa", stock._supports_sdpa and not capped)
         object.__setattr__(self, "_supports_flash_attn", stock._supports_flash_attn)
         super().__init__(config)
-        self.model = AutoModelForCausalLM.from_config(inner)
+        self.model = AutoModelForCausalLM.from_config(config.stock_config)
         latent = getattr(inner, "kv_lora_rank", None) is not None
         attention: Any = KvfoldLatentAttention if latent else GroupedAttention
         for layer in range(inner.num_hidden_layers):
@@ -440,6 +509,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             replaced: Any = self.model.get_submodule(path)
             kind: Any = type(replaced)
             made: Any = _grafted(attention, kind)(config, layer, _window(inner, replaced, layer))
+            made.config = self.model.config  # whose attention function transformers changes
             self.model.set_submodule(path, made)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()

@@ -76,12 +76,14 @@ class Job:
             require_finite(name, tensor)
         record = self.plan.family.split(tensors, config, layer)
         record = record.expanded() if isinstance(record, FactoredAttention) else record
-        return tensors, record.behind_norms() if self.plan.reads_projections else record
+        traits = self.plan.family.traits(config)
+        return tensors, record.behind_norms(traits.clip) if self.plan.reads_projections else record
 
     @property
     def shows_attention(self) -> bool:
         """Whether the source's attention over the calibration text is the softmax of its records' logits."""
         traits = self.plan.family.traits(self.plan.source.config)
+        traits = traits.behind_projections if self.plan.reads_projections else traits
         return self.text is not None and not hides_logits(traits, self.text.plan.context)
 
     def stream(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attention.errors import Refusal
 from attention.models import MODEL_TYPE
-from convert.families import blocked, bloom, conv1d, falcon, interleaved, latent, mpt, multi_query, separate, stacked
+from convert.families import blocked, bloom, conv1d, deepseek, falcon, interleaved, latent, mpt, multi_query, separate, stacked
 from convert.families.base import Family
 from convert.families.kvfold import KvfoldProjections
 
@@ -21,6 +21,7 @@ FAMILIES: dict[str, Family] = {
         conv1d.FAMILY,
         multi_query.FAMILY,
         *latent.ROWS,
+        *deepseek.ROWS,
     )
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.qk_norm import NormForm
@@ -44,6 +44,7 @@ class Traits:
         layers_with_rotary: How many layers have RoPE.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         beyond: Config fields that are set and make the class do more than the record describes.
+        latent_norm: The norm of a latent that it has already; None without a latent, or if that has no norm.
         alibi: Whether logits grow with the position of the key, by a slope of each query head (`attention.record.Attention`).
     """
 
@@ -54,10 +55,23 @@ class Traits:
     adds_output: bool
     beyond: Mapping[str, Any]
     alibi: bool = False
+    latent_norm: NormForm | None = None
+
+    @property
+    def clip(self) -> float | None:
+        """What queries, keys and values are clamped to, behind QK-norm and before RoPE; None without a clamp."""
+        return self.beyond.get(CLIP)
+
+    @property
+    def behind_projections(self) -> Traits:
+        """What is left of these for a record that reads `attention.record.Projections`."""
+        beyond = {field: value for field, value in self.beyond.items() if field != CLIP}
+        return replace(self, qk_norm=None, latent_norm=None, beyond=beyond)
 
 
 # Config fields that say how many tokens some layers see.
 WINDOWS = ("sliding_window", "window_size")
+CLIP = "clip_qkv"  # the one that says what queries, keys and values are clamped to
 
 
 def hides_logits(traits: Traits, context: int) -> list[str]:
@@ -197,13 +211,22 @@ class Family(ABC):
         If some layers have no RoPE, it is the number of those, whose keys are all in the latent.
         """
         spec = self.spec(config)
+        if spec.kv_lora_rank is not None:
+            return spec.kv_lora_rank + spec.qk_rope_head_dim - rope_dim
         rotary = rope_dim if self.traits(config).layers_with_rotary == spec.num_layers else 0
         return self.dims_of_heads(config) - rotary
 
     def dims_of_heads(self, config: Any) -> int:
-        """How many numbers the keys and values of all KV heads have, as they are projected."""
+        """How many numbers the keys and values of all KV heads have, as they are projected; or a latent and its RoPE key."""
         spec = self.spec(config)
+        if spec.kv_lora_rank is not None:
+            return spec.kv_lora_rank + spec.qk_rope_head_dim
         return 2 * spec.num_kv_heads * spec.head_dim
+
+    def needs_projections(self, config: Any) -> bool:
+        """Whether a latent reads `attention.record.Projections`: nothing can be mixed across a norm or a clamp."""
+        traits = self.traits(config)
+        return any(part is not None for part in (traits.qk_norm, traits.clip, traits.latent_norm))
 
     def merges_norm_gains(self, config: Any) -> bool:
         """Whether the key norm has different gains per head, so that merging heads is inexact."""

@@ -1,6 +1,6 @@
 """The layout of kvfold's class (`attention.models`): another family inside, and grouped or latent projections in its layers.
 
-Sources with QK-norm keep their projections and norms, and have the latent behind them.
+Sources with QK-norm, a clamp or a latent that has a norm keep their projections and norms, and have the latent behind them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from attention.models import MODEL_TYPE
 from attention.qk_norm import NormForm
-from attention.record import Attention, FactoredAttention, Projections, Record
+from attention.record import Attention, FactoredAttention, HeadProjections, LatentProjections, Projections, Record
 from attention.rope import Rotary, no_rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable
-from convert.families.projections import join_heads, join_projections, projection_shapes, split_projections
+from convert.families.projections import (
+    join_heads,
+    join_latent,
+    join_projections,
+    latent_shapes,
+    projection_shapes,
+    split_latent,
+    split_projections,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -47,19 +55,18 @@ class KvfoldProjections(Family):
         self.computed = inner.computed
 
     def for_config(self, config: Any) -> Family:
-        return KvfoldProjections(self.inner.for_config(config.text_config))
+        return KvfoldProjections(self.inner.for_config(config.stock_config))
 
     def unreadable(self, config: Any) -> str | None:
-        return self.inner.unreadable(config.text_config)
+        return self.inner.unreadable(config.stock_config)
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec(config), config.text_config.hidden_size
-        if config.qk_norm:
-            projected = AttentionSpec.of_heads(config.text_config)
-            shapes = projection_shapes(projected, width, config.qkv_bias, config.o_bias)
-            shapes |= _shapes_behind_norms(spec, projected, NormForm(**config.qk_norm))
+        if self.needs_projections(config):
+            shapes = {"o_proj.weight": (width, spec.num_heads * spec.head_dim), "o_proj.bias": (width,)}
+            shapes |= _projected_shapes(config) | _shapes_behind(spec, self.dims_of_heads(config), _dims_of_queries(config))
         else:
-            made = _latent_shapes if spec.kv_lora_rank else projection_shapes
+            made = _shapes_of_latent if spec.kv_lora_rank else projection_shapes
             shapes = made(spec, width, config.qkv_bias, config.o_bias)
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
@@ -67,17 +74,17 @@ class KvfoldProjections(Family):
         prefix, spec, scale = f"{self.module(layer)}.", self.spec(config), self.scale(config)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         record: Record
-        if config.qk_norm:
-            latent = _split_latent(_renamed(local), spec, scale, self.rotary(config, layer))
-            record = replace(latent, projections=_projections(local, spec.head_dim, NormForm(**config.qk_norm)))
+        if self.needs_projections(config):
+            latent = _split_factors(_renamed(local), spec, scale, self.rotary(config, layer))
+            record = replace(latent, projections=_projections(local, config))
         elif spec.kv_lora_rank:
-            record = _split_latent(local, spec, scale, self.rotary(config, layer))
+            record = _split_factors(local, spec, scale, self.rotary(config, layer))
         else:
             record = split_projections(local, spec.head_dim, scale, self.rotary(config, layer))
         return replace(record, slopes=self.slopes(config))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        local = join_projections(record) if isinstance(record, Attention) else _join_latent(record, spec.kv_lora_rank or 0)
+        local = join_projections(record) if isinstance(record, Attention) else _join_factors(record, spec.kv_lora_rank or 0)
         if record.projections is not None:
             local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
             local |= _join_projected(record.projections)
@@ -89,21 +96,20 @@ class KvfoldProjections(Family):
         return replace(traits, layers_with_rotary=config.text_config.num_hidden_layers) if config.rope_pairs else traits
 
     def rotary(self, config: Any, layer: int) -> Rotary | None:
-        own = self.inner.rotary(config.text_config, layer)
+        own = self.inner.rotary(config.stock_config, layer)
         if not config.rope_pairs:
             return own
-        others = (self.inner.rotary(config.text_config, i) for i in range(config.text_config.num_hidden_layers))
+        others = (self.inner.rotary(config.stock_config, i) for i in range(config.text_config.num_hidden_layers))
         return next(rotary.select(config.rope_pairs, "half") for rotary in (own, *others) if rotary)
 
-    def latent_dims(self, config: Any, rope_dim: int) -> int:
-        spec = self.spec(config)
-        if spec.kv_lora_rank is None:
-            return super().latent_dims(config, rope_dim)
-        return spec.kv_lora_rank + spec.qk_rope_head_dim - rope_dim
-
     def dims_of_heads(self, config: Any) -> int:
+        if config.source_latent:
+            return self.inner.dims_of_heads(config.stock_config)
         projected = AttentionSpec.of_heads(config.text_config)
         return 2 * projected.num_kv_heads * projected.head_dim
+
+    def needs_projections(self, config: Any) -> bool:
+        return any(part is not None for part in (config.qk_norm, config.clip_qkv, config.source_latent))
 
     def scale(self, config: Any) -> float:
         return float(config.scaling)
@@ -112,7 +118,7 @@ class KvfoldProjections(Family):
         return self.inner.slopes(config.text_config)
 
 
-def _latent_shapes(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool) -> dict[str, tuple[int, ...]]:
+def _shapes_of_latent(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a latent's projections, by its name in the attention's module."""
     queries, cached = spec.num_heads * spec.key_dim, (spec.kv_lora_rank or 0) + spec.qk_rope_head_dim
     made = spec.num_heads * (spec.qk_nope_head_dim + spec.head_dim), spec.kv_lora_rank or 0
@@ -122,40 +128,76 @@ def _latent_shapes(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool
     return shapes | {f"{name}.bias": size[:1] for name, size, bias in zip(_NAMES, sizes, biased, strict=True) if bias}
 
 
-def _shapes_behind_norms(spec: AttentionSpec, projected: AttentionSpec, form: NormForm) -> dict[str, tuple[int, ...]]:
-    """What comes to a source's projections: their norms, and a latent of normalised keys and values."""
-    dim, groups, rank = projected.head_dim, projected.num_kv_heads, spec.kv_lora_rank or 0
-    parts = ("weight", "bias") if form.bias else ("weight",)
-    counts = {"q_norm": spec.num_heads if form.per_head else 1, "k_norm": groups if form.per_head else 1}
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.{part}": (count, dim) for name, count in counts.items() for part in parts}
-    return shapes | {
-        _OF_HEADS: (spec.num_heads, spec.key_dim, dim),
-        "kv_a_proj_with_mqa.weight": (rank + spec.qk_rope_head_dim, 2 * groups * dim),
-        "kv_b_proj.weight": (spec.num_heads * (spec.qk_nope_head_dim + dim), rank),
+def _norm(config: Any) -> NormForm | None:
+    return NormForm(**config.qk_norm) if config.qk_norm else None
+
+
+def _latent_norm(config: Any) -> NormForm:
+    return NormForm("rms", "head", False, False, config.source_latent["eps"])
+
+
+def _dims_of_queries(config: Any) -> int:
+    """How many numbers a head's queries have as the source projects them."""
+    if config.source_latent:
+        return int(config.source_latent["qk_nope_head_dim"] + config.source_latent["qk_rope_head_dim"])
+    return AttentionSpec.of_heads(config.text_config).head_dim
+
+
+def _projected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """The source's projections of queries, keys and values, and their norms."""
+    width = config.text_config.hidden_size
+    if config.source_latent:
+        spec, queries = AttentionSpec.from_config(config.stock_config), config.text_config.q_lora_rank
+        shapes = latent_shapes(spec, width, queries, config.qkv_bias) | {"kv_norm.weight": (1, spec.kv_lora_rank or 0)}
+        return shapes if queries is None else {**shapes, "q_norm.weight": (1, queries)}
+    spec = AttentionSpec.of_heads(config.text_config)
+    shapes = projection_shapes(spec, width, config.qkv_bias, False)
+    del shapes["o_proj.weight"]
+    if form := _norm(config):
+        parts = ("weight", "bias") if form.bias else ("weight",)
+        counts = {"q_norm": spec.num_heads if form.per_head else 1, "k_norm": spec.num_kv_heads if form.per_head else 1}
+        shapes |= {f"{name}.{part}": (count, spec.head_dim) for name, count in counts.items() for part in parts}
+    return shapes
+
+
+def _shapes_behind(spec: AttentionSpec, inputs: int, queries: int) -> dict[str, tuple[int, ...]]:
+    """What comes to a source's projections: a latent of `inputs` numbers, and maps of `queries` numbers of each head."""
+    rank = spec.kv_lora_rank or 0
+    return {
+        _OF_HEADS: (spec.num_heads, spec.key_dim, queries),
+        "kv_a_proj_with_mqa.weight": (rank + spec.qk_rope_head_dim, inputs),
+        "kv_b_proj.weight": (spec.num_heads * (spec.qk_nope_head_dim + spec.head_dim), rank),
     }
 
 
 def _renamed(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a latent behind norms, by the names of one without."""
+    """The tensors of a latent behind a source's projections, by the names of one without."""
     kept = {name: tensor for name, tensor in local.items() if name.startswith(_NAMES[1:])}
     return {**kept, "q_proj.weight": local[_OF_HEADS].flatten(0, 1)}
 
 
-def _projections(local: Mapping[str, torch.Tensor], head_dim: int, form: NormForm) -> Projections:
-    a = split_projections(local, head_dim, 1.0, None)
-    q_norm, k_norm = (form.with_gains(local[f"{name}.weight"], local.get(f"{name}.bias")) for name in ("q_norm", "k_norm"))
-    return Projections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias)
+def _projections(local: Mapping[str, torch.Tensor], config: Any) -> Projections:
+    if config.source_latent:
+        return split_latent(local, config.text_config.num_attention_heads, _latent_norm(config))
+    a, form = split_projections(local, _dims_of_queries(config), 1.0, None), _norm(config)
+    q_norm, k_norm = (
+        form.with_gains(local[f"{name}.weight"], local.get(f"{name}.bias")) if form else None for name in ("q_norm", "k_norm")
+    )
+    return HeadProjections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias, config.clip_qkv)
 
 
 def _join_projected(p: Projections) -> dict[str, torch.Tensor]:
     """Projections and their norms; the inverse of `_projections`."""
+    if isinstance(p, LatentProjections):
+        return join_latent(p)
     local = join_heads(p)
     for name, norm in (("q_norm", p.q_norm), ("k_norm", p.k_norm)):
-        local |= {f"{name}.weight": norm.gain, **({} if norm.bias is None else {f"{name}.bias": norm.bias})}
+        if norm is not None:
+            local |= {f"{name}.weight": norm.gain, **({} if norm.bias is None else {f"{name}.bias": norm.bias})}
     return local
 
 
-def _split_latent(
+def _split_factors(
     local: Mapping[str, torch.Tensor], spec: AttentionSpec, scale: float, rotary: Rotary | None
 ) -> FactoredAttention:
     """The record of these tensors, as views."""
@@ -181,8 +223,8 @@ def _split_latent(
     )
 
 
-def _join_latent(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
-    """The inverse of `_split_latent`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
+def _join_factors(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
+    """The inverse of `_split_factors`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
     import torch
 
     a, missing = record.paired("half"), rank - len(record.down)

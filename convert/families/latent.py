@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Failure
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
+from convert.families.deepseek import MINICPM3, V3
 from convert.families.neutral import (
     EXPONENT,
     constants,
@@ -45,27 +46,25 @@ class LatentProjections(Family):
     Args:
         model_type: As in config.json.
         pairing: Which two dims form a rotary pair (see `Rotary`).
+        normalised: The family of checkpoints whose norm has an effect.
     """
 
     layout = "latent projections"
     has_heads = shares_heads = False
     names = LLAMA
 
-    def __init__(self, model_type: str, pairing: Pairing) -> None:
-        self.model_type, self.pairing = model_type, pairing
+    def __init__(self, model_type: str, pairing: Pairing, normalised: Family) -> None:
+        self.model_type, self.pairing, self.normalised = model_type, pairing, normalised
 
-    def unreadable(self, config: Any) -> str | None:
-        if config.q_lora_rank not in (None, query_rank(config.hidden_size)):
-            return f"its queries have a latent of their own (q_lora_rank {config.q_lora_rank}), which kvfold does not read yet"
-        if (getattr(config, "first_k_dense_replace", config.num_hidden_layers) or 0) < config.num_hidden_layers:
-            return "it has experts: of DeepSeek-V3 checkpoints, kvfold reads only those that it wrote"
-        interleaved = self.pairing == "interleaved"
-        if not config.attention_bias or (interleaved and not config.rope_interleave):
-            lacking = f"attention biases{' or interleaved rotary dims' if interleaved else ''}"
-            return f"it lacks {lacking}: of its class, kvfold reads only what it wrote"
-        if scaled := (config.rope_parameters or {}).get("mscale_all_dim"):
-            return f"its RoPE also scales logits (mscale_all_dim {scaled}): of its class, kvfold reads only what it wrote"
-        return None
+    def for_config(self, config: Any) -> Family:
+        """Itself for configs that kvfold writes; for all others, the family of a norm that has an effect."""
+        layers = config.num_hidden_layers
+        dense = (getattr(config, "first_k_dense_replace", layers) or 0) >= layers
+        written = dense and config.attention_bias and getattr(config, "rope_interleave", True)
+        written = written and getattr(config, "scale_depth", math.sqrt(layers)) == math.sqrt(layers)
+        queries = config.q_lora_rank in (None, query_rank(config.hidden_size))
+        scaled = (config.rope_parameters or {}).get("mscale_all_dim")
+        return self if written and queries and not scaled else self.normalised
 
     def traits(self, config: Any) -> Traits:
         depth = math.sqrt(config.num_hidden_layers)  # the class scales what layers add by scale_depth / depth
@@ -181,7 +180,7 @@ class LatentProjections(Family):
 
     def _not_ours(self, what: str) -> Failure:
         return Failure(
-            f"{what}: of {self.model_type} checkpoints, kvfold reads only those that it wrote",
+            f"{what}: of {self.model_type} checkpoints with such a config, kvfold reads only those that it wrote",
             hint="convert the checkpoint that this one was made from",
         )
 
@@ -190,4 +189,4 @@ def _or_zeros(bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_zeros(like.shape) if bias is None else bias
 
 
-ROWS = (LatentProjections("deepseek_v3", "interleaved"), LatentProjections("minicpm3", "half"))
+ROWS = (LatentProjections("deepseek_v3", "interleaved", V3), LatentProjections("minicpm3", "half", MINICPM3))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention
-from convert.families.base import Traits
+from convert.families.base import CLIP, Traits
 from convert.families.names import NameTable, Row, in_layers
 from convert.families.stacked import StackedProjections
 
@@ -22,7 +22,6 @@ _LAYERS = "transformer.blocks"
 _MOST = 8  # the exponent of ALiBi's least slope
 # (field, the only value that the class or a record knows, the reason for refusing any other)
 _ATTENTION: tuple[tuple[str, Any, str], ...] = (
-    ("clip_qkv", None, "queries, keys and values are clipped"),
     ("qk_ln", False, "queries and keys are normalised, and its class of transformers leaves that out"),
     ("prefix_lm", False, "a prefix sees itself, and its class of transformers leaves that out"),
     ("attn_type", "multihead_attention", "its class of transformers gives each query head keys and values of its own"),
@@ -40,13 +39,16 @@ class Mpt(StackedProjections):
         for field, known, reason in _ATTENTION:
             if (value := getattr(config.attn_config, field)) != known:
                 return f"{reason} (attn_config.{field} is {value})"
+        if (clip := config.attn_config.clip_qkv) is not None and clip < 0:
+            return f"queries, keys and values are clipped to nothing (attn_config.clip_qkv is {clip})"
         return None
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
         return replace(super().split(tensors, config, layer), slopes=self.slopes(config))
 
     def traits(self, config: Any) -> Traits:
-        return replace(super().traits(config), alibi=True)
+        clip = config.attn_config.clip_qkv  # 0 clips nothing
+        return replace(super().traits(config), alibi=True, beyond={CLIP: clip} if clip else {})
 
     def scale(self, config: Any) -> float:
         scale = config.attn_config.softmax_scale

@@ -16,7 +16,7 @@ from attention.qk_norm import NormForm, QKNorm
 from attention.record import Attention, Record
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
-from convert.families.base import Family, Traits
+from convert.families.base import CLIP, Family, Traits
 from convert.families.names import NameTable, Row, in_layers
 from convert.families.projections import join_projections, projection_shapes, split_projections
 
@@ -166,7 +166,7 @@ _GPTJ = NameTable(
     ]
 )
 FUSED_MLP = LLAMA.replacing(_in_layers("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
-_EXPERTS = LLAMA.replacing(
+EXPERTS = LLAMA.replacing(
     _in_layers("mlp.gate", "mlp.router"),
     *(_in_layers(f"mlp.experts.{{expert}}.{part}_proj", f"mlp.experts.{{expert}}.{part}") for part in _PARTS),
 )
@@ -249,6 +249,8 @@ class SeparateProjections(Family):
         windows = [self.inner_window(config, layer) for layer in range(config.num_hidden_layers)]
         if none := [window for window in windows if window is not None and window < 1]:
             return f"its local layers see no tokens (window_size is {none[0]})"
+        if CLIP in self.beyond and (clip := getattr(config, CLIP)) is not None and clip <= 0:
+            return f"queries, keys and values are clipped to nothing ({CLIP} is {clip})"
         return next((why for name, value, why in self.unlike if getattr(config, name) != value), None)
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
@@ -375,7 +377,7 @@ ROWS = [
     SeparateProjections("qwen2", qkv_bias=True, beyond=WINDOW),  # None or 0 in these, if `use_sliding_window` is off
     SeparateProjections(
         "qwen2_moe",
-        names=_EXPERTS.replacing(
+        names=EXPERTS.replacing(
             _in_layers("mlp.shared_expert_gate", "mlp.shared_router"),
             *(_in_layers(f"mlp.shared_expert.{part}_proj", f"mlp.shared.{part}") for part in _PARTS),
         ),
@@ -383,7 +385,7 @@ ROWS = [
         beyond=WINDOW,
     ),
     SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=WINDOW),
-    SeparateProjections("qwen3_moe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(), beyond=WINDOW),
+    SeparateProjections("qwen3_moe", names=EXPERTS, **_ATTENTION_BIAS, norm=NormRow(), beyond=WINDOW),
     SeparateProjections("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
     SeparateProjections(
         "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=WINDOW, beyond_switch="use_sliding_window"
@@ -429,10 +431,10 @@ ROWS = [
         norm=NormRow(gain_offset=1.0),
         beyond=("attn_logit_softcapping", *WINDOW, *_BIDIRECTIONAL),
     ),
-    SeparateProjections("olmo", names=_WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=("clip_qkv",)),
+    SeparateProjections("olmo", names=_WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=(CLIP,)),
     SeparateProjections("olmo2", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
     SeparateProjections("olmo3", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=WINDOW),
-    SeparateProjections("olmoe", names=_EXPERTS, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=("clip_qkv",)),
+    SeparateProjections("olmoe", names=EXPERTS, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=(CLIP,)),
     SeparateProjections("exaone4", **_POST_NORM, norm=NormRow(), rotates=_sliding_or_no_window, beyond=WINDOW),
     SeparateProjections(
         "apertus",

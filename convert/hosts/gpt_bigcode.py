@@ -70,7 +70,7 @@ class GPTBigCode:
 
     name = "gpt_bigcode"
     loads_in = "transformers"
-    served_by = "vLLM and, if the activation is a GELU, llama.cpp have this class (kvfold has not run it there)"
+    served_by = "vLLM serves it; llama.cpp has this class for activations that are a GELU, and was not tried"
     opened_by = "transformers loads it without kvfold."
     remarks = (
         "Positions count from the first column of a batch. Give `position_ids` with padding on the left, as `generate` does.",
@@ -81,7 +81,7 @@ class GPTBigCode:
     code: tuple[Path, ...] = ()
 
     def engines(self, family: Family) -> frozenset[str]:
-        return frozenset({"transformers"})
+        return frozenset({"transformers", "vllm"})
 
     def layout(self, family: Family) -> Family:
         return _LAYOUT
@@ -103,9 +103,13 @@ class GPTBigCode:
         return 0
 
     def notes(self, config: Any) -> tuple[str, ...]:
+        """Sources with rows for padding count positions from the padding mask, and this class from the first column."""
         if (place := FAMILIES[config.model_type].names.holding("padding_positions.weight")) is None:
             return ()
-        return (f"the first {place.leading} rows of {place.name} are dropped: only padding reads them",)
+        return (
+            f"the first {place.leading} rows of {place.name} are dropped: only padding reads them",
+            "with padding on the left, the result needs position_ids, which generate gives it: its class has no others",
+        )
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         # Software that does not read the activation refuses this name; vLLM then runs transformers' modules.

@@ -34,11 +34,11 @@ _AROUND: tuple[Host, ...] = (PHI,)
 _OUTER = ("architectures", "auto_map", "dtype", "torch_dtype")  # keys that only the outermost config has
 # Families whose attention a latent was proven to replace exactly. Llama's like are here for configs that deepseek_v3 refuses.
 _LATENT = (
-    "llama", "apertus", "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon",
-    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite",
-    "granitemoe", "helium", "hyperclovax", "jais2", "ministral", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2",
-    "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm",
-    "starcoder2", "vaultgemma", "xglm",
+    "llama", "apertus", "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
+    "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo",
+    "gpt_neox", "gptj", "granite", "granitemoe", "helium", "hyperclovax", "jais2", "minicpm3", "ministral", "mistral",
+    "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
 )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ class Kvfold:
             return "queries and keys are normalised (QK-norm), which kvfold's grouped attention does not do"
         if target.kv_lora_rank and family.without_latent:
             return family.without_latent
-        for field, value in traits.beyond.items():
+        for field, value in (traits.behind_projections if target.kv_lora_rank else traits).beyond.items():
             if field not in WINDOWS and not (field == "attn_logit_softcapping" and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
@@ -104,6 +104,8 @@ class Kvfold:
             carrying = (host.name for host in _STOCK_LATENT if host.refuses(family, config, target, "bfloat16") is None)
             if found := next(carrying, None):
                 return f"in bfloat16, {found} carries it, which needs no code (use --dtype bfloat16)"
+        if not family.has_heads and not traits.latent_norm:
+            return "its latent has no norm, and it was made for latents that have one (a stock class is for others)"
         return None
 
     def reserved(self, kv_lora_rank: int) -> int:
@@ -114,10 +116,10 @@ class Kvfold:
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         if config.model_type == MODEL_TYPE:
-            family: Family = KvfoldProjections(FAMILIES[config.text_config.model_type])
+            family: Family = KvfoldProjections(FAMILIES[config.text_config.model_type]).for_config(config)
             outer, inner = dict(raw), raw["text_config"]
         else:
-            source = FAMILIES[config.model_type]
+            source = FAMILIES[config.model_type].for_config(config)
             traits, scaling = source.traits(config), source.scale(config)
             windows = [source.inner_window(config, layer) for layer in range(target.num_layers)]
             family, raw, config = _inside(source, raw, config)
@@ -136,6 +138,7 @@ class Kvfold:
                 "o_bias": traits.o_bias,
                 "scaling": scaling,
                 **({"inner_windows": windows} if any(windows) else {}),
+                **({"source_latent": _latent(source.spec(config), traits.latent_norm)} if traits.latent_norm else {}),
             }
         if target.kv_lora_rank is None:
             return {**outer, "text_config": {**inner, "num_key_value_heads": target.num_kv_heads}}
@@ -145,11 +148,12 @@ class Kvfold:
             "qk_nope_head_dim": target.qk_nope_head_dim,
             "v_head_dim": target.head_dim,
         }
-        form = family.traits(config).qk_norm
+        traits = family.traits(config)
         return {
             **outer,
             "o_bias": True,
-            **({"qk_norm": _stated(form)} if form else {}),
+            **({"qk_norm": _stated(traits.qk_norm)} if traits.qk_norm else {}),
+            **({"clip_qkv": traits.clip} if traits.clip is not None else {}),
             **_rotation(family, config, rotary, target.qk_rope_head_dim),
             "text_config": {**inner, **sizes},
         }
@@ -174,6 +178,12 @@ def _inside(family: Family, raw: Mapping[str, Any], config: Any) -> tuple[Family
     return stock.layout(family), stock.config(raw, config, whole, None), stock.sized(raw, config, whole)
 
 
+def _latent(spec: AttentionSpec, norm: NormForm) -> dict[str, Any]:
+    """The sizes of a source's latent, whose names in the config the result's have, and what its norm adds."""
+    sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+    return {**{name: getattr(spec, name) for name in sizes}, "eps": norm.eps}
+
+
 def _stated(form: NormForm) -> dict[str, Any]:
     """A norm that comes before RoPE, for config.json."""
     stated = asdict(form)
@@ -183,7 +193,7 @@ def _stated(form: NormForm) -> dict[str, Any]:
 
 def _rotation(family: Family, config: Any, rotary: Rotary | None, rope_dim: int) -> dict[str, Any]:
     """Which of the frequencies of the source's class the pairs of a RoPE key have."""
-    inner, of_class = (family.inner, config.text_config) if isinstance(family, KvfoldProjections) else (family, config)
+    inner, of_class = (family.inner, config.stock_config) if isinstance(family, KvfoldProjections) else (family, config)
     layers = range(of_class.num_hidden_layers)
     source = next((found for layer in layers if (found := inner.rotary(of_class, layer))), None)
     if source is None:
@@ -210,5 +220,5 @@ HOST = Kvfold(
 LATENT_HOST = Kvfold(
     frozenset(_LATENT),
     "no stock class can hold this model's blocks, RoPE or QK-norm together with latent attention",
-    "factored into kv_a_proj_with_mqa and kv_b_proj; projections that QK-norm follows stay, under names of the class",
+    "factored into kv_a_proj_with_mqa and kv_b_proj; projections behind which it is stay, under names of the class",
 )

@@ -88,6 +88,8 @@ class StockLatent(ABC):
                 "cache anew, and this one does not"
             )
         traits = family.traits(config)
+        if traits.latent_norm:
+            return "its latent is normalised, and a smaller one comes behind that norm, where the class has no place for it"
         if traits.qk_norm:
             return "queries and keys are normalised (QK-norm), so their heads cannot be mixed"
         if reason := self.refuses_blocks(config):

@@ -31,10 +31,10 @@ class Phi:
 
     name = _MODEL_TYPE
     loads_in = "transformers"
-    served_by = "no engine was tried: Phi classes of SGLang and llama.cpp have as many KV heads as query heads"
+    served_by = "vLLM serves it; the Phi classes of SGLang and llama.cpp have as many KV heads as query heads"
     opened_by = "transformers ≥ 5.19 loads it without kvfold."
     remarks = (
-        "Phi classes of SGLang and llama.cpp have as many KV heads as query heads, and refuse the weights.",
+        "The Phi classes of SGLang and llama.cpp have as many KV heads as query heads, and refuse the weights.",
         "The source's class computes the logits of its attention in float32, and this one in the dtype that it runs in. In\n"
         "float16 with eager attention, a product of a query and a key above 65504 is infinite before it is scaled.",
         "The source's class adds an embedding for each of `token_type_ids`. This one ignores them.",
@@ -45,7 +45,7 @@ class Phi:
     code: tuple[Path, ...] = ()
 
     def engines(self, family: Family) -> frozenset[str]:
-        return frozenset({"transformers"})
+        return frozenset({"transformers", "vllm"})
 
     def layout(self, family: Family) -> Family:
         return FAMILIES[_MODEL_TYPE]

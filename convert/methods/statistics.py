@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.qk_norm import QKNorm
-from attention.record import Projections
+from attention.record import LatentProjections, Projections
 from attention.spread import spread_blocks
 from convert.methods.algebra import augmented
 from convert.methods.blocks import Blocks
@@ -90,7 +90,7 @@ class Statistics:
         sample: The layer's input for some rows of the text, `[n, T, E]`, to fit and to measure errors on; None without text.
         context: Tokens of the longest context that the result is for; None for as many as the longest block of the sample has.
         queries: `[H, D + 1, D + 1]`, the second moment of (q, 1) where an attention reads projections; x is then the keys and
-            values of a token, in all moments, and E is 2 G D. None where queries read x.
+            values of a token, or its latent and its RoPE key, in all moments, and E is their number. None where queries read x.
     """
 
     second: torch.Tensor
@@ -116,7 +116,7 @@ class Statistics:
         return cls(second, mean, 0, Attended.assumed(second, mean))
 
     def behind(self, projections: Projections) -> Statistics:
-        """Assumed statistics of what projections make of x: as if each token had the norm of the mean square."""
+        """Assumed statistics of what projections make of x, as if it were normal and each token had the mean square's norm."""
         of_queries, of_both = _expected(projections, self.with_constant)
         moment = self.with_constant
         both, queries = of_both @ moment @ of_both.T, of_queries @ moment @ of_queries.mT
@@ -157,20 +157,35 @@ class Statistics:
 
 
 def _expected(projections: Projections, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Projections of (x, 1) as if each token's norm were that of the mean square: `[H, D, E + 1]`, and `[2 G D, E + 1]`.
+    """Projections of (x, 1) as if each token's norm were that of the mean square: `[H, D, E + 1]`, and `[n, E + 1]`.
 
     Args:
-        projections: What normalises.
+        projections: What normalises or clamps.
         moment: `[E + 1, E + 1]`, of (x, 1).
     """
     p = projections
+    if isinstance(p, LatentProjections):
+        return _expected_latent(p, moment)
     queries, keys, values = (augmented(*part) for part in ((p.q, p.q_bias), (p.k, p.k_bias), (p.v, p.v_bias)))
     queries, keys = _normalised(queries, p.q_norm, moment), _normalised(keys, p.k_norm, moment)
+    queries, keys, values = (_clamped(rows, p.clip, moment) for rows in (queries, keys, values))
     return queries, torch.cat((keys, values)).flatten(0, 1)
 
 
-def _normalised(rows: torch.Tensor, norm: QKNorm, moment: torch.Tensor) -> torch.Tensor:
-    """Rows `[heads, D, E + 1]` behind a norm of expected size."""
+def _expected_latent(p: LatentProjections, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a source with latent attention."""
+    both = augmented(p.kv[None], None if p.kv_bias is None else p.kv_bias[None])
+    both = torch.cat((_normalised(both[:, : p.rank], p.kv_norm, moment), both[:, p.rank :]), 1)[0]
+    if p.q_down is None:
+        return augmented(p.q, None), both
+    down = augmented(p.q_down[None], None if p.q_down_bias is None else p.q_down_bias[None])
+    return p.q.to(down) @ _normalised(down, p.q_norm, moment), both
+
+
+def _normalised(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor) -> torch.Tensor:
+    """Rows `[heads, D, E + 1]` behind a norm of expected size, or as they are."""
+    if norm is None:
+        return rows
     axes = (1,) if norm.scope == "head" else (0, 1)
     if norm.kind == "layer":
         rows = rows - rows.mean(axes, keepdim=True)
@@ -179,6 +194,14 @@ def _normalised(rows: torch.Tensor, norm: QKNorm, moment: torch.Tensor) -> torch
     if norm.bias is not None:
         rows = torch.cat((rows[..., :-1], rows[..., -1:] + norm.bias.to(rows)[..., None]), -1)
     return rows
+
+
+def _clamped(rows: torch.Tensor, clip: float | None, moment: torch.Tensor) -> torch.Tensor:
+    """Rows `[heads, D, E + 1]` behind a clamp, which keeps erf(clip / √2 σ) of a normal number (Bussgang's theorem)."""
+    if clip is None:
+        return rows
+    deviation = ((rows @ moment) * rows).sum(-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny).sqrt()
+    return rows * torch.erf(clip / (2**0.5 * deviation))
 
 
 def excerpt(sample: Blocks) -> Blocks:

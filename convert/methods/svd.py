@@ -1,6 +1,6 @@
 """`svd`: MLA from the weights alone, as if inputs were white (Σ = I) and queries did not matter. No text is needed.
 
-Where normalised keys are read, Σ is that of white inputs behind their projections.
+Where a source's projections are read, Σ is that of white inputs behind them.
 
 Keys: per frequency, complex PCA of the KV heads' rows; the components of most energy stay rotary, how many at each frequency
 being chosen over all layers together. The rest becomes nope, otherwise unchanged. Values and nope keys: one truncated
@@ -43,7 +43,7 @@ def _white(attention: Attention) -> torch.Tensor | None:
     projections = attention.projections
     if projections is None:
         return None
-    inputs = Statistics.assumed(projections.k.shape[-1]).to(attention.k.device)
+    inputs = Statistics.assumed(projections.width).to(attention.k.device)
     return inputs.behind(projections).second
 
 

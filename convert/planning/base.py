@@ -78,8 +78,8 @@ class Plan:
 
     @property
     def reads_projections(self) -> bool:
-        """Whether it makes a latent of normalised keys (`attention.record.Projections`)."""
-        return self.target.spec.kv_lora_rank is not None and self.family.traits(self.source.config).qk_norm is not None
+        """Whether it makes a latent behind the source's projections (`attention.record.Projections`)."""
+        return self.target.spec.kv_lora_rank is not None and self.family.needs_projections(self.source.config)
 
     @property
     def channels(self) -> int:

@@ -58,6 +58,8 @@ def plan_grouped(
     kind = "mqa" if groups == 1 else "gqa"
     host = host_of(kind, family, source, spec, stored_dtype(source, output), engine_of(output.engine))
     _check_grouping(grouping, method, family.traits(source.config))
+    if spec != before:
+        _check_clip(source, method, family.traits(source.config))
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     notes, remarks = _notes(family, source, before, spec, output.dtype, method, text)
@@ -82,6 +84,18 @@ def _options(command: str, groups: int, grouping: str) -> dict[str, Any]:
     if command == "mqa":
         return {}
     return {"groups": groups, **({"grouping": grouping} if grouping != "contiguous" else {})}
+
+
+def _check_clip(source: Source, method: GroupedMethod, traits: Traits) -> None:
+    """Refuse a method that changes projections, and makes up for it later, where a clamp comes between."""
+    if traits.clip is None or method.text is TextUse.IGNORED:
+        return
+    able = [name for name in methods.GROUPED if methods.load_grouped(name).text is TextUse.IGNORED]
+    raise Refusal(
+        f"{source.reference} clamps queries, keys and values to {traits.clip} (clip_qkv), and method {method.name} changes their "
+        "size before that",
+        hint=f"use --method {' or '.join(able[:-1])}, or `convert mla`, which makes its latent behind the clamp",
+    )
 
 
 def _check_grouping(grouping: str, method: GroupedMethod, traits: Traits) -> None:

@@ -88,7 +88,7 @@ def plan_latent(
     check_output(output.path, source.directory, output.overwrite, output.resume)
     without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
     text = calibration_for(source, method, calibration, without)
-    traits = replace(family.traits(source.config), qk_norm=None)  # a latent is made behind the norm
+    traits = family.traits(source.config).behind_projections
     remarks = list(text_notes(method, text, traits))
     if target.copies:
         text, remarks = None, ["the calibration text is not used"] if text else []
@@ -172,10 +172,10 @@ def _check_rotary(source: Source, family: Family, rope_dim: int) -> None:
 def full_rank(source: Source, family: Family, rope_dim: int) -> int:
     """The rank beyond which nothing is gained: nope dims of keys plus dims of values, or the model's width if that is less.
 
-    Normalised keys are no linear function of the layer's input, so its width does not bound them.
+    What is behind QK-norm or a clamp is no linear function of the layer's input, so its width does not bound that.
     """
     dims = family.latent_dims(source.config, rope_dim)
-    return dims if family.traits(source.config).qk_norm else min(source.decoder.hidden_size, dims)
+    return dims if family.needs_projections(source.config) else min(source.decoder.hidden_size, dims)
 
 
 def with_reserved(host: Host, channels: int) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from records import factored, factored_behind_norms, inputs, loss, random, record, run
+from records import factored, factored_behind_latent, factored_behind_norms, inputs, loss, random, record, run
 
 from attention.forward import attention_by_distance, attention_output, causal_softmax, heads_of, output_error
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import Attention, FactoredAttention, HeadProjections, Record
 from attention.rope import Rotary
 
 RECORDS: dict[str, Record] = {
@@ -40,8 +40,13 @@ RECORDS: dict[str, Record] = {
     "norm after rope": record(norm="after", pairing="interleaved"),
     "norm with biases": record(norm="layer"),
     "behind a norm": record(norm="head", nope=2).behind_norms(),
+    "behind a clamp": record(nope=2).behind_norms(0.7),
+    "behind a norm and a clamp": record(norm="all", nope=2).behind_norms(0.7),
     "MLA": factored(),
     "MLA behind a norm": factored_behind_norms(),
+    "MLA behind a latent": factored_behind_latent(),
+    "MLA behind a latent, whose queries have none": factored_behind_latent(None, biased=False),
+    "MLA behind a latent, expanded": factored_behind_latent().expanded(),
     "MLA without biases": factored(biased=False),
     "MLA, half": factored(pairing="half"),
     "MLA with a long list": dataclasses.replace(
@@ -78,11 +83,13 @@ def test_the_error_is_squared_relative_to_the_sources_output() -> None:
 def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     """`[H, T, T]` of one block, one dot product at a time, fp64."""
     x, positions, slopes = x.double(), torch.arange(len(x)), torch.tensor(a.slopes or [0.0] * a.o.shape[1])
-    if isinstance(a, Attention) and (p := a.projections):  # the heads that they were made from
+    p, clip = a.projections, math.inf
+    if isinstance(a, Attention) and isinstance(p, HeadProjections):  # the heads that they were made from
+        clip = p.clip or clip
         a = Attention(p.q, p.k, p.v, a.o, a.scale, a.rotary, p.q_bias, p.k_bias, p.v_bias, a.o_bias, p.q_norm, p.k_norm)
 
     of_queries = [x] * a.o.shape[1]
-    if isinstance(a, FactoredAttention) and a.projections:
+    if a.projections:
         queries, both = a.projections(x[None])
         of_queries, x = list(queries[0]), both[0]
 
@@ -93,12 +100,13 @@ def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     def place(states: torch.Tensor, norm: Any) -> torch.Tensor:
         if norm and not norm.after_rotary:
             states = norm(states[None])[0]
+        states = states.clamp(-clip, clip)
         states = a.rotary.rotate(states, positions) if a.rotary else states
         return norm(states[None])[0] if norm and norm.after_rotary else states
 
     logits = []
     if isinstance(a, Attention):
-        q = place(torch.stack([project(a.q, a.q_bias, h) for h in range(len(a.q))]), a.q_norm)
+        q = place(torch.stack([project(a.q, a.q_bias, h, of_queries[h]) for h in range(len(a.q))]), a.q_norm)
         k = place(torch.stack([project(a.k, a.k_bias, g) for g in range(len(a.k))]), a.k_norm)
         logits = [q[h] @ k[h * len(k) // len(q)].T for h in range(len(q))]
     else:

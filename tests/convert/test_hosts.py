@@ -53,15 +53,21 @@ BEYOND: dict[str, dict[str, Any]] = {
 NO_ROPE = ("biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "xglm")
 INSIDE = {"codegen": "phi", "gptj": "phi"}  # their own classes give RoPE to no other attention
 NORM_SWITCHES = {"cohere": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}, "stablelm": {"qk_layernorm": True}}
+CLIPPED: dict[str, dict[str, Any]] = {  # to less than most of what is projected
+    "mpt": {"attn_config": {"clip_qkv": 0.5}},
+    "olmo": {"clip_qkv": 0.5},
+    "olmoe": {"clip_qkv": 0.5},
+}
 ALWAYS_NORMALISED = ("apertus", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe")
+WITH_HEADS = [name for name in sorted(LATENT_HOST.families) if FAMILIES[name].has_heads]
 NORMALISED = [f"{name}, QK-norm" for name in NORM_SWITCHES]
 NORM = {"kind": "rms", "scope": "head", "per_head": False, "bias": False, "eps": 1e-6, "gain_offset": 0.0}
 
 
 def made(checkpoint: Make, case: str, **changes: Any) -> Path:
-    model_type, _, normalised = case.partition(", ")
-    norm = NORM_SWITCHES[model_type] if normalised else {}
-    return checkpoint(model_type, **{**BEYOND.get(model_type, {}), **norm, **changes})
+    model_type, _, also = case.partition(", ")
+    more = {"": {}, "QK-norm": NORM_SWITCHES, "clipped": CLIPPED}[also].get(model_type, {})
+    return checkpoint(model_type, **{**BEYOND.get(model_type, {}), **more, **changes})
 
 
 def full(source: Path) -> list[Any]:
@@ -80,7 +86,7 @@ def sized(rank: int, rope: int) -> list[Any]:
 
 
 def small(model_type: str) -> list[Any]:
-    return sized(24, 0 if model_type in NO_ROPE else 4)
+    return sized(24, 0 if model_type.partition(",")[0] in NO_ROPE else 4)
 
 
 def stock(path: Path, **arguments: Any) -> Any:
@@ -100,15 +106,15 @@ def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
 # One of each kind: windows, biases, no RoPE, ALiBi, some RoPE, layers without, experts, QK-norm of each form, other residuals.
 KINDS = (
     "biogpt", "bloom", "codegen", "cohere, QK-norm", "cohere2", "cwm", "exaone4", "falcon", "gemma2", "gemma3_text", "glm",
-    "gpt2", "gpt_neo", "gpt_neox", "granite", "llama", "mixtral", "mpt", "nemotron", "olmo2", "olmo3", "opt", "phi, QK-norm",
-    "qwen3", "smollm3", "stablelm, QK-norm", "stablelm", "xglm",
+    "gpt2", "gpt_neo", "gpt_neox", "granite", "llama", "mixtral", "mpt", "mpt, clipped", "nemotron", "olmo, clipped", "olmo2",
+    "olmo3", "opt", "phi, QK-norm", "qwen3", "smollm3", "stablelm, QK-norm", "stablelm", "xglm",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("method", "model_type"),
     [
-        *(("svd", name) for name in (*sorted(LATENT_HOST.families), *NORMALISED)),
+        *(("svd", name) for name in (*WITH_HEADS, *NORMALISED, *(f"{name}, clipped" for name in CLIPPED))),
         *(("weighted with text", name) for name in KINDS),
     ],
 )
@@ -120,7 +126,9 @@ def test_full_size_gives_the_sources_logits(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     inside = INSIDE.get(model_type, model_type.partition(",")[0])
     assert (config["model_type"], config["text_config"]["model_type"]) == (MODEL_TYPE, inside)
-    assert bool(config.get("qk_norm")) == (", " in model_type or model_type in ALWAYS_NORMALISED)
+    name, _, also = model_type.partition(", ")
+    assert bool(config.get("qk_norm")) == (also == "QK-norm" or name in ALWAYS_NORMALISED)
+    assert config.get("clip_qkv") == (0.5 if also == "clipped" else None)
     ids = tokens(20)  # beyond the windows and the positions that YARN was made for
     expected = said(stock(source), ids)
     same_logits(said(stock(tmp_path / "out"), ids), expected, tolerance(method))
@@ -269,7 +277,7 @@ def test_every_method_makes_latents_without_rope(
     assert torch.isfinite(said(load(tmp_path / "less"), tokens(20))).all()
 
 
-@pytest.mark.parametrize("model_type", ["olmo2", "phi, QK-norm", "qwen3", "stablelm, QK-norm"])
+@pytest.mark.parametrize("model_type", ["olmo2", "olmoe, clipped", "phi, QK-norm", "qwen3", "stablelm, QK-norm"])
 @pytest.mark.parametrize("method", ["svd", "weighted", "weighted with text", "pca"])
 def test_every_method_makes_latents_of_normalised_keys(
     method: str, model_type: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
@@ -310,7 +318,7 @@ def test_the_sources_own_frequencies_rotate(kind: str, checkpoint: Make, convert
         same_logits(said(stock(tmp_path / "out"), tokens(length)), said(stock(source), tokens(length)))
 
 
-@pytest.mark.parametrize("model_type", ["codegen", "gpt2", "gpt_neox", "mpt", "olmo2", "smollm3"])
+@pytest.mark.parametrize("model_type", ["codegen", "gpt2", "gpt_neox", "mpt", "olmo, clipped", "olmo2", "smollm3"])
 def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, ids = made(checkpoint, model_type), tokens(20)
     ok(convert("mla", source, tmp_path / "out", *full(source), "--method", "svd"))
@@ -343,7 +351,8 @@ def test_grouped_heads_of_the_class_become_latent(checkpoint: Make, convert: Con
     ("model_type", "changes", "message"),
     [
         ("hunyuan_v1_dense", {}, "queries and keys are normalised after RoPE"),
-        ("olmo", {"clip_qkv": 8.0}, "sets clip_qkv to 8.0"),
+        ("olmo", {"clip_qkv": 0.0}, "clip_qkv is 0.0"),
+        ("mpt", {"attn_config": {"clip_qkv": -1.0}}, "attn_config.clip_qkv is -1.0"),
         ("phimoe", {}, "its class scales RoPE by a factor that depends on the length"),
     ],
 )
@@ -385,6 +394,7 @@ def test_a_rope_key_is_for_what_rotates(checkpoint: Make, convert: Convert, tmp_
         ({"text_config": {"v_head_dim": None}}, "the sizes of the latent in text_config"),
         ({"qk_norm": {"kind": "rms"}}, "it must have the keys kind, scope, per_head, bias, eps and gain_offset"),
         ({"qk_norm": NORM | {"eps": None}}, "qk_norm has eps None; it must be a number of at least 0"),
+        ({"clip_qkv": 0}, "clip_qkv is 0; it must be a number above 0"),
         ({"rope_factor": [1.0]}, "it must be a number above 0, or one for each of 3 layers"),
         ({"qk_norm": NORM | {"scope": "layer"}}, "qk_norm has scope 'layer'; it must be one of ('head', 'all')"),
     ],

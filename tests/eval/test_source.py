@@ -142,7 +142,7 @@ def test_code_beside_the_weights_is_refused_unless_agreed_to(configured: Callabl
     with pytest.raises(Refusal, match=r"wants to run code of its own \(auto_map in config\.json\)") as caught:
         _ = source.config
     own = "read that code, then give --trust-remote-code"
-    assert caught.value.hint == f"{own}, or remove auto_map: transformers has a class for llama"
+    assert caught.value.hint == f"{own}; or remove auto_map: transformers has a class for llama"
     with pytest.raises(Refusal) as unknown:
         _ = configured(model_type="tiny_of_its_own", auto_map={"AutoConfig": "own.TinyConfig"}).config
     assert unknown.value.hint == own

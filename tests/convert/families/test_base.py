@@ -19,7 +19,7 @@ from convert.families.base import hides_logits
 
 def modules(model: Any) -> list[tuple[Any, Any]]:
     """The attention module of every layer, and the layer."""
-    family = FAMILIES[model.config.model_type]
+    family = FAMILIES[model.config.model_type].for_config(model.config)
     paths = [family.module(layer) for layer in range(model.config.num_hidden_layers)]
     return [(model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])) for path in paths]
 
@@ -28,7 +28,7 @@ def attention_calls(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Input of every layer's attention module, and output of its output projection, in one forward pass."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
-    family = FAMILIES[model.config.model_type]
+    family = FAMILIES[model.config.model_type].for_config(model.config)
     for layer, (attention, _) in enumerate(modules(model)):
         attention.register_forward_pre_hook(
             lambda module, args, kwargs: read.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]),
@@ -43,7 +43,8 @@ def attention_calls(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("on", [False, True], ids=["plain", "switched"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_record_computes_what_the_class_computes(model_type: str, on: bool) -> None:
-    model, family = tiny_model(switched(model_type, on)), FAMILIES[model_type]
+    model = tiny_model(switched(model_type, on))
+    family = FAMILIES[model_type].for_config(model.config)
     for layer, (x, out) in enumerate(attention_calls(model)):
         record = family.split(layer_tensors(model, family, layer), model.config, layer)
         arguments = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
@@ -56,7 +57,8 @@ def test_the_record_computes_what_the_class_computes(model_type: str, on: bool) 
 @pytest.mark.parametrize("on", [False, True], ids=["plain", "switched"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_shapes_name_every_attention_tensor(model_type: str, on: bool) -> None:
-    model, family = tiny_model(switched(model_type, on)), FAMILIES[model_type]
+    model = tiny_model(switched(model_type, on))
+    family = FAMILIES[model_type].for_config(model.config)
     inside = tuple(f"{family.module(layer)}." for layer in range(model.config.num_hidden_layers))
     there = {name: tuple(t.shape) for name, t in model.state_dict().items() if name.startswith(inside)}
     named = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import NORMED, tiny_config
 from written import WITHOUT_KVFOLD, edit, left_nothing, ok, weights
 
 from attention.models import CODE, MODEL_TYPE
@@ -120,18 +120,23 @@ def test_results_run_where_kvfold_is_not_installed(
 def test_latents_run_where_kvfold_is_not_installed(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of families that need more than projections: norms of queries and keys, caps, RoPE in neighbouring dims."""
+    """Of families that need more than projections: norms, caps, RoPE in neighbouring dims or in complex numbers, latents."""
     paths: list[str] = []
     for model_type in ("cohere2", "gemma2", "qwen3"):  # 4 KV heads of 8 dims: 64 numbers, of which 32 rotate
         source, out = checkpoint(model_type, name=model_type), tmp_path / f"{model_type}-mla"
         ok(convert("mla", source, out, "--kv-lora-rank", 32, "--qk-rope-head-dim", 32, "--method", "svd"))
+        paths += [str(source), str(out)]
+    for model_type, own in (("deepseek_v2", {}), ("deepseek_v3", NORMED), ("minicpm3", NORMED | {"attention_bias": False})):
+        source, out = checkpoint(model_type, name=model_type, **own), tmp_path / f"{model_type}-mla"
+        ok(convert("mla", source, out, "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--pad-rank", "--method", "svd"))
         paths += [str(source), str(out)]
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     done = subprocess.run([sys.executable, "-I", "-c", REMOTE, *paths], capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
     for expected, latent in zip(results[::2], results[1::2], strict=True):
-        assert (expected[2], latent) == (4, ["KvfoldForCausalLM", expected[1], 1])
+        heads = 1 if expected[0].startswith(("Deepseek", "MiniCPM3")) else 4
+        assert (expected[2], latent) == (heads, ["KvfoldForCausalLM", expected[1], 1])
 
 
 @pytest.mark.parametrize("model_type", sorted(HOST.families))

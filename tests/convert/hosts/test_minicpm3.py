@@ -14,11 +14,12 @@ import pytest
 import torch
 from latents import full_size, logits_of, method_options, same_logits, tokens, tolerance
 from tiny import tiny_config
-from written import WITHOUT_KVFOLD, edit, left_nothing, ok, weights
+from written import WITHOUT_KVFOLD, ok, weights
 
 from attention import load
 from attention.latent import HalfSplitLatentAttention
 from convert.families import FAMILIES, family_of
+from convert.families.deepseek import MINICPM3
 from convert.hosts.minicpm3 import HOST
 from eval.cost import cache_figures
 from eval.source import Source
@@ -181,19 +182,11 @@ def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, t
     assert facts["output_class"] == "kvfold"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attention_bias": False}, "it lacks attention biases: of its class, kvfold reads only what it wrote"),
-        ({"q_lora_rank": 24}, "its queries have a latent of their own (q_lora_rank 24)"),
-    ],
-)
-def test_minicpms_own_checkpoints_are_not_read(
-    changes: dict[str, Any], message: str, checkpoint: Make, convert: Convert, tmp_path: Path
-) -> None:
-    left_nothing(
-        convert("mla", edit(checkpoint("minicpm3"), **changes), tmp_path / "out", *SMALL), 2, message, tmp_path / "out"
-    )
+@pytest.mark.parametrize("changes", [{"attention_bias": False}, {"q_lora_rank": 24}, {"scale_depth": 1.4}], ids=str)
+def test_minicpms_own_checkpoints_have_the_family_of_a_norm(changes: dict[str, Any]) -> None:
+    family = family_of("minicpm3")
+    assert family.for_config(tiny_config("minicpm3")) is family
+    assert family.for_config(tiny_config("minicpm3", **changes)) is MINICPM3
 
 
 def test_layers_that_scale_what_they_add_add_no_plain_output() -> None:

@@ -9,7 +9,7 @@ import torch
 from factoring import PAIRINGS, energies, every_pair, factor, full_rank
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from records import factored, inputs, loss, measured, measured_behind, random, record, run
+from records import factored, factored_behind_latent, inputs, loss, measured, measured_behind, random, record, run
 
 from attention.record import Attention, FactoredAttention
 from attention.rope import Pairing, Rotary
@@ -50,13 +50,15 @@ def test_full_size_is_the_same_function(
 @settings(max_examples=15, deadline=None)
 @given(
     groups=st.integers(1, 3), share=st.integers(1, 2), pairs=st.integers(0, 3), nope=st.integers(1, 3),
-    norm=st.sampled_from(["shared", "head", "all", "layer"]), text=st.booleans(), seed=st.integers(0, 99),
+    form=st.sampled_from([("shared", None), ("head", None), ("all", 0.9), ("layer", None), (None, 0.9)]), text=st.booleans(),
+    seed=st.integers(0, 99),
 )  # fmt: skip
-def test_full_size_behind_norms_is_the_same_function(
-    method: str, groups: int, share: int, pairs: int, nope: int, norm: str, text: bool, seed: int
+def test_full_size_behind_projections_is_the_same_function(
+    method: str, groups: int, share: int, pairs: int, nope: int, form: tuple[str | None, float | None], text: bool, seed: int
 ) -> None:
+    norm, clip = form
     a = record(groups, share, pairs, nope, norm=norm, seed=seed)
-    behind = a.behind_norms()
+    behind = a.behind_norms(clip)
     assert behind.projections is not None
     known = measured_behind(behind.projections, inputs(20)) if text else Statistics.assumed(20).behind(behind.projections)
     kept, dim = every_pair(a) if pairs else (), 2 * pairs + nope
@@ -64,6 +66,18 @@ def test_full_size_behind_norms_is_the_same_function(
     size = Allocation(2 * groups * dim - 2 * len(kept), kept, rotary=rotary)
     found = load_latent(method).factor(behind, size, known)
     assert found.projections is behind.projections
+    assert loss(behind, found) < 1e-4
+
+
+@pytest.mark.parametrize("method", LATENT)
+@pytest.mark.parametrize("text", [False, True])
+def test_a_latent_behind_the_norm_of_a_latent_is_the_same_function(method: str, text: bool) -> None:
+    a = factored_behind_latent().expanded()
+    assert a.projections is not None
+    known = measured_behind(a.projections, inputs(20)) if text else Statistics.assumed(20).behind(a.projections)
+    found = load_latent(method).factor(a, Allocation(8, (0, 1), nope_dims=6, rotary_keys=1), known)
+    assert (found.down.shape, found.k_rope.shape) == ((8, 12), (4, 12))
+    assert found.projections is a.projections
     assert loss(a, found) < 1e-4
 
 

@@ -161,3 +161,14 @@ def test_a_method_that_cannot_tell_similar_heads_is_refused(checkpoint: Make, co
     assert "method mean does not say which heads are similar" in result.stderr
     assert "use --method aligned for that" in result.stderr
     assert convert(*command, "--grouping", "alike").exit_code == 2
+
+
+@pytest.mark.parametrize("model_type", ["olmo", "olmoe"])
+def test_projections_that_are_clamped_are_averaged_alone(model_type: str, source: Sources, output: Output) -> None:
+    made = source(model_type, clip_qkv=0.5)
+    with pytest.raises(Refusal, match=r"clamps queries, keys and values to 0\.5 \(clip_qkv\), and method aligned") as caught:
+        planned(made, output, method="aligned")
+    assert "--method mean or first" in str(caught.value.hint)
+    assert planned(made, output).target.spec.num_kv_heads == 2
+    assert planned(made, output, groups=4, method="aligned").target.copies
+    assert planned(source(model_type), output, method="aligned").applied_method == "aligned"
