@@ -100,6 +100,9 @@ class GPTBigCode:
     def reserved(self, kv_lora_rank: int) -> int:
         return 0
 
+    def full_query_rank(self, width: int) -> int | None:
+        return None
+
     def notes(self, config: Any) -> tuple[str, ...]:
         if (place := FAMILIES[config.model_type].names.holding("padding_positions.weight")) is None:
             return ()
