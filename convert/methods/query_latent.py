@@ -12,10 +12,11 @@ from dataclasses import replace
 import torch
 
 from attention.record import FactoredAttention
-from convert.methods.algebra import augmented, leading_subspace, roots
+from convert.methods.algebra import augmented, floored, leading_subspace, roots
 from convert.methods.statistics import Attended
 
 _LEAST = 1e-6  # of the largest weight of a query
+_NOTHING = 1e-9  # of the size of the largest channel
 
 
 def truncated(record: FactoredAttention, rank: int, inputs: torch.Tensor, met: torch.Tensor) -> FactoredAttention:
@@ -52,8 +53,8 @@ def _factored(queries: torch.Tensor, rank: int, inputs: torch.Tensor, met: torch
     weighted, used = (weigh @ queries).flatten(0, 1), min(rank, heads * dims)
     left = leading_subspace(weighted, inputs[:-1, :-1] - torch.outer(mean, mean), used).double()
     down, up = left.T @ weighted, unweigh @ left.unflatten(0, (heads, dims))
-    size = ((down @ inputs[:-1, :-1]) * down).sum(1).clamp_min(0).sqrt()  # the norm of the class wants channels of one size
-    size = size.where(size > 0, 1)
+    # The norm of the class, which constants switch off, is exact for channels of about size one.
+    size = floored(((down @ inputs[:-1, :-1]) * down).sum(1).clamp_min(0).sqrt(), _NOTHING)
     return _padded(down / size[:, None], rank, 0), _padded(up * size, rank, 2)
 
 

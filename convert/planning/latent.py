@@ -306,11 +306,16 @@ def _query_notes(source: Source, family: Family, host: Host, spec: AttentionSpec
 
     plain, found = (host.sized(source.raw, config, size) for size in (replace(spec, q_lora_rank=None), spec))
     counts = weights(layout, found), weights(family, config), weights(layout, plain)
+    saved = (
+        "the attention of a layer has {:,} parameters; the source's has {:,}, and without --q-lora-rank it would have "
+        "{:,}".format(*counts)
+    )
+    if spec.q_lora_rank == host.full_query_rank(config.hidden_size):
+        return (saved,)
     return (
-        "the attention of a layer has {:,} parameters; the source's has {:,}, and with queries of full rank it would have "
-        "{:,}".format(*counts),
-        "the latent of queries keeps its norm, whose constants overflow in float16, also with kvfold's `attention` package; "
-        "and kvfold does not read such a result again",
+        saved,
+        "the latent of queries keeps its norm, whose constants overflow in float16, also with kvfold's `attention` package",
+        "the result is no source of a smaller MLA: kvfold reads no latents of queries of lower rank",
     )
 
 

@@ -106,10 +106,14 @@ def test_the_plan_says_what_is_saved(checkpoint: Make, convert: Convert, tmp_pat
     ok(convert("mla", source, tmp_path / "whole", *SMALL))
     counts = [parameters(path) for path in (tmp_path / "out", source, tmp_path / "whole")]
     assert (
-        "a layer has {:,} parameters; the source's has {:,}, and with queries of full rank it would have {:,}".format(*counts)
+        "a layer has {:,} parameters; the source's has {:,}, and without --q-lora-rank it would have {:,}".format(*counts)
         in shown
     )
     assert "query biases go through q_a_proj, an identity" not in shown
+    assert "the result is no source of a smaller MLA" in shown
+    full = ok(convert("mla", source, tmp_path / "full", *SMALL, "--q-lora-rank", FULL, "--dry-run")).stdout
+    assert "parameters; the source's has" in full
+    assert "no source" not in full
     recipe = json.loads((tmp_path / "out" / "conversion.json").read_text())["recipe"]
     assert recipe["mla"]["q_lora_rank"] == 24
     done = mla(source, tmp_path / "again", kv_lora_rank=24, qk_rope_head_dim=16, q_lora_rank=24)
