@@ -181,6 +181,8 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
     of_queries, x = inputs_of(record, x)
     slopes = None if record.slopes is None else x.new_tensor(record.slopes)
     if isinstance(record, FactoredAttention):
+        if record.q_down is not None:
+            of_queries = of_queries @ record.q_down.float().T
         plain = _project(of_queries, record.q_nope, record.q_nope_bias)
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)

@@ -219,6 +219,8 @@ class FactoredAttention:
         o_bias: `[E]` or None.
         projections: As in `Attention`: E is then D for queries, and 2 G D, or R + P of the source, for `k_rope` and `down`.
         slopes: As in `Attention`.
+        q_down: `[Q, E]`, makes a latent that queries read in place of the input: E is then Q for `q_nope` and `q_rope`. None
+            without one.
     """
 
     q_nope: torch.Tensor
@@ -236,6 +238,7 @@ class FactoredAttention:
     o_bias: torch.Tensor | None = None
     projections: Projections | None = None
     slopes: tuple[float, ...] | None = None
+    q_down: torch.Tensor | None = None
 
     def paired(self, pairing: Pairing) -> FactoredAttention:
         """As in `Attention`, of the RoPE key and its queries."""
@@ -269,8 +272,9 @@ class FactoredAttention:
             first = self.q_rope.new_zeros(heads, rope) if rotary is None else rotary.expand(heads, rope)
             return torch.cat((first.float(), (nope_bias if other is None else other).float()), 1)
 
+        queries = torch.cat((self.q_rope, self.q_nope), 1).float()
         return Attention(
-            q=torch.cat((self.q_rope, self.q_nope), 1).float(),
+            q=queries if self.q_down is None else queries @ self.q_down.float(),
             k=torch.cat((self.k_rope.float().expand(heads, -1, -1), self.up_k.float() @ down), 1),
             v=self.up_v.float() @ down,
             o=self.o.float(),

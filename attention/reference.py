@@ -92,6 +92,7 @@ def latent_attention(
     o_bias: torch.Tensor | None = None,
     projections: Projections | None = None,
     slopes: tuple[float, ...] | None = None,
+    q_down: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434), without a latent norm.
 
@@ -115,12 +116,14 @@ def latent_attention(
         o_bias: `[E]` or None.
         projections: As in `grouped_attention`: E is then D for `q_nope` and `q_rope`, and 2 G D for `k_rope` and `down`.
         slopes: As in `grouped_attention`.
+        q_down: `[Q, E]`, makes the latent that queries read, or None: E is then Q for `q_nope` and `q_rope`.
 
     Returns:
         `[B, T, E]`.
     """
     positions = torch.arange(x.shape[1], device=x.device)
     read, x = _read(x, o.shape[1], projections)
+    read = read if q_down is None else torch.einsum("bhte,qe->bhtq", read, q_down)
     key = _projected(x, k_rope[None], None if k_rope_bias is None else k_rope_bias[None])
     rope = torch.einsum(
         "bhtp,bsp->bhts", rotary.rotate(_of_heads(read, q_rope, q_rope_bias), positions), rotary.rotate(key, positions)[:, 0]

@@ -43,6 +43,8 @@ class AttentionSpec:
         kv_lora_rank: R, the size of the latent that is cached instead of keys and values (MLA); None without one.
         qk_rope_head_dim: P, the size of the rotary key that is cached beside the latent.
         qk_nope_head_dim: N, the dims of a head's keys that come from the latent. Values have `head_dim`.
+        q_lora_rank: The rank of a latent of queries, where one was asked for; None for the queries of the output class. Configs
+            are not asked for it.
     """
 
     num_layers: int
@@ -52,6 +54,7 @@ class AttentionSpec:
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int = 0
     qk_nope_head_dim: int = 0
+    q_lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:

@@ -136,6 +136,12 @@ def mqa(**given: Any) -> None:
 )
 @click.option("--freqfold", type=int, metavar="F", help="For pca: treat F neighbouring frequencies as one.  [default: fewest]")
 @click.option("--pad-rank", is_flag=True, help="Allow a rank beyond full size, and fill it with zeros.")
+@click.option(
+    "--q-lora-rank",
+    type=int,
+    metavar="N",
+    help="Rank of a latent of queries, constants included: fewer weights, the same cache.  [default: full]",
+)
 @options.calibration
 @options.conversion
 def mla(**given: Any) -> None:

@@ -26,6 +26,7 @@ from convert.calibration.least_squares import (
     inverse,
     missing,
 )
+from convert.methods.query_latent import joined_met
 
 _TOGETHER = 2**20  # logits of one span of a block, of as many heads as are fitted together
 _SAMPLED = 64  # tokens, spread evenly, for which keys are rotated back
@@ -47,6 +48,22 @@ def fitted_queries(before: Attention, after: Record, blocks: Sequence[torch.Tens
         changes.append(_solved(fits, free))
     change = torch.cat(changes)
     return lambda share: _applied(before, after, share * change)
+
+
+def met_by_queries(before: Attention, after: FactoredAttention, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[H, N + P, N + P]` fp64, Σ_t Cov_{s ~ p_t} of what the result's queries meet, nope dims first.
+
+    Args as of `fitted_queries`.
+    """
+    lengths, found = list(map(len, blocks)), []
+    pairs, rank = [(heads_of(before, x), heads_of(after, x)) for x in blocks], len(after.down)
+    for heads in _together(len(before.q), max(lengths)):
+        parts = fitted_spans(heads.stop - heads.start, lengths, TOKENS)
+        fits = [_Fit.of(a.part(heads), b.part(heads), part) for (a, b), part in zip(pairs, parts, strict=True)]
+        kept = torch.stack([fit.moments(-(-_SAMPLED // len(fits)))[1] for fit in fits]).sum(0).double()
+        up = after.up_k[heads].double()
+        found.append(joined_met(up @ kept[:, :rank, :rank] @ up.mT, kept[:, rank:, rank:]))
+    return torch.cat(found)
 
 
 def _together(count: int, context: int) -> list[slice]:

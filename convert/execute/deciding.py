@@ -14,13 +14,16 @@ import torch
 
 from attention.errors import Failure
 from attention.forward import output_error
-from attention.record import Attention, Record
+from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotary, no_rotary
 from attention.spread import evenly_spread
+from convert.calibration.queries import met_by_queries
 from convert.calibration.refit import refitted
 from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
+from convert.families.neutral import query_channels
 from convert.methods.latent import Allocation, LatentMethod
+from convert.methods.query_latent import expected_met, truncated
 from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget
@@ -79,7 +82,9 @@ def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> 
     tried = {"rotary_frequencies_tried": choice.tried} if choice.tried else {}
     found = {"rotary_frequencies": list(choice.pairs), **tried}
     plan = job.plan.choosing(chosen) if target.splits else job.plan
-    return Decision(plan, _refitting(job, change), rotary.select(list(choice.pairs), "interleaved"), found)
+    return Decision(
+        plan, _truncating(job, chosen, _refitting(job, change)), rotary.select(list(choice.pairs), "interleaved"), found
+    )
 
 
 @dataclass(frozen=True)
@@ -196,6 +201,25 @@ def _refitting(job: Job, change: Change) -> Change:
     def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
         before, after = change(before, layer, known)
         return before, _refitted(job, before, after, known)
+
+    return changed
+
+
+def _truncating(job: Job, target: LatentTarget, change: Change) -> Change:
+    """The same change, followed by the truncation of queries if the target has a latent of them."""
+    rank, full = target.spec.q_lora_rank, target.host.full_query_rank(job.plan.source.decoder.hidden_size)
+    if rank is None or rank == full:
+        return change
+
+    def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
+        before, after = change(before, layer, known)
+        assert isinstance(after, FactoredAttention)
+        known = known.shrunk().to(after.down.device)
+        if known.sample is not None and job.shows_attention:
+            met = met_by_queries(before, after, [block.float() for block in known.sample.blocks])
+        else:
+            met = expected_met(after, known.attended)
+        return before, truncated(after, query_channels(rank), known.of_queries, met)
 
     return changed
 

@@ -44,7 +44,9 @@ def _maps(a: Record, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     """One head's queries and keys `[n, E]`, outputs and values `[m, E]`; its bilinear forms are qᵀ k and oᵀ v."""
     if isinstance(a, FactoredAttention):
         keys = torch.cat((a.up_k[head] @ a.down, a.k_rope))
-        return torch.cat((a.q_nope[head], a.q_rope[head])), keys, a.o[:, head].T, a.up_v[head] @ a.down
+        queries = torch.cat((a.q_nope[head], a.q_rope[head]))
+        queries = queries if a.q_down is None else queries @ a.q_down
+        return queries, keys, a.o[:, head].T, a.up_v[head] @ a.down
     group = head // (a.q.shape[0] // a.num_kv_heads)
     keys = a.k[group].float()
     if a.rotary is not None:

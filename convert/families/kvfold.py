@@ -227,6 +227,7 @@ def _join_factors(record: FactoredAttention, rank: int) -> dict[str, torch.Tenso
     """The inverse of `_split_factors`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
     import torch
 
+    assert record.q_down is None, "the class has no latent of queries"
     a, missing = record.paired("half"), rank - len(record.down)
     down, up = torch.nn.functional.pad(a.down, (0, 0, 0, missing)), torch.cat((a.up_k, a.up_v), 1)
     local = {

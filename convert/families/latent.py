@@ -21,6 +21,7 @@ from convert.families.base import Family, Traits
 from convert.families.deepseek import MINICPM3, V3
 from convert.families.neutral import (
     EXPONENT,
+    beside_constants,
     constants,
     is_neutral,
     is_query_latent,
@@ -165,9 +166,16 @@ class LatentProjections(Family):
         up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, len(padding)))  # [H, N + D, R]
         queries = (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1)
         tensors = {"q_proj.weight": queries}
+        biases = queries.new_zeros(len(queries))
         if a.q_nope_bias is not None and a.q_rope_bias is not None:
             biases = (torch.cat((a.q_nope_bias, a.q_rope_bias), 1) * scale).flatten()
-            tensors = query_latent(queries.shape[1], queries) | {"q_b_proj.weight": join_query_bias(queries, biases)}
+        if a.q_down is not None:
+            assert spec.q_lora_rank is not None, "whoever makes a latent of queries says its rank"
+            of_queries = beside_constants(a.q_down, spec.q_lora_rank)
+            tensors = of_queries | {"q_b_proj.weight": join_query_bias(queries, biases, spec.q_lora_rank)}
+        elif a.q_nope_bias is not None or spec.q_lora_rank is not None:
+            width = queries.shape[1]
+            tensors = query_latent(width, queries) | {"q_b_proj.weight": join_query_bias(queries, biases, query_rank(width))}
         tensors |= {
             "kv_a_proj_with_mqa.weight": torch.cat((a.down, padding, a.k_rope)),
             "kv_a_proj_with_mqa.bias": torch.cat((zeros, constant, _or_zeros(a.k_rope_bias, a.k_rope[:, 0]))),

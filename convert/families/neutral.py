@@ -5,7 +5,7 @@ they went in, up to an exponent shift.
 
 Two latents need this. That of keys and values caches all of its channels, so it has as few constants as possible. That of
 queries is not cached. kvfold uses it where queries have biases, for which DeepSeek-V3's class has no place: the latent is the
-input itself and a constant one, and the projection behind it is [W_Q | b].
+input itself and a constant one, and the projection behind it is [W_Q | b]. It may also be of lower rank than the input.
 """
 
 from __future__ import annotations
@@ -72,15 +72,28 @@ def query_constants(rank: int) -> list[float]:
     return [1.0, *(float(value) for value in found if value)]
 
 
+def query_channels(rank: int) -> int:
+    """How many channels of a latent of queries are no constants."""
+    return rank - len(query_constants(rank))
+
+
 def query_latent(width: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
     """`q_a_proj` and `q_a_layernorm` of a latent that is the input and the constants; dtype and device as of `like`."""
-    rank = query_rank(width)
-    constant = like.new_tensor(query_constants(rank))
-    gain, bias, weight = like.new_full((rank,), 2.0**EXPONENT), like.new_zeros(rank), like.new_zeros(rank, width)
+    rank, weight = query_rank(width), like.new_zeros(query_channels(query_rank(width)), width)
+    weight.fill_diagonal_(1)
+    return beside_constants(weight, rank)
+
+
+def beside_constants(weight: torch.Tensor, rank: int) -> dict[str, torch.Tensor]:
+    """`q_a_proj` and `q_a_layernorm` of a latent of what `weight [channels, E]` makes of the input, and the constants."""
+    import torch
+
+    constant = weight.new_tensor(query_constants(rank))
+    gain, bias = weight.new_full((rank,), 2.0**EXPONENT), weight.new_zeros(rank)
     gain[-len(constant) :] = 0
     gain[-len(constant)] = 1  # 1 · 2^k divided by 2^k
     bias[-len(constant) :] = constant * 2.0**EXPONENT
-    weight.fill_diagonal_(1)
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, len(constant)))
     return {"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": gain}
 
 
@@ -90,9 +103,8 @@ def is_query_latent(tensors: Mapping[str, torch.Tensor]) -> bool:
     return all(bool((tensors[name] == tensor).all()) for name, tensor in expected.items())
 
 
-def join_query_bias(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`q_b_proj.weight [n, rank]` of queries with `weight [n, E]` and `bias [n]`."""
-    rank = query_rank(weight.shape[1])
+def join_query_bias(weight: torch.Tensor, bias: torch.Tensor, rank: int) -> torch.Tensor:
+    """`q_b_proj.weight [n, rank]` of queries with `weight [n, E]`, or `[n, channels]` of a lower rank, and `bias [n]`."""
     joined = weight.new_zeros(len(weight), rank)
     joined[:, : weight.shape[1]] = weight
     joined[:, -len(query_constants(rank))] = bias

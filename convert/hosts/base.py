@@ -67,6 +67,9 @@ class Host(Protocol):
     def reserved(self, kv_lora_rank: int) -> int:
         """The number of a latent's channels that the class needs for itself."""
 
+    def full_query_rank(self, width: int) -> int | None:
+        """The rank from which on a latent of queries of a model of that width loses nothing; None if the class has none."""
+
     def notes(self, config: Any) -> tuple[str, ...]:
         """Sentences for the plan: what carrying a source of this config costs besides its cache."""
 

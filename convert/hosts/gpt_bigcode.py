@@ -102,6 +102,9 @@ class GPTBigCode:
     def reserved(self, kv_lora_rank: int) -> int:
         return 0
 
+    def full_query_rank(self, width: int) -> int | None:
+        return None
+
     def notes(self, config: Any) -> tuple[str, ...]:
         """Sources with rows for padding count positions from the padding mask, and this class from the first column."""
         if (place := FAMILIES[config.model_type].names.holding("padding_positions.weight")) is None:

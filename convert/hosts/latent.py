@@ -103,6 +103,9 @@ class StockLatent(ABC):
     def reserved(self, kv_lora_rank: int) -> int:
         return len(constants(kv_lora_rank))
 
+    def full_query_rank(self, width: int) -> int | None:
+        return query_rank(width)
+
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         kept = {key: getattr(config, key) for key in _CARRIED if hasattr(config, key)}
         named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
@@ -113,7 +116,7 @@ class StockLatent(ABC):
             **kept,
             "num_key_value_heads": target.num_heads,
             "kv_lora_rank": target.kv_lora_rank,
-            "q_lora_rank": query_rank(config.hidden_size) if self._query_biases(config) else None,
+            "q_lora_rank": target.q_lora_rank or (query_rank(config.hidden_size) if self._query_biases(config) else None),
             "qk_nope_head_dim": target.qk_nope_head_dim,
             "qk_rope_head_dim": target.qk_rope_head_dim,
             "v_head_dim": target.head_dim,

@@ -67,6 +67,9 @@ class Phi:
     def reserved(self, kv_lora_rank: int) -> int:
         return 0
 
+    def full_query_rank(self, width: int) -> int | None:
+        return None
+
     def notes(self, config: Any) -> tuple[str, ...]:
         return ()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 from attention.spec import RANK_STEP, AttentionSpec, dtype_bytes
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from eval.source import Source
 
 
+_FEWEST_QUERY_CHANNELS = 8  # of a latent of queries: at most five are constants
+
+
 @dataclass(frozen=True)
 class LatentRequest:
     """The size of a latent that the user asks for: rank and rotary dims, or a budget.
@@ -35,6 +39,7 @@ class LatentRequest:
         kv_bytes: Bytes per token in all layers, or None.
         freqfold: How many neighbouring frequencies count as one; None for as few as P allows.
         pad_rank: Whether the rank may exceed full rank, with channels of zeros.
+        q_lora_rank: The rank of a latent of queries; None for what the output class needs.
     """
 
     kv_lora_rank: int | None = None
@@ -43,6 +48,7 @@ class LatentRequest:
     kv_bytes: int | None = None
     freqfold: int | None = None
     pad_rank: bool = False
+    q_lora_rank: int | None = None
 
 
 def plan_latent(
@@ -94,6 +100,7 @@ def plan_latent(
         text, remarks = None, ["the calibration text is not used"] if text else []
     elif text is not None and not method.folds and size.kv_lora_rank is None and rope_dim and not (engine and engine.latents):
         sizes = _splits(source, family, before, target.spec, host)
+        sizes = [replace(split, q_lora_rank=size.q_lora_rank) for split in sizes]
         splits = tuple(_target(source, family, method, host, before, split, dtype) for split in sizes)
         note = "the search starts from this split of the cache; the text decides the split, one for all layers"
         target = replace(target, splits=splits, notes=(*target.notes, note))
@@ -114,7 +121,7 @@ def _target(
 
     rank, rope_dim = size.kv_lora_rank or 0, size.qk_rope_head_dim or 0
     _check_rotary(source, family, rope_dim)
-    spec = before.latent(rank, rope_dim)
+    spec = replace(before.latent(rank, rope_dim), q_lora_rank=_query_rank(source, host, size.q_lora_rank))
     if rope_dim > (most := _most_rotary_dims(source, family, before)):
         raise Refusal(
             f"cannot keep {rope_dim} rotary dims of {source.reference}: of each key's {before.head_dim} dims only "
@@ -139,7 +146,8 @@ def _target(
         return replace(
             target, notes=(f"{spec.kind} {how}" if dtype == source.dtype else f"{spec.kind} is what the source has",)
         )
-    notes = [_channels_note(rank, used, host), *host.notes(source.config)]
+    of_queries = host.notes(source.config) if spec.q_lora_rank is None else _query_notes(source, family, host, spec)
+    notes = [_channels_note(rank, used, host), *of_queries]
     if fold > 1:
         notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
     if rank % RANK_STEP:
@@ -268,6 +276,47 @@ def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, rotary_dim:
     chosen = default_fold(rope_dim, rotary_dim) if fold is None else fold
     check_fold(chosen, rope_dim, rotary_dim)
     return chosen
+
+
+def _query_rank(source: Source, host: Host, rank: int | None) -> int | None:
+    """The rank of a latent of queries as asked for, if the output class can have it."""
+    if rank is None:
+        return None
+    full = host.full_query_rank(source.decoder.hidden_size)
+    if full is None:
+        raise Refusal(
+            f"the result of {source.reference} is a {host.name}, which has no latent of queries, so it has no --q-lora-rank",
+            hint="leave out --q-lora-rank",
+        )
+    if not _FEWEST_QUERY_CHANNELS <= rank <= full:
+        raise Refusal(
+            f"--q-lora-rank is {rank}, and for {source.reference} it must be from {_FEWEST_QUERY_CHANNELS} to {full}, which "
+            "holds the whole input and constants",
+            hint="leave it out for queries that lose nothing",
+        )
+    return rank
+
+
+def _query_notes(source: Source, family: Family, host: Host, spec: AttentionSpec) -> tuple[str, ...]:
+    """What a latent of queries costs and saves."""
+    config, layout = source.config, host.layout(family)
+
+    def weights(of: Family, sized: Any) -> int:
+        return sum(math.prod(shape) for shape in of.shapes(sized, 0).values())
+
+    plain, found = (host.sized(source.raw, config, size) for size in (replace(spec, q_lora_rank=None), spec))
+    counts = weights(layout, found), weights(family, config), weights(layout, plain)
+    saved = (
+        "the attention of a layer has {:,} parameters; the source's has {:,}, and without --q-lora-rank it would have "
+        "{:,}".format(*counts)
+    )
+    if spec.q_lora_rank == host.full_query_rank(config.hidden_size):
+        return (saved,)
+    return (
+        saved,
+        "the latent of queries keeps its norm, whose constants overflow in float16, also with kvfold's `attention` package",
+        "the result is no source of a smaller MLA: kvfold reads no latents of queries of lower rank",
+    )
 
 
 def _channels_note(rank: int, used: int, host: Host) -> str:

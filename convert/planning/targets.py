@@ -118,6 +118,7 @@ class LatentTarget:
             "qk_rope_head_dim": self.spec.qk_rope_head_dim,
             **({"freqfold": self.freqfold} if self.freqfold > 1 else {}),
             **({"pad_rank": True} if self.pad_rank else {}),
+            **({} if self.spec.q_lora_rank is None else {"q_lora_rank": self.spec.q_lora_rank}),
         }
 
     def facts(self) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert.families.neutral import (
+    beside_constants,
     is_query_latent,
     join_query_bias,
+    query_channels,
     query_constants,
     query_latent,
     query_rank,
@@ -51,12 +53,32 @@ def test_inputs_come_out_bit_for_bit_beside_a_one(width: int, dtype: torch.dtype
     assert not latent[:, one + 1 :].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [8, 16, 24, 100, 768])
+def test_channels_of_a_lower_rank_come_out_bit_for_bit_beside_a_one(rank: int, dtype: torch.dtype) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+
+    generator = torch.Generator().manual_seed(0)
+    channels = query_channels(rank)
+    weight = torch.randn(channels, 20, generator=generator).to(dtype)
+    tensors, norm = beside_constants(weight, rank), DeepseekV3RMSNorm(rank).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(tensors["q_a_layernorm.weight"])
+    x = torch.randn(50, 20, generator=generator).to(dtype)
+    latent = norm(torch.nn.functional.linear(x, tensors["q_a_proj.weight"], tensors["q_a_proj.bias"])).detach()
+    rounding = 0 if dtype == torch.bfloat16 else 2.0**-22  # a product of another shape may be summed in another order
+    expected = torch.nn.functional.linear(x, tensors["q_a_proj.weight"])[:, :channels]
+    torch.testing.assert_close(latent[:, :channels], expected, rtol=rounding, atol=0)
+    assert float((latent[:, channels] - 1).abs().max()) <= rounding
+    assert not latent[:, channels + 1 :].any()
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 9), width=st.integers(1, 70), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
 def test_queries_and_their_biases_come_back(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, width), (rows,)))
-    joined = join_query_bias(weight, bias)
+    joined = join_query_bias(weight, bias, query_rank(width))
     assert joined.shape == (rows, query_rank(width))
     found = split_query_bias(joined, width)
     assert torch.equal(found[0], weight)
