@@ -95,7 +95,7 @@ def _converted(convert: Any, given: dict[str, Any]) -> None:
 def gqa(**given: Any) -> None:
     """Convert MODEL to grouped-query attention.
 
-    Merges its KV heads into N heads, and writes the result to OUTPUT. OUTPUT loads in stock transformers.
+    Merges its KV heads into N heads, and writes the result to OUTPUT. --dry-run says what loads it.
 
     Example: convert gqa --groups 8 meta-llama/Llama-2-7b-hf llama-2-7b-gqa8
     """

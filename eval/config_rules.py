@@ -286,9 +286,12 @@ def _check_lengths(values: Mapping[str, Any], where: str) -> None:
             _refuse(where, key, entries, rule)
 
 
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+
+
 def _check_activation(text: Any, where: str) -> None:
     for field in dataclasses.fields(text) if dataclasses.is_dataclass(text) else ():
-        name = _read(text, field.name) if field.name in ("hidden_act", "hidden_activation") else None
+        name = _read(text, field.name) if field.name in _ACTIVATIONS else None
         if isinstance(name, str) and name != field.default:
             from transformers.activations import ACT2FN
 

@@ -73,6 +73,9 @@ class Falcon(InterleavedProjections):
         found = AttentionSpec.from_config(config)
         return found if groups is None else replace(found, num_kv_heads=groups)
 
+    def class_kv_heads(self, config: Any) -> int:
+        return self.spec(config).num_kv_heads
+
     def unshared(self, config: Any, spec: AttentionSpec) -> str | None:
         if spec.num_kv_heads > 1:
             return (

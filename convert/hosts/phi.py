@@ -61,7 +61,9 @@ class Phi:
             )
         pad, vocabulary = getattr(config, "pad_token_id", None), config.vocab_size
         if pad is not None and not -vocabulary <= pad < vocabulary:
-            return f"pad_token_id is {pad}, and the class has no embedding of it beside the {vocabulary} of vocab_size"
+            return (
+                f"pad_token_id is {pad}, and the class has no embedding of it beside the {vocabulary} of vocab_size (remove it)"
+            )
         return None
 
     def reserved(self, kv_lora_rank: int) -> int:

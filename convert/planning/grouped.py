@@ -92,8 +92,8 @@ def _check_clip(source: Source, method: GroupedMethod, traits: Traits) -> None:
         return
     able = [name for name in methods.GROUPED if methods.load_grouped(name).text is TextUse.IGNORED]
     raise Refusal(
-        f"{source.reference} clamps queries, keys and values to {traits.clip} (clip_qkv), and method {method.name} changes their "
-        "size before that",
+        f"{source.reference} clamps queries, keys and values to {traits.clip} (clip_qkv), and method {method.name} changes "
+        "their size before that",
         hint=f"use --method {' or '.join(able[:-1])}, or `convert mla`, which makes its latent behind the clamp",
     )
 

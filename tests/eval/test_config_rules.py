@@ -139,6 +139,8 @@ def test_rope_parameters_that_break_a_rule_are_refused(parameters: dict[str, Any
         ("llama", {"pad_token_id": -97}, "pad_token_id is -97; it must be below"),
         ("qwen2", {"head_dim": None, "num_attention_heads": 65}, "num_attention_heads is 65; it must be at most hidden_size"),
         ("llama", {"hidden_act": "swoosh"}, "hidden_act is 'swoosh'; it must be one of transformers' activations ("),
+        ("gptj", {"activation_function": "swoosh"}, "activation_function is 'swoosh'; it must be one of"),
+        ("falcon", {"activation": "swoosh"}, "activation is 'swoosh'; it must be one of"),
         ("gemma2", {"hidden_activation": "swoosh"}, "hidden_activation is 'swoosh'; it must be one of"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0; it must be an integer above 0, or null"),
         (

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import layer_tensors, tiny_config, tiny_model
-from written import ok, weights
+from written import edit, ok, weights
 
 from attention import load
 from attention.reference import grouped_attention
@@ -169,3 +169,13 @@ def test_the_cache_of_every_architecture_is_predicted() -> None:
         model = tiny_model(tiny_config("falcon", **changes))
         predicted = AttentionSpec.from_config(model.config)
         assert measured_bytes_per_token(model, "float32") == predicted.bytes_per_token("float32")
+
+
+@pytest.mark.parametrize(("stray", "accepted"), [(1, True), (8, False), (4, False)])
+def test_a_stray_number_of_kv_heads_is_that_of_the_class_or_refused(
+    stray: int, accepted: bool, checkpoint: Make, convert: Convert
+) -> None:
+    source = edit(checkpoint("falcon", multi_query=True), num_key_value_heads=stray)
+    found = convert("inspect", source)
+    assert (found.exit_code == 0) == accepted, found.output
+    assert accepted or f"sets num_key_value_heads to {stray}, which falcon ignores: its 8 query heads share 1" in found.stderr
