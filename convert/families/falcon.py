@@ -74,7 +74,9 @@ class Falcon(InterleavedProjections):
         return found if groups is None else replace(found, num_kv_heads=groups)
 
     def class_kv_heads(self, config: Any) -> int:
-        return self.spec(config).num_kv_heads
+        if config.new_decoder_architecture:
+            return int(config.num_kv_heads)
+        return 1 if config.multi_query else super().class_kv_heads(config)
 
     def unshared(self, config: Any, spec: AttentionSpec) -> str | None:
         if spec.num_kv_heads > 1:

@@ -315,7 +315,7 @@ def _query_notes(source: Source, family: Family, host: Host, spec: AttentionSpec
     return (
         saved,
         "the latent of queries keeps its norm, whose constants overflow in float16, also with kvfold's `attention` package",
-        "the result is no source of a smaller MLA: kvfold reads no latents of queries of lower rank",
+        "a smaller MLA of the result would have kvfold's class, behind the norms of both latents",
     )
 
 

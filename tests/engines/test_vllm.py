@@ -21,12 +21,13 @@ from attention.spec import dtype_bytes
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-engines)")
 
 Convert = Callable[..., Any]
+Make = Callable[..., Path]
 SOURCE = Path(__file__).parents[2] / "convert" / "demo" / "python-5m-mha"
 SCRIPT = Path(__file__).with_name("vllm_tokens.py")
 TOKENS = 48
 CACHE = 2**30  # bytes that vLLM may use for keys and values
 # vLLM's kernel on CPUs takes no other size.
-LATENT = ("mla", "--kv-lora-rank", 512, "--qk-rope-head-dim", 64, "--pad-rank", "--engine", "vllm")
+LATENT = ("mla", "--kv-lora-rank", 512, "--qk-rope-head-dim", 64, "--pad-rank")
 TARGETS = {"MQA": ("mqa",), "GQA-4": ("gqa", "--groups", 4), "MLA-512+64": LATENT}
 PROMPTS = ["def main():\n    ", "import os\n\n", "class Point:\n    def __init__(self"]
 
@@ -35,14 +36,11 @@ def tokens_of(model: Path) -> Path:
     return model.with_name("tokens.json")
 
 
-def served(model: Path, dtype: str) -> subprocess.CompletedProcess[str]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def served(model: Path, dtype: str, prompts: list[list[int]]) -> subprocess.CompletedProcess[str]:
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE // 2**30), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, str(SCRIPT), str(model), dtype, str(TOKENS), str(tokens_of(model))],
-        input=json.dumps(tokenizer(PROMPTS)["input_ids"]),
+        input=json.dumps(prompts),
         capture_output=True,
         text=True,
         env=os.environ | settings,
@@ -61,34 +59,59 @@ def expected(model: Path, dtype: str, ids: list[int], steps: list[list[Any]]) ->
         return made(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype"), [("MQA", "float32"), ("GQA-4", "float32"), ("MLA-512+64", "float32"), ("MLA-512+64", "bfloat16")]
-)
-def test_tokens_are_those_of_transformers(target: str, dtype: str, convert: Convert, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    ok(convert(*TARGETS[target][:1], SOURCE, tmp_path / "out", *TARGETS[target][1:]))
-    done = served(tmp_path / "out", dtype)
+def same_tokens(model: Path, dtype: str, prompts: list[list[int]]) -> None:
+    """vLLM's tokens are those of transformers, and its cache has the bytes that were planned."""
+    done = served(model, dtype, prompts)
     assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(tokens_of(tmp_path / "out").read_text())
     near, off = {"float32": (0.01, 1e-4), "bfloat16": (0.1, 0.1)}[dtype]
-    for ids, steps in zip(AutoTokenizer.from_pretrained(tmp_path / "out")(PROMPTS)["input_ids"], results, strict=True):
+    for ids, steps in zip(prompts, json.loads(tokens_of(model).read_text()), strict=True):
         assert len(steps) == TOKENS
-        known = expected(tmp_path / "out", dtype, ids, steps)
+        known = expected(model, dtype, ids, steps)
         for step, (token, logprob) in zip(known, steps, strict=True):
             assert float(step.max() - step[token]) <= near, "another token only where two are nearly as likely"
             assert abs(float(step[token]) - logprob) <= off
     said = re.search(r"KV cache size: ([\d,]+) tokens", done.stdout + done.stderr)
     assert said
-    planned = json.loads((tmp_path / "out" / "conversion.json").read_text())["kv_bytes_per_token"]
+    planned = json.loads((model / "conversion.json").read_text())["kv_bytes_per_token"]
     predicted = planned["after"] * dtype_bytes(dtype) // dtype_bytes(planned["cache_dtype"])
     assert CACHE / int(said[1].replace(",", "")) == pytest.approx(predicted, rel=0.01)
+
+
+def prompts_of(model: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    found: list[list[int]] = AutoTokenizer.from_pretrained(model)(PROMPTS)["input_ids"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("MQA", "float32"), ("GQA-4", "float32"), ("MLA-512+64", "float32"), ("MLA-512+64", "bfloat16")]
+)
+def test_tokens_are_those_of_transformers(target: str, dtype: str, convert: Convert, tmp_path: Path) -> None:
+    command, *options = TARGETS[target]
+    ok(convert(command, SOURCE, tmp_path / "out", *options))
+    same_tokens(tmp_path / "out", dtype, prompts_of(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "target"), [("gptj", ("gqa", "--groups", 2)), ("gpt2", ("mqa",)), ("qwen2", LATENT)], ids=str
+)
+def test_other_output_classes_run_too(
+    model_type: str, target: tuple[Any, ...], checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    """Stock Phi and GPTBigCode, and a latent of queries that carries biases; random weights."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "rotary_dim": 16}
+    source = checkpoint(model_type, **sizes, max_position_embeddings=256)
+    command, *options = target
+    ok(convert(command, source, tmp_path / "out", *options, "--engine", "vllm"))
+    same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
 
 
 def test_a_copy_that_names_the_engines_own_class_does_not_start(convert: Convert, tmp_path: Path) -> None:
     """As transformers saves it. That class would drop the biases."""
     command, *options = LATENT
     ok(convert(command, SOURCE, tmp_path / "out", *options))
-    done = served(edit(tmp_path / "out", architectures=["DeepseekV3ForCausalLM"]), "float32")
+    renamed = edit(tmp_path / "out", architectures=["DeepseekV3ForCausalLM"])
+    done = served(renamed, "float32", prompts_of(renamed))
     assert done.returncode != 0
     assert "ZeroDivisionError" in done.stdout + done.stderr

@@ -110,10 +110,10 @@ def test_the_plan_says_what_is_saved(checkpoint: Make, convert: Convert, tmp_pat
         in shown
     )
     assert "query biases go through q_a_proj, an identity" not in shown
-    assert "the result is no source of a smaller MLA" in shown
+    assert "a smaller MLA of the result would have kvfold's class" in shown
     full = ok(convert("mla", source, tmp_path / "full", *SMALL, "--q-lora-rank", FULL, "--dry-run")).stdout
     assert "parameters; the source's has" in full
-    assert "no source" not in full
+    assert "kvfold's class" not in full
     recipe = json.loads((tmp_path / "out" / "conversion.json").read_text())["recipe"]
     assert recipe["mla"]["q_lora_rank"] == 24
     done = mla(source, tmp_path / "again", kv_lora_rank=24, qk_rope_head_dim=16, q_lora_rank=24)
@@ -138,10 +138,17 @@ def test_a_latent_of_queries_is_refined(
     assert torch.equal(before[name][query_channels(24) :], after[name][query_channels(24) :]), "constants"
 
 
-def test_results_with_less_are_no_sources(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+def test_results_with_less_are_sources_of_kvfolds_class(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     ok(convert("mla", checkpoint("llama"), tmp_path / "out", *SMALL, "--q-lora-rank", 24))
-    again = convert("mla", tmp_path / "out", tmp_path / "less", "--kv-lora-rank", 12, "--qk-rope-head-dim", 8)
-    left_nothing(again, 2, "its queries have a latent of their own (q_lora_rank 24)", tmp_path / "less")
+    whole = json.loads((tmp_path / "out" / "config.json").read_text())["kv_lora_rank"] - 1  # one channel is a constant
+    for name, size in (("same", [whole, 16]), ("fewer rotary", [whole, 8])):  # its frequencies are a list
+        sizes = ["--kv-lora-rank", size[0], "--qk-rope-head-dim", size[1], "--method", "svd"]
+        ok(convert("mla", tmp_path / "out", tmp_path / name, *sizes))
+    assert json.loads((tmp_path / "same" / "config.json").read_text())["model_type"] == "kvfold"
+    ids = tokens(24)
+    with torch.inference_mode():
+        found = load(tmp_path / "same")(ids).logits
+    torch.testing.assert_close(found, logits_of(tmp_path / "out", ids), rtol=1e-4, atol=1e-4)
     ok(convert("mla", checkpoint("llama", name="other"), tmp_path / "full", *SMALL, "--q-lora-rank", FULL))
     ok(
         convert(
