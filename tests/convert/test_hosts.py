@@ -14,6 +14,7 @@ from tiny import tiny_config
 from written import edit, left_nothing, ok, weights
 
 from attention import load
+from attention.caps import keep_caps
 from attention.latent import LatentAttention
 from attention.models import MODEL_TYPE, register
 from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
@@ -94,7 +95,7 @@ def stock(path: Path, **arguments: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     register()
-    return AutoModelForCausalLM.from_pretrained(path, **arguments).eval()
+    return keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments)).eval()
 
 
 def said(model: Any, ids: torch.Tensor) -> torch.Tensor:
