@@ -123,8 +123,8 @@ class Rotary:
         import torch
 
         rope, nope = rows[:, : self.dims], rows[:, self.dims :]
-        turned = rope.unflatten(1, _shape(len(self.frequencies), self.pairing)).transpose(1, 2).flatten(1, 2)
-        return torch.cat((turned, nope), 1)
+        rope = rope.unflatten(1, _shape(len(self.frequencies), self.pairing)).transpose(1, 2).flatten(1, 2)
+        return torch.cat((rope, nope), 1)
 
     def select(self, pairs: list[int], pairing: Pairing) -> Rotary:
         """The rotary embedding with the frequencies of `pairs`, in that order, repeats included.

@@ -45,7 +45,6 @@ class Traits:
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         beyond: Config fields that are set and make the class do more than the record describes.
         latent_norm: The norm of a latent that it has already; None without a latent, or if that has no norm.
-        alibi: Whether logits grow with the position of the key, by a slope of each query head (`attention.record.Attention`).
     """
 
     qkv_bias: bool
@@ -54,7 +53,6 @@ class Traits:
     layers_with_rotary: int
     adds_output: bool
     beyond: Mapping[str, Any]
-    alibi: bool = False
     latent_norm: NormForm | None = None
 
     @property
@@ -246,7 +244,7 @@ class Family(ABC):
             "rotary_pairing": rotary.pairing if rotary else None,
             "rope_type": parameters.get("rope_type", "per layer type") if rotary else None,
             "layers_with_rotary": traits.layers_with_rotary,
-            "alibi": traits.alibi,
+            "alibi": self.slopes(config) is not None,
             "softmax_scale": self.scale(config),
             "also": dict(traits.beyond),
         }

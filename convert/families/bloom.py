@@ -10,7 +10,8 @@ from typing import Any
 
 from convert.families.base import Traits
 from convert.families.interleaved import InterleavedProjections
-from convert.families.names import NameTable, Row, in_layers
+from convert.families.names import Row
+from convert.families.tables import megatron
 
 _LAYERS = "transformer.h"
 
@@ -19,17 +20,8 @@ class Bloom(InterleavedProjections):
     """Biases are everywhere."""
 
     model_type = "bloom"
-    names = NameTable(
-        [
-            Row("transformer.word_embeddings", ("embedding",)),
-            Row("transformer.word_embeddings_layernorm", ("embedding_norm",)),
-            in_layers(_LAYERS, "input_layernorm", "attention_norm"),
-            in_layers(_LAYERS, "post_attention_layernorm", "mlp_norm"),
-            in_layers(_LAYERS, "mlp.dense_h_to_4h", "mlp.up"),
-            in_layers(_LAYERS, "mlp.dense_4h_to_h", "mlp.down"),
-            Row("transformer.ln_f", ("final_norm",)),
-            Row("lm_head", ("head",)),
-        ]
+    names = megatron(_LAYERS, "transformer.word_embeddings", "transformer.ln_f", "lm_head").replacing(
+        Row("transformer.word_embeddings_layernorm", ("embedding_norm",))
     )
     attention_path = f"{_LAYERS}.{{layer}}.self_attention"
     base = "transformer"
@@ -47,7 +39,6 @@ class Bloom(InterleavedProjections):
             layers_with_rotary=0,
             adds_output=not config.apply_residual_connection_post_layernorm,
             beyond={},
-            alibi=True,
         )
 
     def rotary(self, config: Any, layer: int) -> None:

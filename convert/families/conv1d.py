@@ -12,7 +12,7 @@ from attention.record import Attention, Record
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import in_layers
-from convert.families.separate import GPT2
+from convert.families.tables import GPT2
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable, in_layers
 from convert.families.projections import join_latent, latent_shapes, split_latent
-from convert.families.separate import EXPERTS, LLAMA
+from convert.families.tables import EXPERTS, LLAMA
 
 if TYPE_CHECKING:
     import torch

@@ -13,23 +13,14 @@ from attention.record import Attention, Record
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.interleaved import InterleavedProjections
-from convert.families.names import NameTable, Row, in_layers
+from convert.families.names import NameTable, in_layers
+from convert.families.tables import megatron
 
 if TYPE_CHECKING:
     import torch
 
 _LAYERS = "transformer.h"
-_ONE_NORM = NameTable(
-    [
-        Row("transformer.word_embeddings", ("embedding",)),
-        in_layers(_LAYERS, "input_layernorm", "attention_norm"),
-        in_layers(_LAYERS, "post_attention_layernorm", "mlp_norm"),  # unless attention and MLP run in parallel
-        in_layers(_LAYERS, "mlp.dense_h_to_4h", "mlp.up"),
-        in_layers(_LAYERS, "mlp.dense_4h_to_h", "mlp.down"),
-        Row("transformer.ln_f", ("final_norm",)),
-        Row("lm_head", ("head",)),
-    ]
-)
+_ONE_NORM = megatron(_LAYERS, "transformer.word_embeddings", "transformer.ln_f", "lm_head")
 _TWO_NORMS = _ONE_NORM.replacing(in_layers(_LAYERS, "ln_attn", "attention_norm"), in_layers(_LAYERS, "ln_mlp", "mlp_norm"))
 
 

@@ -12,7 +12,7 @@ from attention import rope
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
-from convert.families.names import NameTable, Row, in_layers
+from convert.families.tables import megatron
 
 if TYPE_CHECKING:
     import torch
@@ -24,52 +24,59 @@ class InterleavedProjections(Family):
     """`query_key_value [G (H/G + 2) D, E]` and `dense [E, H D]`.
 
     Attributes:
+        qkv_name: The name of the first.
+        o_name: The name of the second.
         biased_by: The config field that says whether both have biases; always if None.
     """
 
     layout = "interleaved projections"
     shares_heads = False
+    qkv_name = "query_key_value"
+    o_name = "dense"
     biased_by: str | None = None
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec(config), config.hidden_size
         rows, queries = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, spec.num_heads * spec.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"query_key_value.weight": (rows, width), "dense.weight": (width, queries)}
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{self.qkv_name}.weight": (rows, width),
+            f"{self.o_name}.weight": (width, queries),
+        }
         if self._biased(config):
-            shapes |= {"query_key_value.bias": (rows,), "dense.bias": (width,)}
+            shapes |= {f"{self.qkv_name}.bias": (rows,), f"{self.o_name}.bias": (width,)}
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
         spec, prefix = self.spec(config), f"{self.module(layer)}."
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        q, k, v = _split_heads(local["query_key_value.weight"], spec)
-        biases = _split_heads(local["query_key_value.bias"], spec) if self._biased(config) else (None, None, None)
+        q, k, v = _split_heads(local[f"{self.qkv_name}.weight"], spec)
+        biases = _split_heads(local[f"{self.qkv_name}.bias"], spec) if self._biased(config) else (None, None, None)
         return Attention(
             q=q,
             k=k,
             v=v,
-            o=local["dense.weight"].unflatten(1, (spec.num_heads, spec.head_dim)),
+            o=local[f"{self.o_name}.weight"].unflatten(1, (spec.num_heads, spec.head_dim)),
             scale=self.scale(config),
             rotary=self.rotary(config, layer),
             q_bias=biases[0],
             k_bias=biases[1],
             v_bias=biases[2],
-            o_bias=local.get("dense.bias"),
+            o_bias=local.get(f"{self.o_name}.bias"),
             slopes=self.slopes(config),
         )
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         assert isinstance(record, Attention), "a latent has no projections of keys and values"
         a = record
-        local = {"query_key_value.weight": _join_heads(a.q, a.k, a.v), "dense.weight": a.o.flatten(1)}
+        local = {f"{self.qkv_name}.weight": _join_heads(a.q, a.k, a.v), f"{self.o_name}.weight": a.o.flatten(1)}
         if a.q_bias is not None and a.k_bias is not None and a.v_bias is not None:
-            local["query_key_value.bias"] = _join_heads(a.q_bias, a.k_bias, a.v_bias)
+            local[f"{self.qkv_name}.bias"] = _join_heads(a.q_bias, a.k_bias, a.v_bias)
         if a.o_bias is not None:
-            local["dense.bias"] = a.o_bias
+            local[f"{self.o_name}.bias"] = a.o_bias
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
     def output(self, layer: int) -> str:
-        return f"{self.module(layer)}.dense"
+        return f"{self.module(layer)}.{self.o_name}"
 
     def _biased(self, config: Any) -> bool:
         return self.biased_by is None or bool(getattr(config, self.biased_by))
@@ -93,17 +100,7 @@ class GPTNeoX(InterleavedProjections):
     """Its class ignores `num_key_value_heads`, so only other classes can share KV heads."""
 
     model_type = "gpt_neox"
-    names = NameTable(
-        [
-            Row("gpt_neox.embed_in", ("embedding",)),
-            in_layers(_LAYERS, "input_layernorm", "attention_norm"),
-            in_layers(_LAYERS, "post_attention_layernorm", "mlp_norm"),
-            in_layers(_LAYERS, "mlp.dense_h_to_4h", "mlp.up"),
-            in_layers(_LAYERS, "mlp.dense_4h_to_h", "mlp.down"),
-            Row("gpt_neox.final_layer_norm", ("final_norm",)),
-            Row("embed_out", ("head",)),
-        ]
-    )
+    names = megatron(_LAYERS, "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out")
     attention_path = f"{_LAYERS}.{{layer}}.attention"
     base = "gpt_neox"
     computed = ("inv_freq", ".attention.bias", ".attention.masked_bias")  # the causal mask of old checkpoints

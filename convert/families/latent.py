@@ -30,7 +30,8 @@ from convert.families.neutral import (
     query_rank,
     split_query_bias,
 )
-from convert.families.separate import LLAMA
+from convert.families.projections import or_zeros
+from convert.families.tables import LLAMA
 
 if TYPE_CHECKING:
     import torch
@@ -178,11 +179,11 @@ class LatentProjections(Family):
             tensors = query_latent(width, queries) | {"q_b_proj.weight": join_query_bias(queries, biases, query_rank(width))}
         tensors |= {
             "kv_a_proj_with_mqa.weight": torch.cat((a.down, padding, a.k_rope)),
-            "kv_a_proj_with_mqa.bias": torch.cat((zeros, constant, _or_zeros(a.k_rope_bias, a.k_rope[:, 0]))),
+            "kv_a_proj_with_mqa.bias": torch.cat((zeros, constant, or_zeros(a.k_rope_bias, a.k_rope[:, 0]))),
             "kv_a_layernorm.weight": norm,
             "kv_b_proj.weight": up.flatten(0, 1),
             "o_proj.weight": a.o.flatten(1),
-            "o_proj.bias": _or_zeros(a.o_bias, a.o[:, 0, 0]),
+            "o_proj.bias": or_zeros(a.o_bias, a.o[:, 0, 0]),
         }
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in tensors.items()}
 
@@ -191,10 +192,6 @@ class LatentProjections(Family):
             f"{what}: of {self.model_type} checkpoints with such a config, kvfold reads only those that it wrote",
             hint="convert the checkpoint that this one was made from",
         )
-
-
-def _or_zeros(bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return like.new_zeros(like.shape) if bias is None else bias
 
 
 ROWS = (LatentProjections("deepseek_v3", "interleaved", V3), LatentProjections("minicpm3", "half", MINICPM3))

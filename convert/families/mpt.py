@@ -6,17 +6,13 @@ Its class ignores `num_key_value_heads`, so only other classes can share KV head
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from attention.record import Attention
 from convert.families.base import CLIP, Traits
 from convert.families.names import NameTable, Row, in_layers
+from convert.families.separate import nowhere
 from convert.families.stacked import StackedProjections
-
-if TYPE_CHECKING:
-    import torch
 
 _LAYERS = "transformer.blocks"
 _MOST = 8  # the exponent of ALiBi's least slope
@@ -43,12 +39,9 @@ class Mpt(StackedProjections):
             return f"queries, keys and values are clipped to nothing (attn_config.clip_qkv is {clip})"
         return None
 
-    def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Attention:
-        return replace(super().split(tensors, config, layer), slopes=self.slopes(config))
-
     def traits(self, config: Any) -> Traits:
         clip = config.attn_config.clip_qkv  # 0 clips nothing
-        return replace(super().traits(config), alibi=True, beyond={CLIP: clip} if clip else {})
+        return replace(super().traits(config), beyond={CLIP: clip} if clip else {})
 
     def scale(self, config: Any) -> float:
         scale = config.attn_config.softmax_scale
@@ -59,10 +52,6 @@ class Mpt(StackedProjections):
         power = 2 ** math.ceil(math.log2(heads))
         falling = [2.0 ** (-_MOST * (head + 1) / power) for head in range(power)]
         return tuple(falling if power == heads else (falling[1::2] + falling[::2])[:heads])
-
-
-def _nowhere(config: Any, layer: int) -> bool:
-    return False
 
 
 FAMILY = Mpt(
@@ -80,7 +69,7 @@ FAMILY = Mpt(
     ),
     qkv_name="Wqkv",
     o_name="out_proj",
-    rotates=_nowhere,
+    rotates=nowhere,
     shares_heads=False,
     attention_path=f"{_LAYERS}.{{layer}}.attn",
     base="transformer",

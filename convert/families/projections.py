@@ -6,6 +6,7 @@ All names are those in the attention's module: "q_proj.weight".
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attention.qk_norm import NormForm
@@ -112,3 +113,14 @@ def join_latent(p: LatentProjections) -> dict[str, torch.Tensor]:
         local |= {"q_a_proj.weight": p.q_down, "q_norm.weight": p.q_norm.gain, "q_b_proj.weight": p.q.flatten(0, 1)}
     biases = {"kv_proj.bias": p.kv_bias, "q_a_proj.bias": p.q_down_bias}
     return local | {name: bias for name, bias in biases.items() if bias is not None}
+
+
+def with_biases(a: Attention) -> Attention:
+    """The record with zeros for biases of queries, keys and values that it lacks, for classes that always have them."""
+    q, k, v = (or_zeros(bias, rows[..., 0]) for bias, rows in ((a.q_bias, a.q), (a.k_bias, a.k), (a.v_bias, a.v)))
+    return replace(a, q_bias=q, k_bias=k, v_bias=v)
+
+
+def or_zeros(bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The bias, or zeros of the shape of `like`."""
+    return like.new_zeros(like.shape) if bias is None else bias

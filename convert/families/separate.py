@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from attention import rope
@@ -16,9 +15,23 @@ from attention.qk_norm import NormForm, QKNorm
 from attention.record import Attention, Record
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
+from convert.families import tables
 from convert.families.base import CLIP, Family, Traits
-from convert.families.names import NameTable, Row, in_layers
-from convert.families.projections import join_projections, projection_shapes, split_projections
+from convert.families.names import NameTable, Row
+from convert.families.projections import join_projections, or_zeros, projection_shapes, split_projections, with_biases
+from convert.families.tables import (
+    EXPERTS,
+    FUSED_MLP,
+    GPT2,
+    LLAMA,
+    NORMS_AROUND,
+    NORMS_BEHIND,
+    NUMBERED_EXPERTS,
+    PARTS,
+    WITHOUT_GAINS,
+    in_llama,
+    like_opt,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +95,8 @@ def _everywhere(config: Any, layer: int) -> bool:
     return True
 
 
-def _nowhere(config: Any, layer: int) -> bool:
+def nowhere(config: Any, layer: int) -> bool:
+    """For `SeparateProjections.rotates`: no layer has RoPE."""
     return False
 
 
@@ -102,81 +116,7 @@ def _local_layers(config: Any, layer: int) -> bool:
     return bool(config.attention_layers[layer] == "local")
 
 
-def _like_opt(decoder: str, final_norm: str, head: str = "lm_head", learned: bool = True) -> NameTable:
-    """The table of OPT and its like, with or without learned positions, of which the first two are for padding."""
-    layers = partial(in_layers, f"{decoder}.layers")
-    positions = Row(f"{decoder}.embed_positions", ("padding_positions", "positions"), leading=2)
-    return NameTable(
-        [
-            Row(f"{decoder}.embed_tokens", ("embedding",)),
-            *([positions] if learned else []),
-            layers("self_attn_layer_norm", "attention_norm"),
-            layers("final_layer_norm", "mlp_norm"),
-            layers("fc1", "mlp.up"),
-            layers("fc2", "mlp.down"),
-            Row(f"{decoder}.{final_norm}", ("final_norm",)),
-            Row(head, ("head",)),
-        ]
-    )
-
-
 _BASE = 10_000.0  # of RoPE in classes that have no `rope_parameters`
-_in_layers = partial(in_layers, "model.layers")
-_PARTS = ("gate", "up", "down")
-LLAMA = NameTable(
-    [
-        Row("model.embed_tokens", ("embedding",)),
-        _in_layers("input_layernorm", "attention_norm"),
-        _in_layers("post_attention_layernorm", "mlp_norm"),
-        *(_in_layers(f"mlp.{part}_proj", f"mlp.{part}") for part in _PARTS),
-        Row("model.norm", ("final_norm",)),
-        Row("lm_head", ("head",)),
-    ]
-)
-_NORMS_BEHIND = LLAMA.replacing(
-    _in_layers("post_attention_layernorm", "attention_output_norm"),
-    _in_layers("post_feedforward_layernorm", "mlp_output_norm"),
-    without=("layers.{layer}.attention_norm",),
-)
-_NORMS_AROUND = _NORMS_BEHIND.replacing(
-    _in_layers("input_layernorm", "attention_norm"),
-    _in_layers("pre_feedforward_layernorm", "mlp_norm"),
-)
-_WITHOUT_GAINS = LLAMA.replacing(without=("layers.{layer}.attention_norm", "layers.{layer}.mlp_norm", "final_norm"))
-GPT2 = NameTable(
-    [
-        Row("transformer.wte", ("embedding",)),
-        Row("transformer.wpe", ("positions",)),
-        in_layers("transformer.h", "ln_1", "attention_norm"),
-        in_layers("transformer.h", "ln_2", "mlp_norm"),
-        in_layers("transformer.h", "mlp.c_fc", "mlp.up"),
-        in_layers("transformer.h", "mlp.c_proj", "mlp.down"),
-        Row("transformer.ln_f", ("final_norm",)),
-        Row("lm_head", ("head",)),
-    ]
-)
-_GPTJ = NameTable(
-    [
-        Row("transformer.wte", ("embedding",)),
-        in_layers("transformer.h", "ln_1", "attention_norm"),
-        in_layers("transformer.h", "mlp.fc_in", "mlp.up"),
-        in_layers("transformer.h", "mlp.fc_out", "mlp.down"),
-        Row("transformer.ln_f", ("final_norm",)),
-        Row("lm_head", ("head",)),
-    ]
-)
-FUSED_MLP = LLAMA.replacing(_in_layers("mlp.gate_up_proj", "mlp.gate", "mlp.up"))
-EXPERTS = LLAMA.replacing(
-    _in_layers("mlp.gate", "mlp.router"),
-    *(_in_layers(f"mlp.experts.{{expert}}.{part}_proj", f"mlp.experts.{{expert}}.{part}") for part in _PARTS),
-)
-_NUMBERED_EXPERTS = LLAMA.replacing(
-    _in_layers("block_sparse_moe.gate", "mlp.router"),
-    *(
-        _in_layers(f"block_sparse_moe.experts.{{expert}}.{name}", f"mlp.experts.{{expert}}.{part}")
-        for name, part in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -221,7 +161,7 @@ class SeparateProjections(Family):
     partial_rotary: bool = False
     rotary_dims: str | None = None
     rotates: Callable[[Any, int], bool] = _everywhere
-    local: Callable[[Any, int], bool] = _nowhere
+    local: Callable[[Any, int], bool] = nowhere
     names: NameTable = LLAMA
     adds_output: bool = True
     beyond: tuple[str, ...] = ()
@@ -276,6 +216,7 @@ class SeparateProjections(Family):
         spec, prefix = self.spec(config), self._prefix(layer)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         record = split_projections(local, spec.head_dim, self.scale(config), self.rotary(config, layer), self.o_name)
+        record = replace(record, slopes=self.slopes(config))
         if (norm := self._norm(config)) is None:
             return record
         eps = getattr(config, norm.eps)
@@ -298,8 +239,8 @@ class SeparateProjections(Family):
         """A record of another class as this one computes it: its order of pairs, and the biases that it always has."""
         a = a.paired(self.pairing)
         if self.qkv_bias is True:
-            a = replace(a, q_bias=_or_zeros(a.q_bias, a.q), k_bias=_or_zeros(a.k_bias, a.k), v_bias=_or_zeros(a.v_bias, a.v))
-        return replace(a, o_bias=_or_zeros(a.o_bias, a.o[:, 0])) if self.o_bias is True else a
+            a = with_biases(a)
+        return replace(a, o_bias=or_zeros(a.o_bias, a.o[:, 0, 0])) if self.o_bias is True else a
 
     def merges_norm_gains(self, config: Any) -> bool:
         norm = self._norm(config)
@@ -344,15 +285,10 @@ class SeparateProjections(Family):
         return float(given**self.scale_power)
 
 
-def _or_zeros(bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    """A bias of rows `[…, E]`."""
-    return rows.new_zeros(rows.shape[:-1]) if bias is None else bias
-
-
 WINDOW = ("sliding_window",)
 _BIDIRECTIONAL = ("use_bidirectional_attention",)  # of embedding models: records are causal
 GPTJ: dict[str, Any] = {
-    "names": _GPTJ,
+    "names": tables.GPTJ,
     "o_name": "out_proj",
     "pairing": "interleaved",
     "rotary_dims": "rotary_dim",
@@ -363,8 +299,8 @@ GPTJ: dict[str, Any] = {
     "computed": ("inv_freq", ".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),  # masks of old checkpoints
 }
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_LIKE_OPT: dict[str, Any] = {"o_name": "out_proj", "rotates": _nowhere, "shares_heads": False}
-_POST_NORM: dict[str, Any] = {"names": _NORMS_BEHIND, "adds_output": False}
+_LIKE_OPT: dict[str, Any] = {"o_name": "out_proj", "rotates": nowhere, "shares_heads": False}
+_POST_NORM: dict[str, Any] = {"names": NORMS_BEHIND, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scalar", "scale_power": -0.5}
 
 ROWS = [
@@ -373,13 +309,13 @@ ROWS = [
     SeparateProjections("cwm", beyond=WINDOW),
     SeparateProjections("mistral", beyond=WINDOW),
     SeparateProjections("ministral", beyond=WINDOW),
-    SeparateProjections("mixtral", names=_NUMBERED_EXPERTS, beyond=WINDOW),
+    SeparateProjections("mixtral", names=NUMBERED_EXPERTS, beyond=WINDOW),
     SeparateProjections("qwen2", qkv_bias=True, beyond=WINDOW),  # None or 0 in these, if `use_sliding_window` is off
     SeparateProjections(
         "qwen2_moe",
         names=EXPERTS.replacing(
-            _in_layers("mlp.shared_expert_gate", "mlp.shared_router"),
-            *(_in_layers(f"mlp.shared_expert.{part}_proj", f"mlp.shared.{part}") for part in _PARTS),
+            in_llama("mlp.shared_expert_gate", "mlp.shared_router"),
+            *(in_llama(f"mlp.shared_expert.{part}_proj", f"mlp.shared.{part}") for part in PARTS),
         ),
         qkv_bias="qkv_bias",
         beyond=WINDOW,
@@ -394,9 +330,9 @@ ROWS = [
     SeparateProjections(
         "granitemoe",
         names=LLAMA.replacing(
-            _in_layers("block_sparse_moe.router.layer", "mlp.router"),
-            _in_layers("block_sparse_moe.input_linear", "mlp.experts.gate", "mlp.experts.up"),
-            _in_layers("block_sparse_moe.output_linear", "mlp.experts.down"),
+            in_llama("block_sparse_moe.router.layer", "mlp.router"),
+            in_llama("block_sparse_moe.input_linear", "mlp.experts.gate", "mlp.experts.up"),
+            in_llama("block_sparse_moe.output_linear", "mlp.experts.down"),
         ),
         adds_output=False,
         **_ATTENTION_BIAS,
@@ -404,7 +340,7 @@ ROWS = [
     ),
     SeparateProjections(
         "hyperclovax",
-        names=LLAMA.replacing(_in_layers("post_norm1", "attention_output_norm"), _in_layers("post_norm2", "mlp_output_norm")),
+        names=LLAMA.replacing(in_llama("post_norm1", "attention_output_norm"), in_llama("post_norm2", "mlp_output_norm")),
         adds_output=False,
         **_ATTENTION_BIAS,
         scaled_by="attention_multiplier",
@@ -412,26 +348,26 @@ ROWS = [
     SeparateProjections("gemma", names=LLAMA.storing_gains_less_one(), **_ATTENTION_BIAS, beyond=_BIDIRECTIONAL),
     SeparateProjections(
         "gemma2",
-        names=_NORMS_AROUND.storing_gains_less_one(),
+        names=NORMS_AROUND.storing_gains_less_one(),
         adds_output=False,
         **_GEMMA2,
         beyond=("attn_logit_softcapping", *WINDOW, *_BIDIRECTIONAL),
     ),
     SeparateProjections(
         "vaultgemma",
-        names=LLAMA.replacing(_in_layers("pre_feedforward_layernorm", "mlp_norm")).storing_gains_less_one(),
+        names=LLAMA.replacing(in_llama("pre_feedforward_layernorm", "mlp_norm")).storing_gains_less_one(),
         **_GEMMA2,
         beyond=("attn_logit_softcapping", *WINDOW),
     ),
     SeparateProjections(
         "gemma3_text",
-        names=_NORMS_AROUND.storing_gains_less_one(),
+        names=NORMS_AROUND.storing_gains_less_one(),
         adds_output=False,
         **_GEMMA2,
         norm=NormRow(gain_offset=1.0),
         beyond=("attn_logit_softcapping", *WINDOW, *_BIDIRECTIONAL),
     ),
-    SeparateProjections("olmo", names=_WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=(CLIP,)),
+    SeparateProjections("olmo", names=WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=(CLIP,)),
     SeparateProjections("olmo2", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
     SeparateProjections("olmo3", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=WINDOW),
     SeparateProjections("olmoe", names=EXPERTS, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=(CLIP,)),
@@ -439,9 +375,9 @@ ROWS = [
     SeparateProjections(
         "apertus",
         names=LLAMA.replacing(
-            _in_layers("attention_layernorm", "attention_norm"),
-            _in_layers("feedforward_layernorm", "mlp_norm"),
-            _in_layers("mlp.act_fn", "mlp.activation"),
+            in_llama("attention_layernorm", "attention_norm"),
+            in_llama("feedforward_layernorm", "mlp_norm"),
+            in_llama("mlp.act_fn", "mlp.activation"),
         ),
         **_ATTENTION_BIAS,
         norm=NormRow(),
@@ -454,7 +390,7 @@ ROWS = [
     SeparateProjections("jais2", **_ATTENTION_BIAS),
     SeparateProjections(
         "starcoder2",
-        names=LLAMA.replacing(_in_layers("mlp.c_fc", "mlp.up"), _in_layers("mlp.c_proj", "mlp.down")),
+        names=LLAMA.replacing(in_llama("mlp.c_fc", "mlp.up"), in_llama("mlp.c_proj", "mlp.down")),
         qkv_bias="use_bias",
         o_bias="use_bias",
         beyond=WINDOW,
@@ -470,8 +406,8 @@ ROWS = [
     SeparateProjections(
         "phi",
         names=LLAMA.replacing(
-            _in_layers("mlp.fc1", "mlp.up"),
-            _in_layers("mlp.fc2", "mlp.down"),
+            in_llama("mlp.fc1", "mlp.up"),
+            in_llama("mlp.fc2", "mlp.down"),
             Row("model.final_layernorm", ("final_norm",)),
         ),
         adds_output=False,
@@ -481,7 +417,7 @@ ROWS = [
         o_name="dense",
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
     ),
-    SeparateProjections("phimoe", names=_NUMBERED_EXPERTS, **_ATTENTION_BIAS, scales_rope=True, beyond=WINDOW),
+    SeparateProjections("phimoe", names=NUMBERED_EXPERTS, **_ATTENTION_BIAS, scales_rope=True, beyond=WINDOW),
     SeparateProjections(
         "cohere",
         adds_output=False,
@@ -503,8 +439,8 @@ ROWS = [
     SeparateProjections(
         "glm4",
         names=FUSED_MLP.replacing(
-            _in_layers("post_self_attn_layernorm", "attention_output_norm"),
-            _in_layers("post_mlp_layernorm", "mlp_output_norm"),
+            in_llama("post_self_attn_layernorm", "attention_output_norm"),
+            in_llama("post_mlp_layernorm", "mlp_output_norm"),
         ),
         adds_output=False,
         qkv_bias="attention_bias",
@@ -514,7 +450,7 @@ ROWS = [
     SeparateProjections("helium", qkv_bias="attention_bias", pairing="interleaved"),
     SeparateProjections(
         "opt",
-        names=_like_opt("model.decoder", "final_layer_norm").replacing(
+        names=like_opt("model.decoder", "final_layer_norm").replacing(
             Row("model.decoder.project_in", ("embedding_projection",)),
             Row("model.decoder.project_out", ("head_projection",)),
         ),
@@ -528,7 +464,7 @@ ROWS = [
     SeparateProjections("gptj", **GPTJ),
     SeparateProjections(
         "biogpt",
-        names=_like_opt("biogpt", "layer_norm", "output_projection"),
+        names=like_opt("biogpt", "layer_norm", "output_projection"),
         qkv_bias=True,
         o_bias=True,
         **_LIKE_OPT,
@@ -537,7 +473,7 @@ ROWS = [
     ),
     SeparateProjections(
         "xglm",
-        names=_like_opt("model", "layer_norm", learned=False),
+        names=like_opt("model", "layer_norm", learned=False),
         qkv_bias=True,
         o_bias=True,
         **_LIKE_OPT,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from attention.record import Attention, Record
 from attention.spec import AttentionSpec
-from convert.families.separate import FUSED_MLP, WINDOW, SeparateProjections
+from convert.families.separate import WINDOW, SeparateProjections
+from convert.families.tables import FUSED_MLP
 
 if TYPE_CHECKING:
     import torch

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,66 +14,58 @@ if TYPE_CHECKING:
     from convert.families import Family
 
 
-class Host(Protocol):
+class Host(ABC):
     """One output class: writes its config, and refuses with a reason what the class cannot represent.
 
     Names and tensors follow the class's own layout, which is a family: everything it writes can be read again.
+
+    Attributes:
+        name: Its name, for plans and the support matrix.
+        loads_in: The software that loads the result: "transformers".
+        served_by: The engines that serve the result, for the support matrix.
+        opened_by: A sentence for the model card: what loads the result exactly.
+        remarks: Sentences for the model card: what to know when running the result.
+        replaces: What happened to a tensor of the source's attention that the class has no name for, for conversion.json.
+        families: The families whose blocks it can carry if the config allows it.
+        loading: The arguments that `from_pretrained` needs to load the result.
+        code: Files of Python that the result is loaded with, which are copied beside its weights.
     """
 
-    @property
-    def name(self) -> str:
-        """Its name, for plans and the support matrix."""
+    name: str
+    loads_in: str
+    served_by: str
+    opened_by: str
+    remarks: tuple[str, ...] = ()
+    replaces: str
+    families: frozenset[str]
+    loading: Mapping[str, Any] = {}
+    code: tuple[Path, ...] = ()
 
-    @property
-    def loads_in(self) -> str:
-        """The software that loads the result: "transformers"."""
-
-    @property
-    def served_by(self) -> str:
-        """The engines that serve the result, for the support matrix."""
-
+    @abstractmethod
     def engines(self, family: Family) -> frozenset[str]:
         """The engines of `convert.engines` that run what became of a source of `family`, sizes of latents aside."""
 
-    @property
-    def opened_by(self) -> str:
-        """A sentence for the model card: what loads the result exactly."""
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Sentences for the model card: what to know when running the result."""
-
-    @property
-    def replaces(self) -> str:
-        """What happened to a tensor of the source's attention that the class has no name for, for conversion.json."""
-
-    @property
-    def families(self) -> frozenset[str]:
-        """The families whose blocks it can carry if the config allows it."""
-
-    @property
-    def loading(self) -> Mapping[str, Any]:
-        """The arguments that `from_pretrained` needs to load the result."""
-
-    @property
-    def code(self) -> tuple[Path, ...]:
-        """Files of Python that the result is loaded with, which are copied beside its weights."""
-
+    @abstractmethod
     def layout(self, family: Family) -> Family:
         """The layout of the class's tensors for a source of `family`."""
 
+    @abstractmethod
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         """Why this class cannot carry `target` made from `config` and stored in `dtype`, or None if it can."""
 
     def reserved(self, kv_lora_rank: int) -> int:
         """The number of a latent's channels that the class needs for itself."""
+        return 0
 
     def full_query_rank(self, width: int) -> int | None:
         """The rank from which on a latent of queries of a model of that width loses nothing; None if the class has none."""
+        return None
 
     def notes(self, config: Any) -> tuple[str, ...]:
         """Sentences for the plan: what carrying a source of this config costs besides its cache."""
+        return ()
 
+    @abstractmethod
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         """The new config.json.
 
@@ -85,3 +78,12 @@ class Host(Protocol):
 
     def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
         """The class's config object at the sizes of `target`, from which the shapes of its tensors follow."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.config(raw, config, target, None))
+
+
+def carried(raw: Mapping[str, Any], config: Any, fields: Iterable[str]) -> dict[str, Any]:
+    """What another class's config keeps of a source's: the dtype as it is written, and what it has of `fields`."""
+    named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
+    return named | {key: getattr(config, key) for key in fields if hasattr(config, key)}

@@ -11,36 +11,31 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
-from convert.hosts.latent import rope_parameters
+from convert.hosts.base import Host, carried
+from convert.hosts.latent import LISTED_ROPE, rope_parameters
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
 
 # Where the class has RoPE of all dims, and a source of some: a frequency whose rotation no float tells from none.
-_STILL = 1e-30
-_STATIC = ("default", "linear", "llama3", "yarn", "longrope")  # RoPE types with one or two lists of frequencies
+_NOPE = 1e-30
 _CARRIED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "initializer_range",
     "use_cache", "tie_word_embeddings", "hidden_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
 
-class Falcon:
+class Falcon(Host):
     """The stock class `falcon` with `multi_query`."""
 
     name = "falcon"
     loads_in = "transformers"
     served_by = "no engine was tried"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches one KV head."
-    remarks: tuple[str, ...] = ()
     replaces = "became query_key_value and dense"
     families: frozenset[str] = frozenset({"gpt_neox"})
-    loading: Mapping[str, Any] = {}
-    code: tuple[Path, ...] = ()
 
     def engines(self, family: Family) -> frozenset[str]:
         return frozenset({"transformers"})
@@ -60,30 +55,18 @@ class Falcon:
         if target.head_dim % 2:
             return f"heads have {target.head_dim} dims, and the class rotates all of them in pairs"
         rotary, kind = family.rotary(config, 0), config.rope_parameters["rope_type"]
-        if rotary and rotary.dims < target.head_dim and (kind not in _STATIC or rotary.attention_factor != 1):
+        if rotary and rotary.dims < target.head_dim and (kind not in LISTED_ROPE or rotary.attention_factor != 1):
             return (
                 f"{rotary.dims} of {target.head_dim} dims rotate, the class rotates all, and RoPE of type {kind!r} cannot say "
-                "that some stand still"
+                "that some are nope dims"
             )
         return None
 
-    def reserved(self, kv_lora_rank: int) -> int:
-        return 0
-
-    def full_query_rank(self, width: int) -> int | None:
-        return None
-
-    def notes(self, config: Any) -> tuple[str, ...]:
-        return ()
-
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        kept = {key: getattr(config, key) for key in _CARRIED if hasattr(config, key)}
-        named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
         return {
             "architectures": ["FalconForCausalLM"],
             "model_type": "falcon",
-            **named,
-            **kept,
+            **carried(raw, config, _CARRIED),
             "layer_norm_epsilon": config.layer_norm_eps,
             "ffn_hidden_size": config.intermediate_size,
             "activation": config.hidden_act,
@@ -97,11 +80,6 @@ class Falcon:
             "rope_parameters": _rope(config, target),
         }
 
-    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.config(raw, config, target, None))
-
 
 def _rope(config: Any, target: AttentionSpec) -> dict[str, Any]:
     """The source's RoPE, for a class that rotates all dims of a head."""
@@ -112,9 +90,9 @@ def _rope(config: Any, target: AttentionSpec) -> dict[str, Any]:
     missing = (target.head_dim - rotary.dims) // 2
     if not missing:
         return {key: value for key, value in config.rope_parameters.items() if key != "partial_rotary_factor"}
-    still = torch.full((missing,), _STILL, dtype=torch.float64)
-    long = None if rotary.long_frequencies is None else torch.cat((rotary.long_frequencies, still))
-    return rope_parameters(replace(rotary, frequencies=torch.cat((rotary.frequencies, still)), long_frequencies=long), config)
+    nope = torch.full((missing,), _NOPE, dtype=torch.float64)
+    long = None if rotary.long_frequencies is None else torch.cat((rotary.long_frequencies, nope))
+    return rope_parameters(replace(rotary, frequencies=torch.cat((rotary.frequencies, nope)), long_frequencies=long), config)
 
 
 HOST = Falcon()

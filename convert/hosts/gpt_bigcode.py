@@ -14,10 +14,9 @@ from attention.record import Attention, Record
 from convert.families import FAMILIES
 from convert.families.base import WINDOWS
 from convert.families.multi_query import MultiQueryProjections
+from convert.hosts.base import Host, carried
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from attention.rope import Rotary
@@ -65,7 +64,7 @@ class _Scaled(MultiQueryProjections):
 _LAYOUT = _Scaled()
 
 
-class GPTBigCode:
+class GPTBigCode(Host):
     """The stock class `gpt_bigcode`."""
 
     name = "gpt_bigcode"
@@ -77,8 +76,6 @@ class GPTBigCode:
     )
     replaces = "became part of c_attn or c_proj"
     families: frozenset[str] = frozenset(_SETTINGS)
-    loading: Mapping[str, Any] = {}
-    code: tuple[Path, ...] = ()
 
     def engines(self, family: Family) -> frozenset[str]:
         return frozenset({"transformers", "vllm"})
@@ -99,12 +96,6 @@ class GPTBigCode:
                 return f"config.json sets {field} to {value}, which the class does not support"
         return None
 
-    def reserved(self, kv_lora_rank: int) -> int:
-        return 0
-
-    def full_query_rank(self, width: int) -> int | None:
-        return None
-
     def notes(self, config: Any) -> tuple[str, ...]:
         """Sources with rows for padding count positions from the padding mask, and this class from the first column."""
         if (place := FAMILIES[config.model_type].names.holding("padding_positions.weight")) is None:
@@ -120,8 +111,7 @@ class GPTBigCode:
         return {
             "architectures": [architecture],
             "model_type": self.name,
-            **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
-            **{key: getattr(config, key) for key in _CARRIED},
+            **carried(raw, config, _CARRIED),
             **_DEFAULTS,
             **{name: getattr(config, field) for name, field in _SETTINGS[config.model_type].items()},
             "n_embd": config.hidden_size,
@@ -131,11 +121,6 @@ class GPTBigCode:
             "scale_attn_weights": True,
             "multi_query": True,
         }
-
-    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.config(raw, config, target, None))
 
 
 def _needed(config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from attention.models import CODE, MODEL_TYPE, register
 from convert.families import FAMILIES
 from convert.families.base import WINDOWS
 from convert.families.kvfold import KvfoldProjections
+from convert.hosts.base import Host
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 from convert.hosts.minicpm3 import HOST as MINICPM3
 from convert.hosts.phi import HOST as PHI
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
-    from convert.hosts.base import Host
 
 # Stock classes of latent attention, which need no code.
 _STOCK_LATENT: tuple[Host, ...] = (DEEPSEEK, MINICPM3)
@@ -42,7 +42,7 @@ _LATENT = (
 )  # fmt: skip
 
 
-class Kvfold:
+class Kvfold(Host):
     """The class of `attention.models`: a stock class's config inside, and what its attention became.
 
     Args:
@@ -107,15 +107,6 @@ class Kvfold:
         if not family.has_heads and not traits.latent_norm:
             return "its latent has no norm, and it was made for latents that have one (a stock class is for others)"
         return None
-
-    def reserved(self, kv_lora_rank: int) -> int:
-        return 0
-
-    def full_query_rank(self, width: int) -> int | None:
-        return None
-
-    def notes(self, config: Any) -> tuple[str, ...]:
-        return ()
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         if config.model_type == MODEL_TYPE:

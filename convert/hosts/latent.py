@@ -6,22 +6,21 @@ which the classes have no place, go through their latent of queries.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
 from convert.families.neutral import EXPONENT, constants, query_rank
+from convert.hosts.base import Host, carried
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
 
 # RoPE types with one or two (LongRoPE) lists of frequencies; `dynamic` makes them a function of the length.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+LISTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 # What engines choose their code by; transformers goes by model_type. Their own classes would drop the biases. By this name vLLM
 # runs transformers' modules, and software that does not know it refuses.
 _ARCHITECTURE = "TransformersForCausalLM"
@@ -32,7 +31,7 @@ _CARRIED = (
 )  # fmt: skip
 
 
-class StockLatent(ABC):
+class StockLatent(Host):
     """A stock class that caches a latent and a RoPE key.
 
     Attributes:
@@ -40,11 +39,9 @@ class StockLatent(ABC):
         like: The families that have such blocks.
     """
 
-    name: str
     blocks: str
     like: tuple[str, ...]
     loads_in = "transformers"
-    served_by: str
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks: tuple[str, ...] = (
         "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
@@ -53,12 +50,6 @@ class StockLatent(ABC):
         "kvfold's `attention` package runs it in float16, because it skips these norms.",
     )
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
-    loading: Mapping[str, Any] = {}
-    code: tuple[Path, ...] = ()
-
-    @abstractmethod
-    def engines(self, family: Family) -> frozenset[str]:
-        """As in `Host`."""
 
     @abstractmethod
     def own(self, config: Any, target: AttentionSpec) -> dict[str, Any]:
@@ -68,9 +59,8 @@ class StockLatent(ABC):
     def refuses_blocks(self, config: Any) -> str | None:
         """Why the class cannot hold what is around the attention, of a family that it is for; None if it can."""
 
-    @property
-    def families(self) -> frozenset[str]:
-        return frozenset(self.like)
+    def __init__(self) -> None:
+        self.families = frozenset(self.like)
 
     def layout(self, family: Family) -> Family:
         return FAMILIES[self.name]
@@ -79,7 +69,7 @@ class StockLatent(ABC):
         parameters = getattr(config, "rope_parameters", None) or {}
         if family.model_type not in self.families:
             return f"{family.model_type} does not have {self.blocks} decoder blocks (the class can hold {', '.join(self.like)})"
-        if parameters.get("rope_type") not in _ROPE_TYPES:
+        if parameters.get("rope_type") not in LISTED_ROPE:
             return f"RoPE of type {parameters.get('rope_type', 'per layer type')!r} has no fixed list of frequencies"
         rotary = family.rotary(config, 0)
         if family.restarts_cache and rotary and rotary.long_frequencies is not None:
@@ -107,13 +97,10 @@ class StockLatent(ABC):
         return query_rank(width)
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        kept = {key: getattr(config, key) for key in _CARRIED if hasattr(config, key)}
-        named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
         return {
             "architectures": [_ARCHITECTURE],
             "model_type": self.name,
-            **named,
-            **kept,
+            **carried(raw, config, _CARRIED),
             "num_key_value_heads": target.num_heads,
             "kv_lora_rank": target.kv_lora_rank,
             "q_lora_rank": target.q_lora_rank or (query_rank(config.hidden_size) if self._query_biases(config) else None),
@@ -134,11 +121,6 @@ class StockLatent(ABC):
     @staticmethod
     def _query_biases(config: Any) -> bool:
         return FAMILIES[config.model_type].traits(config).qkv_bias
-
-    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.config(raw, config, target, None))
 
 
 def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:

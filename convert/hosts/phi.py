@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
+from convert.hosts.base import Host, carried
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
@@ -26,7 +25,7 @@ _CARRIED = (
 )  # fmt: skip
 
 
-class Phi:
+class Phi(Host):
     """The stock class `phi`."""
 
     name = _MODEL_TYPE
@@ -41,8 +40,6 @@ class Phi:
     )
     replaces = "became q_proj, k_proj, v_proj and dense"
     families: frozenset[str] = frozenset(_LIKE_GPTJ)
-    loading: Mapping[str, Any] = {}
-    code: tuple[Path, ...] = ()
 
     def engines(self, family: Family) -> frozenset[str]:
         return frozenset({"transformers", "vllm"})
@@ -66,21 +63,11 @@ class Phi:
             )
         return None
 
-    def reserved(self, kv_lora_rank: int) -> int:
-        return 0
-
-    def full_query_rank(self, width: int) -> int | None:
-        return None
-
-    def notes(self, config: Any) -> tuple[str, ...]:
-        return ()
-
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         return {
             "architectures": ["PhiForCausalLM"],
             "model_type": _MODEL_TYPE,
-            **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
-            **{key: getattr(config, key) for key in _CARRIED if hasattr(config, key)},
+            **carried(raw, config, _CARRIED),
             "intermediate_size": 4 * config.hidden_size if config.n_inner is None else config.n_inner,
             "hidden_act": config.activation_function,
             "layer_norm_eps": config.layer_norm_epsilon,
@@ -94,11 +81,6 @@ class Phi:
             },
             "qk_layernorm": False,
         }
-
-    def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.config(raw, config, target, None))
 
 
 HOST = Phi()

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
+from convert.hosts.base import Host
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from attention.rope import Rotary
     from attention.spec import AttentionSpec
     from convert.families import Family
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 _LLAMA_CPP = ("llama",)
 
 
-class SourceClass:
+class SourceClass(Host):
     """The source's own class: the keys of its config that say how heads share change, and the tensors that depend on them.
 
     Args:
@@ -44,8 +43,6 @@ class SourceClass:
         "attention.",
     )
     replaces = "belonged to a KV head that was merged into another"
-    loading: Mapping[str, Any] = {}
-    code: tuple[Path, ...] = ()
 
     def __init__(self, families: frozenset[str]) -> None:
         self.families = families
@@ -60,15 +57,6 @@ class SourceClass:
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         return None if _copies(family, config, target) else family.unshared(config, target)
-
-    def reserved(self, kv_lora_rank: int) -> int:
-        return 0
-
-    def full_query_rank(self, width: int) -> int | None:
-        return None
-
-    def notes(self, config: Any) -> tuple[str, ...]:
-        return ()
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         return {**raw, **_changes(config, target)}

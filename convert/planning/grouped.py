@@ -57,7 +57,7 @@ def plan_grouped(
     spec = before.grouped(groups)
     kind = "mqa" if groups == 1 else "gqa"
     host = host_of(kind, family, source, spec, stored_dtype(source, output), engine_of(output.engine))
-    _check_grouping(grouping, method, family.traits(source.config))
+    _check_grouping(grouping, method, family.slopes(source.config))
     if spec != before:
         _check_clip(source, method, family.traits(source.config))
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
@@ -98,10 +98,10 @@ def _check_clip(source: Source, method: GroupedMethod, traits: Traits) -> None:
     )
 
 
-def _check_grouping(grouping: str, method: GroupedMethod, traits: Traits) -> None:
+def _check_grouping(grouping: str, method: GroupedMethod, slopes: tuple[float, ...] | None) -> None:
     if grouping not in GROUPINGS:
         raise Refusal(f"no grouping {grouping!r} (choose {' or '.join(GROUPINGS)})")
-    if grouping == "similar" and traits.alibi:
+    if grouping == "similar" and slopes:
         raise Refusal(
             "heads cannot change places: the class gives each its own slope (ALiBi)", hint="use --grouping contiguous"
         )

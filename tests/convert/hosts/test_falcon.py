@@ -105,7 +105,7 @@ def test_the_cache_has_the_bytes_that_the_plan_says(checkpoint: Make, convert: C
                 | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
             },
             1,
-            "RoPE of type 'yarn' cannot say that some stand still",
+            "RoPE of type 'yarn' cannot say that some are nope dims",
         ),
         ({}, 1, "None"),
     ],
