@@ -50,6 +50,16 @@ def attention_by_distance(attention: Attention, blocks: Sequence[torch.Tensor]) 
     return total / queries.clamp_min(1)
 
 
+def attention_received(attention: Attention, block: torch.Tensor) -> torch.Tensor:
+    """The attention that each token of a block `[T, E]` gets from all queries of all heads, `[T]`; its mean is one."""
+    heads = heads_of(attention, block.float())
+    total = torch.zeros(len(block), dtype=torch.float64, device=block.device)
+    for head in range(len(heads.plain)):
+        for tokens in spans(len(block)):
+            total[: tokens.stop] += causal_softmax(heads.logits(head, tokens)).sum(0)
+    return total / len(heads.plain)
+
+
 def spans(count: int, size: int | None = None) -> list[slice]:
     """Consecutive tokens, few at a time: a head's logits of one span fit into memory, and little of them is masked."""
     size = size or _SPAN
@@ -186,7 +196,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         plain = _project(of_queries, record.q_nope, record.q_nope_bias)
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
-        latent = (x @ record.down.float().T)[None]
+        latent = record.latent(x)[None]
         return Heads(
             x, plain, plain, rotation(rope), latent, rotation(key), record.up_k.float(), rotation, record.scale, slopes
         )

@@ -14,6 +14,8 @@ from attention.rope import Pairing, Rotary
 if TYPE_CHECKING:
     import torch
 
+_TINY = 1e-30  # an input of zeros has a latent of zeros, and so has its class
+
 
 @dataclass(frozen=True)
 class HeadProjections:
@@ -221,6 +223,7 @@ class FactoredAttention:
         slopes: As in `Attention`.
         q_down: `[Q, E]`, makes a latent that queries read in place of the input: E is then Q for `q_nope` and `q_rope`. None
             without one.
+        normalised: Whether the latent is divided by its norm, which is nearly one.
     """
 
     q_nope: torch.Tensor
@@ -239,6 +242,12 @@ class FactoredAttention:
     projections: Projections | None = None
     slopes: tuple[float, ...] | None = None
     q_down: torch.Tensor | None = None
+    normalised: bool = False
+
+    def latent(self, x: torch.Tensor) -> torch.Tensor:
+        """The latent `[…, T, R]` of inputs `[…, T, E]`, fp32."""
+        latent = x @ self.down.float().T
+        return latent / latent.norm(dim=-1, keepdim=True).clamp_min(_TINY) if self.normalised else latent
 
     def paired(self, pairing: Pairing) -> FactoredAttention:
         """As in `Attention`, of the RoPE key and its queries."""
@@ -262,6 +271,7 @@ class FactoredAttention:
         """
         import torch
 
+        assert not self.normalised, "its keys and values are not linear"
         heads, rope = self.q_nope.shape[0], self.q_rope.shape[1]
         down = self.down.float()
         nope_bias = torch.zeros_like(self.q_nope[..., 0])

@@ -93,6 +93,7 @@ def latent_attention(
     projections: Projections | None = None,
     slopes: tuple[float, ...] | None = None,
     q_down: torch.Tensor | None = None,
+    normalised: bool = False,
 ) -> torch.Tensor:
     """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434), without a latent norm.
 
@@ -117,6 +118,7 @@ def latent_attention(
         projections: As in `grouped_attention`: E is then D for `q_nope` and `q_rope`, and 2 G D for `k_rope` and `down`.
         slopes: As in `grouped_attention`.
         q_down: `[Q, E]`, makes the latent that queries read, or None: E is then Q for `q_nope` and `q_rope`.
+        normalised: Whether the latent is divided by its norm.
 
     Returns:
         `[B, T, E]`.
@@ -129,6 +131,8 @@ def latent_attention(
         "bhtp,bsp->bhts", rotary.rotate(_of_heads(read, q_rope, q_rope_bias), positions), rotary.rotate(key, positions)[:, 0]
     )
     latent = torch.einsum("bse,re->bsr", x, down)
+    if normalised:
+        latent = latent / torch.linalg.vector_norm(latent, dim=-1, keepdim=True).clamp_min(1e-30)
     nope = torch.einsum("bhtd,hdr,bsr->bhts", _of_heads(read, q_nope, q_nope_bias), up_k, latent)
     weights = _causal_softmax(_sloped((nope + rope) * scale, slopes))
     context = torch.einsum("bhts,hdr,bsr->bhtd", weights, up_v, latent)

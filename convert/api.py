@@ -220,6 +220,7 @@ def mla(
     freqfold: int | None = None,
     pad_rank: bool = False,
     q_lora_rank: int | None = None,
+    portable: bool = False,
     text: TextGiven | None = None,
     dataset: str | None = None,
     calibration_tokens: int | None = None,
@@ -250,6 +251,7 @@ def mla(
         freqfold: For methods that fold: how many neighbouring frequencies count as one; None for the fewest.
         pad_rank: Allow a rank beyond full size; channels of zeros fill it up.
         q_lora_rank: The rank of a latent of queries, including its constant channels; None for queries of full rank.
+        portable: Write neither biases nor a list of frequencies, for engines' own DeepSeek classes; needs text.
 
     Raises:
         Refusal: Wrong as seen from the arguments and the config.
@@ -259,7 +261,7 @@ def mla(
 
     source = Source.parse(str(model), trust_remote_code)
     share, size = _budget(kv_budget)
-    wanted = LatentRequest(kv_lora_rank, qk_rope_head_dim, share, size, freqfold, pad_rank, q_lora_rank)
+    wanted = LatentRequest(kv_lora_rank, qk_rope_head_dim, share, size, freqfold, pad_rank, q_lora_rank, portable)
     calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)

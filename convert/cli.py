@@ -142,6 +142,9 @@ def mqa(**given: Any) -> None:
     metavar="N",
     help="Rank of a latent of queries, constants included: fewer weights, the same cache.  [default: full]",
 )
+@click.option(
+    "--portable", is_flag=True, help="No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text."
+)
 @options.calibration
 @options.conversion
 def mla(**given: Any) -> None:

@@ -6,8 +6,8 @@ It reads only names, shapes and dtypes, no weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -133,9 +133,11 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
             if key not in placed:
                 placed.add(key)
                 units.append(unit)
+    if tied and plan.target.host.portable and (head := _own_head(layout, units)):
+        units.append(head)
     written = {name for unit in units for name in unit.outputs}
     dropped |= {name: plan.target.host.replaces for name in layer_of if name not in written}
-    return Manifest(tuple(units), dict(sorted(dropped.items())))
+    return Manifest(tuple(units), {name: why for name, why in sorted(dropped.items()) if name not in written})
 
 
 def check_attention(plan: Plan, reader: Reader) -> None:
@@ -172,6 +174,19 @@ def _repeated_head(family: Family, reader: Reader) -> dict[str, str]:
         if holds.keys() == {"head.weight", "embedding.weight"}:
             return {holds["head.weight"]: holds["embedding.weight"]}
     return {}
+
+
+def _own_head(layout: Family, units: Sequence[Unit]) -> Unit | None:
+    """The head of a model that ties it to the embedding, as a copy of that; None if it is written already."""
+    head, embedding = (layout.names.holding(f"{role}.weight") for role in ("head", "embedding"))
+    assert head is not None, "a language model has a head"
+    assert embedding is not None, "and an embedding"
+    written = {name: unit for unit in units for name in unit.outputs}
+    if head.name in written:
+        return None
+    unit = written[embedding.name]
+    place = next(place for place in unit.places if place.name == embedding.name)
+    return replace(unit, outputs={head.name: unit.outputs[embedding.name]}, places=(replace(place, name=head.name),))
 
 
 def _has_no_place(family: Family, layout: Family, name: str) -> str | None:

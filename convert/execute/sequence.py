@@ -16,7 +16,7 @@ import torch
 from attention.record import Attention, Record
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
-from convert.calibration.refit import sample_for
+from convert.calibration.refit import normed_sample_for, sample_for
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
@@ -141,7 +141,8 @@ class _Pair:
     def observed(self, layer: int, attention: Attention, shown: bool) -> Statistics:
         """Statistics of the inputs of the source's layer or, with `--propagate`, the result's."""
         stream = self.student if self.text.plan.propagate else self.teacher
-        moments = Moments(layer, stream, attention, sample_for(stream.width) if self.text.plan.refit else EXCERPT, shown)
+        fitting = normed_sample_for if self.plan.target.host.portable else sample_for
+        moments = Moments(layer, stream, attention, fitting(stream.width) if self.text.plan.refit else EXCERPT, shown)
         stream.observe(layer, moments.see)
         return replace(moments.statistics(), context=self.text.plan.max_context)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attention.record import FactoredAttention, Record
     from attention.rope import Rotary
 
+SIZE = 2.0**8  # of latents that are divided by their norm
 _NORM = NormForm("rms", "head", False, False, 1e-6)  # whatever the config's rms_norm_eps
 _OWN = {"kv_a_proj_with_mqa": "kv_proj", "kv_a_layernorm": "kv_norm", "q_a_layernorm": "q_norm"}  # names of projections.py
 _WITH_EXPERTS = EXPERTS.replacing(
@@ -133,6 +134,8 @@ class NormalisedLatent(Family):
         from attention.record import FactoredAttention, LatentProjections
 
         assert isinstance(record, FactoredAttention), "only latent attention is written as such"
+        if record.normalised:
+            return self._normalised(record.paired("interleaved"), spec, layer)
         assert isinstance(record.projections, LatentProjections), "its class normalises the latent"
         local = {name: gain[0] if "norm." in name else gain for name, gain in join_latent(record.projections).items()}
         local |= {
@@ -141,6 +144,25 @@ class NormalisedLatent(Family):
             **({} if record.o_bias is None else {"o_proj.bias": record.o_bias}),
         }
         return {f"{self.module(layer)}.{_renamed(name, to_own=False)}": tensor for name, tensor in local.items()}
+
+    def _normalised(self, a: FactoredAttention, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
+        """The tensors of a latent that is divided by its norm: RMSNorm times 1 / √R. Larger latents hide the norm's epsilon."""
+        import torch
+
+        assert spec.kv_lora_rank is not None, "a latent has a rank"
+        assert a.q_nope_bias is None, "the class has no place for biases"
+        assert a.k_rope_bias is None, "nor for this one"
+        scale, missing = a.scale * math.sqrt(spec.key_dim), spec.kv_lora_rank - len(a.down)
+        down = torch.nn.functional.pad(SIZE * a.down, (0, 0, 0, missing))
+        up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, missing))
+        local = {
+            "q_proj.weight": (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1),
+            "kv_a_proj_with_mqa.weight": torch.cat((down, a.k_rope)),
+            "kv_a_layernorm.weight": a.down.new_full((spec.kv_lora_rank,), 1 / math.sqrt(spec.kv_lora_rank)),
+            "kv_b_proj.weight": up.flatten(0, 1),
+            "o_proj.weight": a.o.flatten(1),
+        }
+        return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
 
 def _renamed(name: str, to_own: bool = True) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convert.hosts import deepseek_v3, falcon, gpt_bigcode, kvfold, minicpm3, phi, source_class
+from convert.hosts import deepseek_v3, falcon, gpt_bigcode, kvfold, minicpm3, phi, portable, source_class
 from convert.hosts.base import Host
 
 HOSTS: dict[str, tuple[Host, ...]] = {
@@ -11,4 +11,7 @@ HOSTS: dict[str, tuple[Host, ...]] = {
     "mla": (deepseek_v3.HOST, minicpm3.HOST, kvfold.LATENT_HOST),
 }
 
-__all__ = ["HOSTS", "Host"]
+# The class that `mla --portable` makes, in place of those above.
+PORTABLE: tuple[Host, ...] = (portable.HOST,)
+
+__all__ = ["HOSTS", "PORTABLE", "Host"]

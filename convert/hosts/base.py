@@ -29,6 +29,8 @@ class Host(ABC):
         families: The families whose blocks it can carry if the config allows it.
         loading: The arguments that `from_pretrained` needs to load the result.
         code: Files of Python that the result is loaded with, which are copied beside its weights.
+        portable: Whether it has neither biases nor a list of frequencies. Its latents then have a nearly constant norm
+            (`convert.methods.constant_norm`), its frequencies are one geometric ladder, and its head is never tied.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Host(ABC):
     families: frozenset[str]
     loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
+    portable: bool = False
 
     @abstractmethod
     def engines(self, family: Family) -> frozenset[str]:

@@ -22,8 +22,10 @@ class DeepseekV3(StockLatent):
 
     name = "deepseek_v3"
     blocks = "Llama's"
-    like = _LIKE_LLAMA
-    served_by = "vLLM serves it through transformers' modules, SGLang and llama.cpp do not"
+    like: tuple[str, ...] = _LIKE_LLAMA
+    served_by = (
+        "vLLM serves it through transformers' modules, SGLang and llama.cpp do not; with --portable, vLLM's own class does"
+    )
     remarks = (
         *StockLatent.remarks,
         "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`. The DeepSeek classes of\n"

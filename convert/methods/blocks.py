@@ -1,7 +1,7 @@
 """Blocks of text of several lengths: rows of one length, of which some are cut into shorter blocks.
 
 Models attend differently at early positions than at late ones, and rest much of their attention on a block's first token. A few
-long blocks have few first tokens and few early positions; short blocks have no late ones.
+long blocks have few first tokens and few early positions; short blocks have no late ones. Many long blocks have enough of all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from itertools import groupby
 
 import torch
 
-from attention.spread import parted
+from attention.spread import parted, spread_blocks
 
+_MANY = 16  # rows, from which on all stay whole: with 8 rows the cut gained 0.05 nats on a real model, with 32 it lost 0.04
 _PARTS = 4  # of every other row
 _SHORTEST = 256  # tokens of a part: with shorter ones, latents of small models lost up to 15 % more
 
@@ -37,9 +38,9 @@ class Blocks:
 
     @classmethod
     def mixed(cls, rows: torch.Tensor) -> Blocks:
-        """Every other row is cut into four blocks, unless these would be short. The others come first."""
+        """Every other of a few rows is cut into four blocks, unless these would be short. The others come first."""
         parts, context = _PARTS, rows.shape[1]
-        if context % parts or context < parts * _SHORTEST:
+        if len(rows) >= _MANY or context % parts or context < parts * _SHORTEST:
             return cls.whole(rows)
         return cls(torch.cat((rows[::2], rows[1::2])), (1,) * len(rows[::2]) + (parts,) * len(rows[1::2]))
 
@@ -61,6 +62,10 @@ class Blocks:
     def of(self, rows: Sequence[int]) -> Blocks:
         """Some of the rows."""
         return Blocks(self.rows[list(rows)], tuple(self.cuts[row] for row in rows))
+
+    def spread(self, tokens: int) -> Blocks:
+        """At most so many tokens in evenly spread rows, but at least one row."""
+        return self.of(spread_blocks(tokens, len(self.rows), self.context))
 
     def to(self, device: torch.device) -> Blocks:
         return replace(self, rows=self.rows.to(device))

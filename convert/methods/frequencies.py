@@ -29,6 +29,16 @@ def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]
     return tuple(sorted(chosen.tolist()))
 
 
+def ladders(count: int, frequencies: int) -> list[tuple[int, ...]]:
+    """Every s-th frequency from the first on, where s is a power of two or the largest that leaves `count` of them.
+
+    RoPE's frequencies are a geometric ladder, and so are these: a base and their number say all about them.
+    """
+    most = (frequencies - 1) // max(1, count - 1)
+    strides = sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
+    return [tuple(range(0, stride * count, stride)) for stride in strides] if count > 1 else [(0,)]
+
+
 def pairs_by_stride(rope_dim: int, rotary_dim: int) -> tuple[int, ...]:
     """P/2 frequencies spread evenly over the source's D/2; where P divides D, those of DeepSeek's own RoPE of dim P."""
     return tuple(pair * rotary_dim // rope_dim for pair in range(rope_dim // 2))

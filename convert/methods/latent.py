@@ -34,6 +34,7 @@ class Allocation:
         pursued: Whether the rotary keys were found by pursuit: each may then serve other frequencies than its own.
         nope_dims: Nope dims of a head; fewer than its dims only where all rotary dims are kept. None for all of them.
         rotary_keys: Different keys that the source has at one frequency; None for one per KV head.
+        ladder: Whether the frequencies have to be a geometric ladder (`convert.methods.frequencies.ladders`).
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Allocation:
     pursued: bool = False
     nope_dims: int | None = None
     rotary_keys: int | None = None
+    ladder: bool = False
 
     def keeping(self, pairs: tuple[int, ...], pursued: bool) -> Allocation:
         """The same allocation with its frequencies chosen."""

@@ -8,7 +8,6 @@ import torch
 
 from attention.qk_norm import QKNorm
 from attention.record import LatentProjections, Projections
-from attention.spread import spread_blocks
 from convert.methods.algebra import augmented
 from convert.methods.blocks import Blocks
 
@@ -206,7 +205,7 @@ def _clamped(rows: torch.Tensor, clip: float | None, moment: torch.Tensor) -> to
 
 def excerpt(sample: Blocks) -> Blocks:
     """At most `EXCERPT` tokens of a sample in evenly spread rows, but at least one row."""
-    return sample.of(spread_blocks(EXCERPT, len(sample.rows), sample.context))
+    return sample.spread(EXCERPT)
 
 
 def _with_constant(second: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

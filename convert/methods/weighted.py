@@ -27,7 +27,7 @@ from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.methods.algebra import augmented, leading, root, roots
 from convert.methods.atoms import Components, RopeKeys
-from convert.methods.frequencies import pairs_by_loss
+from convert.methods.frequencies import ladders, pairs_by_loss
 from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.pursuit import Pursuit, pairs_by_pursuit, pursue
 from convert.methods.statistics import Attended, Statistics, excerpt
@@ -210,8 +210,11 @@ def allocate(found: list[_Measured], count: int, allocation: Allocation) -> list
     """The costliest components; if `count` is below the number of frequencies, also the atoms that a pursuit finds.
 
     A sample of shorter blocks cannot tell which are better in the context that the result is for. Atoms then come alone: they
-    explain more there of what rotates, since one may stand for several frequencies.
+    explain more there of what rotates, since one may stand for several frequencies. Ladders come with both.
     """
+    if allocation.ladder:
+        steps = ladders(count, len(found[0].lost))
+        return [allocation.keeping(pairs, pursued) for pairs in steps for pursued in (False, True)]
     sizes = [replace(allocation, pairs=pairs_by_loss([layer.lost[:, : allocation.rotary_keys] for layer in found], count))]
     pursuits = [layer.pursuit for layer in found if layer.pursuit]
     if pursuits and count < len(found[0].lost):

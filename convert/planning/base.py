@@ -11,7 +11,6 @@ from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.families.base import hides_logits
-from convert.hosts import HOSTS
 from convert.methods.text import TextUse
 
 if TYPE_CHECKING:
@@ -219,11 +218,13 @@ def stored_dtype(source: Source, output: Output) -> str:
     return dtype
 
 
-def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dtype: str, engine: Engine | None = None) -> Host:
+def host_of(
+    hosts: Sequence[Host], family: Family, source: Source, target: AttentionSpec, dtype: str, engine: Engine | None = None
+) -> Host:
     """The first output class that can carry a target.
 
     Args:
-        kind: A key of HOSTS: "gqa", "mqa" or "mla".
+        hosts: The classes, in order of preference: `HOSTS` of "gqa", "mqa" or "mla", or `PORTABLE`.
         family: The source's family.
         source: The checkpoint to convert.
         target: The sizes of the result.
@@ -234,7 +235,7 @@ def host_of(kind: str, family: Family, source: Source, target: AttentionSpec, dt
         Refusal: No class can; the message gives the reason of each.
     """
     refusals = []
-    for host in HOSTS[kind]:
+    for host in hosts:
         reason = host.refuses(family, source.config, target, dtype)
         if reason is None and engine and engine.name not in host.engines(family):
             reason = f"{engine.name} does not run it, as far as was tried"

@@ -28,7 +28,7 @@ class CalibrationOptions:
     Attributes:
         given: The text: {"text": FILE} or {"dataset": NAME}; empty for no text.
         tokens: How many tokens to use, in blocks spread evenly over the text.
-        context: Tokens per block; every other one is cut into shorter ones (`convert.methods.blocks`).
+        context: Tokens per block; if they are few and long, some are cut into shorter ones (`convert.methods.blocks`).
         propagate: Whether a layer's statistics are measured behind the layers converted before it.
         refit: Whether least squares refits queries, keys, values (GQA) and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.

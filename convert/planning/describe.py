@@ -76,10 +76,10 @@ def _carrier(
     except Refusal as error:
         return None, str(error)
     try:
-        return host_of(kind, family, source, target, dtype, engine), None
+        return host_of(HOSTS[kind], family, source, target, dtype, engine), None
     except Refusal as error:
         with suppress(Refusal):
-            return host_of(kind, family, source, target, "bfloat16", engine), "only with --dtype bfloat16"
+            return host_of(HOSTS[kind], family, source, target, "bfloat16", engine), "only with --dtype bfloat16"
         return None, str(error)
 
 

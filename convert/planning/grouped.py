@@ -9,6 +9,7 @@ from attention.spec import AttentionSpec
 from convert import methods
 from convert.checkpoint.workdir import check_output
 from convert.engines import engine_of
+from convert.hosts import HOSTS
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
@@ -56,7 +57,7 @@ def plan_grouped(
     before = family.spec(source.config)
     spec = before.grouped(groups)
     kind = "mqa" if groups == 1 else "gqa"
-    host = host_of(kind, family, source, spec, stored_dtype(source, output), engine_of(output.engine))
+    host = host_of(HOSTS[kind], family, source, spec, stored_dtype(source, output), engine_of(output.engine))
     _check_grouping(grouping, method, family.slopes(source.config))
     if spec != before:
         _check_clip(source, method, family.traits(source.config))

@@ -10,6 +10,7 @@ from attention.errors import Refusal
 from attention.spec import RANK_STEP, AttentionSpec, dtype_bytes
 from convert import methods
 from convert.engines import engine_of
+from convert.hosts import HOSTS, PORTABLE
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.budget import check_fold, default_fold, served_rank, split_budget
@@ -40,6 +41,7 @@ class LatentRequest:
         freqfold: How many neighbouring frequencies count as one; None for as few as P allows.
         pad_rank: Whether the rank may exceed full rank, with channels of zeros.
         q_lora_rank: The rank of a latent of queries; None for what the output class needs.
+        portable: Whether engines' own DeepSeek classes have to run the result.
     """
 
     kv_lora_rank: int | None = None
@@ -49,6 +51,7 @@ class LatentRequest:
     freqfold: int | None = None
     pad_rank: bool = False
     q_lora_rank: int | None = None
+    portable: bool = False
 
 
 def plan_latent(
@@ -82,7 +85,8 @@ def plan_latent(
     dtype = stored_dtype(source, output)
     # Whether any latent fits the source comes first: it is what most users have to know.
     engine = engine_of(output.engine)
-    host = host_of("mla", family, source, smallest_latent(source, family, before), dtype, engine)
+    hosts = PORTABLE if size.portable else HOSTS["mla"]
+    host = host_of(hosts, family, source, smallest_latent(source, family, before), dtype, engine)
     rank, rope_dim = _latent_size(source, family, before, size, host, dtype, engine)
     padded = size.pad_rank or (engine is not None and size.kv_lora_rank is None and bool(engine.latents))
     whole = replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded)
@@ -92,6 +96,20 @@ def plan_latent(
     if engine and (note := engine.note(before)):
         target = replace(target, notes=(*target.notes, note))
     check_output(output.path, source.directory, output.overwrite, output.resume)
+    if host.portable and method.text is TextUse.IGNORED:
+        raise Refusal(
+            f"--portable needs calibration text, and method {method.name} has no use for it",
+            hint=f"use --method {methods.LATENT[0]} or another that takes text",
+        )
+    if host.portable and not calibration.given:
+        raise Refusal(
+            "--portable needs calibration text: the norm of its latent is fitted to it",
+            hint="give --text FILE or --dataset NAME",
+        )
+    if host.portable and calibration.refit is False:
+        raise Refusal("--portable needs the refit: it fits weights to what the norm leaves", hint="leave out --no-refit")
+    if host.portable:
+        calibration = replace(calibration, refit=True)
     without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
     text = calibration_for(source, method, calibration, without)
     traits = family.traits(source.config).behind_projections
@@ -122,23 +140,31 @@ def _target(
     rank, rope_dim = size.kv_lora_rank or 0, size.qk_rope_head_dim or 0
     _check_rotary(source, family, rope_dim)
     spec = replace(before.latent(rank, rope_dim), q_lora_rank=_query_rank(source, host, size.q_lora_rank))
-    if rope_dim > (most := _most_rotary_dims(source, family, before)):
-        raise Refusal(
-            f"cannot keep {rope_dim} rotary dims of {source.reference}: of each key's {before.head_dim} dims only "
-            f"{_rotary_dim(family, source)} have RoPE, which makes {most}"
-        )
+    if rope_dim > (most := _most_rotary_dims(source, family, before, host)):
+        why = f"of each key's {before.head_dim} dims only {_rotary_dim(family, source)} have RoPE, which makes {most}"
+        if host.portable:
+            why = f"a portable result keeps each of its {most // 2} frequencies once, which makes at most {most}"
+        raise Refusal(f"cannot keep {rope_dim} rotary dims of {source.reference}: {why}")
     full = full_rank(source, family, rope_dim)
     channels = rank - host.reserved(rank)
     if channels < 1:
         raise Refusal(f"a latent of rank {rank} holds nothing: {host.name} needs {host.reserved(rank)} channel(s) for itself")
     if channels > full and not size.pad_rank and spec != before:
         whole = with_reserved(host, full)
+        added = f"{whole - full} {'more channel' if host.portable else 'constant channel(s)'} of {host.name}"
         raise Refusal(
             f"rank {rank} exceeds full size: at {rope_dim} rotary dims, keys and values of {source.reference} have {full} "
-            f"dims, which with {whole - full} constant channel(s) of {host.name} makes {whole}",
+            f"dims, which with {added} makes {whole}",
             hint=f"use --kv-lora-rank {whole}, or --pad-rank for channels of zeros",
         )
-    fold = _freqfold(method, size.freqfold, rope_dim, _rotary_dim(family, source))
+    rotary = _rotary_dim(family, source)
+    if host.portable and method.folds and rotary % rope_dim:
+        raise Refusal(
+            f"method {method.name} spreads {rope_dim} rotary dims evenly over {rotary}, which is no geometric ladder of "
+            "frequencies, as a portable result needs",
+            hint=f"give a --qk-rope-head-dim that divides {rotary}",
+        )
+    fold = _freqfold(method, size.freqfold, rope_dim, rotary)
     used = min(channels, full)
     target = LatentTarget(before, spec, method, host, used, fold, size.pad_rank)
     if target.copies:
@@ -196,7 +222,7 @@ def latent_for_budget(source: Source, family: Family, before: AttentionSpec, hos
     return split_budget(
         values,
         _rotary_dim(family, source),
-        before.rotary_keys,
+        _rotary_keys(before, host),
         lambda rope_dim: with_reserved(host, full_rank(source, family, rope_dim)),
         with_reserved(host, 1),
     )
@@ -248,14 +274,19 @@ def _splits(source: Source, family: Family, before: AttentionSpec, target: Atten
     for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
         rank, full = values - rope_dim, full_rank(source, family, rope_dim)
         channels = rank - host.reserved(rank) if rank > 0 else 0
-        if 2 <= rope_dim <= _most_rotary_dims(source, family, before) and 1 <= channels <= full:
+        if 2 <= rope_dim <= _most_rotary_dims(source, family, before, host) and 1 <= channels <= full:
             found.append(LatentRequest(served_rank(rank, with_reserved(host, full), values), rope_dim))
     return found
 
 
-def _most_rotary_dims(source: Source, family: Family, before: AttentionSpec) -> int:
-    """The most rotary dims that a latent can keep: those that have RoPE, of all different keys."""
-    return min(before.most_rotary_dims, before.rotary_keys * _rotary_dim(family, source))
+def _most_rotary_dims(source: Source, family: Family, before: AttentionSpec, host: Host) -> int:
+    """The most rotary dims that a latent can keep: those that have RoPE, of all different keys; of one on a ladder."""
+    return min(before.most_rotary_dims, _rotary_keys(before, host) * _rotary_dim(family, source))
+
+
+def _rotary_keys(before: AttentionSpec, host: Host) -> int:
+    """How many keys may keep one frequency."""
+    return 1 if host.portable else before.rotary_keys
 
 
 def _rotary_dim(family: Family, source: Source) -> int:
@@ -323,6 +354,8 @@ def _channels_note(rank: int, used: int, host: Host) -> str:
     constant = host.reserved(rank)
     zeros = rank - used - constant
     note = f"{used} of {rank} latent channels carry keys and values"
-    if constant:
+    if host.portable:
+        note += "; one makes the norm of latents nearly constant"
+    elif constant:
         note += f"; {constant} {'holds a constant' if constant == 1 else 'hold constants'} for the norm of {host.name}"
     return note + (f"; {zeros} are zero, as --pad-rank allows" if zeros else "")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.spec import AttentionSpec
 from convert.hosts import Host
+from convert.methods.constant_norm import with_constant_norm
 from convert.methods.grouped import Draw, GroupedMethod, reordered
 from convert.methods.latent import Allocation, LatentMethod
 
@@ -119,6 +120,7 @@ class LatentTarget:
             **({"freqfold": self.freqfold} if self.freqfold > 1 else {}),
             **({"pad_rank": True} if self.pad_rank else {}),
             **({} if self.spec.q_lora_rank is None else {"q_lora_rank": self.spec.q_lora_rank}),
+            **({"portable": True} if self.host.portable else {}),
         }
 
     def facts(self) -> dict[str, Any]:
@@ -142,6 +144,7 @@ class LatentTarget:
             rotary,
             nope_dims=self.spec.qk_nope_head_dim,
             rotary_keys=self.before.rotary_keys,
+            ladder=self.host.portable,
         )
 
     def change(self, chosen: Allocation, before: Attention, statistics: Statistics) -> tuple[Attention, FactoredAttention]:
@@ -150,7 +153,11 @@ class LatentTarget:
         Returns:
             The source's record, and the record of the result.
         """
-        return before, self.method.factor(before, chosen, statistics)
+        if not self.host.portable:
+            return before, self.method.factor(before, chosen, statistics)
+        assert statistics.sample is not None, "the norm of a latent is fitted to text"
+        after = self.method.factor(before, chosen, statistics)
+        return before, with_constant_norm(before, after, statistics.sample.to(before.k.device))
 
 
 Target = GroupedTarget | LatentTarget

@@ -10,7 +10,14 @@ import pytest
 import torch
 from records import factored, factored_behind_latent, factored_behind_norms, inputs, loss, random, record, run
 
-from attention.forward import attention_by_distance, attention_output, causal_softmax, heads_of, output_error
+from attention.forward import (
+    attention_by_distance,
+    attention_output,
+    attention_received,
+    causal_softmax,
+    heads_of,
+    output_error,
+)
 from attention.record import Attention, FactoredAttention, HeadProjections, Record
 from attention.rope import Rotary
 
@@ -43,6 +50,7 @@ RECORDS: dict[str, Record] = {
     "behind a clamp": record(nope=2).behind_norms(0.7),
     "behind a norm and a clamp": record(norm="all", nope=2).behind_norms(0.7),
     "MLA": factored(),
+    "MLA, normalised": dataclasses.replace(factored(), normalised=True),
     "MLA behind a norm": factored_behind_norms(),
     "MLA behind a latent": factored_behind_latent(),
     "MLA behind a latent, whose queries have none": factored_behind_latent(None, biased=False),
@@ -112,7 +120,9 @@ def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     else:
         key = a.rotary.rotate(project(a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None], 0), positions)
         for h in range(len(a.q_nope)):
-            nope = project(a.q_nope, a.q_nope_bias, h, of_queries[h]) @ (a.up_k[h].double() @ a.down.double() @ x.T)
+            latent = a.down.double() @ x.T
+            latent = latent / latent.norm(dim=0) if a.normalised else latent
+            nope = project(a.q_nope, a.q_nope_bias, h, of_queries[h]) @ (a.up_k[h].double() @ latent)
             logits.append(nope + a.rotary.rotate(project(a.q_rope, a.q_rope_bias, h, of_queries[h]), positions) @ key.T)
     return a.scale * torch.stack(logits) + slopes[:, None, None] * positions
 
@@ -145,6 +155,7 @@ def test_what_is_kept_makes_the_logits(case: str) -> None:
         nope, rope = heads.kept(head)
         if isinstance(a, FactoredAttention):
             latent = (a.projections(x[None])[1][0] if a.projections else x) @ a.down.T
+            latent = latent / latent.norm(dim=1, keepdim=True) if a.normalised else latent
             assert heads.lift is not None
             torch.testing.assert_close(nope, latent, rtol=1e-5, atol=1e-5)
             logits = plain @ heads.lift[head] @ nope.T + heads.rope[head] @ rope.T
@@ -153,6 +164,21 @@ def test_what_is_kept_makes_the_logits(case: str) -> None:
             logits = plain[:, dims:] @ nope.T + heads.rotation(plain[:, :dims]) @ rope.T
         biases = 0 if heads.slopes is None else heads.slopes[head] * torch.arange(len(x))
         torch.testing.assert_close(heads.logits(head), a.scale * logits + biases, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("span", [4, 256])
+def test_attention_is_summed_by_token(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attention.forward._SPAN", span)
+    a, x = record(2, 3), inputs(20, tokens=9)[0]
+    found = attention_received(a, x)
+    expected = sum(
+        logits[t, : t + 1].softmax(-1)[s] * torch.nn.functional.one_hot(torch.tensor(s), 9)
+        for logits in naive_logits(a, x)
+        for t in range(9)
+        for s in range(t + 1)
+    )
+    torch.testing.assert_close(found, expected / len(a.q), rtol=1e-4, atol=1e-6)  # type: ignore[arg-type, operator]
+    assert float(found.mean()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("case", [case for case, a in RECORDS.items() if isinstance(a, Attention)])

@@ -28,6 +28,7 @@ TOKENS = 48
 CACHE = 2**30  # bytes that vLLM may use for keys and values
 # vLLM's kernel on CPUs takes no other size.
 LATENT = ("mla", "--kv-lora-rank", 512, "--qk-rope-head-dim", 64, "--pad-rank")
+TEXT = Path(__file__).parents[2] / "convert" / "api.py"
 TARGETS = {"MQA": ("mqa",), "GQA-4": ("gqa", "--groups", 4), "MLA-512+64": LATENT}
 PROMPTS = ["def main():\n    ", "import os\n\n", "class Point:\n    def __init__(self"]
 
@@ -63,7 +64,7 @@ def same_tokens(model: Path, dtype: str, prompts: list[list[int]]) -> None:
     """vLLM's tokens are those of transformers, and its cache has the bytes that were planned."""
     done = served(model, dtype, prompts)
     assert done.returncode == 0, done.stderr[-2000:]
-    near, off = {"float32": (0.01, 1e-4), "bfloat16": (0.1, 0.1)}[dtype]
+    near, off = {"float32": (0.01, 5e-4), "bfloat16": (0.1, 0.1)}[dtype]
     for ids, steps in zip(prompts, json.loads(tokens_of(model).read_text()), strict=True):
         assert len(steps) == TOKENS
         known = expected(model, dtype, ids, steps)
@@ -104,6 +105,15 @@ def test_other_output_classes_run_too(
     source = checkpoint(model_type, **sizes, max_position_embeddings=256)
     command, *options = target
     ok(convert(command, source, tmp_path / "out", *options, "--engine", "vllm"))
+    same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_its_own_deepseek_class_runs_portable_results(tied: bool, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    source = checkpoint("llama", **sizes, max_position_embeddings=256, tie_word_embeddings=tied)
+    command, *options = LATENT
+    ok(convert(command, source, tmp_path / "out", *options, "--portable", "--text", TEXT, "--calibration-tokens", 8192))
     same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
 
 

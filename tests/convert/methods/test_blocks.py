@@ -29,6 +29,17 @@ def test_what_would_be_short_is_not_cut() -> None:
     assert Blocks.whole(rows(3, 128)).blocks[1].tolist() == list(range(128, 256))
 
 
+def test_many_rows_stay_whole() -> None:
+    assert set(Blocks.mixed(rows(15, 1024)).cuts) == {1, 4}
+    assert set(Blocks.mixed(rows(16, 1024)).cuts) == {1}
+
+
+def test_some_rows_are_spread_over_all() -> None:
+    assert Blocks.mixed(rows(8, 1024)).spread(4096).rows[:, 0].tolist() == [2048, 6144, 3072, 7168]
+    assert len(Blocks.whole(rows(3, 8)).spread(4).rows) == 1
+    assert Blocks.whole(rows(3, 8)).spread(99).rows.tolist() == rows(3, 8).tolist()
+
+
 @given(count=st.integers(1, 9), tokens=st.integers(1, 5000))
 def test_batches_are_all_rows_in_order_and_of_one_length(count: int, tokens: int) -> None:
     text = Blocks.mixed(rows(count, 1024))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import tiny_config
 
 from attention.rope import from_config
-from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
+from convert.methods.frequencies import ladders, pairs_by_loss, pairs_by_stride
 
 
 def test_the_most_costly_components_turn_in_the_order_of_frequencies() -> None:
@@ -47,6 +49,25 @@ def test_equals_are_taken_from_the_first_frequency_on() -> None:
     for count in range(7):
         assert pairs_by_loss([torch.ones(3, 2)], count) == (0, 0, 1, 1, 2, 2)[:count]
         assert pairs_by_loss([torch.zeros(3, 2)], count) == (0, 0, 1, 1, 2, 2)[:count]
+
+
+def test_ladders_are_every_so_many_frequencies_from_the_first() -> None:
+    assert ladders(4, 16) == [(0, 1, 2, 3), (0, 2, 4, 6), (0, 4, 8, 12), (0, 5, 10, 15)]
+    assert ladders(16, 16) == [tuple(range(16))]
+    assert ladders(9, 16) == [tuple(range(9))]
+    assert ladders(1, 16) == ladders(1, 1) == [(0,)]
+    assert ladders(2, 2) == [(0, 1)]
+
+
+@given(count=st.integers(1, 40), more=st.integers(0, 40))
+def test_ladders_are_geometric(count: int, more: int) -> None:
+    found = ladders(count, count + more)
+    assert len(set(found)) == len(found) > 0
+    for pairs in found:
+        assert len(pairs) == count
+        assert pairs[0] == 0
+        assert pairs[-1] < count + more
+        assert len({b - a for a, b in pairwise(pairs)}) <= 1
 
 
 def test_a_strided_choice_is_deepseeks_own_rope() -> None:

@@ -12,6 +12,7 @@ import pytest
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
+from convert.hosts import HOSTS
 from convert.methods import load_grouped, load_latent
 from convert.planning.base import Output, Plan, host_of, readable, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions
@@ -102,11 +103,11 @@ def test_what_can_be_read_is_of_its_family(model_type: str, source: Sources) -> 
 def test_no_output_class_is_a_refusal_with_every_reason(source: Sources) -> None:
     made = source("hunyuan_v1_dense")
     family, spec = readable(made), AttentionSpec.from_config(made.config)
-    assert host_of("gqa", family, made, spec.grouped(2), "float32").name == "its own class"
+    assert host_of(HOSTS["gqa"], family, made, spec.grouped(2), "float32").name == "its own class"
     with pytest.raises(
         Refusal, match=r"no output class carries MLA of .*source: deepseek_v3: .* does not have Llama's decoder blocks"
     ):
-        host_of("mla", family, made, spec.latent(16, 8), "float32")
+        host_of(HOSTS["mla"], family, made, spec.latent(16, 8), "float32")
 
 
 HIDDEN = "only outputs are refitted:"

@@ -1,0 +1,88 @@
+"""Stock DeepSeek-V3 as DeepSeek's own checkpoints are: no biases, no list of frequencies, for engines' own classes of it.
+
+Its latents have a nearly constant norm (`convert.methods.constant_norm`). Its frequencies are a geometric ladder. That is
+written as YaRN of factor 1, which has the same frequencies: vLLM's CPU operator is wrong for `default`. Its head is
+a tensor of its own, even where the source ties it to the embedding, because engines expect that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.families.deepseek import V3
+from convert.hosts.deepseek_v3 import DeepseekV3
+
+if TYPE_CHECKING:
+    from attention.rope import Rotary
+    from attention.spec import AttentionSpec
+    from convert.families import Family
+
+_ARCHITECTURE = "DeepseekV3ForCausalLM"
+_EXACT = 1e-5  # of a ladder's ratio: frequencies are computed in fp32
+
+
+class Portable(DeepseekV3):
+    """`deepseek_v3` without biases."""
+
+    name = "portable deepseek_v3"
+    opened_by = "transformers ≥ 5.19 loads it without kvfold, and engines run it as they run DeepSeek-V3 without experts."
+    remarks = (DeepseekV3.remarks[0],)
+    portable = True
+
+    def layout(self, family: Family) -> Family:
+        return V3
+
+    def reserved(self, kv_lora_rank: int) -> int:
+        return 1  # what makes the norm of latents constant
+
+    def full_query_rank(self, width: int) -> int | None:
+        return None
+
+    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+        if reason := super().refuses(family, config, target, "float32" if dtype == "float16" else dtype):
+            return reason
+        if family.spec(config).kv_lora_rank:
+            return "it has a latent already, which may have biases (convert the original with --portable)"
+        if family.traits(config).qkv_bias:
+            return "queries and keys have biases, and the class has none (without --portable, its biases carry them)"
+        rotary = family.rotary(config, 0)
+        if rotary is None or rotary.long_frequencies is not None or ladder_ratio(rotary) is None:
+            return "its RoPE frequencies are no geometric ladder from 1, and the class would need a list of them"
+        return None
+
+    def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
+        written = super().config(raw, config, target, rotary)
+        written |= {"architectures": [_ARCHITECTURE], "model_type": V3.model_type, "attention_bias": False, "q_lora_rank": None}
+        # Copies that transformers saves lack a tied head, and vLLM would generate nonsense from these without an error.
+        written |= {"tie_word_embeddings": False}
+        return written | ({} if rotary is None else {"rope_parameters": _as_yarn(rotary, config)})
+
+
+def ladder_ratio(rotary: Rotary) -> float | None:
+    """The ratio of neighbouring frequencies, from 1 downwards; None if they are no geometric ladder."""
+    found = rotary.frequencies.double()
+    if len(found) == 1:
+        return 1.0 if float(found[0]) == 1 else None
+    ratio = float(found[-1] / found[0]) ** (1 / (len(found) - 1))
+    expected = found.new_tensor([ratio**i for i in range(len(found))])
+    return ratio if bool(((found / expected - 1).abs() < _EXACT).all()) else None
+
+
+def _as_yarn(rotary: Rotary, config: Any) -> dict[str, Any]:
+    """YaRN of factor 1 on the base θ with θ^(−2i/P) as frequencies; its scales of logits are 1."""
+    ratio = ladder_ratio(rotary)
+    assert ratio is not None, "only ladders are chosen for this class"
+    return {
+        "rope_type": "yarn",
+        "rope_theta": ratio ** -len(rotary.frequencies) if len(rotary.frequencies) > 1 else 10_000.0,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": config.max_position_embeddings,
+    }
+
+
+HOST = Portable()

@@ -1,0 +1,257 @@
+"""The output class of `mla --portable`: it computes the record without biases, and engines find all that they expect."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from records import factored
+from tiny import tiny_config
+from written import ok, weights
+
+import attention
+from attention.record import FactoredAttention
+from attention.rope import Rotary, from_config
+from attention.spec import AttentionSpec
+from convert.engines import running
+from convert.families import FAMILIES, family_of
+from convert.families.deepseek import V3
+from convert.hosts.portable import HOST, ladder_ratio
+
+Make = Callable[..., Path]
+PREFIX = "model.layers.0.self_attn."
+
+
+def normalised(channels: int) -> FactoredAttention:
+    a = factored(4, 6, 4, channels, 20, biased=False)
+    ladder = Rotary(0.3 ** torch.arange(4, dtype=torch.float64), "interleaved")
+    return dataclasses.replace(a, normalised=True, rotary=ladder)
+
+
+@pytest.mark.parametrize(("rank", "channels"), [(16, 16), (16, 9)])
+def test_the_stock_module_computes_the_record(rank: int, channels: int) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+    from attention.reference import latent_attention
+
+    a = normalised(channels)
+    source = tiny_config("llama", num_attention_heads=4, hidden_size=20, head_dim=6, num_key_value_heads=4)
+    target = AttentionSpec.from_config(source).latent(rank, 8)
+    config = type(tiny_config("deepseek_v3"))(**HOST.config({}, source, target, a.rotary), attn_implementation="eager")
+    module = DeepseekV3Attention(config, 0)
+    tensors, sized = HOST.layout(family_of("llama")).join(a, target, 0), HOST.sized({}, source, target)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == V3.shapes(sized, 0)
+    assert not any(name.endswith("bias") for name in tensors)
+    module.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, strict=True)
+    x = torch.randn(2, 7, 20, generator=torch.Generator().manual_seed(9))
+    mask = torch.full((7, 7), -math.inf).triu(1)[None, None]
+    with torch.no_grad():
+        found = module(x, DeepseekV3RotaryEmbedding(config)(x, torch.arange(7)[None]), mask)[0]
+    fields = {field.name: getattr(a, field.name) for field in dataclasses.fields(a)}
+    torch.testing.assert_close(found, latent_attention(x, **fields), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-12])
+def test_latents_are_so_large_that_the_norms_epsilon_does_not_matter(eps: float) -> None:
+    """Engines take it from the config, and transformers does not."""
+    a, x = normalised(9), torch.randn(50, 20, generator=torch.Generator().manual_seed(1))
+    a = dataclasses.replace(a, down=a.down / a.latent(x).norm(dim=-1).mean())
+    tensors = V3.join(a, AttentionSpec(1, 4, 4, 6, 16, 8, 6), 0)
+    down, gain = tensors[f"{PREFIX}kv_a_proj_with_mqa.weight"][:16], tensors[f"{PREFIX}kv_a_layernorm.weight"]
+    made = torch.nn.functional.rms_norm(x @ down.T, (16,), gain, eps)
+    torch.testing.assert_close(made[:, :9], a.latent(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize("pairs", [[0], [0, 1], [0, 31], list(range(32)), list(range(0, 32, 2)), [0, 5, 10]], ids=str)
+def test_a_ladder_is_written_as_yarn_that_changes_nothing(pairs: list[int], theta: float) -> None:
+    source = tiny_config("llama", head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    rotary = from_config(source, 64).select(pairs, "interleaved")
+    found = HOST.config({}, source, AttentionSpec.from_config(source).latent(16, rotary.dims), rotary)
+    assert found["rope_parameters"]["rope_type"] == "yarn"
+    made = tiny_config(
+        "deepseek_v3", qk_rope_head_dim=rotary.dims, head_dim=rotary.dims, rope_parameters=found["rope_parameters"]
+    )
+    back = from_config(made, rotary.dims, "interleaved")
+    torch.testing.assert_close(back.frequencies, rotary.frequencies, rtol=1e-5, atol=0)
+    assert back.attention_factor == 1
+    assert V3.scale(made) == pytest.approx(made.qk_head_dim**-0.5)
+
+
+@pytest.mark.parametrize("frequencies", [[1.0, 0.5, 0.3], [0.5, 0.25], [2.0], [1.0, 0.1, 0.01, 0.0011]])
+def test_what_is_no_ladder_is_told_apart(frequencies: list[float]) -> None:
+    assert ladder_ratio(Rotary(torch.tensor(frequencies).double(), "half")) is None
+
+
+def test_ladders_have_one_ratio() -> None:
+    assert ladder_ratio(Rotary(torch.tensor([1.0, 0.5, 0.25]).double(), "half")) == pytest.approx(0.5)
+    assert ladder_ratio(Rotary(torch.tensor([1.0]).double(), "half")) == 1
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("llama", {"attention_bias": True}, "queries and keys have biases, and the class has none"),
+        ("llama", {"rope_parameters": LLAMA3}, "its RoPE frequencies are no geometric ladder from 1"),
+        ("qwen2", {}, "queries and keys have biases, and the class has none"),
+        ("deepseek_v3", {}, "it has a latent already"),
+        ("phi", {}, "phi does not have Llama's decoder blocks"),
+        ("llama", {"mlp_bias": True}, "the MLP has biases"),
+    ],
+)
+def test_what_has_no_place_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
+    config, family = tiny_config(model_type, **changes), family_of(model_type)
+    assert message in str(HOST.refuses(family, config, family.spec(config).latent(16, 8), "float32"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_runs(dtype: str) -> None:
+    """There are no constants that float16 could not hold."""
+    config = tiny_config("llama")
+    assert HOST.refuses(family_of("llama"), config, AttentionSpec.from_config(config).latent(16, 8), dtype) is None
+
+
+def test_vllm_runs_it_at_the_sizes_that_it_takes() -> None:
+    spec = AttentionSpec(2, 32, 32, 128)
+    assert running(HOST, FAMILIES["llama"], spec.latent(512, 64)) == ["transformers", "vllm"]
+    assert running(HOST, FAMILIES["llama"], spec.latent(96, 32)) == ["transformers"]
+
+
+# ---- whole conversions ---------------------------------------------------------------------------------------------
+
+SIZE = ("--kv-lora-rank", 40, "--qk-rope-head-dim", 8)
+
+
+def logits_on(text: Path, model: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt")["input_ids"][:, :128]
+    with torch.inference_mode():
+        found: torch.Tensor = AutoModelForCausalLM.from_pretrained(model)(ids).logits
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_result_is_deepseeks_own_and_close_to_the_source(
+    tied: bool, checkpoint: Make, convert: Any, words: Path, tmp_path: Path
+) -> None:
+    """A latent of all of the input can have a constant norm, because the input has."""
+    source = checkpoint("llama", tie_word_embeddings=tied, num_attention_heads=1, num_key_value_heads=1, head_dim=64)
+    size = ("--kv-lora-rank", 65, "--qk-rope-head-dim", 64)
+    said = ok(
+        convert("mla", source, tmp_path / "out", "--portable", *size, "--text", words, "--calibration-tokens", 1024)
+    ).stdout
+    assert "64 of 65 latent channels carry keys and values; one makes the norm of latents nearly constant" in said
+    raw, tensors = json.loads((tmp_path / "out" / "config.json").read_text()), weights(tmp_path / "out")
+    assert (raw["architectures"], raw["model_type"]) == (["DeepseekV3ForCausalLM"], "deepseek_v3")
+    assert (raw["attention_bias"], raw["rope_parameters"]["rope_type"]) == (False, "yarn")
+    assert not any(name.endswith("bias") for name in tensors)
+    same = torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    assert same == tied, "engines expect a head of its own"
+    assert raw["tie_word_embeddings"] is False, "or copies that transformers saves lack it"
+    expected, found = (logits_on(words, path) for path in (source, tmp_path / "out"))
+    assert (expected - found).square().mean() < 1e-3 * expected.var()
+
+
+# Settings without biases or layers without RoPE, which the class has no place for.
+PLAIN: dict[str, dict[str, Any]] = {
+    "seed_oss": {"attention_bias": False, "attention_out_bias": False},
+    "smollm3": {"no_rope_layers": [1]},
+    "mistral": {"sliding_window": 128},
+    "ministral": {"sliding_window": 128, "layer_types": ["sliding_attention"]},
+    "cwm": {
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", [name for name in HOST.like if name not in ("llama", "qwen2", "deepseek_v3")])
+def test_every_family_is_carried(model_type: str, checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    source = checkpoint(model_type, **sizes, **PLAIN.get(model_type, {}))
+    size = ("--kv-lora-rank", 65, "--qk-rope-head-dim", 64)
+    ok(convert("mla", source, tmp_path / "out", "--portable", *size, "--text", words, "--calibration-tokens", 1024, "-q"))
+    expected, found = (logits_on(words, path) for path in (source, tmp_path / "out"))
+    assert (expected - found).square().mean() < 1e-3 * expected.var()
+
+
+def test_it_decodes_with_the_latent_alone_and_is_saved_again(
+    checkpoint: Make, convert: Any, logits: Any, words: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoint(tie_word_embeddings=True)
+    ok(convert("mla", source, tmp_path / "out", "--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "-q"))
+    assert "MLA-40+8" in ok(convert("inspect", tmp_path / "out")).stdout
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    stock.save_pretrained(tmp_path / "again")
+    torch.testing.assert_close(logits(tmp_path / "again"), logits(tmp_path / "out"), rtol=0, atol=0)
+    assert "lm_head.weight" in weights(tmp_path / "again")
+    ids, options = torch.tensor([[5, 9, 30, 40]]), {"max_new_tokens": 12, "do_sample": False}
+    fast = attention.load(str(tmp_path / "out"))
+    assert fast.generate(ids, **options).tolist() == stock.generate(ids, **options).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([*SIZE], "--portable needs calibration text"),
+        ([*SIZE, "--text", "TEXT", "--no-refit"], "--portable needs the refit"),
+        ([*SIZE, "--text", "TEXT", "--method", "svd"], "method svd has no use for it"),
+        ([*SIZE, "--text", "TEXT", "--method", "svd", "--refit"], "method svd has no use for it"),
+        (
+            ["--kv-lora-rank", 40, "--qk-rope-head-dim", 16, "--text", "TEXT"],
+            "a portable result keeps each of its 4 frequencies once",
+        ),
+        ([*SIZE, "--text", "TEXT", "--q-lora-rank", 32], "has no latent of queries"),
+        (["--kv-lora-rank", 40, "--qk-rope-head-dim", 6, "--text", "TEXT", "--method", "pca"], "no geometric ladder"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    options: list[Any], message: str, checkpoint: Make, convert: Any, words: Path, tmp_path: Path
+) -> None:
+    given = [words if option == "TEXT" else option for option in options]
+    result = convert("mla", checkpoint(), tmp_path / "out", "--portable", *given)
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+
+
+def test_the_published_method_can_be_portable(checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
+    ok(
+        convert(
+            "mla",
+            checkpoint(),
+            tmp_path / "out",
+            "--portable",
+            *SIZE,
+            "--text",
+            words,
+            "--method",
+            "pca",
+            "--calibration-tokens",
+            1024,
+            "-q",
+        )
+    )
+    recipe = json.loads((tmp_path / "out" / "conversion.json").read_text())["recipe"]
+    assert recipe["mla"]["portable"] is True
+    assert recipe["mla"]["refit"] is True
+
+
+def test_a_budget_leaves_one_key_per_frequency(checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
+    source = checkpoint("llama", num_key_value_heads=8)
+    asked = ("--portable", "--kv-budget", "100%", "--text", words, "--dry-run", "--json")
+    plan = json.loads(ok(convert("mla", source, tmp_path / "out", *asked)).stdout)
+    assert plan["qk_rope_head_dim"] <= 8
