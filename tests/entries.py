@@ -24,14 +24,20 @@ def keys_of(a: Attention, text: bool = True) -> RopeKeys:
 
 
 class Dense:
-    """Entries (head, frequency) as functions of distance and input, spelled out: `[H, T, L, E + 1]`."""
+    """Entries (head, frequency) as functions of distance and input, spelled out: `[H, T, L, E + 1]`.
 
-    def __init__(self, keys: RopeKeys, text: bool = True) -> None:
+    Atoms have the entries' own frequencies, or halves between them, too.
+    """
+
+    def __init__(self, keys: RopeKeys, text: bool = True, halves: bool = False) -> None:
         a = keys.attention
         assert a.rotary is not None
         length, share = keys.mass.shape[1], len(keys.w) // len(keys.z)
         distance = torch.arange(length, dtype=torch.float64)
         self.waves = torch.exp(-1j * distance[:, None] * a.rotary.frequencies)  # e^{iθ (s − t)}, [T, L]
+        own = a.rotary.frequencies
+        between = torch.stack((own, (own * torch.cat((own[1:], own[-1:]))).sqrt()), 1).flatten()[: 2 * len(own) - 1]
+        self.offered = torch.exp(-1j * distance[:, None] * between) if halves else self.waves
         self.mass, self.second = keys.mass, known_of(a, text).with_constant.to(torch.complex128)
         self.weight = keys.weight
         self.missing = torch.stack([self.waves[:, :, None] * keys.z[h // share] for h in range(len(keys.w))])
@@ -49,18 +55,18 @@ class Dense:
 
     def projected(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
         """λ ⟨missing, e_b⟩ / ‖e_b‖ of each entry `[H L, E + 1]`, and ‖e_b‖ `[H]`."""
-        wave = self.waves[:, b]
+        wave = self.offered[:, b]
         own = (self.mass * wave.abs().square()).sum(1) - (self.mass.to(wave.dtype) @ wave).abs().square()
         product = torch.einsum("ht,t,htle->hle", self.mass.to(wave.dtype), wave.conj(), self.missing)
         rows = product * (self.weight / own.sqrt()[:, None])[..., None]
         return rows.flatten(0, 1), own.sqrt()
 
     def explained(self) -> torch.Tensor:
-        """`[L]`: the top eigenvalue of each frequency's matrix."""
-        rows = [self.projected(b)[0] for b in range(self.waves.shape[1])]
+        """`[B]`: the top eigenvalue of each offered frequency's matrix."""
+        rows = [self.projected(b)[0] for b in range(self.offered.shape[1])]
         return torch.stack([torch.linalg.eigvalsh(w @ self.second @ w.mH)[-1] for w in rows]) / self.whole
 
     def take(self, b: int, shares: torch.Tensor, key: torch.Tensor) -> None:
         """Subtract shares `[H, L]` of an atom `key [E + 1]`, and what an unrotated key can do of it."""
-        atom = (self.waves[:, b, None] * shares[:, None])[..., None] * key
+        atom = (self.offered[:, b, None] * shares[:, None])[..., None] * key
         self.missing = self.missing - (atom - self._mean(atom))

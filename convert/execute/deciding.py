@@ -82,9 +82,7 @@ def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> 
     tried = {"rotary_frequencies_tried": choice.tried} if choice.tried else {}
     found = {"rotary_frequencies": list(choice.pairs), **tried}
     plan = job.plan.choosing(chosen) if target.splits else job.plan
-    return Decision(
-        plan, _truncating(job, chosen, _refitting(job, change)), rotary.select(list(choice.pairs), "interleaved"), found
-    )
+    return Decision(plan, _truncating(job, chosen, _refitting(job, change)), rotary.select(choice.pairs, "interleaved"), found)
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class _Choice:
     """
 
     split: int
-    pairs: tuple[int, ...]
+    pairs: tuple[float, ...]
     pursued: bool
     tried: list[dict[str, Any]]
 

@@ -8,6 +8,7 @@ key for it is its mean over the distances at which head h attends, φ_{h,l} z_{h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,12 +57,20 @@ class RopeKeys:
     @property
     def waves(self) -> torch.Tensor:
         """`[N, L]`, e^{iθ_l (s − t)} at each distance t − s."""
-        return _waves(self.attention, self.mass)
+        return _waves(rotary_of(self.attention), self.mass)
+
+    def waves_of(self, pairs: Sequence[float]) -> torch.Tensor:
+        """`[N, m]`, the same of any frequencies (`Rotary.select`)."""
+        return _waves(rotary_of(self.attention).select(pairs, "interleaved"), self.mass)
 
     @property
     def phase(self) -> torch.Tensor:
         """`[H, L]`, φ."""
-        return self.mass.to(self.waves.dtype) @ self.waves
+        return self.averaged(self.waves)
+
+    def averaged(self, waves: torch.Tensor) -> torch.Tensor:
+        """`[H, m]`, the mean of waves `[N, m]` over each head's distances."""
+        return self.mass.to(waves.dtype) @ waves
 
     @property
     def share(self) -> int:
@@ -77,26 +86,26 @@ class Atoms:
     """The rotary keys of one layer.
 
     Attributes:
-        pairs: For each of m atoms, the index of the source's frequency that it rotates with.
+        pairs: For each of m atoms, the number of the source's frequency that it rotates with (`Rotary.select`).
         shares: `[H, L, m]` complex, s.
         keys: `[m, E + 1]` complex, y.
     """
 
-    pairs: tuple[int, ...]
+    pairs: tuple[float, ...]
     shares: torch.Tensor
     keys: torch.Tensor
 
     def rope(self, keys: RopeKeys) -> tuple[Rotary, torch.Tensor, torch.Tensor]:
         """Their rotary embedding, their queries `[H, P, E + 1]`, and the keys `[P, E + 1]`."""
-        kept = rotary_of(keys.attention).select(list(self.pairs), "interleaved")
+        kept = rotary_of(keys.attention).select(self.pairs, "interleaved")
         queries = torch.einsum("hlm,hle->hme", self.shares.conj(), keys.w)
         return kept, kept.from_complex(queries), kept.from_complex(self.keys[None])[0]
 
     def rest(self, keys: RopeKeys) -> torch.Tensor:
         """The nope keys of each query head for the remainder, `[H, 2 L, E + 1]`; zeros where only rounding remains."""
-        phase = keys.phase
-        whole = phase[..., None] * keys.per_query_head(keys.z)
-        left = whole - (phase[:, None, list(self.pairs)] * self.shares) @ self.keys
+        whole = keys.phase[..., None] * keys.per_query_head(keys.z)
+        own = keys.averaged(keys.waves_of(self.pairs))
+        left = whole - (own[:, None] * self.shares) @ self.keys
         rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
         return rotary_of(keys.attention).from_complex(torch.zeros_like(left) if rounding else left)
 
@@ -130,13 +139,14 @@ class Components:
         u = u.gather(2, order[:, None].expand_as(u))
         return cls(lost.gather(1, order), u / weight[..., None], u.mH @ weighted)
 
-    def atoms(self, keys: RopeKeys, pairs: tuple[int, ...]) -> Atoms:
-        """The costliest components of each frequency, as many as its entries in `pairs`."""
-        parts = [pairs[:i].count(pair) for i, pair in enumerate(pairs)]
+    def atoms(self, keys: RopeKeys, pairs: tuple[float, ...]) -> Atoms:
+        """The costliest components of each frequency, as many as its entries in `pairs`; all of these are whole numbers."""
+        whole = [int(pair) for pair in pairs]
+        parts = [whole[:i].count(pair) for i, pair in enumerate(whole)]
         shares = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
-        for m, (pair, part) in enumerate(zip(pairs, parts, strict=True)):
+        for m, (pair, part) in enumerate(zip(whole, parts, strict=True)):
             shares[:, pair, m] = self.basis[pair, :, part]
-        return Atoms(pairs, keys.per_query_head(shares), self.keys[list(pairs), parts])
+        return Atoms(pairs, keys.per_query_head(shares), self.keys[whole, parts])
 
 
 def rotated_moments(attention: Attention, statistics: Statistics) -> torch.Tensor:
@@ -146,7 +156,7 @@ def rotated_moments(attention: Attention, statistics: Statistics) -> torch.Tenso
     query's attention cancels in the softmax as far as RoPE leaves it constant. |φ_l|² is averaged over heads.
     """
     rotary, attended, distances = rotary_of(attention), statistics.attended, _mass(attention, statistics)
-    waves = _waves(attention, distances)
+    waves = _waves(rotary, distances)
     constant = (distances.to(waves.dtype) @ waves).abs().square().mean(0)[:, None]
     keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
     seen, within = (
@@ -155,10 +165,10 @@ def rotated_moments(attention: Attention, statistics: Statistics) -> torch.Tenso
     return (1 - constant) * seen + constant * within
 
 
-def _waves(attention: Attention, mass: torch.Tensor) -> torch.Tensor:
+def _waves(rotary: Rotary, mass: torch.Tensor) -> torch.Tensor:
     """`[N, L]`, e^{iθ_l (s − t)} at each distance t − s."""
     distance = torch.arange(mass.shape[1], dtype=torch.float64, device=mass.device)
-    angles = -distance[:, None] * rotary_of(attention).frequencies_for(distance).to(distance)
+    angles = -distance[:, None] * rotary.frequencies_for(distance).to(distance)
     return torch.polar(torch.ones_like(angles), angles)
 
 

@@ -29,14 +29,17 @@ def pairs_by_loss(losses: Sequence[torch.Tensor], count: int) -> tuple[int, ...]
     return tuple(sorted(chosen.tolist()))
 
 
-def ladders(count: int, frequencies: int) -> list[tuple[int, ...]]:
-    """Every s-th frequency from the first on, where s is a power of two or the largest that leaves `count` of them.
+def ladders(count: int, frequencies: int) -> list[tuple[float, ...]]:
+    """Every s-th frequency from the first on, where s is a half, a power of two, or the largest that leaves `count` of them.
 
-    RoPE's frequencies are a geometric ladder, and so are these: a base and their number say all about them.
+    RoPE's frequencies are a geometric ladder, and so are these: a base and their number say all about them. Steps of a half
+    (`Rotary.select`) suit text with short distances, in which low frequencies hardly rotate and high ones deserve two keys.
     """
-    most = (frequencies - 1) // max(1, count - 1)
+    if count == 1:
+        return [(0,)]
+    most = (frequencies - 1) // (count - 1)
     strides = sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
-    return [tuple(range(0, stride * count, stride)) for stride in strides] if count > 1 else [(0,)]
+    return [tuple(stride * i for i in range(count)) for stride in (0.5, *strides)]
 
 
 def pairs_by_stride(rope_dim: int, rotary_dim: int) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ class Allocation:
 
     Attributes:
         rank: Channels of the latent that carry keys and values (constants and padding excluded).
-        pairs: For each of the P/2 rotary pairs, the source's frequency that it rotates with.
+        pairs: For each of the P/2 rotary pairs, the number of the source's frequency that it rotates with; with `pursued`, it
+            may lie between two (`Rotary.select`).
         freqfold: How many neighbouring frequencies count as one.
         rotary: The model's rotary embedding, for layers that have none themselves.
         pursued: Whether the rotary keys were found by pursuit: each may then serve other frequencies than its own.
@@ -38,7 +39,7 @@ class Allocation:
     """
 
     rank: int
-    pairs: tuple[int, ...]
+    pairs: tuple[float, ...]
     freqfold: int = 1
     rotary: Rotary | None = None
     pursued: bool = False
@@ -46,7 +47,7 @@ class Allocation:
     rotary_keys: int | None = None
     ladder: bool = False
 
-    def keeping(self, pairs: tuple[int, ...], pursued: bool) -> Allocation:
+    def keeping(self, pairs: tuple[float, ...], pursued: bool) -> Allocation:
         """The same allocation with its frequencies chosen."""
         return replace(self, pairs=pairs, pursued=pursued)
 
@@ -158,7 +159,7 @@ def separate(attention: Attention, allocation: Allocation, gram: Callable[[Keys]
     nope[bands, parts] = False
     spread = _spread(basis, groups, allocation.freqfold)  # [G, D/2, bands, G F]
     queries, query_bias = _queries(attention, spread[:, :, bands, parts].repeat_interleave(heads // groups, 0))
-    kept = rotary_of(attention).select(list(allocation.pairs), "interleaved")
+    kept = rotary_of(attention).select(allocation.pairs, "interleaved")
     rest, rest_spread = _rest(attention, keys.nope, components[nope], spread[:, :, nope])
     return Separated(
         rotary=kept,
@@ -176,7 +177,7 @@ def _all_nope(attention: Attention, allocation: Allocation) -> Separated:
     (groups, dim, width), heads, rope = attention.k.shape, len(attention.q), 2 * len(allocation.pairs)
     rest = attention.k.float().flatten(0, 1)
     return Separated(
-        rotary=allocation.rotary.select(list(allocation.pairs), "interleaved"),
+        rotary=allocation.rotary.select(allocation.pairs, "interleaved"),
         q_rope=rest.new_zeros(heads, rope, attention.q.shape[-1]),
         k_rope=rest.new_zeros(rope, width),
         q_rope_bias=None if attention.q_bias is None else rest.new_zeros(heads, rope),
@@ -263,7 +264,7 @@ def _spread(basis: torch.Tensor, groups: int, fold: int) -> torch.Tensor:
 
 def _kept(allocation: Allocation) -> tuple[list[int], list[int]]:
     """The band and the component of each rotary pair; each band gives its first components, in order."""
-    bands = [pair // allocation.freqfold for pair in allocation.pairs]
+    bands = [int(pair) // allocation.freqfold for pair in allocation.pairs]
     return bands, [bands[:i].count(band) for i, band in enumerate(bands)]
 
 

@@ -8,7 +8,7 @@ energy over all entries (head, frequency), subtract them, repeat. All layers sha
 No step has a dimension of width E: keys are combinations of the layer's own z, and their Gram matrix suffices. The best
 keys are found by power iteration for all frequencies at once, starting from the result for the last atom.
 
-Cost per layer and atom: a few products of the Gram matrix `[G L, G L]` with `[G L, L]`.
+Cost per layer and atom: a few products of the Gram matrix `[G L, G L]` with `[G L, B]`, for B frequencies to choose from.
 """
 
 from __future__ import annotations
@@ -25,43 +25,45 @@ _FIRST, _FURTHER = 40, 8  # power iterations, from scratch and from the last ato
 
 @dataclass
 class Pursuit:
-    """What the entries (query head h, frequency l) of one layer still lack, for every candidate frequency b.
+    """What the entries (query head h, frequency l) of one layer still lack, for each of B candidate frequencies b.
 
     Attributes:
         gram: `[G L, G L]`, z Σ z^H.
-        near: `[H, L, L]`, ⟨e_l, e_b⟩_h minus the part that a nope key can do.
+        near: `[H, L, B]`, ⟨e_l, e_b⟩_h minus the part that a nope key can do.
+        among: `[H, B, B]`, the same of two candidates.
         weight: `[H, L]`, λ.
         total: The weighted energy at the start.
-        atoms: For each atom so far, its frequency, its shares `[H, L]` and its key as a combination `[G L]` of z.
+        atoms: For each atom so far, its candidate, its shares `[H, L]` and its key as a combination `[G L]` of z.
     """
 
     gram: torch.Tensor
     near: torch.Tensor
+    among: torch.Tensor
     weight: torch.Tensor
     total: float
     atoms: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _found: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, keys: RopeKeys, dtype: torch.dtype = torch.complex128) -> Pursuit:
-        mass, waves = keys.mass.to(keys.z.dtype), keys.waves
-        mean = mass @ waves
-        near = torch.stack([(waves * row[:, None]).T @ waves.conj() for row in mass])
-        near = near - mean[:, :, None] * mean[:, None].conj()
+    def of(cls, keys: RopeKeys, dtype: torch.dtype = torch.complex128, candidates: Sequence[float] | None = None) -> Pursuit:
+        """A pursuit at its start. The candidates are numbers of the source's frequencies (`Rotary.select`), or all of these."""
+        waves = keys.waves
+        offered = waves if candidates is None else keys.waves_of(candidates)
         gram = keys.moved.flatten(0, 1) @ keys.z.flatten(0, 1).mH
         energy = keys.per_query_head(gram.diagonal().real.unflatten(0, keys.z.shape[:2]))
-        total = float((keys.weight.square() * energy * near.diagonal(dim1=1, dim2=2).real).sum())
+        total = float((keys.weight.square() * energy * (1 - keys.phase.abs().square())).sum())
         real = torch.float64 if dtype == torch.complex128 else torch.float32
-        return cls(gram.to(dtype), near.to(dtype), keys.weight.to(real), total)
+        near, among = (_near(keys, part, offered).to(dtype) for part in (waves, offered))
+        return cls(gram.to(dtype), near, among, keys.weight.to(real), total)
 
     def explained(self) -> torch.Tensor:
-        """`[L]`, the share of the total energy that the best key at each frequency explains."""
-        frequencies = self.near.shape[-1]
+        """`[B]`, the share of the total energy that the best key at each candidate explains."""
+        candidates = self.near.shape[-1]
         if self._found is None:
-            found, steps = torch.stack([self._start(b) for b in range(frequencies)]), _FIRST
+            found, steps = torch.stack([self._start(b) for b in range(candidates)]), _FIRST
         else:
             found, steps = self._found, _FURTHER
-        values = self.weight.new_zeros(frequencies)
+        values = self.weight.new_zeros(candidates)
         for _ in range(steps):
             found = self._apply(found)
             values = found.abs().square().sum((1, 2)).sqrt()
@@ -70,7 +72,7 @@ class Pursuit:
         return values.double() / (self.total or 1.0)
 
     def take(self, b: int) -> None:
-        """Add the best atom of frequency b, as `explained` found it."""
+        """Add the best atom of candidate b, as `explained` found it."""
         assert self._found is not None
         u = self._found[b]
         key = self._gathered(self._found)[b].conj()
@@ -78,13 +80,13 @@ class Pursuit:
         self._found[b] = self._start(b)  # the last result at b is explained now
 
     def _start(self, b: int) -> torch.Tensor:
-        """The start of the power iteration at frequency b."""
+        """The start of the power iteration at candidate b."""
         generator = torch.Generator().manual_seed(b)
         return torch.randn(self.weight.shape, dtype=self.near.dtype, generator=generator).to(self.near.device)
 
     def _norm(self, b: int | slice) -> torch.Tensor:
-        """`[H, L or 1]`, the root of ⟨e_b, e_b⟩_h."""
-        own = self.near.diagonal(dim1=1, dim2=2).real
+        """`[H, B or 1]`, the root of ⟨e_b, e_b⟩_h."""
+        own = self.among.diagonal(dim1=1, dim2=2).real
         own = own.clamp_min(1e-9)
         return own[:, b].sqrt()[:, None] if isinstance(b, int) else own.sqrt()
 
@@ -93,13 +95,13 @@ class Pursuit:
         return self.weight[None] / self._norm(slice(None)).T[:, :, None]
 
     def _apply(self, u: torch.Tensor) -> torch.Tensor:
-        """The map from z to the remainder, times its adjoint, for every candidate frequency: `[B, H, L]` → `[B, H, L]`."""
+        """The map from z to the remainder, times its adjoint, for every candidate: `[B, H, L]` → `[B, H, L]`."""
         groups = len(self.gram) // self.weight.shape[1]
         moved = self._gathered(u) @ self.gram.T  # [B, G L]
         keys = moved.unflatten(1, (groups, -1)).repeat_interleave(self.weight.shape[0] // groups, 1)
         out = self.near.permute(2, 0, 1) * keys
         for a, shares, key in self.atoms:
-            out = out - self.near[:, a].T[:, :, None] * shares * (moved @ key)[:, None, None]
+            out = out - self.among[:, a].T[:, :, None] * shares * (moved @ key)[:, None, None]
         return out * self._scale()
 
     def _gathered(self, u: torch.Tensor) -> torch.Tensor:
@@ -107,8 +109,14 @@ class Pursuit:
         u, groups = u * self._scale(), len(self.gram) // self.weight.shape[1]
         out = (self.near.permute(2, 0, 1).conj() * u).unflatten(1, (groups, -1)).sum(2).flatten(1)
         for a, shares, key in self.atoms:
-            out = out - (self.near[:, a].T[:, :, None] * shares).conj().mul(u).sum((1, 2))[:, None] * key.conj()
+            out = out - (self.among[:, a].T[:, :, None] * shares).conj().mul(u).sum((1, 2))[:, None] * key.conj()
         return out
+
+
+def _near(keys: RopeKeys, waves: torch.Tensor, offered: torch.Tensor) -> torch.Tensor:
+    """`[H, m, B]`, inner products of waves `[N, m]` and `[N, B]` behind the projection to what varies with the distance."""
+    products = torch.stack([(waves * row[:, None]).T @ offered.conj() for row in keys.mass.to(waves.dtype)])
+    return products - keys.averaged(waves)[:, :, None] * keys.averaged(offered)[:, None].conj()
 
 
 def pairs_by_pursuit(layers: Sequence[Pursuit], count: int) -> tuple[int, ...]:
@@ -124,12 +132,13 @@ def pairs_by_pursuit(layers: Sequence[Pursuit], count: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def pursue(keys: RopeKeys, pairs: tuple[int, ...]) -> Atoms:
+def pursue(keys: RopeKeys, pairs: tuple[float, ...]) -> Atoms:
     """The atoms of one layer at the given frequencies."""
-    pursuit = Pursuit.of(keys)
+    candidates = sorted(set(pairs))
+    pursuit = Pursuit.of(keys, candidates=candidates)
     for pair in pairs:
         pursuit.explained()
-        pursuit.take(pair)
+        pursuit.take(candidates.index(pair))
     shares = torch.stack([shares for _, shares, _ in pursuit.atoms], -1)
     combinations = torch.stack([key for _, _, key in pursuit.atoms])
     return Atoms(pairs, shares, combinations @ keys.z.flatten(0, 1))

@@ -70,7 +70,7 @@ def _rope_part(attention: Attention, allocation: Allocation, statistics: Statist
     if attention.rotary is None:  # all keys go into the latent
         assert allocation.rotary is not None
         count, (heads, _, width) = 2 * len(allocation.pairs), attention.q.shape
-        rotary = allocation.rotary.select(list(allocation.pairs), "interleaved")
+        rotary = allocation.rotary.select(allocation.pairs, "interleaved")
         rest = rows.repeat_interleave(share, 0)
         return _RopePart(rotary, rows.new_zeros(heads, count, width + 1), rows.new_zeros(count, rows.shape[-1])), rest
     rope = RopeKeys.of(attention, statistics)
@@ -210,11 +210,13 @@ def allocate(found: list[_Measured], count: int, allocation: Allocation) -> list
     """The costliest components; if `count` is below the number of frequencies, also the atoms that a pursuit finds.
 
     A sample of shorter blocks cannot tell which are better in the context that the result is for. Atoms then come alone: they
-    explain more there of what rotates, since one may stand for several frequencies. Ladders come with both.
+    explain more there of what rotates, since one may stand for several frequencies. Ladders come with both, or with atoms alone
+    if they have frequencies between those of the source.
     """
     if allocation.ladder:
         steps = ladders(count, len(found[0].lost))
-        return [allocation.keeping(pairs, pursued) for pairs in steps for pursued in (False, True)]
+        components = [allocation.keeping(pairs, False) for pairs in steps if all(isinstance(pair, int) for pair in pairs)]
+        return [*components, *(allocation.keeping(pairs, True) for pairs in steps)]
     sizes = [replace(allocation, pairs=pairs_by_loss([layer.lost[:, : allocation.rotary_keys] for layer in found], count))]
     pursuits = [layer.pursuit for layer in found if layer.pursuit]
     if pursuits and count < len(found[0].lost):

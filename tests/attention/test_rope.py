@@ -257,6 +257,14 @@ def test_a_selection_maps_both_lists_of_longrope() -> None:
     assert rotary(3).select([0], "half").long_frequencies is None
 
 
+def test_between_two_frequencies_is_the_one_with_the_same_ratio_to_both() -> None:
+    whole = Rotary(torch.tensor([8.0, 2.0, 1.0]).double(), "half", 1.25, torch.tensor([0.8, 0.2, 0.1]).double(), 64)
+    chosen = whole.select([0.5, 1, 1.25, 2], "interleaved")
+    assert chosen.frequencies.tolist() == pytest.approx([4, 2, 2 * 2**-0.25, 1])
+    assert chosen.long_frequencies is not None
+    assert chosen.long_frequencies.tolist() == pytest.approx([0.4, 0.2, 0.2 * 2**-0.25, 0.1])
+
+
 # ---- longrope ------------------------------------------------------------------------------------------------------
 
 

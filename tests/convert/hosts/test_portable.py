@@ -69,8 +69,10 @@ def test_latents_are_so_large_that_the_norms_epsilon_does_not_matter(eps: float)
 
 
 @pytest.mark.parametrize("theta", [1e4, 5e5])
-@pytest.mark.parametrize("pairs", [[0], [0, 1], [0, 31], list(range(32)), list(range(0, 32, 2)), [0, 5, 10]], ids=str)
-def test_a_ladder_is_written_as_yarn_that_changes_nothing(pairs: list[int], theta: float) -> None:
+@pytest.mark.parametrize(
+    "pairs", [[0], [0, 1], [0, 31], list(range(32)), list(range(0, 32, 2)), [0, 5, 10], [0, 0.5, 1]], ids=str
+)
+def test_a_ladder_is_written_as_yarn_that_changes_nothing(pairs: list[float], theta: float) -> None:
     source = tiny_config("llama", head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": theta})
     rotary = from_config(source, 64).select(pairs, "interleaved")
     found = HOST.config({}, source, AttentionSpec.from_config(source).latent(16, rotary.dims), rotary)

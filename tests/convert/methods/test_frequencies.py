@@ -52,11 +52,11 @@ def test_equals_are_taken_from_the_first_frequency_on() -> None:
 
 
 def test_ladders_are_every_so_many_frequencies_from_the_first() -> None:
-    assert ladders(4, 16) == [(0, 1, 2, 3), (0, 2, 4, 6), (0, 4, 8, 12), (0, 5, 10, 15)]
-    assert ladders(16, 16) == [tuple(range(16))]
-    assert ladders(9, 16) == [tuple(range(9))]
+    assert ladders(4, 16) == [(0, 0.5, 1, 1.5), (0, 1, 2, 3), (0, 2, 4, 6), (0, 4, 8, 12), (0, 5, 10, 15)]
+    assert ladders(16, 16) == [tuple(i / 2 for i in range(16)), tuple(range(16))]
+    assert ladders(9, 16) == [tuple(i / 2 for i in range(9)), tuple(range(9))]
     assert ladders(1, 16) == ladders(1, 1) == [(0,)]
-    assert ladders(2, 2) == [(0, 1)]
+    assert ladders(2, 2) == [(0, 0.5), (0, 1)]
 
 
 @given(count=st.integers(1, 40), more=st.integers(0, 40))

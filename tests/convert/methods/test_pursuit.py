@@ -26,13 +26,23 @@ def settle(pursuit: Pursuit) -> torch.Tensor:
 @given(
     groups=st.integers(1, 3), share=st.integers(1, 2), pairs=st.integers(1, 5), nope=st.integers(0, 2),
     pairing=st.sampled_from(["half", "interleaved"]), biased=st.booleans(), factor=st.sampled_from([1.0, 1.3]),
-    seed=st.integers(0, 50), text=st.booleans(),
+    seed=st.integers(0, 50), text=st.booleans(), halves=st.booleans(),
 )  # fmt: skip
 def test_an_atom_explains_the_top_eigenvalue_and_what_is_missing_falls_by_it(
-    groups: int, share: int, pairs: int, nope: int, pairing: Pairing, biased: bool, factor: float, seed: int, text: bool
+    groups: int,
+    share: int,
+    pairs: int,
+    nope: int,
+    pairing: Pairing,
+    biased: bool,
+    factor: float,
+    seed: int,
+    text: bool,
+    halves: bool,
 ) -> None:
     keys = keys_of(record(groups, share, pairs, nope, 20, pairing, biased, factor, seed), text)
-    pursuit, dense = Pursuit.of(keys), Dense(keys, text)
+    pursuit = Pursuit.of(keys, candidates=[i / 2 for i in range(2 * pairs - 1)] if halves else None)
+    dense = Dense(keys, text, halves)
     assert pursuit.total == pytest.approx(dense.whole, rel=1e-9)
     for step in range(3):
         found, expected = settle(pursuit), dense.explained()
@@ -44,6 +54,21 @@ def test_an_atom_explains_the_top_eigenvalue_and_what_is_missing_falls_by_it(
         _, shares, combination = pursuit.atoms[-1]
         dense.take(b, shares, combination @ keys.z.flatten(0, 1))
         assert (before - dense.energy()) / dense.whole == pytest.approx(float(found[b]), rel=2e-2, abs=1e-7), step
+
+
+def test_atoms_between_frequencies_leave_the_mean_of_what_they_do_not_explain() -> None:
+    keys = keys_of(record(2, 2, 4, 0, 20))
+    dense, atoms = Dense(keys, halves=True), pursue(keys, (0.5, 2, 2.5))
+    rope = torch.stack([dense.waves[:, :, None] * keys.z[h // 2] for h in range(4)])  # [H, T, L, E + 1]
+    for m, candidate in enumerate((1, 4, 5)):
+        before = dense.energy()
+        dense.take(candidate, atoms.shares[..., m], atoms.keys[m])
+        assert dense.energy() < before
+        wave = dense.offered[:, candidate, None, None]
+        rope = rope - wave * (atoms.shares[:, None, :, m, None] * atoms.keys[m])
+    expected = torch.einsum("ht,htle->hle", dense.mass.to(rope.dtype), rope)
+    rest = torch.complex(*atoms.rest(keys).unflatten(1, (2, 4)).unbind(1))
+    torch.testing.assert_close(rest, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_few_iterations_are_enough_to_choose_by() -> None:
@@ -123,5 +148,5 @@ def test_a_frequency_that_was_taken_can_be_taken_again(pairs: int) -> None:
         pursuit = Pursuit.of(keys_of(record(2, 1, pairs, 0, 20, biased=False, seed=seed)))
         pursuit.take(int(pursuit.explained().argmax()))
         going_on = pursuit.explained()
-        anew = Pursuit(pursuit.gram, pursuit.near, pursuit.weight, pursuit.total, pursuit.atoms).explained()
+        anew = Pursuit(pursuit.gram, pursuit.near, pursuit.among, pursuit.weight, pursuit.total, pursuit.atoms).explained()
         torch.testing.assert_close(going_on, anew, rtol=0.1, atol=1e-6)
