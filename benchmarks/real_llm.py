@@ -11,9 +11,9 @@ its test split to evaluate on.
 
 Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50, 33 and 25 % of its
 cache by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on 4,096 other tokens of
-the calibration text stays. With --refine, `aligned` and `weighted` run with that, too, and with --portable `weighted` also writes
-portable results. Then all results are evaluated in one pass over the source, at contexts 512 and 2,048, with recall. DIR/report
-has the table and the curve (curve.svg).
+the calibration text stays. With --refine, `aligned` and `weighted` run with that, too, and with --portable `weighted` also
+writes portable results. Then all results are evaluated in one pass over the source, at contexts 512 and 2,048, with recall.
+DIR/report has the table and the curve (curve.svg).
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """

@@ -24,21 +24,31 @@ class Engine:
     Attributes:
         name: As on the command line.
         latents: The sizes (R, P) of a latent and its RoPE key that its latent attention takes; empty for any.
+        plain_queries: Beside a latent of keys and values, queries must have one too, except in models of so many layers, whose
+            queries must have none. None if it runs either.
         serve: The command that serves a checkpoint, with `{path}` for its directory; "" if it is a library.
     """
 
     name: str
     latents: tuple[tuple[int, int], ...]
+    plain_queries: tuple[int, ...] | None
     serve: str
 
     def objection(self, host: Host, family: Family, spec: AttentionSpec) -> str | None:
         """Why it does not run an attention of these sizes in an output class, or None if it does."""
         if self.name not in host.engines(family):
             return f"{self.name} does not run {host.name}, as far as was tried"
+        if spec.kv_lora_rank and self.query_latent(spec) is not (spec.q_lora_rank is not None):
+            whether = "with" if self.query_latent(spec) else "without"
+            return f"{self.name} takes models of {spec.num_layers} layers {whether} a latent of queries (--q-lora-rank)"
         size = (spec.kv_lora_rank, spec.qk_rope_head_dim)
         if spec.kv_lora_rank and self.latents and size not in self.latents:
             return f"{self.name} takes latents of {_listed(map(_sum, self.latents))}, not of {_sum(size)}"
         return None
+
+    def query_latent(self, spec: AttentionSpec) -> bool:
+        """Whether an attention with a latent has to have one of queries; what it has, if the engine runs either."""
+        return spec.q_lora_rank is not None if self.plain_queries is None else spec.num_layers not in self.plain_queries
 
     def fitting(self, values: int) -> tuple[int, int]:
         """The largest (R, P) that it takes within `values` numbers per layer and token.
@@ -66,9 +76,9 @@ class Engine:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("transformers", (), ""),
-        Engine("vllm", ((256, 64), (448, 64), (512, 64)), "vllm serve {path}"),
-        Engine("llama.cpp", (), "convert_hf_to_gguf.py {path} && llama-server -m {path}/*.gguf"),
+        Engine("transformers", (), None, ""),
+        Engine("vllm", ((256, 64), (448, 64), (512, 64)), None, "vllm serve {path}"),
+        Engine("llama.cpp", (), (26, 27), "convert_hf_to_gguf.py {path} && llama-server -m {path}/*.gguf"),
     )
 }
 

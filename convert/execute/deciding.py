@@ -23,13 +23,14 @@ from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
 from convert.families.neutral import query_channels
 from convert.methods.latent import Allocation, LatentMethod
-from convert.methods.query_latent import expected_met, truncated
+from convert.methods.query_latent import behind_norm, expected_met, truncated
 from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.progress import stage
 
 _TRIED_LAYERS = 4
+_UNEVEN = 0.01  # of the root mean square of an input, which is one, were it not for the norm's epsilon
 
 Change = Callable[[Attention, int, Statistics], tuple[Attention, Record]]
 StatisticsOf = Callable[[int], Statistics]
@@ -206,7 +207,11 @@ def _refitting(job: Job, change: Change) -> Change:
 def _truncating(job: Job, target: LatentTarget, change: Change) -> Change:
     """The same change, followed by the truncation of queries if the target has a latent of them."""
     rank, full = target.spec.q_lora_rank, target.host.full_query_rank(job.plan.source.decoder.hidden_size)
-    if rank is None or rank == full:
+    if rank is None:
+        return change
+    if target.host.portable:
+        return _behind_norm(job, change)
+    if rank == full:
         return change
 
     def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
@@ -218,6 +223,27 @@ def _truncating(job: Job, target: LatentTarget, change: Change) -> Change:
         else:
             met = expected_met(after, known.attended)
         return before, truncated(after, query_channels(rank), known.of_queries, met)
+
+    return changed
+
+
+def _behind_norm(job: Job, change: Change) -> Change:
+    """The same change, followed by queries that read the input without the gains of its norm."""
+
+    def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
+        before, after = change(before, layer, known)
+        assert isinstance(after, FactoredAttention)
+        assert known.sample is not None, "portable results need text"
+        gain = job.input_gain(layer).to(after.down.device)
+        smallest = float(gain.abs().min())
+        size = (known.sample.to(gain.device).rows.double() / gain).square().mean(-1).sqrt() if smallest else gain
+        if not smallest or float((size - 1).abs().max()) > _UNEVEN:
+            raise Failure(
+                f"the norm of layer {layer}'s input has a gain of {smallest:g}, and makes inputs of root mean square "
+                f"{float(size.min()):.3g} to {float(size.max()):.3g}: queries behind another norm would differ",
+                hint="leave out --q-lora-rank and --engine llama.cpp",
+            )
+        return before, behind_norm(after, gain)
 
     return changed
 

@@ -52,17 +52,24 @@ class Job:
         assert projections is not None
         return known.to(self.device).behind(projections)
 
+    def input_gain(self, layer: int) -> torch.Tensor:
+        """`[E]`, the gains of the norm of a layer's input; ones without."""
+        gain, _ = self._input_norm(layer)
+        return torch.ones(self.plan.source.decoder.hidden_size, dtype=torch.float64) if gain is None else gain
+
     def _assumed(self, layer: int) -> Statistics:
-        plan = self.plan
-        norm, found = plan.family.input_norm(layer), self.reader.infos
+        return Statistics.assumed(self.plan.source.decoder.hidden_size, *self._input_norm(layer))
+
+    def _input_norm(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gain and bias of the norm of a layer's input, `[E]` each, fp64; None for what it lacks."""
+        norm, found = self.plan.family.input_norm(layer), self.reader.infos
         if norm is None:
-            return Statistics.assumed(plan.source.decoder.hidden_size)
+            return None, None
         tensors = {name: self.reader[name] for kind in ("weight", "bias") if (name := f"{norm.name}.{kind}") in found}
         for name, tensor in tensors.items():
             require_finite(name, tensor)
-        gain = tensors.get(f"{norm.name}.weight")
-        gain = None if gain is None else gain.double() + norm.gain_offset
-        return Statistics.assumed(plan.source.decoder.hidden_size, gain, tensors.get(f"{norm.name}.bias"))
+        gain, bias = tensors.get(f"{norm.name}.weight"), tensors.get(f"{norm.name}.bias")
+        return None if gain is None else gain.double() + norm.gain_offset, bias
 
     def read_layer(self, layer: int) -> tuple[dict[str, torch.Tensor], Attention]:
         """The tensors of a layer's attention by name, and their record in the form that methods take.

@@ -155,8 +155,12 @@ class NormalisedLatent(Family):
         scale, missing = a.scale * math.sqrt(spec.key_dim), spec.kv_lora_rank - len(a.down)
         down = torch.nn.functional.pad(SIZE * a.down, (0, 0, 0, missing))
         up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, missing))
-        local = {
-            "q_proj.weight": (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1),
+        queries = (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1)
+        of_queries = {"q_proj.weight": queries}
+        if a.q_down is not None:  # its root mean square is one (`convert.methods.query_latent.behind_norm`)
+            gain = queries.new_ones(len(a.q_down))
+            of_queries = {"q_a_proj.weight": a.q_down, "q_a_layernorm.weight": gain, "q_b_proj.weight": queries}
+        local = of_queries | {
             "kv_a_proj_with_mqa.weight": torch.cat((down, a.k_rope)),
             "kv_a_layernorm.weight": a.down.new_full((spec.kv_lora_rank,), 1 / math.sqrt(spec.kv_lora_rank)),
             "kv_b_proj.weight": up.flatten(0, 1),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert.families.deepseek import V3
 from convert.hosts.deepseek_v3 import DeepseekV3
+from convert.hosts.source_class import LLAMA_CPP
 
 if TYPE_CHECKING:
     from attention.rope import Rotary
@@ -36,8 +37,11 @@ class Portable(DeepseekV3):
     def reserved(self, kv_lora_rank: int) -> int:
         return 1  # what makes the norm of latents constant
 
+    def engines(self, family: Family) -> frozenset[str]:
+        return super().engines(family) | ({"llama.cpp"} if family.model_type in LLAMA_CPP else set())
+
     def full_query_rank(self, width: int) -> int | None:
-        return None
+        return width  # the input without the gains of its norm
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
         if reason := super().refuses(family, config, target, "float32" if dtype == "float16" else dtype):
@@ -53,7 +57,12 @@ class Portable(DeepseekV3):
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         written = super().config(raw, config, target, rotary)
-        written |= {"architectures": [_ARCHITECTURE], "model_type": V3.model_type, "attention_bias": False, "q_lora_rank": None}
+        written |= {"architectures": [_ARCHITECTURE], "model_type": V3.model_type, "attention_bias": False}
+        written |= {
+            "q_lora_rank": target.q_lora_rank,
+            "n_group": None,
+            "topk_group": None,
+        }  # llama.cpp stops at one group of one
         # Copies that transformers saves lack a tied head, and vLLM would generate nonsense from these without an error.
         written |= {"tie_word_embeddings": False}
         return written | ({} if rotary is None else {"rope_parameters": _as_yarn(rotary, config)})

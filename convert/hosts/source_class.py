@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from convert.families import Family
 
 # Families whose results were run in llama.cpp. Its classes of some others (phi) have as many KV heads as query heads.
-_LLAMA_CPP = ("llama",)
+LLAMA_CPP = ("llama",)
 
 
 class SourceClass(Host):
@@ -50,7 +50,7 @@ class SourceClass(Host):
     def engines(self, family: Family) -> frozenset[str]:
         if not family.shares_heads:  # MQA by keys of its own, which was not tried
             return frozenset({"transformers"})
-        return frozenset({"transformers", "vllm", *(["llama.cpp"] if family.model_type in _LLAMA_CPP else [])})
+        return frozenset({"transformers", "vllm", *(["llama.cpp"] if family.model_type in LLAMA_CPP else [])})
 
     def layout(self, family: Family) -> Family:
         return family

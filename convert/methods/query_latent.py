@@ -43,6 +43,18 @@ def truncated(record: FactoredAttention, rank: int, inputs: torch.Tensor, met: t
     )
 
 
+def behind_norm(record: FactoredAttention, gain: torch.Tensor) -> FactoredAttention:
+    """The record with queries that read the input without the gains of its RMSNorm, so that another norm changes nothing.
+
+    Args:
+        record: Its queries read the input, and have no biases.
+        gain: `[E]`, none of them zero.
+    """
+    # What is exact in bfloat16 stays what it is in every dtype; queries make up for the rounding.
+    down = (1 / gain.double()).bfloat16().to(record.q_nope)
+    return replace(record, q_nope=record.q_nope / down, q_rope=record.q_rope / down, q_down=down.diag())
+
+
 def _factored(queries: torch.Tensor, rank: int, inputs: torch.Tensor, met: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`[Q, E]` and `[H, N + P, Q]`, whose product is closest to `queries [H, N + P, E]`; channels without use are zero."""
     heads, dims, width = queries.shape

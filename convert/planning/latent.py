@@ -87,6 +87,8 @@ def plan_latent(
     engine = engine_of(output.engine)
     hosts = PORTABLE if size.portable else HOSTS["mla"]
     host = host_of(hosts, family, source, smallest_latent(source, family, before), dtype, engine)
+    if engine and engine.query_latent(before) and size.q_lora_rank is None:
+        size = replace(size, q_lora_rank=host.full_query_rank(source.decoder.hidden_size))
     rank, rope_dim = _latent_size(source, family, before, size, host, dtype, engine)
     padded = size.pad_rank or (engine is not None and size.kv_lora_rank is None and bool(engine.latents))
     whole = replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded)
@@ -318,6 +320,11 @@ def _query_rank(source: Source, host: Host, rank: int | None) -> int | None:
         raise Refusal(
             f"the result of {source.reference} is a {host.name}, which has no latent of queries, so it has no --q-lora-rank",
             hint="leave out --q-lora-rank",
+        )
+    if host.portable and rank != full:
+        raise Refusal(
+            f"--q-lora-rank is {rank}, and a portable result of {source.reference} has queries of full rank: {full}",
+            hint=f"give --q-lora-rank {full}, which llama.cpp needs, or leave it out",
         )
     if not _FEWEST_QUERY_CHANNELS <= rank <= full:
         raise Refusal(

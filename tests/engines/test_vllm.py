@@ -108,12 +108,15 @@ def test_other_output_classes_run_too(
     same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_its_own_deepseek_class_runs_portable_results(tied: bool, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tied", "more"), [(True, ()), (False, ()), (False, ("--q-lora-rank", 256))], ids=str)
+def test_its_own_deepseek_class_runs_portable_results(
+    tied: bool, more: tuple[Any, ...], checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    """Also with the latent of queries that llama.cpp wants."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     source = checkpoint("llama", **sizes, max_position_embeddings=256, tie_word_embeddings=tied)
     command, *options = LATENT
-    ok(convert(command, source, tmp_path / "out", *options, "--portable", "--text", TEXT, "--calibration-tokens", 8192))
+    ok(convert(command, source, tmp_path / "out", *options, "--portable", "--text", TEXT, "--calibration-tokens", 8192, *more))
     same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
 
 

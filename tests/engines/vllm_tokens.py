@@ -14,7 +14,10 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     model, dtype, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    engine = LLM(model=model, dtype=dtype, max_model_len=256, enforce_eager=True, seed=0)
+    latent = "kv_lora_rank" in json.loads((Path(model) / "config.json").read_text())
+    # What vLLM chooses for latents on CPUs with AMX takes no float32.
+    backend = {"attention_backend": "CPU_MLA"} if latent and dtype == "float32" else {}
+    engine = LLM(model=model, dtype=dtype, max_model_len=256, enforce_eager=True, seed=0, **backend)
     prompts = [{"prompt_token_ids": ids} for ids in json.load(sys.stdin)]
     asked = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1)
     found = [result.outputs[0] for result in engine.generate(prompts, asked)]

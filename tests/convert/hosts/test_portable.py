@@ -19,7 +19,7 @@ import attention
 from attention.record import FactoredAttention
 from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
-from convert.engines import running
+from convert.engines import ENGINES, running
 from convert.families import FAMILIES, family_of
 from convert.families.deepseek import V3
 from convert.hosts.portable import HOST, ladder_ratio
@@ -129,6 +129,19 @@ def test_vllm_runs_it_at_the_sizes_that_it_takes() -> None:
     assert running(HOST, FAMILIES["llama"], spec.latent(96, 32)) == ["transformers"]
 
 
+@pytest.mark.parametrize(("layers", "q_lora_rank"), [(2, 4096), (48, 4096), (26, None), (27, None)])
+def test_llama_cpp_wants_a_latent_of_queries_save_at_26_and_27_layers(layers: int, q_lora_rank: int | None) -> None:
+    """Its loader reads that latent's rank except at these."""
+    spec = dataclasses.replace(AttentionSpec(layers, 32, 32, 128).latent(96, 32), q_lora_rank=q_lora_rank)
+    assert running(HOST, FAMILIES["llama"], spec) == ["transformers", "llama.cpp"]
+    assert running(HOST, FAMILIES["mistral"], spec) == ["transformers"], "not tried"
+    other = dataclasses.replace(spec, q_lora_rank=None if q_lora_rank else 4096)
+    assert running(HOST, FAMILIES["llama"], other) == ["transformers"]
+    whether = "with" if q_lora_rank else "without"
+    said = ENGINES["llama.cpp"].objection(HOST, FAMILIES["llama"], other)
+    assert said == f"llama.cpp takes models of {layers} layers {whether} a latent of queries (--q-lora-rank)"
+
+
 # ---- whole conversions ---------------------------------------------------------------------------------------------
 
 SIZE = ("--kv-lora-rank", 40, "--qk-rope-head-dim", 8)
@@ -217,7 +230,7 @@ def test_it_decodes_with_the_latent_alone_and_is_saved_again(
             ["--kv-lora-rank", 40, "--qk-rope-head-dim", 16, "--text", "TEXT"],
             "a portable result keeps each of its 4 frequencies once",
         ),
-        ([*SIZE, "--text", "TEXT", "--q-lora-rank", 32], "has no latent of queries"),
+        ([*SIZE, "--text", "TEXT", "--q-lora-rank", 32], "has queries of full rank: 64"),
         (["--kv-lora-rank", 40, "--qk-rope-head-dim", 6, "--text", "TEXT", "--method", "pca"], "no geometric ladder"),
     ],
 )
@@ -228,6 +241,56 @@ def test_what_cannot_be_is_refused(
     result = convert("mla", checkpoint(), tmp_path / "out", "--portable", *given)
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_queries_behind_a_norm_of_their_own_are_the_same(
+    dtype: str, checkpoint: Make, convert: Any, logits: Any, words: Path, tmp_path: Path
+) -> None:
+    options = ("--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "--dtype", dtype, "-q")
+    source = checkpoint()
+    ok(convert("mla", source, tmp_path / "plain", *options))
+    ok(convert("mla", source, tmp_path / "out", *options, "--engine", "llama.cpp"))
+    raw, tensors = json.loads((tmp_path / "out" / "config.json").read_text()), weights(tmp_path / "out")
+    assert (raw["q_lora_rank"], raw["n_group"], raw["topk_group"]) == (64, None, None)
+    down = tensors[f"{PREFIX}q_a_proj.weight"].float()
+    gain = weights(source)["model.layers.0.input_layernorm.weight"]
+    torch.testing.assert_close(down.diag(), 1 / gain, rtol=2**-8, atol=0)
+    assert torch.equal(down, down.diag().diag())
+    assert torch.equal(down, down.bfloat16().float()), "exact in every dtype"
+    assert not any(name.endswith("q_proj.weight") for name in tensors)
+    expected, found = logits(tmp_path / "plain"), logits(tmp_path / "out")
+    if dtype == "float32":
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * float(expected.std()))
+    else:  # of two roundings of the same weights, each is as near to what was rounded
+        exact = tmp_path / "exact"
+        ok(convert("mla", source, exact, *options[:-2], "float32", "-q"))
+        one, other = ((rounded - logits(exact)).square().mean() for rounded in (found, expected))
+        assert one < 2 * other
+    assert "MLA-40+8" in ok(convert("inspect", tmp_path / "out")).stdout
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "convert_hf_to_gguf.py" in card
+    assert "convert_hf_to_gguf.py" not in (tmp_path / "plain" / "README.md").read_text()
+
+
+def test_inputs_whose_norm_is_not_one_are_refused(checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
+    """Embeddings that are so small that the norm's epsilon matters, which another norm undoes; or a channel without a gain."""
+    from safetensors.torch import load_file, save_file
+
+    source = checkpoint()
+    options = ("--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "-q")
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    embeddings, gains = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
+    small, gainless = 1e-3 * tensors[embeddings], tensors[gains].clone()
+    gainless[5] = 0
+    for changed in ({embeddings: small}, {gains: gainless}):
+        save_file(tensors | changed, file, metadata={"format": "pt"})
+        result = convert("mla", source, tmp_path / "out", *options, "--engine", "llama.cpp", "--overwrite")
+        assert result.exit_code != 0
+        said = " ".join(result.output.split())
+        assert "queries behind another norm would differ" in said
+        assert "leave out --q-lora-rank and --engine llama.cpp" in said
 
 
 def test_the_published_method_can_be_portable(checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+// Writes the logits that llama.cpp computes, with a cache in float32: llama_logits MODEL.gguf IDS OUTPUT
+// IDS are int32, OUTPUT gets float32 [tokens, words]. The exit status says what failed.
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+
+#include "llama.h"
+
+int main(int argc, char ** argv) {
+    if (argc != 4) return 2;
+    std::vector<llama_token> ids;
+    FILE * in = fopen(argv[2], "rb");
+    for (int32_t id; in && fread(&id, sizeof id, 1, in) == 1;) ids.push_back(id);
+    if (ids.empty()) return 2;
+    fclose(in);
+
+    llama_backend_init();
+    llama_model * model = llama_model_load_from_file(argv[1], llama_model_default_params());
+    if (!model) return 3;
+    llama_context_params params = llama_context_default_params();
+    params.n_ctx = params.n_batch = params.n_ubatch = 512;
+    params.type_k = params.type_v = GGML_TYPE_F32;
+    params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    llama_context * context = llama_init_from_model(model, params);
+    if (!context) return 4;
+
+    llama_batch batch = llama_batch_init((int32_t) ids.size(), 0, 1);
+    batch.n_tokens = (int32_t) ids.size();
+    for (size_t i = 0; i < ids.size(); i++) {
+        batch.token[i] = ids[i];
+        batch.pos[i] = (llama_pos) i;
+        batch.n_seq_id[i] = 1;
+        batch.seq_id[i][0] = 0;
+        batch.logits[i] = 1;
+    }
+    if (llama_decode(context, batch)) return 5;
+
+    const int words = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    FILE * out = fopen(argv[3], "wb");
+    if (!out) return 6;
+    for (int32_t i = 0; i < batch.n_tokens; i++) fwrite(llama_get_logits_ith(context, i), sizeof(float), words, out);
+    return fclose(out) ? 6 : 0;
+}
