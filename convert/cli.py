@@ -140,7 +140,7 @@ def mqa(**given: Any) -> None:
     "--q-lora-rank",
     type=int,
     metavar="N",
-    help="Rank of a latent of queries, constants included: fewer weights, the same cache.  [default: full]",
+    help="Rank of a latent of queries, constants included: fewer weights, the same cache.  [default: none, or full]",
 )
 @click.option(
     "--portable", is_flag=True, help="No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text."

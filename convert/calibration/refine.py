@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from attention.record import Record
+from attention.record import FactoredAttention, Record
 from attention.spread import spread_blocks
 from convert.calibration.stream import LayerStream
 
@@ -140,6 +140,8 @@ class _Weights:
     def __init__(self, record: Record) -> None:
         self._start = record
         found = {field.name: getattr(record, field.name) for field in fields(record)}
+        if isinstance(record, FactoredAttention) and record.normalised:
+            del found["q_down"]  # the norm behind it changes nothing only as it is (`convert.methods.query_latent.behind_norm`)
         self._values = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         self.parameters = {name: _stacked(name, value) for name, value in self._values.items()}
 

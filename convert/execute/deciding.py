@@ -30,7 +30,7 @@ from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.progress import stage
 
 _TRIED_LAYERS = 4
-_UNEVEN = 0.01  # of the root mean square of an input, which is one, were it not for the norm's epsilon
+_UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
 
 Change = Callable[[Attention, int, Statistics], tuple[Attention, Record]]
 StatisticsOf = Callable[[int], Statistics]
@@ -234,16 +234,15 @@ def _behind_norm(job: Job, change: Change) -> Change:
         before, after = change(before, layer, known)
         assert isinstance(after, FactoredAttention)
         assert known.sample is not None, "portable results need text"
-        gain = job.input_gain(layer).to(after.down.device)
-        smallest = float(gain.abs().min())
-        size = (known.sample.to(gain.device).rows.double() / gain).square().mean(-1).sqrt() if smallest else gain
-        if not smallest or float((size - 1).abs().max()) > _UNEVEN:
+        after, spread = behind_norm(after, job.input_gain(layer), known.sample)
+        if spread > _UNEVEN:
             raise Failure(
-                f"the norm of layer {layer}'s input has a gain of {smallest:g}, and makes inputs of root mean square "
-                f"{float(size.min()):.3g} to {float(size.max()):.3g}: queries behind another norm would differ",
-                hint="leave out --q-lora-rank and --engine llama.cpp",
+                f"behind the norm of layer {layer}'s input, tokens differ in size by {spread:.1%} (root mean square), and "
+                f"another norm of queries would undo that; at most {_UNEVEN:.0%} is allowed",
+                hint="leave out --q-lora-rank and --engine llama.cpp: embeddings are so small that the norm's epsilon matters, "
+                "or gains are zero",
             )
-        return before, behind_norm(after, gain)
+        return before, after
 
     return changed
 

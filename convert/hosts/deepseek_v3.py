@@ -24,8 +24,8 @@ class DeepseekV3(StockLatent):
     blocks = "Llama's"
     like: tuple[str, ...] = _LIKE_LLAMA
     served_by = (
-        "vLLM serves it through transformers' modules, SGLang and llama.cpp do not; with --portable, both of vLLM and "
-        "llama.cpp do"
+        "vLLM serves it through transformers' modules, SGLang and llama.cpp do not; with --portable, vLLM's own class does, "
+        "and of llama with --engine llama.cpp also llama.cpp"
     )
     remarks = (
         *StockLatent.remarks,

@@ -50,6 +50,8 @@ class Portable(DeepseekV3):
             return "it has a latent already, which may have biases (convert the original with --portable)"
         if family.traits(config).qkv_bias:
             return "queries and keys have biases, and the class has none (without --portable, its biases carry them)"
+        if (activation := getattr(config, "hidden_act", "silu")) != "silu":
+            return f"the MLP's activation is {activation}, and engines' own classes compute SiLU, whatever the config says"
         rotary = family.rotary(config, 0)
         if rotary is None or rotary.long_frequencies is not None or ladder_ratio(rotary) is None:
             return "its RoPE frequencies are no geometric ladder from 1, and the class would need a list of them"

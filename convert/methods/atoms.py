@@ -142,6 +142,7 @@ class Components:
     def atoms(self, keys: RopeKeys, pairs: tuple[float, ...]) -> Atoms:
         """The costliest components of each frequency, as many as its entries in `pairs`; all of these are whole numbers."""
         whole = [int(pair) for pair in pairs]
+        assert whole == list(pairs), "components have the source's own frequencies"
         parts = [whole[:i].count(pair) for i, pair in enumerate(whole)]
         shares = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
         for m, (pair, part) in enumerate(zip(whole, parts, strict=True)):

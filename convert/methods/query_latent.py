@@ -13,6 +13,7 @@ import torch
 
 from attention.record import FactoredAttention
 from convert.methods.algebra import augmented, floored, leading_subspace, roots
+from convert.methods.blocks import Blocks
 from convert.methods.statistics import Attended
 
 _LEAST = 1e-6  # of the largest weight of a query
@@ -43,16 +44,25 @@ def truncated(record: FactoredAttention, rank: int, inputs: torch.Tensor, met: t
     )
 
 
-def behind_norm(record: FactoredAttention, gain: torch.Tensor) -> FactoredAttention:
-    """The record with queries that read the input without the gains of its RMSNorm, so that another norm changes nothing.
+def behind_norm(record: FactoredAttention, gain: torch.Tensor, sample: Blocks) -> tuple[FactoredAttention, float]:
+    """The record with queries that read the input without the gains of its RMSNorm: another norm changes next to nothing.
 
     Args:
         record: Its queries read the input, and have no biases.
-        gain: `[E]`, none of them zero.
+        gain: `[E]`. A channel whose gain is zero is always zero, and left out.
+        sample: The layer's inputs.
+
+    Returns:
+        The record, whose queries make up for the mean size of what they read, and how far tokens are from that size (root mean
+        square).
     """
-    # What is exact in bfloat16 stays what it is in every dtype; queries make up for the rounding.
-    down = (1 / gain.double()).bfloat16().to(record.q_nope)
-    return replace(record, q_nope=record.q_nope / down, q_rope=record.q_rope / down, q_down=down.diag())
+    # What bfloat16 holds, the other dtypes hold, too; queries make up for the rounding.
+    down = torch.where(gain == 0, 0, 1 / gain).bfloat16().to(record.q_nope)
+    sizes = torch.cat([(block.to(down) * down).square().mean(-1).sqrt() for block in sample.blocks])
+    mean = sizes.square().mean().sqrt()
+    scale = torch.where(down == 0, 0, mean / down)
+    found = replace(record, q_nope=record.q_nope * scale, q_rope=record.q_rope * scale, q_down=down.diag())
+    return found, float((sizes / mean - 1).square().mean().sqrt())
 
 
 def _factored(queries: torch.Tensor, rank: int, inputs: torch.Tensor, met: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

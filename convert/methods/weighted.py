@@ -215,7 +215,7 @@ def allocate(found: list[_Measured], count: int, allocation: Allocation) -> list
     """
     if allocation.ladder:
         steps = ladders(count, len(found[0].lost))
-        components = [allocation.keeping(pairs, False) for pairs in steps if all(isinstance(pair, int) for pair in pairs)]
+        components = [allocation.keeping(pairs, False) for pairs in steps if all(pair == int(pair) for pair in pairs)]
         return [*components, *(allocation.keeping(pairs, True) for pairs in steps)]
     sizes = [replace(allocation, pairs=pairs_by_loss([layer.lost[:, : allocation.rotary_keys] for layer in found], count))]
     pursuits = [layer.pursuit for layer in found if layer.pursuit]

@@ -219,7 +219,13 @@ def stored_dtype(source: Source, output: Output) -> str:
 
 
 def host_of(
-    hosts: Sequence[Host], family: Family, source: Source, target: AttentionSpec, dtype: str, engine: Engine | None = None
+    hosts: Sequence[Host],
+    family: Family,
+    source: Source,
+    target: AttentionSpec,
+    dtype: str,
+    engine: Engine | None = None,
+    hint: str | None = None,
 ) -> Host:
     """The first output class that can carry a target.
 
@@ -230,6 +236,7 @@ def host_of(
         target: The sizes of the result.
         dtype: The dtype that the result is stored in.
         engine: What has to run it; sizes of latents are not asked here.
+        hint: The next step if no class can.
 
     Raises:
         Refusal: No class can; the message gives the reason of each.
@@ -243,7 +250,7 @@ def host_of(
             return host
         refusals.append(f"{host.name}: {reason}")
     carried = "MLA" if target.kv_lora_rank else target.kind
-    raise Refusal(f"no output class carries {carried} of {source.reference}: {'; '.join(refusals)}")
+    raise Refusal(f"no output class carries {carried} of {source.reference}: {'; '.join(refusals)}", hint=hint)
 
 
 def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, traits: Traits) -> Sequence[str]:

@@ -86,7 +86,8 @@ def plan_latent(
     # Whether any latent fits the source comes first: it is what most users have to know.
     engine = engine_of(output.engine)
     hosts = PORTABLE if size.portable else HOSTS["mla"]
-    host = host_of(hosts, family, source, smallest_latent(source, family, before), dtype, engine)
+    smallest = smallest_latent(source, family, before)
+    host = host_of(hosts, family, source, smallest, dtype, engine, _portable_hint(family, source, smallest, dtype, engine))
     if engine and engine.query_latent(before) and size.q_lora_rank is None:
         size = replace(size, q_lora_rank=host.full_query_rank(source.decoder.hidden_size))
     rank, rope_dim = _latent_size(source, family, before, size, host, dtype, engine)
@@ -94,7 +95,13 @@ def plan_latent(
     whole = replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded)
     target = _target(source, family, method, host, before, whole, dtype)
     if engine and (objection := engine.objection(host, family, target.spec)):
-        raise Refusal(objection, hint="give another --kv-lora-rank, or --kv-budget, which finds one")
+        fits = engine.query_latent(target.spec) is (target.spec.q_lora_rank is not None)
+        raise Refusal(
+            objection,
+            hint="give another --kv-lora-rank, or --kv-budget, which finds one"
+            if fits
+            else f"leave out --q-lora-rank: --engine {engine.name} adds a latent where one is needed",
+        )
     if engine and (note := engine.note(before)):
         target = replace(target, notes=(*target.notes, note))
     check_output(output.path, source.directory, output.overwrite, output.resume)
@@ -125,6 +132,14 @@ def plan_latent(
         note = "the search starts from this split of the cache; the text decides the split, one for all layers"
         target = replace(target, splits=splits, notes=(*target.notes, note))
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
+
+
+def _portable_hint(family: Family, source: Source, target: AttentionSpec, dtype: str, engine: Engine | None) -> str | None:
+    """What to do if no other class is for the engine."""
+    for host in PORTABLE:
+        if engine and engine.name in host.engines(family) and host.refuses(family, source.config, target, dtype) is None:
+            return f"give --portable and --text FILE: {engine.name} runs a {host.name}"
+    return None
 
 
 def _target(
@@ -324,7 +339,7 @@ def _query_rank(source: Source, host: Host, rank: int | None) -> int | None:
     if host.portable and rank != full:
         raise Refusal(
             f"--q-lora-rank is {rank}, and a portable result of {source.reference} has queries of full rank: {full}",
-            hint=f"give --q-lora-rank {full}, which llama.cpp needs, or leave it out",
+            hint="leave it out: --engine llama.cpp adds a latent of queries where one is needed",
         )
     if not _FEWEST_QUERY_CHANNELS <= rank <= full:
         raise Refusal(
@@ -345,8 +360,8 @@ def _query_notes(source: Source, family: Family, host: Host, spec: AttentionSpec
     plain, found = (host.sized(source.raw, config, size) for size in (replace(spec, q_lora_rank=None), spec))
     counts = weights(layout, found), weights(family, config), weights(layout, plain)
     saved = (
-        "the attention of a layer has {:,} parameters; the source's has {:,}, and without --q-lora-rank it would have "
-        "{:,}".format(*counts)
+        "the attention of a layer has {:,} parameters; the source's has {:,}, and without a latent of queries it would "
+        "have {:,}".format(*counts)
     )
     if spec.q_lora_rank == host.full_query_rank(config.hidden_size):
         return (saved,)

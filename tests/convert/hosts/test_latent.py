@@ -106,7 +106,7 @@ def test_the_plan_says_what_is_saved(checkpoint: Make, convert: Convert, tmp_pat
     ok(convert("mla", source, tmp_path / "whole", *SMALL))
     counts = [parameters(path) for path in (tmp_path / "out", source, tmp_path / "whole")]
     assert (
-        "a layer has {:,} parameters; the source's has {:,}, and without --q-lora-rank it would have {:,}".format(*counts)
+        "a layer has {:,} parameters; the source's has {:,}, and without a latent of queries it would have {:,}".format(*counts)
         in shown
     )
     assert "query biases go through q_a_proj, an identity" not in shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
         ("deepseek_v3", {}, "it has a latent already"),
         ("phi", {}, "phi does not have Llama's decoder blocks"),
         ("llama", {"mlp_bias": True}, "the MLP has biases"),
+        ("llama", {"hidden_act": "gelu"}, "the MLP's activation is gelu, and engines' own classes compute SiLU"),
     ],
 )
 def test_what_has_no_place_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
@@ -273,24 +275,62 @@ def test_queries_behind_a_norm_of_their_own_are_the_same(
     assert "convert_hf_to_gguf.py" not in (tmp_path / "plain" / "README.md").read_text()
 
 
-def test_inputs_whose_norm_is_not_one_are_refused(checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
-    """Embeddings that are so small that the norm's epsilon matters, which another norm undoes; or a channel without a gain."""
+def test_what_another_norm_of_queries_would_undo_is_refused(
+    checkpoint: Make, convert: Any, logits: Any, words: Path, tmp_path: Path
+) -> None:
+    """Embeddings so small that the norm's epsilon leaves tokens of different sizes. A channel without a gain does no harm."""
     from safetensors.torch import load_file, save_file
 
-    source = checkpoint()
+    source = checkpoint(vocab_size=96)
     options = ("--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "-q")
     file = source / "model.safetensors"
     tensors = load_file(file)
     embeddings, gains = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
-    small, gainless = 1e-3 * tensors[embeddings], tensors[gains].clone()
+    sizes = torch.linspace(1e-3, 1e-2, len(tensors[embeddings]))[:, None]
+    save_file(tensors | {embeddings: sizes * tensors[embeddings]}, file, metadata={"format": "pt"})
+    result = convert("mla", source, tmp_path / "out", *options, "--engine", "llama.cpp")
+    said = " ".join(result.output.split())
+    assert result.exit_code == 1
+    assert re.search(r"behind the norm of layer 0's input, tokens differ in size by \d+\.\d% .* at most 2% is allowed", said)
+    assert "leave out --q-lora-rank and --engine llama.cpp" in said
+    ok(convert("mla", source, tmp_path / "plain", *options))
+
+    gainless = tensors[gains].clone()
     gainless[5] = 0
-    for changed in ({embeddings: small}, {gains: gainless}):
-        save_file(tensors | changed, file, metadata={"format": "pt"})
-        result = convert("mla", source, tmp_path / "out", *options, "--engine", "llama.cpp", "--overwrite")
-        assert result.exit_code != 0
-        said = " ".join(result.output.split())
-        assert "queries behind another norm would differ" in said
-        assert "leave out --q-lora-rank and --engine llama.cpp" in said
+    save_file(tensors | {gains: gainless}, file, metadata={"format": "pt"})
+    for name, more in (("with", ("--engine", "llama.cpp")), ("without", ())):
+        ok(convert("mla", source, tmp_path / name, *options, *more))
+    expected = logits(tmp_path / "without")
+    assert (logits(tmp_path / "with") - expected).square().mean() < 1e-3 * expected.var()
+
+
+def test_refinement_leaves_queries_behind_their_norm(checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
+    options = ("--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "--refine", 5, "-q")
+    ok(convert("mla", checkpoint(), tmp_path / "out", *options, "--engine", "llama.cpp"))
+    down = weights(tmp_path / "out")[f"{PREFIX}q_a_proj.weight"]
+    assert torch.equal(down, down.diag().diag())
+
+
+def test_a_ladder_between_the_sources_frequencies_is_written_as_it_was_made(
+    checkpoint: Make, convert: Any, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result's attention outputs differ from the source's as much as the conversion measured, and no more."""
+    source = checkpoint("llama", num_attention_heads=1, num_key_value_heads=1, head_dim=64)
+    options = ("--kv-lora-rank", 65, "--qk-rope-head-dim", 32, "--text", words, "--calibration-tokens", 1024, "-q")
+    found = {}
+    for name, step in (("halves", 0.5), ("whole", 2)):
+        monkeypatch.setattr(
+            "convert.methods.weighted.ladders", lambda count, _, step=step: [tuple(step * i for i in range(count))]
+        )
+        ok(convert("mla", source, tmp_path / name, "--portable", *options))
+        record = json.loads((tmp_path / name / "conversion.json").read_text())
+        assert record["rotary_frequencies"] == [step * i for i in range(16)]
+        theta = json.loads((tmp_path / name / "config.json").read_text())["rope_parameters"]["rope_theta"]
+        assert theta == pytest.approx(1e4 ** (step / 2))
+        expected = logits_on(words, source)
+        found[name] = float((logits_on(words, tmp_path / name) - expected).square().mean() / expected.var())
+    assert found["halves"] < 0.3
+    assert found["whole"] < 0.3
 
 
 def test_the_published_method_can_be_portable(checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:

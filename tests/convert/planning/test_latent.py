@@ -314,6 +314,7 @@ def test_what_an_engine_does_not_take_is_refused(source: Sources, output: Output
         refused(made, for_vllm, kv_lora_rank=96, qk_rope_head_dim=32)
     )
     assert "the budget leaves 256 numbers per layer and token" in str(refused(made, for_vllm, kv_share=0.25))
-    said = str(refused(made, replace(output, engine="llama.cpp"), kv_share=0.5))
-    assert all(f"{name}: llama.cpp does not run it" in said for name in ("deepseek_v3", "kvfold"))
+    refusal = refused(made, replace(output, engine="llama.cpp"), kv_share=0.5)
+    assert all(f"{name}: llama.cpp does not run it" in str(refusal) for name in ("deepseek_v3", "kvfold"))
+    assert refusal.hint == "give --portable and --text FILE: llama.cpp runs a portable deepseek_v3"
     assert planned(made, replace(output, engine="transformers"), kv_share=0.25).target.spec.values_per_token == 256 * 3
