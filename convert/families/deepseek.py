@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attention.record import FactoredAttention, Record
     from attention.rope import Rotary
 
-SIZE = 2.0**8  # of latents that are divided by their norm
+_SIZE = 2.0**8  # of latents that are divided by their norm
 _NORM = NormForm("rms", "head", False, False, 1e-6)  # whatever the config's rms_norm_eps
 _OWN = {"kv_a_proj_with_mqa": "kv_proj", "kv_a_layernorm": "kv_norm", "q_a_layernorm": "q_norm"}  # names of projections.py
 _WITH_EXPERTS = EXPERTS.replacing(
@@ -153,7 +153,7 @@ class NormalisedLatent(Family):
         assert a.q_nope_bias is None, "the class has no place for biases"
         assert a.k_rope_bias is None, "nor for this one"
         scale, missing = a.scale * math.sqrt(spec.key_dim), spec.kv_lora_rank - len(a.down)
-        down = torch.nn.functional.pad(SIZE * a.down, (0, 0, 0, missing))
+        down = torch.nn.functional.pad(_SIZE * a.down, (0, 0, 0, missing))
         up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, missing))
         queries = (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1)
         of_queries = {"q_proj.weight": queries}

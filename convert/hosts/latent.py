@@ -30,6 +30,11 @@ _CARRIED = (
     "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
+EXPANDS = (  # a remark on all that stock transformers runs
+    "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
+    '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a loaded model.'
+)
+
 
 class StockLatent(Host):
     """A stock class that caches a latent and a RoPE key.
@@ -44,8 +49,7 @@ class StockLatent(Host):
     loads_in = "transformers"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
     remarks: tuple[str, ...] = (
-        "Stock transformers expands the whole cached latent for every new token. kvfold's `attention` package does not:\n"
-        '`model = attention.load("path/to/this/directory")`, or `attention.absorb(model)` for a loaded model.',
+        EXPANDS,
         "Run it in bfloat16 or float32. In float16, the constants that neutralise the norms of latents overflow. Only\n"
         "kvfold's `attention` package runs it in float16, because it skips these norms.",
     )

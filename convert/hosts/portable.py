@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert.families.deepseek import V3
 from convert.hosts.deepseek_v3 import DeepseekV3
+from convert.hosts.latent import EXPANDS
 from convert.hosts.source_class import LLAMA_CPP
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Portable(DeepseekV3):
 
     name = "portable deepseek_v3"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and engines run it as they run DeepSeek-V3 without experts."
-    remarks = (DeepseekV3.remarks[0],)
+    remarks = (EXPANDS,)
     portable = True
 
     def layout(self, family: Family) -> Family:
@@ -59,14 +60,17 @@ class Portable(DeepseekV3):
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         written = super().config(raw, config, target, rotary)
-        written |= {"architectures": [_ARCHITECTURE], "model_type": V3.model_type, "attention_bias": False}
         written |= {
+            "architectures": [_ARCHITECTURE],
+            "model_type": V3.model_type,
+            "attention_bias": False,
             "q_lora_rank": target.q_lora_rank,
+            # llama.cpp stops at a single group of a single expert.
             "n_group": None,
             "topk_group": None,
-        }  # llama.cpp stops at one group of one
-        # Copies that transformers saves lack a tied head, and vLLM would generate nonsense from these without an error.
-        written |= {"tie_word_embeddings": False}
+            # Copies that transformers saves lack a tied head, and vLLM would generate nonsense from these without an error.
+            "tie_word_embeddings": False,
+        }
         return written | ({} if rotary is None else {"rope_parameters": _as_yarn(rotary, config)})
 
 

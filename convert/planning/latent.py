@@ -15,6 +15,7 @@ from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.budget import check_fold, default_fold, served_rank, split_budget
 from convert.planning.calibration import CalibrationOptions, calibration_for
+from convert.planning.portable import portable_calibration, portable_hint
 from eval.device import require_device
 
 if TYPE_CHECKING:
@@ -87,38 +88,20 @@ def plan_latent(
     engine = engine_of(output.engine)
     hosts = PORTABLE if size.portable else HOSTS["mla"]
     smallest = smallest_latent(source, family, before)
-    host = host_of(hosts, family, source, smallest, dtype, engine, _portable_hint(family, source, smallest, dtype, engine))
+    host = host_of(hosts, family, source, smallest, dtype, engine, portable_hint(family, source, smallest, dtype, engine))
     if engine and engine.query_latent(before) and size.q_lora_rank is None:
         size = replace(size, q_lora_rank=host.full_query_rank(source.decoder.hidden_size))
     rank, rope_dim = _latent_size(source, family, before, size, host, dtype, engine)
     padded = size.pad_rank or (engine is not None and size.kv_lora_rank is None and bool(engine.latents))
     whole = replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded)
     target = _target(source, family, method, host, before, whole, dtype)
-    if engine and (objection := engine.objection(host, family, target.spec)):
-        fits = engine.query_latent(target.spec) is (target.spec.q_lora_rank is not None)
-        raise Refusal(
-            objection,
-            hint="give another --kv-lora-rank, or --kv-budget, which finds one"
-            if fits
-            else f"leave out --q-lora-rank: --engine {engine.name} adds a latent where one is needed",
-        )
+    if engine:
+        _check_engine(engine, host, family, target.spec)
     if engine and (note := engine.note(before)):
         target = replace(target, notes=(*target.notes, note))
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    if host.portable and method.text is TextUse.IGNORED:
-        raise Refusal(
-            f"--portable needs calibration text, and method {method.name} has no use for it",
-            hint=f"use --method {methods.LATENT[0]} or another that takes text",
-        )
-    if host.portable and not calibration.given:
-        raise Refusal(
-            "--portable needs calibration text: the norm of its latent is fitted to it",
-            hint="give --text FILE or --dataset NAME",
-        )
-    if host.portable and calibration.refit is False:
-        raise Refusal("--portable needs the refit: it fits weights to what the norm leaves", hint="leave out --no-refit")
     if host.portable:
-        calibration = replace(calibration, refit=True)
+        calibration = portable_calibration(method, calibration)
     without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
     text = calibration_for(source, method, calibration, without)
     traits = family.traits(source.config).behind_projections
@@ -134,12 +117,15 @@ def plan_latent(
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
 
 
-def _portable_hint(family: Family, source: Source, target: AttentionSpec, dtype: str, engine: Engine | None) -> str | None:
-    """What to do if no other class is for the engine."""
-    for host in PORTABLE:
-        if engine and engine.name in host.engines(family) and host.refuses(family, source.config, target, dtype) is None:
-            return f"give --portable and --text FILE: {engine.name} runs a {host.name}"
-    return None
+def _check_engine(engine: Engine, host: Host, family: Family, spec: AttentionSpec) -> None:
+    """Refuse what the engine does not run."""
+    objection = engine.objection(host, family, spec)
+    if objection is None:
+        return
+    hint = "give another --kv-lora-rank, or --kv-budget, which finds one"
+    if engine.query_latent(spec) is not bool(spec.q_lora_rank):
+        hint = f"leave out --q-lora-rank: --engine {engine.name} adds a latent of queries where one is needed"
+    raise Refusal(objection, hint=hint)
 
 
 def _target(

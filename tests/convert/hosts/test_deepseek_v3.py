@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latents import stock_module_computes
 from tiny import tiny_config
 
 from attention.record import FactoredAttention
@@ -136,28 +135,17 @@ def latent(channels: int, biased: bool = True) -> FactoredAttention:
 @pytest.mark.parametrize("biased", [True, False])
 def test_the_stock_module_computes_the_record(rank: int, channels: int, biased: bool) -> None:
     """Constants, padding, scale and biases: the class's own attention against the naive reference."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
-
-    from attention.reference import latent_attention
-
     a, family = latent(channels, biased), family_of("llama")
     source = tiny_config("llama", num_attention_heads=4, hidden_size=20, head_dim=6, num_key_value_heads=4)
     target = AttentionSpec.from_config(source).latent(rank, 8)
     config = type(tiny_config("deepseek_v3"))(**HOST.config({}, source, target, a.rotary), attn_implementation="eager")
-    module = DeepseekV3Attention(config, 0)
     tensors, sized = HOST.layout(family).join(a, target, 0), HOST.sized({}, source, target)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == HOST.layout(family).shapes(sized, 0)
     own = len(constants(rank))
     norm, up = (tensors[f"model.layers.0.self_attn.{name}.weight"] for name in ("kv_a_layernorm", "kv_b_proj"))
     assert norm.tolist() == [2.0**20] * (rank - own) + [0.0] * own, "constants are cached as zeros"
     assert up[:, channels:].abs().max() == 0, "and nothing reads them"
-    module.load_state_dict({name.removeprefix("model.layers.0.self_attn."): t for name, t in tensors.items()}, strict=True)
-    x = torch.randn(2, 7, 20, generator=torch.Generator().manual_seed(9))
-    mask = torch.full((7, 7), -math.inf).triu(1)[None, None]
-    with torch.no_grad():
-        found = module(x, DeepseekV3RotaryEmbedding(config)(x, torch.arange(7)[None]), mask)[0]
-    fields = {field.name: getattr(a, field.name) for field in dataclasses.fields(a)}
-    torch.testing.assert_close(found, latent_attention(x, **fields), rtol=1e-4, atol=1e-4)
+    stock_module_computes(config, tensors, a)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

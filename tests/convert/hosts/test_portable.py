@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from latents import stock_module_computes
 from records import factored
 from tiny import tiny_config
 from written import ok, weights
@@ -37,25 +37,14 @@ def normalised(channels: int) -> FactoredAttention:
 
 @pytest.mark.parametrize(("rank", "channels"), [(16, 16), (16, 9)])
 def test_the_stock_module_computes_the_record(rank: int, channels: int) -> None:
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
-
-    from attention.reference import latent_attention
-
     a = normalised(channels)
     source = tiny_config("llama", num_attention_heads=4, hidden_size=20, head_dim=6, num_key_value_heads=4)
     target = AttentionSpec.from_config(source).latent(rank, 8)
     config = type(tiny_config("deepseek_v3"))(**HOST.config({}, source, target, a.rotary), attn_implementation="eager")
-    module = DeepseekV3Attention(config, 0)
     tensors, sized = HOST.layout(family_of("llama")).join(a, target, 0), HOST.sized({}, source, target)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == V3.shapes(sized, 0)
     assert not any(name.endswith("bias") for name in tensors)
-    module.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, strict=True)
-    x = torch.randn(2, 7, 20, generator=torch.Generator().manual_seed(9))
-    mask = torch.full((7, 7), -math.inf).triu(1)[None, None]
-    with torch.no_grad():
-        found = module(x, DeepseekV3RotaryEmbedding(config)(x, torch.arange(7)[None]), mask)[0]
-    fields = {field.name: getattr(a, field.name) for field in dataclasses.fields(a)}
-    torch.testing.assert_close(found, latent_attention(x, **fields), rtol=1e-4, atol=1e-4)
+    stock_module_computes(config, tensors, a)
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-12])
