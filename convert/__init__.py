@@ -1,13 +1,13 @@
-"""Converts MHA checkpoints to GQA, MQA or MLA: `from convert import gqa, mqa, mla, sweep, plan, inspect`."""
+"""Converts MHA checkpoints to GQA, MQA or MLA: `from convert import gqa, mqa, mla, heal, sweep, plan, inspect`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from convert.api import Conversion, Sweep, gqa, inspect, mla, mqa, plan, sweep
+    from convert.api import Conversion, Healing, Sweep, gqa, heal, inspect, mla, mqa, plan, sweep
 
-__all__ = ["Conversion", "Sweep", "gqa", "inspect", "mla", "mqa", "plan", "sweep"]
+__all__ = ["Conversion", "Healing", "Sweep", "gqa", "heal", "inspect", "mla", "mqa", "plan", "sweep"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The Python API, which the command line calls too: `from convert import gqa, mqa, mla, sweep, plan, inspect`.
+"""The Python API, which the command line calls too: `from convert import gqa, mqa, mla, heal, sweep, plan, inspect`.
 
 Arguments have the names and defaults of the options. Functions return objects, raise `Refusal` or `Failure`, print nothing
 and warn through the logger "kvfold".
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
-from convert.sizes import parse_budget, parse_bytes, parse_latent
+from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent
 from eval.api import contexts_of, read_text
 from eval.progress import Progress, silent
 from eval.source import Source
 
 if TYPE_CHECKING:
+    from convert.healing.plan import HealPlan
     from convert.planning.base import Output, Plan
     from convert.planning.calibration import CalibrationOptions
     from convert.planning.describe import Facts
@@ -76,6 +77,47 @@ class Conversion:
         from convert.planning.describe import conversion_text, plan_text
 
         return plan_text(self.plan) if self.record is None else conversion_text(self.plan, self.record)
+
+
+@dataclass(frozen=True)
+class Healing:
+    """A healing that was done or, after `dry_run=True`, planned.
+
+    Attributes:
+        plan: Every number decided.
+        passes: How often the steps go over the text.
+        record: The content of conversion.json; None after a dry run.
+    """
+
+    plan: HealPlan
+    passes: float
+    record: dict[str, Any] | None
+
+    @property
+    def output(self) -> Path:
+        """The checkpoint's directory."""
+        return self.plan.output.path
+
+    @property
+    def curve(self) -> list[dict[str, Any]]:
+        """The points of the curve, from before the first step on."""
+        return list(self.record["healing"]["curve"]) if self.record else []
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The evaluation, if one was asked for: `{"protocol", "models": [source, converted, healed]}`."""
+        return self.record.get("evaluation") if self.record else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan's facts and, where the healing was done, its record."""
+        from convert.healing.describe import facts
+
+        return facts(self.plan, self.passes) | ({"conversion": self.record} if self.record else {})
+
+    def __str__(self) -> str:
+        from convert.healing.describe import healed_text, plan_text
+
+        return plan_text(self.plan, self.passes) if self.record is None else healed_text(self.plan, self.passes, self.record)
 
 
 @dataclass(frozen=True)
@@ -269,6 +311,100 @@ def mla(
     return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
 
 
+def heal(
+    converted: str | Path,
+    output: str | Path,
+    *,
+    teacher: str | Path | None = None,
+    text: TextGiven | None = None,
+    dataset: str | None = None,
+    tokens: int | str | None = None,
+    budget: str = "try",
+    context: int | None = None,
+    batch_tokens: int | str | None = None,
+    micro_batch_tokens: int | str | None = None,
+    lr: float | str = "auto",
+    train: str = "attention",
+    ce: float = 0.0,
+    top_k: int | None = None,
+    eval_every: int | str | None = None,
+    checkpointing: bool = False,
+    evaluate: TextGiven | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> Healing:
+    """Distil the source into a converted checkpoint, end to end. Needs a text.
+
+    Args:
+        converted: The checkpoint to heal: a directory or a Hub id.
+        output: The directory to create.
+        teacher: The model that it was converted from; None for the one that its conversion.json names.
+        text: Text to train on: a UTF-8 file, or a list of strings.
+        dataset: Instead of `text`: a named dataset, whose training split is used.
+        tokens: Tokens to train on, a number or "20M"; None for those of `budget`. A shorter text is used again.
+        budget: "try", "default" or "thorough": 20, 200 or 2,000 million tokens, for more than 2 billion parameters 50, 500 or
+            3,000.
+        context: Tokens per block; None for min(2048, the models' limit).
+        batch_tokens: Tokens per step, over all processes; None for a thousandth of `tokens`, at least a block, at most 65536.
+        micro_batch_tokens: Tokens per forward pass; None for 4096.
+        lr: The learning rate; "auto" tries three, each for 2 % of the steps.
+        train: "attention", with the norms before it, or "all".
+        ce: The weight of the cross-entropy beside the KL to the teacher.
+        top_k: How many of the teacher's probabilities count; None for all.
+        eval_every: Tokens from one point of the curve to the next; None for a tenth of all.
+        checkpointing: Compute layers again in the backward pass: slower, with less memory.
+        evaluate: Held-out text to measure perplexity on, which decides nothing: a UTF-8 file, or a list of strings.
+        device: "auto", "cpu", "cuda", "cuda:1", …
+        seed: For the order of blocks.
+        overwrite: Replace a checkpoint at `output`.
+        resume: Finish an interrupted run with the same arguments.
+        dry_run: Only plan; read the text, but no weights.
+        trust_remote_code: Run Python code that comes with the checkpoints.
+        progress: Called as `progress(stage, done, total, unit)`.
+
+    Raises:
+        Refusal: Wrong as seen from the arguments and the configs.
+        Failure: Weights, text or machine.
+    """
+    from convert.healing import run
+    from convert.healing.plan import HealOptions, plan_heal
+
+    if (text is None) == (dataset is None):
+        raise Refusal("healing needs a text to train on", hint="give either --text FILE or --dataset NAME")
+    counts = {
+        "tokens": tokens,
+        "batch_tokens": batch_tokens,
+        "micro_batch_tokens": micro_batch_tokens,
+        "eval_every": eval_every,
+    }
+    sizes = {name: parse_count(size) if isinstance(size, str) else size for name, size in counts.items()}
+    for name, number in (sizes | {"top_k": top_k}).items():
+        _require_range(name, 1 if number is None else number, 1)
+    _require_range("context", 2 if context is None else context, 2)
+    _require_range("ce", ce, 0)
+    _require_range("seed", seed, 0, 2**32 - 1)
+    rate = None if lr == "auto" else float(lr)
+    _require_range("lr", 1.0 if rate is None else rate, 1e-12, 1.0)
+    given = _given(text, dataset)
+    options = HealOptions(
+        given, budget=budget, context=context, lr=rate, train=train, ce=ce, top_k=top_k, checkpointing=checkpointing, **sizes
+    )
+    source = Source.parse(str(converted), trust_remote_code)
+    where = _output(output, None, MAX_SHARD_SIZE, overwrite, resume, None)
+    planned = plan_heal(source, None if teacher is None else str(teacher), options, where, device, seed)
+    train_on = read_text(text, dataset, "train")
+    if dry_run:
+        return Healing(planned, run.training_text(planned, train_on).passes(planned.steps, planned.batch), None)
+    held_out = None if evaluate is None else read_text(evaluate, None, "test")
+    done = run.execute(planned, train_on, held_out, progress)
+    return Healing(done.plan, done.record["healing"]["passes"], done.record)
+
+
 def sweep(
     model: str | Path,
     output: str | Path,
@@ -428,12 +564,17 @@ def _calibration(
         _require_range(name, least if value is None else value, least)
     if text is not None and dataset is not None:
         raise Refusal("give either a text or a dataset to calibrate on", hint="--text FILE or --dataset NAME")
+    return CalibrationOptions(_given(text, dataset), tokens, context, propagate, refit, refine or 0, max_context)
+
+
+def _given(text: TextGiven | None, dataset: str | None) -> dict[str, str]:
+    """A text as an option, which records name."""
     given: dict[str, str] = {}
     if text is not None:
         given |= {"text": str(text)} if isinstance(text, str | Path) else {"strings": str(len(text))}
     if dataset is not None:
         given["dataset"] = dataset
-    return CalibrationOptions(given, tokens, context, propagate, refit, refine or 0, max_context)
+    return given
 
 
 def _require_range(name: str, value: float, least: float, most: float = math.inf) -> None:

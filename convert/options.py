@@ -13,7 +13,7 @@ import click
 
 from attention.errors import Refusal
 from convert.engines import ENGINES
-from convert.sizes import parse_budget, parse_bytes, parse_latent
+from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent
 from eval.protocol import PROTOCOLS
 from eval.text import DATASETS
 
@@ -53,6 +53,30 @@ def _parsed(
         return parse(str(value))
     except Refusal as refusal:
         kind.fail(str(refusal), param, ctx)
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]
+    """A number of tokens: 20M, 300k, 4096."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return value if isinstance(value, int) else _parsed(self, parse_count, value, param, ctx)
+
+
+class Rate(click.ParamType):  # type: ignore[type-arg]
+    """A learning rate: "auto", or a number above 0 and up to 1."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        try:
+            rate = 0.5 if value == "auto" else float(value)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate <= 1:
+            self.fail(f"{value!r} is no learning rate: give auto, or a number above 0 and up to 1, as in 1e-4", param, ctx)
+        return "auto" if value == "auto" else rate
 
 
 class Gpu(click.ParamType):  # type: ignore[type-arg]
@@ -189,13 +213,90 @@ measuring = _all(
     click.option("--max-tokens", type=click.IntRange(2), metavar="N", help="Use only the first N tokens of the text."),
 )
 
+_seed = click.IntRange(0, 2**32 - 1)
+_begun = _all(
+    click.option("--overwrite", is_flag=True, help="Replace an existing result, once the new one is complete."),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Finish an interrupted run of the same command. With --overwrite, start again if it was another command.",
+    ),
+)
+
+healing = _all(
+    click.argument("converted"),
+    click.argument("output", type=click.Path(path_type=Path)),
+    click.option("--teacher", metavar="MODEL", help="The model that CONVERTED was made from.  [default: as it records]"),
+    click.option(
+        "--text",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="UTF-8 text to train on. Never use the text that you evaluate on.",
+    ),
+    click.option(
+        "--dataset",
+        type=click.Choice(DATASETS),
+        help="Train on the training split of this dataset. Needs pip install 'kvfold[data]'.",
+    ),
+    click.option("--tokens", type=Count(), metavar="N", help="Train on N tokens, such as 20M.  [default: those of --budget]"),
+    click.option(
+        "--budget",
+        type=click.Choice(("try", "default", "thorough")),
+        default="try",
+        show_default=True,
+        help="20M, 200M or 2B tokens; for more than 2 billion parameters, 50M, 500M or 3B.",
+    ),
+    click.option(
+        "--context", type=click.IntRange(2), metavar="N", help="Tokens per block.  [default: 2048, or the models' limit]"
+    ),
+    click.option(
+        "--batch-tokens",
+        type=Count(),
+        metavar="N",
+        help="Tokens per step.  [default: a thousandth of all, at least a block, at most 65536]",
+    ),
+    click.option("--micro-batch-tokens", type=Count(), metavar="N", help="Tokens per forward pass.  [default: 4096]"),
+    click.option(
+        "--lr", type=Rate(), default="auto", show_default=True, help="The learning rate. auto tries three of them first."
+    ),
+    click.option(
+        "--train",
+        type=click.Choice(("attention", "all")),
+        default="attention",
+        show_default=True,
+        help="Which weights to train: those of attention and the norms before it, or all.",
+    ),
+    click.option(
+        "--ce",
+        type=click.FloatRange(0),
+        default=0.0,
+        show_default=True,
+        metavar="WEIGHT",
+        help="Add the cross-entropy of the text, times WEIGHT, to the KL.",
+    ),
+    click.option("--top-k", type=click.IntRange(1), metavar="K", help="Use only the K largest probabilities of the teacher."),
+    click.option("--eval-every", type=Count(), metavar="N", help="Measure every N tokens.  [default: ten times]"),
+    click.option("--checkpointing", is_flag=True, help="Compute layers again in the backward pass: slower, with less memory."),
+    click.option(
+        "--evaluate",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Measure perplexity on this held-out text, and add it to the model card.",
+    ),
+    device,
+    click.option("--seed", type=_seed, default=0, show_default=True, help="For the order of blocks."),
+    _begun,
+    click.option("--dry-run", is_flag=True, help="Print the plan and stop. Reads the text, but no weights."),
+    common,
+)
+
 writing = _all(
     click.option("--dtype", type=click.Choice(DTYPES), help="Store floats in this dtype.  [default: as in MODEL]"),
     engine("Make what this engine runs, and refuse what it does not."),
     device,
     click.option(
         "--seed",
-        type=click.IntRange(0, 2**32 - 1),
+        type=_seed,
         default=0,
         show_default=True,
         help="For methods that draw random numbers, and for the order in which --refine reads blocks of text.",
@@ -203,12 +304,7 @@ writing = _all(
     click.option(
         "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Start a new weight file beyond this size."
     ),
-    click.option("--overwrite", is_flag=True, help="Replace an existing result, once the new one is complete."),
-    click.option(
-        "--resume",
-        is_flag=True,
-        help="Finish an interrupted run of the same command. With --overwrite, start again if it was another command.",
-    ),
+    _begun,
     click.option("--dry-run", is_flag=True, help="Print the plan and stop. Reads no weights."),
 )
 

@@ -1,4 +1,4 @@
-"""Parses sizes as users write them: 5GB, 12.5%, 512+64."""
+"""Parses sizes as users write them: 5GB, 12.5%, 512+64, 20M."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise Refusal(f"{text!r} is no size: give a number and a unit, as in 5GB or 500MB")
     return size
+
+
+def parse_count(text: str) -> int:
+    """Parse a number of tokens: 20M, 1.5B, 300k, 4096.
+
+    Raises:
+        Refusal: It is no number above 0.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([kMB]?)\s*", text, re.IGNORECASE | re.ASCII)
+    count = round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[match[2].upper()]) if match else 0
+    if count < 1:
+        raise Refusal(f"{text!r} is no number of tokens: give one above 0, as in 300k, 20M or 4096")
+    return count
 
 
 def parse_budget(text: str) -> tuple[float, None] | tuple[None, int]:

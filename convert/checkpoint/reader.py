@@ -90,6 +90,10 @@ class Reader:
         """The tensor as a view of its mapped file. One file is open at a time."""
         return self._shard(self._place[name]).get_tensor(self._stored.get(name, name))
 
+    def file(self, name: str) -> str:
+        """The weight file that a tensor is in."""
+        return self._place[name]
+
     def fingerprint(self) -> dict[str, list[int]]:
         """Size and modification time of each file of weights; a resumed run must find them unchanged."""
         stats = {file: (self._directory / file).stat() for file in self.files}

@@ -18,9 +18,9 @@ from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.writer import checksum, sync_directory, sync_tree, write_whole
 
-# In the work directory: the plan, a note for each finished shard, the growing checkpoint, and results of the survey. When the
-# checkpoint moves to OUTPUT, the plan is renamed, and a checkpoint that was at OUTPUT is moved here.
-_PLAN, _NOTES, _CHECKPOINT, _SURVEY = "plan.json", "notes", "checkpoint", "survey"
+# In the work directory: the plan, a note for each finished shard, the growing checkpoint, results of the survey, and states of
+# a training. When the checkpoint moves to OUTPUT, the plan is renamed, and a checkpoint that was at OUTPUT is moved here.
+_PLAN, _NOTES, _CHECKPOINT, _SURVEY, _TRAINING = "plan.json", "notes", "checkpoint", "survey", "training"
 _PUBLISHED, _REPLACED = "published.json", "replaced"
 _RECORD = "conversion.json"  # in OUTPUT
 
@@ -180,6 +180,7 @@ class WorkDirectory:
     Attributes:
         path: The directory of the growing checkpoint.
         survey: The directory of the survey's results.
+        training: The directory of a training's states.
         published: Whether the checkpoint is already at OUTPUT, so that only this directory is left to remove.
     """
 
@@ -188,7 +189,9 @@ class WorkDirectory:
         self._root = partial_path(output)
         self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
         self._kept = False
-        self.path, self._notes, self.survey = (self._root / part for part in (_CHECKPOINT, _NOTES, _SURVEY))
+        self.path, self._notes, self.survey, self.training = (
+            self._root / part for part in (_CHECKPOINT, _NOTES, _SURVEY, _TRAINING)
+        )
         plan = json.loads(json.dumps(plan))  # as read back from a file
         known = self._known_plan() if resume else None
         if known != plan and overwrite:
@@ -211,7 +214,7 @@ class WorkDirectory:
             (self._root / _PUBLISHED).replace(self._root / _PLAN)
         self._root.mkdir(parents=True, exist_ok=known is not None)
         write_whole(self._root / _PLAN, _json(plan))
-        for part in (self.path, self._notes, self.survey):
+        for part in (self.path, self._notes, self.survey, self.training):
             if part.is_symlink() or part.is_file():
                 part.unlink()
             part.mkdir(exist_ok=True)
@@ -280,7 +283,7 @@ class WorkDirectory:
         if needed <= free:
             return
         where = self._root.parent
-        resumable = any(self._notes.iterdir()) or any(self.survey.iterdir())
+        resumable = any(any(part.iterdir()) for part in (self._notes, self.survey, self.training))
         if resumable:
             self.keep()
         else:
@@ -292,7 +295,7 @@ class WorkDirectory:
 
     def discard(self) -> None:
         """Remove everything: the run was refused, or OUTPUT is complete. The plan goes last: it marks the rest as ours."""
-        for name in (_CHECKPOINT, _NOTES, _SURVEY, _REPLACED):
+        for name in (_CHECKPOINT, _NOTES, _SURVEY, _TRAINING, _REPLACED):
             shutil.rmtree(self._root / name, ignore_errors=True)
         shutil.rmtree(self._root, ignore_errors=True)
 

@@ -1,0 +1,1 @@
+"""Healing: distils the source into a converted checkpoint, end to end, until little of the loss is left."""

@@ -1,0 +1,69 @@
+"""A healing in words and as facts: its plan, and what it reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from convert.healing.plan import HealPlan
+
+
+def facts(plan: HealPlan, passes: float) -> dict[str, Any]:
+    """The plan for `--json`: numbers stay numbers."""
+    o = plan.options
+    return {
+        "command": "heal",
+        "converted": plan.converted.reference,
+        "teacher": plan.teacher.reference,
+        "kind": plan.spec.kind,
+        "tokens": plan.tokens,
+        "passes": passes,
+        "context": plan.context,
+        "batch_tokens": plan.batch * plan.context,
+        "micro_batch_tokens": plan.at_once * plan.context,
+        "steps": plan.steps,
+        "eval_every": plan.every * plan.batch * plan.context,
+        "lr": o.lr,
+        "trial_steps": plan.trial_steps,
+        "train": o.train,
+        "ce": o.ce,
+        "top_k": o.top_k,
+        "checkpointing": o.checkpointing,
+        "output": str(plan.output.path),
+    }
+
+
+def plan_text(plan: HealPlan, passes: float) -> str:
+    """The plan, for a terminal."""
+    return "\n".join(_lines(plan, passes))
+
+
+def healed_text(plan: HealPlan, passes: float, record: dict[str, Any]) -> str:
+    """A finished healing, for a terminal."""
+    found = record["healing"]
+    before, after = found["before"], found["after"]
+    lines = [
+        f"on {found['held_out_tokens']} tokens of it that no step saw: KL {before['kl']:.4f} → {after['kl']:.4f}, "
+        f"loss over the teacher {before['loss_nats']:+.4f} → {after['loss_nats']:+.4f} nats",
+    ]
+    if not record["tensors"]["healed"]:
+        lines.append("the weights are those of the converted checkpoint: there was nothing to gain")
+    if "evaluation" in record:
+        source, *others = record["evaluation"]["models"]
+        lines.append(f"perplexity on {source['tokens']} tokens of {record['evaluation']['protocol']['text']}: ")
+        lines[-1] += f"source {source['perplexity']:.4g}, " + ", ".join(
+            f"{entry['name']} {entry['perplexity']:.4g} ({entry['loss_nats']:+.4f} nats)" for entry in others
+        )
+    return "\n".join([*_lines(plan, passes), *lines, f"written to {plan.output.path}"])
+
+
+def _lines(plan: HealPlan, passes: float) -> list[str]:
+    o = plan.options
+    rate = f"learning rate {o.lr:g}" if o.lr else f"learning rate chosen among three, each tried for {plan.trial_steps} steps"
+    loss = "KL to the teacher" + (f"'s {o.top_k} largest probabilities" if o.top_k else "")
+    again = f", which goes over the text {passes:.2g} times" if passes > 1 else f", {passes:.0%} of the text"
+    return [
+        f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: {loss}"
+        + (f" + {o.ce:g} × cross-entropy" if o.ce else ""),
+        f"{plan.tokens} tokens in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
+        f"trains {'the attention and the norms before it' if o.train == 'attention' else 'all weights'}; {rate}",
+    ]

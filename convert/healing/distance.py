@@ -1,0 +1,155 @@
+"""The loss of healing: KL(teacher ‖ student) of each token's prediction, at temperature 1, in fp32.
+
+It is computed for a few tokens at a time, together with its gradient, so that logits never exist for all tokens. The backward
+pass then only scales that gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import nll_loss
+
+_VALUES = 2**23  # logits at a time
+_LEAST = 1e-12  # of the mass that is left beside the largest probabilities
+
+
+class TopK(NamedTuple):
+    """The teacher's largest log-probabilities.
+
+    Attributes:
+        values: `[n, k]`, fp32.
+        ids: `[n, k]`, the tokens that they are of.
+    """
+
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, full: torch.Tensor, k: int) -> TopK:
+        """Of log-probabilities `[n, vocabulary]`."""
+        return cls(*full.topk(k, -1))
+
+    def distances(self, found: torch.Tensor) -> torch.Tensor:
+        """`[n]`, the KL to `found [n, vocabulary]`, all other tokens counted as one: never more than the KL itself."""
+        mine, theirs = self.values.exp(), found.gather(-1, self.ids)
+        rest = (1 - mine.sum(-1)).clamp_min(0)
+        other = (1 - theirs.exp().sum(-1)).clamp_min(_LEAST)
+        beside = torch.where(rest > _LEAST, rest * (rest.clamp_min(_LEAST).log() - other.log()), 0)
+        return (mine * (self.values - theirs)).sum(-1) + beside
+
+
+def distances(expected: torch.Tensor | TopK, found: torch.Tensor) -> torch.Tensor:
+    """`[n]`, KL(teacher ‖ student) of each token; log-probabilities `[n, vocabulary]` in fp32."""
+    if isinstance(expected, TopK):
+        return expected.distances(found)
+    return (expected.exp() * (expected - found)).sum(-1)
+
+
+@dataclass
+class Sums:
+    """Sums over tokens, in nats: the KL to the teacher, and both models' losses on the text itself."""
+
+    kl: float = 0.0
+    student: float = 0.0
+    teacher: float = 0.0
+    tokens: int = 0
+
+    def plus(self, other: Sums) -> Sums:
+        """Of the tokens of both."""
+        return Sums(self.kl + other.kl, self.student + other.student, self.teacher + other.teacher, self.tokens + other.tokens)
+
+
+# A span of tokens → the teacher's log-probabilities of these: all, or the largest.
+Expected = Callable[[slice], torch.Tensor | TopK]
+# Hidden states `[n, E]` → logits `[n, vocabulary]`, fp32.
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+def spans(tokens: int, vocabulary: int) -> list[slice]:
+    """Spans of tokens whose logits are few enough to exist at once."""
+    rows = max(1, _VALUES // vocabulary)
+    return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+
+
+def distance(
+    hidden: torch.Tensor,
+    head: Head,
+    expected: Expected,
+    targets: torch.Tensor,
+    vocabulary: int,
+    ce: float,
+    parameters: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """The summed loss of N tokens: Σ KL + `ce` · Σ cross-entropy. Differentiable in `hidden` and `parameters`.
+
+    Args:
+        hidden: The student's hidden states, `[N, E]`.
+        head: Makes its logits.
+        expected: The teacher's log-probabilities.
+        targets: `[N]`, the tokens that follow.
+        vocabulary: How many tokens there are.
+        ce: The weight of the cross-entropy.
+        parameters: Those of the head that train.
+    """
+    found: torch.Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
+        hidden, head, expected, targets, vocabulary, ce, *parameters
+    )
+    return found
+
+
+class _Chunked(torch.autograd.Function):
+    """Computes the loss and its gradient span by span."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: Head,
+        expected: Expected,
+        targets: torch.Tensor,
+        vocabulary: int,
+        ce: float,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        slopes = torch.empty_like(hidden)
+        of_parameters = [torch.zeros_like(parameter) for parameter in parameters]
+        for span in spans(len(hidden), vocabulary):
+            with torch.no_grad():
+                teacher = expected(span)
+            with torch.enable_grad():
+                states = hidden[span].detach().requires_grad_(True)
+                found = head(states).log_softmax(-1)
+                loss = distances(teacher, found).sum()
+                if ce:
+                    loss = loss + ce * nll_loss(found, targets[span], reduction="sum")
+                slopes[span], *others = torch.autograd.grad(loss, [states, *parameters])
+            for sum_, other in zip(of_parameters, others, strict=True):
+                sum_ += other
+            total += loss.detach().double()
+        ctx.save_for_backward(slopes, *of_parameters)
+        return total.float()
+
+    @staticmethod
+    def backward(ctx: Any, *outward: torch.Tensor) -> Any:
+        (scale,) = outward
+        slopes, *of_parameters = ctx.saved_tensors
+        return slopes * scale, None, None, None, None, None, *(found * scale for found in of_parameters)
+
+
+def measured(
+    hidden: torch.Tensor, head: Head, teacher: Head, states: torch.Tensor, targets: torch.Tensor, vocabulary: int
+) -> Sums:
+    """Sums over N tokens, without gradients; `hidden` and `states` are the student's and the teacher's hidden states."""
+    sums = Sums(tokens=len(targets))
+    with torch.no_grad():
+        for span in spans(len(hidden), vocabulary):
+            expected, found = teacher(states[span]).log_softmax(-1), head(hidden[span]).log_softmax(-1)
+            sums.kl += distances(expected, found).double().sum().item()
+            sums.student += nll_loss(found, targets[span], reduction="sum").item()
+            sums.teacher += nll_loss(expected, targets[span], reduction="sum").item()
+    return sums

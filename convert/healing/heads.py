@@ -1,0 +1,46 @@
+"""A causal LM in two parts: the decoder, which makes hidden states, and what its class makes of them, the logits.
+
+Logits of a long block over a large vocabulary take more memory than the model. Apart from the decoder, they can be made for a
+few tokens at a time. What a class does around its output embedding (scales, caps, casts) stays the class's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+def hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What the decoder of `model` makes of `ids [B, T]`: `[B, T, E]`."""
+    found: torch.Tensor = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    return found
+
+
+def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The class's logits `[n, vocabulary]`, in fp32, of hidden states `[n, E]`."""
+    with _giving(model.get_decoder(), hidden[None]):
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return found[0].float()
+
+
+@contextlib.contextmanager
+def _giving(decoder: Any, hidden: torch.Tensor) -> Iterator[None]:
+    """Let a module return these hidden states, whatever it is called with."""
+    own = decoder.__dict__.get("forward")  # accelerate's hooks are there
+
+    def given(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+    decoder.forward = given
+    try:
+        yield
+    finally:
+        if own is None:
+            del decoder.forward
+        else:
+            decoder.forward = own

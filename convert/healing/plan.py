@@ -1,0 +1,198 @@
+"""The plan of a healing: every number decided, and everything refused that configs and arguments show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention.errors import Refusal
+from attention.spec import AttentionSpec
+from convert.checkpoint.workdir import check_output, recorded
+from convert.healing.rates import start_rate
+from convert.planning.base import Output, readable
+from eval.capacity import count_parameters
+from eval.device import require_device
+from eval.evaluation import require_contexts
+from eval.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from convert.families import Family
+
+BUDGETS = {"try": (20, 50), "default": (200, 500), "thorough": (2000, 3000)}  # million tokens: up to 2B parameters, and beyond
+PARTS = ("attention", "all")
+_LARGE = 2_000_000_000  # parameters
+_STEPS = 1000  # with the default batch, if it is within these tokens
+_MOST_PER_STEP = 65536
+_AT_ONCE = 4096  # tokens of a forward pass
+_POINTS = 10  # of the curve
+_TRIAL, _LEAST_TRIAL = 0.02, 10  # share of all steps that each rate is tried for; steps
+
+
+@dataclass(frozen=True)
+class HealOptions:
+    """The user's options. Numbers left as None depend on the model and on each other.
+
+    Attributes:
+        given: The text: {"text": FILE} or {"dataset": NAME}.
+        tokens: Tokens to train on; None for those of `budget`.
+        budget: One of `BUDGETS`.
+        context: Tokens per block.
+        batch_tokens: Tokens per step, over all processes.
+        micro_batch_tokens: Tokens per forward pass.
+        lr: The learning rate; None to choose among three.
+        train: One of `PARTS`.
+        ce: The weight of the cross-entropy beside the KL.
+        top_k: How many of the teacher's probabilities count.
+        eval_every: Tokens from one point of the curve to the next.
+        checkpointing: Whether layers are computed again in the backward pass, which saves memory.
+    """
+
+    given: Mapping[str, str]
+    tokens: int | None = None
+    budget: str = "try"
+    context: int | None = None
+    batch_tokens: int | None = None
+    micro_batch_tokens: int | None = None
+    lr: float | None = None
+    train: str = PARTS[0]
+    ce: float = 0.0
+    top_k: int | None = None
+    eval_every: int | None = None
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class HealPlan:
+    """A validated healing, as data.
+
+    Attributes:
+        converted: The checkpoint to heal.
+        teacher: The source that it was made from.
+        family: The family that reads the converted checkpoint.
+        spec: Its attention.
+        output: Where the result goes.
+        options: As given.
+        context: Tokens per block.
+        batch: Blocks per step.
+        at_once: Blocks per forward pass.
+        steps: How many.
+        every: Steps from one point of the curve to the next.
+        device: As on the command line.
+        seed: For the order of blocks.
+    """
+
+    converted: Source
+    teacher: Source
+    family: Family
+    spec: AttentionSpec
+    output: Output
+    options: HealOptions
+    context: int
+    batch: int
+    at_once: int
+    steps: int
+    every: int
+    device: str
+    seed: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to train on: whole steps."""
+        return self.steps * self.batch * self.context
+
+    @property
+    def trial_steps(self) -> int:
+        """Steps that each learning rate is tried for; none if the rate is given."""
+        return 0 if self.options.lr is not None else max(_LEAST_TRIAL, round(_TRIAL * self.steps))
+
+    def rates(self, loss: float) -> list[float]:
+        """The learning rates to try, for a student that loses `loss` nats over its teacher."""
+        if self.options.lr is not None:
+            return [self.options.lr]
+        middle = start_rate(loss, self.converted.decoder.hidden_size)
+        return [middle / 3, middle, 3 * middle]
+
+    def recipe(self) -> dict[str, Any]:
+        """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
+        given, o = self.options.given, self.options
+        text = {"text": str(Path(given["text"]).resolve())} if "text" in given else dict(given)
+        every = {
+            "tokens": self.tokens,
+            "context": self.context,
+            "batch_tokens": self.batch * self.context,
+            "lr": o.lr,
+            "train": o.train,
+            "ce": o.ce or None,
+            "top_k": o.top_k,
+            "eval_every": self.every * self.batch * self.context,
+            "seed": self.seed,
+        }
+        numbers = {name: value for name, value in every.items() if value is not None}
+        trusted = {"trust_remote_code": True} if self.converted.trust_remote_code else {}
+        return {"heal": {"converted": _place(self.converted), "teacher": _place(self.teacher), **text, **numbers, **trusted}}
+
+
+def _place(source: Source) -> str:
+    return str(source.directory.resolve()) if source.directory else f"{source.repository}@{source.commit}"
+
+
+def plan_heal(converted: Source, teacher: str | None, options: HealOptions, output: Output, device: str, seed: int) -> HealPlan:
+    """The plan of a healing.
+
+    Args:
+        converted: The checkpoint to heal.
+        teacher: The source's directory or Hub id; None for the one that conversion.json names.
+        options: The user's options.
+        output: Where the result goes.
+        device: As on the command line.
+        seed: For the order of blocks.
+
+    Raises:
+        Refusal: Configs or arguments do not allow it.
+    """
+    require_device(device)
+    family = readable(converted)
+    source = Source.parse(teacher or _named_teacher(converted), converted.trust_remote_code)
+    source.refuse_remote_code()
+    if source.vocabulary != converted.vocabulary:
+        raise Refusal(
+            f"the vocabularies of {converted.reference} ({converted.vocabulary} tokens) and its teacher {source.reference} "
+            f"({source.vocabulary}) differ: their predictions cannot be compared",
+            hint="--teacher names the model that it was converted from",
+        )
+    for other in (converted, source):
+        check_output(output.path, other.directory, output.overwrite, output.resume)
+    (context,) = require_contexts([converted, source], [] if options.context is None else [options.context])
+    tokens = options.tokens or _budget(options.budget, converted)
+    batch = max(1, (options.batch_tokens or min(_MOST_PER_STEP, tokens // _STEPS)) // context)
+    at_once = min(batch, max(1, (options.micro_batch_tokens or _AT_ONCE) // context))
+    steps = max(1, tokens // (batch * context))
+    every = options.eval_every // (batch * context) if options.eval_every else steps // _POINTS
+    spec = family.spec(converted.config)
+    return HealPlan(
+        converted, source, family, spec, output, options, context, batch, at_once, steps, max(1, every), device, seed
+    )
+
+
+def _budget(name: str, converted: Source) -> int:
+    if name not in BUDGETS:
+        raise Refusal(f"no budget {name!r} (choose {', '.join(BUDGETS)})")
+    parameters = count_parameters(converted.config, converted.trust_remote_code)
+    return BUDGETS[name][parameters > _LARGE] * 10**6
+
+
+def _named_teacher(converted: Source) -> str:
+    """The source that conversion.json names."""
+    recipe = recorded(converted.files).get("recipe")
+    options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
+    named = (options.get("teacher") or options.get("model")) if isinstance(options, dict) else None
+    if not isinstance(named, str):
+        raise Refusal(
+            f"{converted.reference} has no conversion.json that names its source", hint="name the source with --teacher"
+        )
+    if named.startswith("/") and not Path(named).is_dir():
+        raise Refusal(f"{converted.reference} was made from {named}, which is not there", hint="name the source with --teacher")
+    return named

@@ -1,0 +1,108 @@
+"""What a healing keeps on disk while it runs, so that one that was stopped goes on as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from convert.checkpoint.workdir import read_object
+from convert.checkpoint.writer import sync_directory, sync_tree, write_shard, write_whole
+from convert.healing.training import Point, Trainer
+
+_STATE, _BEST, _PROGRESS = "state-", "best", "progress.json"
+
+
+@dataclass
+class Progressed:
+    """How far a healing is.
+
+    Attributes:
+        rate: The learning rate that was chosen.
+        tried: What each rate reached: its mean KL on the held-out blocks.
+        curve: The points so far.
+        step: Steps taken.
+    """
+
+    rate: float
+    tried: dict[str, float]
+    curve: list[Point] = field(default_factory=list)
+    step: int = 0
+
+    @property
+    def best(self) -> Point:
+        """The point with the smallest KL."""
+        return min(self.curve, key=lambda point: point.kl)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"rate": self.rate, "tried": self.tried, "step": self.step, "curve": [point.as_dict() for point in self.curve]}
+
+    @classmethod
+    def parse(cls, found: Mapping[str, Any]) -> Progressed:
+        """The inverse of `as_dict`."""
+        curve = [Point(**point) for point in found["curve"]]
+        return cls(found["rate"], found["tried"], curve, found["step"])
+
+
+class States:
+    """The states of one healing, of which the last whole one counts.
+
+    Args:
+        directory: Where they are.
+        trainer: Whose state it is.
+    """
+
+    def __init__(self, directory: Path, trainer: Trainer) -> None:
+        self._directory, self._trainer = directory, trainer
+
+    def save(self, progressed: Progressed) -> None:
+        """Keep the state, and forget the one before."""
+        accelerator = self._trainer.accelerator
+        new = self._directory / f"{_STATE}{progressed.step:08d}"
+        temporary = new.with_name(f"{new.name}.tmp")
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(temporary))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            write_whole(temporary / _PROGRESS, json.dumps(progressed.as_dict()).encode())
+            sync_tree(temporary)
+            temporary.rename(new)
+            sync_directory(self._directory)
+            for old in self._directory.glob(f"{_STATE}*"):
+                if old != new:
+                    shutil.rmtree(old, ignore_errors=True)
+        accelerator.wait_for_everyone()
+
+    def load(self) -> Progressed | None:
+        """Go back to the last state; None if there is none."""
+        for state in sorted(self._directory.glob(f"{_STATE}*"), reverse=True):
+            found = read_object(state / _PROGRESS)
+            if state.suffix != ".tmp" and found is not None:
+                self._trainer.accelerator.load_state(str(state))
+                return Progressed.parse(found)
+        return None
+
+    def save_best(self, step: int) -> None:
+        """Keep the weights of this step as the best so far, beside the last best ones, which an older state may name."""
+        weights = self._trainer.whole_weights()
+        if self._trainer.accelerator.is_main_process:
+            write_shard(self._best(step), weights, {name: tensor.dtype for name, tensor in weights.items()})
+            kept = sorted(self._directory.glob(f"{_BEST}-*.safetensors"))
+            for old in kept[:-2]:
+                old.unlink()
+
+    def best(self, step: int) -> dict[str, torch.Tensor]:
+        """The weights that were kept for this step."""
+        from safetensors.torch import load_file
+
+        return load_file(self._best(step))
+
+    def _best(self, step: int) -> Path:
+        return self._directory / f"{_BEST}-{step:08d}.safetensors"

@@ -1,0 +1,93 @@
+"""What healing trains of a converted model, and what of it has to stay.
+
+Constants that switch the norm of a latent off (`convert.families.neutral`) are weights, too. They stay bit for bit, and so do
+the zeros beside them: a latent behind a norm that is no longer neutral would be another class of model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from convert.families import Family
+from convert.families.neutral import is_neutral, is_query_latent
+
+
+def trained(model: Any, family: Family, layers: int, part: str) -> list[str]:
+    """The names of the parameters to train, without those of which nothing may change.
+
+    Args:
+        model: The student, on any device but meta.
+        family: The family that reads it.
+        layers: How many it has.
+        part: "attention", with the norms before it, or "all".
+    """
+    inside = tuple(f"{module}." for layer in range(layers) for module in _modules(family, layer))
+    still = fixed(model)
+    names = [name for name, _ in model.named_parameters() if part == "all" or name.startswith(inside)]
+    return [name for name in names if name not in still or not bool(still[name].all())]
+
+
+def _modules(family: Family, layer: int) -> Iterator[str]:
+    yield family.module(layer)
+    if (norm := family.input_norm(layer)) is not None:
+        yield norm.name
+
+
+def fixed(model: Any) -> dict[str, torch.Tensor]:
+    """For each parameter with values that must stay: true where they must, a bool tensor of its shape."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for part in ("kv_a_proj_with_mqa", "q_a_proj"):
+            norm = getattr(module, "kv_a_layernorm" if part.startswith("kv") else "q_a_layernorm", None)
+            down = getattr(module, part, None)
+            if norm is not None and down is not None and getattr(down, "bias", None) is not None:
+                kept = _of_keys(down, norm) if part.startswith("kv") else _of_queries(down, norm)
+                prefix = f"{path}." if path else ""
+                found |= {f"{prefix}{name.replace('down', part)}": mask for name, mask in kept.items()}
+    return found
+
+
+def _of_keys(down: Any, norm: Any) -> dict[str, torch.Tensor]:
+    """What stays of a neutral latent of keys and values, whose rows the RoPE key follows."""
+    gain, weight, bias = norm.weight.detach(), down.weight.detach(), down.bias.detach()
+    rank = len(gain)
+    if not is_neutral(gain, weight[:rank], bias[:rank]):
+        return {}
+    rows = nn.functional.pad(gain == 0, (0, len(weight) - rank))
+    biases = torch.arange(len(bias), device=bias.device) < rank  # a true channel has none
+    return {
+        "down.weight": rows[:, None].expand_as(weight),
+        "down.bias": biases,
+        "kv_a_layernorm.weight": torch.ones_like(gain, dtype=torch.bool),
+    }
+
+
+def _of_queries(down: Any, norm: Any) -> dict[str, torch.Tensor]:
+    """What stays of a neutral latent of queries: its constants or, if it is the input itself, everything."""
+    gain, weight, bias = norm.weight.detach(), down.weight.detach(), down.bias.detach()
+    constant = bias != 0
+    if not bool(constant.any()) or bool(weight[constant].any()):
+        return {}
+    whole = is_query_latent({"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": gain})
+    rows = torch.ones_like(constant) if whole else constant
+    return {
+        "down.weight": rows[:, None].expand_as(weight),
+        "down.bias": torch.ones_like(constant),
+        "q_a_layernorm.weight": torch.ones_like(constant),
+    }
+
+
+def without_dropout(config: Any) -> Any:
+    """A config none of whose parts drops anything: the student is compared with its teacher, token by token."""
+    for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
+        for name in _dropouts(vars(part)):
+            setattr(part, name, 0.0)
+    return config
+
+
+def _dropouts(names: Sequence[str] | Any) -> list[str]:
+    return [name for name in names if "dropout" in name or "pdrop" in name or name.endswith("_drop")]

@@ -1,0 +1,231 @@
+"""The loop of healing: steps of AdamW on KL to the teacher, measured on held-out blocks, and resumable after any step.
+
+`Accelerator` drives it, so that one process, several with DDP, and sharded ones run the same code. Every process takes its
+share of each step's blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from attention.errors import Failure
+from convert.healing.batches import TrainingText
+from convert.healing.distance import Sums, TopK, distance, measured
+from convert.healing.heads import hidden_states, logits_of
+
+_BETAS, _DECAY, _CLIP = (0.9, 0.95), 0.01, 1.0
+_WARM = 0.01  # share of all steps
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How steps are taken.
+
+    Attributes:
+        steps: How many.
+        batch: Blocks per step, over all processes.
+        at_once: Blocks per forward pass.
+        rate: The learning rate after warm-up.
+        ce: The weight of the cross-entropy beside the KL.
+        top_k: How many of the teacher's probabilities count; None for all.
+        seed: For the order of blocks.
+    """
+
+    steps: int
+    batch: int
+    at_once: int
+    rate: float
+    ce: float
+    top_k: int | None
+    seed: int
+
+    def share(self, step: int) -> float:
+        """Of the rate, at a step: linear warm-up, then half a cosine down to zero."""
+        warm = max(1, round(_WARM * self.steps))
+        if step < warm:
+            return (step + 1) / warm
+        return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self.steps - warm)))
+
+
+class Distillation(nn.Module):
+    """The student and its loss in one module, so that wrappers around it see every use of the student.
+
+    Args:
+        student: A causal LM of transformers.
+        teacher: The source; no part of this module.
+        schedule: Its `ce` and `top_k`.
+        vocabulary: Of both.
+    """
+
+    def __init__(self, student: Any, teacher: Any, schedule: Schedule, vocabulary: int) -> None:
+        super().__init__()
+        self.student = student
+        self._teacher, self._schedule, self._vocabulary = [teacher], schedule, vocabulary  # a list hides it from torch
+        outputs = student.get_output_embeddings()
+        self._of_head = [p for p in (outputs.parameters() if outputs else ()) if p.requires_grad]
+
+    def forward(self, ids: torch.Tensor, measure: bool = False) -> Any:
+        """The summed loss of the tokens of `ids [B, T]` that have a predecessor; with `measure`, `Sums` instead."""
+        teacher, student = self._teacher[0], self.student
+        with torch.no_grad():
+            states = hidden_states(teacher, ids)[:, :-1].flatten(0, 1)
+        hidden, targets = hidden_states(student, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        if measure:
+            head, own = (lambda h, model=model: logits_of(model, h) for model in (student, teacher))
+            return measured(hidden, head, own, states, targets, self._vocabulary)
+        k = self._schedule.top_k
+
+        def expected(span: slice) -> torch.Tensor | TopK:
+            full = logits_of(teacher, states[span]).log_softmax(-1)
+            return full if k is None else TopK.of(full, k)
+
+        return distance(
+            hidden, lambda h: logits_of(student, h), expected, targets, self._vocabulary, self._schedule.ce, self._of_head
+        )
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the curve: what held-out blocks say after some steps.
+
+    Attributes:
+        step: Steps taken.
+        tokens: Tokens seen.
+        rate: The learning rate of the last step.
+        train_kl: Mean loss of the steps since the last point; None before the first step.
+        kl: Mean KL to the teacher on the held-out blocks.
+        loss_nats: Mean loss over the teacher's there.
+    """
+
+    step: int
+    tokens: int
+    rate: float
+    train_kl: float | None
+    kl: float
+    loss_nats: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Trainer:
+    """Trains a student in place.
+
+    Args:
+        accelerator: Of accelerate.
+        distillation: The student with its loss; parameters that train require gradients.
+        text: The blocks.
+        schedule: How steps are taken.
+        fixed: For parameters with values that stay: true where they do.
+
+    Attributes:
+        module: The prepared module.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        distillation: Distillation,
+        text: TrainingText,
+        schedule: Schedule,
+        fixed: dict[str, torch.Tensor],
+    ) -> None:
+        self.accelerator, self._text, self.schedule = accelerator, text, schedule
+        weights = {name: p for name, p in distillation.student.named_parameters() if p.requires_grad}
+        groups = [
+            {"params": [p for p in weights.values() if p.ndim > 1], "weight_decay": _DECAY},
+            {"params": [p for p in weights.values() if p.ndim < 2], "weight_decay": 0.0},  # biases, gains: constants among them
+        ]
+        optimiser = torch.optim.AdamW([group for group in groups if group["params"]], lr=schedule.rate, betas=_BETAS)
+        masks = {name: mask for name, mask in fixed.items() if name in weights and bool(mask.any())}
+        self.module, self.optimiser = accelerator.prepare(distillation, optimiser)
+        self._student = accelerator.unwrap_model(self.module).student
+        self._weights = {name: p for name, p in self._student.named_parameters() if p.requires_grad}
+        self._masks = {name: _like(mask, self._weights[name]) for name, mask in masks.items()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of what trains, by name: of each process its share."""
+        return {name: p.detach().clone() for name, p in self._weights.items()}
+
+    def restore(self, weights: dict[str, torch.Tensor]) -> None:
+        """Go back to such a copy, and forget what the optimiser knows."""
+        with torch.no_grad():
+            for name, p in self._weights.items():
+                p.copy_(weights[name])
+        self.optimiser.optimizer.state.clear()
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """What trains, by name, whole and in main memory."""
+        from torch.distributed.tensor import DTensor
+
+        found = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in self._weights.items()}
+        return {name: p.detach().to("cpu", copy=True) for name, p in found.items()}
+
+    def step(self, step: int, schedule: Schedule) -> float:
+        """Take one step.
+
+        Returns:
+            The mean loss of the step's tokens before it.
+
+        Raises:
+            Failure: It is not finite.
+        """
+        for group in self.optimiser.param_groups:
+            group["lr"] = schedule.rate * schedule.share(step)
+        blocks = self._text.batch(step, schedule.batch, schedule.seed)
+        tokens, total = len(blocks) * (blocks.shape[1] - 1), torch.zeros((), dtype=torch.float64)
+        world = self.accelerator.num_processes
+        parts = list(self._share(blocks).split(schedule.at_once))
+        for index, part in enumerate(parts):
+            last = index == len(parts) - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.module):
+                loss = self.module(part.to(self.accelerator.device))
+                total += loss.detach().double().cpu()
+                self.accelerator.backward(loss * (world / tokens))  # processes' gradients are averaged
+        mean = float(self._summed(total)) / tokens
+        if not math.isfinite(mean):
+            raise Failure(f"the loss is {mean} at step {step + 1}", hint="begin again with a smaller --lr and --overwrite")
+        for name, mask in self._masks.items():
+            grad = self._weights[name].grad
+            assert grad is not None
+            grad.masked_fill_(mask, 0)
+        self.accelerator.clip_grad_norm_(list(self._weights.values()), _CLIP)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return mean
+
+    def measure(self) -> Sums:
+        """Sums over the held-out blocks."""
+        sums = Sums()
+        with torch.no_grad():
+            for part in self._share(self._text.held_out).split(self.schedule.at_once):
+                found = self.module(part.to(self.accelerator.device), measure=True)
+                sums = sums.plus(found)
+        values = torch.tensor((sums.kl, sums.student, sums.teacher, sums.tokens), dtype=torch.float64)
+        kl, student, teacher, tokens = self._summed(values).tolist()
+        return Sums(kl, student, teacher, int(tokens))
+
+    def _share(self, blocks: torch.Tensor) -> torch.Tensor:
+        """This process's part of blocks `[n, context]`."""
+        return blocks[self.accelerator.process_index :: self.accelerator.num_processes]
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        if self.accelerator.num_processes == 1:
+            return values
+        found: torch.Tensor = self.accelerator.reduce(values.to(self.accelerator.device)).cpu()
+        return found
+
+
+def _like(mask: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A mask on a parameter's device, dealt as the parameter is if it is sharded."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(mask.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return mask.to(parameter.device)

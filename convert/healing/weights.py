@@ -1,0 +1,79 @@
+"""Writes the weights of a healed checkpoint: the files of the converted one, with the trained tensors in their places."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention.errors import Failure
+from convert.checkpoint.loading import ClassTensors
+from convert.checkpoint.reader import SAFETENSORS, Reader
+from convert.checkpoint.writer import write_shard
+from eval.progress import Progress, stage
+
+
+def places(model: Any, reader: Reader, names: list[str]) -> dict[str, str]:
+    """Maps tensors of a checkpoint to the trained parameter that each holds; tied weights are in several tensors.
+
+    Raises:
+        Failure: A trained parameter is not in the checkpoint as it is in the model.
+    """
+    tensors = ClassTensors(model, reader.infos)
+    whose = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = model.state_dict(keep_vars=True)
+    found: dict[str, str] = {}
+    for name in tensors.names:
+        parameter = whose.get(id(state[name]))
+        if parameter not in names:
+            continue
+        if tensors.is_converted(name):
+            raise Failure(
+                f"{name} is made of {len(tensors.sources(name))} tensors of the checkpoint, and cannot be written back",
+                hint="use --train attention",
+            )
+        found |= dict.fromkeys(tensors.sources(name), parameter)
+    if lost := sorted(set(names) - set(found.values())):
+        raise Failure(f"the checkpoint has no tensor for {lost[0]}", hint="config.json and the weights are not of one model")
+    return found
+
+
+def write(
+    directory: Path,
+    source: Path,
+    reader: Reader,
+    trained: Mapping[str, torch.Tensor],
+    where: Mapping[str, str],
+    progress: Progress,
+) -> None:
+    """Write all weight files.
+
+    Args:
+        directory: Where to.
+        source: The converted checkpoint's directory.
+        reader: Reads its tensors.
+        trained: The trained parameters by name; empty to copy everything.
+        where: From `places`.
+        progress: Called with the bytes written.
+
+    Raises:
+        Failure: A value is not finite in the dtype that it is stored in.
+    """
+    shards: dict[str, list[str]] = {file: [] for file in reader.files}
+    for name in reader.infos:
+        shards[reader.file(name)].append(name)
+    total = sum(info.nbytes for info in reader.infos.values())
+    with stage(progress, "write", total, "byte") as done:
+        for file, names in shards.items():
+            tensors = {name: _tensor(reader, name, trained, where) for name in names}
+            write_shard(directory / file, tensors, {name: reader.infos[name].dtype for name in names}, done)
+    if (index := source / f"{SAFETENSORS}.index.json").is_file():
+        shutil.copyfile(index, directory / index.name)
+
+
+def _tensor(reader: Reader, name: str, trained: Mapping[str, torch.Tensor], where: Mapping[str, str]) -> torch.Tensor:
+    parameter = where.get(name)
+    return reader[name] if parameter is None or parameter not in trained else trained[parameter]
