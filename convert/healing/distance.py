@@ -132,7 +132,7 @@ class _Chunked(torch.autograd.Function):
                 sum_ += other
             total += loss.detach().double()
         ctx.save_for_backward(slopes, *of_parameters)
-        return total.float()
+        return total.to(torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *outward: torch.Tensor) -> Any:

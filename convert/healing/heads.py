@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+
+@dataclass
+class _Hidden(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
+    """What decoders return, with all that classes read of it."""
+
+    router_logits: Any = None
 
 
 def hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -33,8 +41,8 @@ def _giving(decoder: Any, hidden: torch.Tensor) -> Iterator[None]:
     """Let a module return these hidden states, whatever it is called with."""
     own = decoder.__dict__.get("forward")  # accelerate's hooks are there
 
-    def given(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=hidden)
+    def given(*args: Any, **kwargs: Any) -> _Hidden:
+        return _Hidden(last_hidden_state=hidden)
 
     decoder.forward = given
     try:

@@ -170,7 +170,7 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
     batch = max(1, (options.batch_tokens or min(_MOST_PER_STEP, tokens // _STEPS)) // context)
     at_once = min(batch, max(1, (options.micro_batch_tokens or _AT_ONCE) // context))
     steps = max(1, tokens // (batch * context))
-    every = options.eval_every // (batch * context) if options.eval_every else steps // _POINTS
+    every = options.eval_every // (batch * context) if options.eval_every else -(-steps // _POINTS)
     spec = family.spec(converted.config)
     return HealPlan(
         converted, source, family, spec, output, options, context, batch, at_once, steps, max(1, every), device, seed

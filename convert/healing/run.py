@@ -1,4 +1,4 @@
-"""Carries out the plan of a healing: load, choose a rate, train, measure, write, publish."""
+"""Carries out the plan of a healing: load, train, write, measure, publish."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from convert.execute.publish import Clock, copy_companions, write_record
 from convert.execute.record import versions
 from convert.healing.batches import TrainingText, encoded
 from convert.healing.card import card
+from convert.healing.loop import healed
 from convert.healing.plan import HealPlan
 from convert.healing.record import record_of
-from convert.healing.states import Progressed, States
+from convert.healing.states import States
 from convert.healing.student import fixed, trained, without_dropout
-from convert.healing.training import Distillation, Point, Schedule, Trainer
+from convert.healing.team import Team
+from convert.healing.training import Distillation, Schedule, Trainer
 from convert.healing.weights import places, write
 from eval.device import compute_device, out_of_memory
 from eval.evaluation import EvaluationSettings, load, prepare, report_of
 from eval.overlap import WARN_ABOVE, shared_share
-from eval.progress import Progress, silent, stage
+from eval.progress import Progress, silent
 from eval.source import Source
 from eval.text import Text, Tokens
 
 _log = logging.getLogger("kvfold")
-_EXACT = 1e-6  # nats of KL: what arithmetic in fp32 leaves
-_PATIENCE = 4  # points without a new best one
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Healed:
 def execute(plan: HealPlan, text: Text, evaluate_on: Text | None = None, progress: Progress = silent) -> Healed:
     """Write the healed checkpoint.
 
+    Under `accelerate launch`, every process calls this: all train, and the first one does everything else.
+
     Args:
         plan: From `plan_heal`.
         text: The text to train on.
@@ -63,11 +65,14 @@ def execute(plan: HealPlan, text: Text, evaluate_on: Text | None = None, progres
     Raises:
         KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
     """
-    where = plan.output
+    where, team = plan.output, Team.of(plan)
+    if not team.leads:
+        _follow(plan, training_text(plan, text), team)
+        return Healed(plan, recorded(where.path))
     with exclusive(where.path):
         for source in (plan.converted, plan.teacher):  # again, now that no other run writes
             check_output(where.path, source.directory, where.overwrite, where.resume)
-        return _execute(plan, text, evaluate_on, progress)
+        return _execute(plan, text, evaluate_on, team, progress)
 
 
 def training_text(plan: HealPlan, text: Text) -> TrainingText:
@@ -86,7 +91,7 @@ def training_text(plan: HealPlan, text: Text) -> TrainingText:
     return TrainingText.of(tokens, plan.context, plan.tokens, plan.batch)
 
 
-def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, progress: Progress) -> Healed:
+def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, progress: Progress) -> Healed:
     clock, settings = Clock(), EvaluationSettings(device=plan.device)
     if evaluate_on:
         _, held_out = prepare([plan.teacher, plan.converted], evaluate_on, settings)
@@ -98,15 +103,17 @@ def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, progress: Pr
         known = recorded(plan.converted.files).get("calibration_hash")
         if finished(plan.output.path, [plan.recipe()], known, reader.fingerprint()):
             _log.warning("%s is finished already, there is nothing to do", plan.output.path)
+            team.tell(None)
             return Healed(plan, recorded(plan.output.path))
     try:
         with WorkDirectory.opened(
             plan.output.path, _inputs(plan, reader, text), plan.output.resume, plan.output.overwrite
         ) as work:
             if work.published:
+                team.tell(None)
                 record = recorded(plan.output.path)
             else:
-                record = _healed(plan, text, reader, work, progress)
+                record = _healed(plan, text, reader, work, team, progress)
                 if evaluate_on:
                     work.keep()
                     record |= {"evaluation": _evaluate(plan, work, evaluate_on, settings, progress)}
@@ -139,21 +146,31 @@ def _inputs(plan: HealPlan, reader: Reader, text: TrainingText) -> dict[str, Any
     }
 
 
-def _healed(plan: HealPlan, text: TrainingText, reader: Reader, work: WorkDirectory, progress: Progress) -> dict[str, Any]:
+def _healed(
+    plan: HealPlan, text: TrainingText, reader: Reader, work: WorkDirectory, team: Team, progress: Progress
+) -> dict[str, Any]:
     """Train, and write everything but the record, which is returned."""
     work.require_space(_bytes_needed(plan, reader))
     with _memory(plan, work), _models(plan) as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         where = places(student, reader, names)
-        parameters = dict(student.named_parameters())
-        for name in names:
-            parameters[name].requires_grad_(True)
-        trainer = _trainer(plan, text, student, teacher)
-        progressed, weights = _trained(plan, trainer, States(work.training, trainer), work, progress)
+        team.tell(work.training)
+        trainer = _trainer(plan, text, student, teacher, names, team)
+        progressed, weights = healed(plan, trainer, States(work.training, trainer), work.keep, progress)
     write(work.path, plan.converted.files, reader, weights, where, progress)
     shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
     copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")))
     return record_of(plan, text, progressed, sorted(where) if weights else [])
+
+
+def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
+    """What the other processes do: train, if there is anything to train."""
+    if (states := team.told()) is None:
+        return
+    with _models(plan) as (student, teacher):
+        names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
+        trainer = _trainer(plan, text, student, teacher, names, team)
+        healed(plan, trainer, States(states, trainer), lambda: None, silent)
 
 
 def _bytes_needed(plan: HealPlan, reader: Reader) -> int:
@@ -174,96 +191,28 @@ def _models(plan: HealPlan) -> Iterator[tuple[Any, Any]]:
         yield pad_values(student.requires_grad_(False)), pad_values(teacher.requires_grad_(False))
 
 
-def _trainer(plan: HealPlan, text: TrainingText, student: Any, teacher: Any) -> Trainer:
-    from accelerate import Accelerator
-
-    device, o = compute_device(plan.device), plan.options
-    mixed = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
+def _trainer(plan: HealPlan, text: TrainingText, student: Any, teacher: Any, names: list[str], team: Team) -> Trainer:
+    """The trainer of a student, whose parameters of these names train."""
+    parameters, o = dict(student.named_parameters()), plan.options
+    for name in names:
+        parameters[name].requires_grad_(True)
     if o.checkpointing:
         _compute_layers_again(student)
     schedule = Schedule(plan.steps, plan.batch, plan.at_once, o.lr or 0.0, o.ce, o.top_k, plan.seed)
     module = Distillation(student, teacher, schedule, plan.converted.vocabulary)
-    return Trainer(accelerator, module, text, schedule, fixed(student))
+    return Trainer(team.accelerator, module, text, schedule, fixed(student))
 
 
 def _compute_layers_again(student: Any) -> None:
     """Gradient checkpointing, which transformers does in training mode only; in that, nothing else may change."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    student.gradient_checkpointing_enable({"use_reentrant": False})
+    # Newer versions of transformers have another name for it, and warn of this one.
+    enable = getattr(student, "activation_checkpointing_enable", None) or student.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     for module in student.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True  # of this module alone: those in it stay as they are
-
-
-def _trained(
-    plan: HealPlan, trainer: Trainer, states: States, work: WorkDirectory, progress: Progress
-) -> tuple[Progressed, dict[str, torch.Tensor]]:
-    """The curve, and the best weights; none if the converted checkpoint's own are."""
-    progressed = states.load()
-    if progressed is None:
-        start = _point(trainer, 0, 0.0, None)
-        if start.kl <= _EXACT:
-            _log.warning("%s loses nothing: its KL to %s is %.1e", plan.converted.name, plan.teacher.name, start.kl)
-            return Progressed(0.0, {}, [start]), {}
-        rate, tried = _chosen(plan, trainer, start, progress)
-        progressed = Progressed(rate, tried, [start])
-    schedule = replace(trainer.schedule, rate=progressed.rate)
-    per_step = plan.batch * plan.context
-    with stage(progress, "heal", plan.tokens, "token") as done:
-        done(progressed.step * per_step)
-        losses: list[float] = []
-        while progressed.step < plan.steps:
-            losses.append(trainer.step(progressed.step, schedule))
-            progressed.step += 1
-            done(per_step)
-            if progressed.step % plan.every and progressed.step < plan.steps:
-                continue
-            rate_now = schedule.rate * schedule.share(progressed.step - 1)
-            point = _point(trainer, progressed.step, rate_now, sum(losses) / len(losses), per_step)
-            losses = []
-            progressed.curve.append(point)
-            if progressed.best is point:
-                states.save_best(point.step)
-            states.save(progressed)
-            work.keep()
-            if len(progressed.curve) - 1 - progressed.curve.index(progressed.best) >= _PATIENCE:
-                _log.info("no gain since step %d: stopped after step %d of %d", progressed.best.step, point.step, plan.steps)
-                break
-    if not progressed.best.step:
-        _log.warning("healing gained nothing on held-out blocks: the weights stay as they are")
-        return progressed, {}
-    return progressed, states.best(progressed.best.step)
-
-
-def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) -> tuple[float, dict[str, float]]:
-    """The learning rate that gains most within a few steps, and what each reached."""
-    rates = plan.rates(start.loss_nats)
-    if len(rates) == 1:
-        return rates[0], {}
-    weights, tried = trainer.weights(), {}
-    per_step = plan.batch * plan.context
-    with stage(progress, "try rates", len(rates) * plan.trial_steps * per_step, "token") as done:
-        for rate in rates:
-            schedule = replace(trainer.schedule, rate=rate, steps=plan.trial_steps)
-            with contextlib.suppress(Failure):  # a rate that is far too high ends in NaN
-                for step in range(plan.trial_steps):
-                    trainer.step(step, schedule)
-                    done(per_step)
-                sums = trainer.measure()
-                tried[f"{rate:.2e}"] = sums.kl / sums.tokens
-            trainer.restore(weights)
-    best = min(tried, key=lambda name: tried[name], default=f"{rates[0]:.2e}")
-    _log.info("learning rate %s of %s", best, ", ".join(f"{name} (KL {kl:.4f})" for name, kl in tried.items()))
-    return float(best), tried
-
-
-def _point(trainer: Trainer, step: int, rate: float, train_kl: float | None, per_step: int = 0) -> Point:
-    sums = trainer.measure()
-    point = Point(step, step * per_step, rate, train_kl, sums.kl / sums.tokens, (sums.student - sums.teacher) / sums.tokens)
-    _log.info("step %d: KL %.4f, %+.4f nats over the teacher on held-out blocks", step, point.kl, point.loss_nats)
-    return point
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ def fixed(model: Any) -> dict[str, torch.Tensor]:
         for part in ("kv_a_proj_with_mqa", "q_a_proj"):
             norm = getattr(module, "kv_a_layernorm" if part.startswith("kv") else "q_a_layernorm", None)
             down = getattr(module, part, None)
-            if norm is not None and down is not None and getattr(down, "bias", None) is not None:
+            if getattr(norm, "weight", None) is not None and getattr(down, "bias", None) is not None:
                 kept = _of_keys(down, norm) if part.startswith("kv") else _of_queries(down, norm)
                 prefix = f"{path}." if path else ""
                 found |= {f"{prefix}{name.replace('down', part)}": mask for name, mask in kept.items()}

@@ -70,13 +70,14 @@ class Distillation(nn.Module):
         outputs = student.get_output_embeddings()
         self._of_head = [p for p in (outputs.parameters() if outputs else ()) if p.requires_grad]
 
-    def forward(self, ids: torch.Tensor, measure: bool = False) -> Any:
-        """The summed loss of the tokens of `ids [B, T]` that have a predecessor; with `measure`, `Sums` instead."""
+    def forward(self, ids: torch.Tensor, measured_blocks: int | None = None) -> Any:
+        """The summed loss of the tokens of `ids [B, T]` that have a predecessor; or `Sums` of the first blocks, if so asked."""
         teacher, student = self._teacher[0], self.student
+        count = len(ids) if measured_blocks is None else measured_blocks
         with torch.no_grad():
-            states = hidden_states(teacher, ids)[:, :-1].flatten(0, 1)
-        hidden, targets = hidden_states(student, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-        if measure:
+            states = hidden_states(teacher, ids)[:count, :-1].flatten(0, 1)
+        hidden, targets = hidden_states(student, ids)[:count, :-1].flatten(0, 1), ids[:count, 1:].flatten()
+        if measured_blocks is not None:
             head, own = (lambda h, model=model: logits_of(model, h) for model in (student, teacher))
             return measured(hidden, head, own, states, targets, self._vocabulary)
         k = self._schedule.top_k
@@ -202,11 +203,15 @@ class Trainer:
 
     def measure(self) -> Sums:
         """Sums over the held-out blocks."""
-        sums = Sums()
+        blocks, sums = self._text.held_out, Sums()
+        share = self._share(blocks)
+        # All processes run the model equally often: one whose share is smaller takes a block that does not count.
+        missing = -(-len(blocks) // self.accelerator.num_processes) - len(share)
+        left = len(share)
         with torch.no_grad():
-            for part in self._share(self._text.held_out).split(self.schedule.at_once):
-                found = self.module(part.to(self.accelerator.device), measure=True)
-                sums = sums.plus(found)
+            for part in torch.cat((share, blocks[:missing])).split(self.schedule.at_once):
+                sums = sums.plus(self.module(part.to(self.accelerator.device), measured_blocks=min(left, len(part))))
+                left -= min(left, len(part))
         values = torch.tensor((sums.kl, sums.student, sums.teacher, sums.tokens), dtype=torch.float64)
         kl, student, teacher, tokens = self._summed(values).tolist()
         return Sums(kl, student, teacher, int(tokens))

@@ -1,0 +1,101 @@
+"""The course of a healing: the choice of a learning rate, then steps, points of the curve and states, to the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from attention.errors import Failure
+from convert.healing.plan import HealPlan
+from convert.healing.states import Progressed, States
+from convert.healing.training import Point, Trainer
+from eval.progress import Progress, stage
+
+_log = logging.getLogger("kvfold")
+_EXACT = 1e-6  # nats of KL: what arithmetic in fp32 leaves
+_PATIENCE = 4  # points without a new best one
+
+
+def healed(
+    plan: HealPlan, trainer: Trainer, states: States, kept: Callable[[], object], progress: Progress
+) -> tuple[Progressed, dict[str, torch.Tensor]]:
+    """Choose a learning rate, and train until the steps are done or gain nothing any more.
+
+    Args:
+        plan: The plan.
+        trainer: Of the student; with a state on disk, it goes on from there.
+        states: Where states are kept.
+        kept: Called when there is a state that a resumed run can use.
+        progress: Called with the tokens seen.
+
+    Returns:
+        The curve, and the best weights by name; none if those of the converted checkpoint are the best.
+    """
+    progressed = states.load()
+    if progressed is None:
+        start = _point(trainer, 0, 0.0, None)
+        if start.kl <= _EXACT:
+            _log.warning("%s loses nothing: its KL to %s is %.1e", plan.converted.name, plan.teacher.name, start.kl)
+            return Progressed(0.0, {}, [start]), {}
+        rate, tried = _chosen(plan, trainer, start, progress)
+        progressed = Progressed(rate, tried, [start])
+    schedule = replace(trainer.schedule, rate=progressed.rate)
+    per_step = plan.batch * plan.context
+    with stage(progress, "heal", plan.tokens, "token") as done:
+        if progressed.step:
+            done(progressed.step * per_step)
+        losses: list[float] = []
+        while progressed.step < plan.steps:
+            losses.append(trainer.step(progressed.step, schedule))
+            progressed.step += 1
+            done(per_step)
+            if progressed.step % plan.every and progressed.step < plan.steps:
+                continue
+            rate_now = schedule.rate * schedule.share(progressed.step - 1)
+            point = _point(trainer, progressed.step, rate_now, sum(losses) / len(losses), per_step)
+            losses = []
+            progressed.curve.append(point)
+            if progressed.best is point:
+                states.save_best(point.step)
+            states.save(progressed)
+            kept()
+            if len(progressed.curve) - 1 - progressed.curve.index(progressed.best) >= _PATIENCE:
+                _log.info("no gain since step %d: stopped after step %d of %d", progressed.best.step, point.step, plan.steps)
+                break
+    if not progressed.best.step:
+        _log.warning("healing gained nothing on held-out blocks: the weights stay as they are")
+        return progressed, {}
+    return progressed, states.best(progressed.best.step)
+
+
+def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) -> tuple[float, dict[str, float]]:
+    """The learning rate that gains most within a few steps, and what each reached."""
+    rates = plan.rates(start.loss_nats)
+    if len(rates) == 1:
+        return rates[0], {}
+    weights, tried = trainer.weights(), {}
+    per_step = plan.batch * plan.context
+    with stage(progress, "try rates", len(rates) * plan.trial_steps * per_step, "token") as done:
+        for rate in rates:
+            schedule = replace(trainer.schedule, rate=rate, steps=plan.trial_steps)
+            with contextlib.suppress(Failure):  # a rate that is far too high ends in NaN
+                for step in range(plan.trial_steps):
+                    trainer.step(step, schedule)
+                    done(per_step)
+                sums = trainer.measure()
+                tried[f"{rate:.2e}"] = sums.kl / sums.tokens
+            trainer.restore(weights)
+    best = min(tried, key=lambda name: tried[name], default=f"{rates[0]:.2e}")
+    _log.info("learning rate %s of %s", best, ", ".join(f"{name} (KL {kl:.4f})" for name, kl in tried.items()))
+    return float(best), tried
+
+
+def _point(trainer: Trainer, step: int, rate: float, train_kl: float | None, per_step: int = 0) -> Point:
+    sums = trainer.measure()
+    point = Point(step, step * per_step, rate, train_kl, sums.kl / sums.tokens, (sums.student - sums.teacher) / sums.tokens)
+    _log.info("step %d: KL %.4f, %+.4f nats over the teacher on held-out blocks", step, point.kl, point.loss_nats)
+    return point

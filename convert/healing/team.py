@@ -1,0 +1,72 @@
+"""The processes of one healing: one, or those that `accelerate launch` started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention.errors import Refusal
+from convert.healing.plan import HealPlan
+from eval.device import compute_device
+
+
+@dataclass(frozen=True)
+class Team:
+    """These processes, as one of them sees them.
+
+    Attributes:
+        accelerator: Of accelerate.
+    """
+
+    accelerator: Any
+
+    @classmethod
+    def of(cls, plan: HealPlan) -> Team:
+        """The processes that carry out a plan.
+
+        Raises:
+            Refusal: They cannot share its steps, or were launched in a way that healing does not support.
+        """
+        from accelerate import Accelerator
+
+        device = compute_device(plan.device)
+        mixed = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
+        accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
+        kind = str(accelerator.distributed_type).rpartition(".")[-1]
+        if kind == "DEEPSPEED":
+            raise Refusal(
+                "healing under DeepSpeed is not supported: it takes a step before constants of latents can be kept as they are",
+                hint="launch it with DDP or FSDP2",
+            )
+        if plan.batch % accelerator.num_processes:
+            raise Refusal(
+                f"{accelerator.num_processes} processes cannot share steps of {plan.batch} blocks of {plan.context} tokens",
+                hint=f"give --batch-tokens {accelerator.num_processes * plan.context} or a multiple of it",
+            )
+        return cls(accelerator)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that reads options, writes files and shows progress."""
+        return bool(self.accelerator.is_main_process)
+
+    def tell(self, states: Path | None) -> None:
+        """Tell the others where states are, and so to train; or None, that there is nothing to do."""
+        self._shared(None if states is None else str(states))
+
+    def told(self) -> Path | None:
+        """What the first process tells."""
+        found = self._shared(None)
+        return None if found is None else Path(found)
+
+    def _shared(self, value: str | None) -> str | None:
+        if self.accelerator.num_processes == 1:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        values = [value]
+        broadcast_object_list(values)
+        return values[0]

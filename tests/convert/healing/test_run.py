@@ -1,0 +1,346 @@
+"""Healing from end to end: what it gains, what it leaves alone, and what happens when it is stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import save_tokenizer, tiny_config, tiny_model
+
+from convert import heal, mla, mqa
+from convert.healing.training import Trainer
+
+SIZES: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "lr": 3e-3, "device": "cpu"}
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "train.txt"
+    generator = torch.Generator().manual_seed(3)
+    letters = torch.randint(32, 126, (6000,), generator=generator).tolist()
+    path.write_text("".join(map(chr, letters)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def converted(checkpoint: Make, tmp_path: Path) -> Path:
+    mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
+    return tmp_path / "mqa"
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def test_it_comes_closer_to_its_source(converted: Path, text: Path, tmp_path: Path, logits: Callable[..., Any]) -> None:
+    done = heal(converted, tmp_path / "out", text=text, **SIZES)
+    assert done.record is not None
+    found = done.record["healing"]
+    assert found["after"]["kl"] < 0.9 * found["before"]["kl"]
+    assert [point["step"] for point in done.curve] == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
+    assert found["tokens"] == 1280
+    # The published weights are those of the best point.
+    source, before, after = logits(tmp_path / "source"), logits(converted), logits(tmp_path / "out")
+    distances = [
+        torch.nn.functional.kl_div(x.log_softmax(-1), source.log_softmax(-1), log_target=True, reduction="sum")
+        for x in (before, after)
+    ]
+    assert distances[1] < distances[0]
+
+
+def test_only_attention_and_its_norms_change(converted: Path, text: Path, tmp_path: Path) -> None:
+    heal(converted, tmp_path / "out", text=text, **SIZES)
+    before, after = weights(converted), weights(tmp_path / "out")
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert set(before) == set(after)
+    assert changed == {name for name in before if "self_attn" in name or "input_layernorm" in name}
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (converted / name).read_bytes()
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["tensors"]["healed"] == sorted(changed)
+    assert (record["method"], record["kind"]) == ("mean", "MQA")
+    assert record["conversion"]["recipe"]["mqa"]["method"] == "mean"
+
+
+def test_shards_stay_as_they_are(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=24, qk_rope_head_dim=8, method="svd", max_shard_size="40KB")
+    heal(tmp_path / "mla", tmp_path / "out", text=text, **SIZES)
+    files = {path.name for path in (tmp_path / "mla").glob("*.safetensors*")}
+    assert len(files) > 2
+    for name in files:
+        if name.endswith(".json"):
+            assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "mla" / name).read_bytes()
+        else:
+            assert load_file(tmp_path / "out" / name).keys() == load_file(tmp_path / "mla" / name).keys()
+
+
+def test_tied_heads_stay_tied(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    source = checkpoint("llama", tie_word_embeddings=True)
+    mqa(source, tmp_path / "mqa", method="mean")
+    found = weights(tmp_path / "mqa")
+    # Some engines want the head in the file, too.
+    save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()}, tmp_path / "mqa" / "model.safetensors")
+    heal(tmp_path / "mqa", tmp_path / "out", text=text, train="all", **SIZES)
+    healed = weights(tmp_path / "out")
+    assert torch.equal(healed["lm_head.weight"], healed["model.embed_tokens.weight"])
+    assert not torch.equal(healed["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
+def test_constants_and_padding_of_a_latent_stay(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=80, qk_rope_head_dim=8, pad_rank=True, method="svd")
+    found = weights(tmp_path / "mla")
+    for name in (name for name in found if name.endswith("o_proj.weight")):
+        found[name] *= 1.3  # something to heal
+    save_file(found, tmp_path / "mla" / "model.safetensors")
+    heal(tmp_path / "mla", tmp_path / "out", text=text, **(SIZES | {"lr": 3e-4}))
+    before, after = weights(tmp_path / "mla"), weights(tmp_path / "out")
+    for layer in range(3):
+        name = f"model.layers.{layer}.self_attn."
+        norm, bias, down = (
+            f"{name}{part}" for part in ("kv_a_layernorm.weight", "kv_a_proj_with_mqa.bias", "kv_a_proj_with_mqa.weight")
+        )
+        assert torch.equal(before[norm], after[norm])
+        assert torch.equal(before[bias][:80], after[bias][:80])
+        empty = (before[down] == 0).all(1)
+        assert empty.any()
+        assert (after[down][empty] == 0).all()
+        assert not torch.equal(before[down], after[down])
+    mla(
+        tmp_path / "out", tmp_path / "again", kv_lora_rank=16, qk_rope_head_dim=8, method="svd"
+    )  # it is a source like any other
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3", "qwen2", "gpt_neox"])
+def test_results_in_other_classes(model_type: str, checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    mla(
+        checkpoint(model_type),
+        tmp_path / "mla",
+        kv_lora_rank=24,
+        qk_rope_head_dim=0 if model_type == "gpt2" else 4,
+        method="svd",
+    )
+    done = heal(tmp_path / "mla", tmp_path / "out", text=text, **(SIZES | {"lr": 3e-4}))
+    assert done.record is not None
+    assert done.record["healing"]["after"]["kl"] < done.record["healing"]["before"]["kl"]
+    for name in ("config.json", *(path.name for path in (tmp_path / "mla").glob("*.py"))):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "mla" / name).read_bytes()
+
+
+def test_what_loses_nothing_stays_bit_for_bit(
+    checkpoint: Make, text: Path, tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    mqa(checkpoint("llama", duplicated=4), tmp_path / "mqa", method="mean")
+    done = heal(tmp_path / "mqa", tmp_path / "out", text=text, **SIZES)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "mqa" / "model.safetensors").read_bytes()
+    assert any("loses nothing" in line for line in warned())
+    assert "there was nothing to gain" in str(done)
+    assert "changed no weights" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_gains_nothing_stays_bit_for_bit(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=24, qk_rope_head_dim=8, method="svd")
+    done = heal(tmp_path / "mla", tmp_path / "out", text=text, **(SIZES | {"lr": 1.0}))
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "mla" / "model.safetensors").read_bytes()
+    assert len(done.curve) == 5  # no new best point in four
+    assert done.record is not None
+    assert done.record["healing"]["after"]["step"] == 0
+
+
+def stopping(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
+    """Raise an error before this step is taken, once."""
+    taken = Trainer.step
+
+    def stopped(self: Trainer, at: int, schedule: Any) -> float:
+        if at == step:
+            monkeypatch.setattr(Trainer, "step", taken)
+            raise error
+        return taken(self, at, schedule)
+
+    monkeypatch.setattr(Trainer, "step", stopped)
+
+
+@pytest.mark.parametrize("step", [1, 7, 19])
+def test_a_stopped_run_ends_as_one_that_was_not(
+    step: int, converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attention.errors import Interrupted
+
+    whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
+    stopping(monkeypatch, step, KeyboardInterrupt())
+    with pytest.raises(Interrupted, match="interrupted"):
+        heal(converted, tmp_path / "out", text=text, **SIZES)
+    assert not (tmp_path / "out").exists()
+    done = heal(converted, tmp_path / "out", text=text, resume=True, **SIZES)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert done.curve == whole.curve
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_finished_run_is_not_done_again(
+    converted: Path, text: Path, tmp_path: Path, warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heal(converted, tmp_path / "out", text=text, **SIZES)
+    stopping(monkeypatch, 0, AssertionError("it trains"))
+    heal(converted, tmp_path / "out", text=text, resume=True, **SIZES)
+    assert any("finished already" in line for line in warned())
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_best(
+    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attention.errors import Failure
+    from convert.healing.training import Distillation
+
+    run, calls = Distillation.forward, [0]
+
+    def broken(self: Any, ids: torch.Tensor, measured_blocks: int | None = None) -> Any:
+        calls[0] += measured_blocks is None
+        found = run(self, ids, measured_blocks)
+        return found * torch.nan if calls[0] > 5 and measured_blocks is None else found
+
+    monkeypatch.setattr(Distillation, "forward", broken)
+    with pytest.raises(Failure, match="the loss is nan at step 6") as error:
+        heal(converted, tmp_path / "out", text=text, **SIZES)
+    assert "--lr" in str(error.value.hint)
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "out.partial" / "training").glob("best-*.safetensors"))
+
+
+def test_without_memory_it_says_what_takes_less_and_goes_on(
+    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attention.errors import Failure
+
+    stopping(monkeypatch, 5, torch.OutOfMemoryError("out of memory"))
+    with pytest.raises(Failure, match="no memory left on cpu") as error:
+        heal(converted, tmp_path / "out", text=text, **SIZES)
+    assert "--checkpointing" in str(error.value.hint)
+    done = heal(converted, tmp_path / "out", text=text, resume=True, checkpointing=True, micro_batch_tokens=16, **SIZES)
+    assert done.curve[-1]["step"] == 20
+
+
+def test_layers_computed_again_give_the_same(converted: Path, text: Path, tmp_path: Path) -> None:
+    plain = heal(converted, tmp_path / "plain", text=text, **SIZES)
+    again = heal(converted, tmp_path / "again", text=text, checkpointing=True, **SIZES)
+    assert [point["kl"] for point in again.curve] == pytest.approx([point["kl"] for point in plain.curve], rel=1e-4)
+
+
+def test_parts_of_a_step_give_what_the_whole_step_gives(converted: Path, text: Path, tmp_path: Path) -> None:
+    plain = heal(converted, tmp_path / "plain", text=text, **SIZES)
+    parts = heal(converted, tmp_path / "parts", text=text, micro_batch_tokens=16, **SIZES)
+    assert [point["kl"] for point in parts.curve] == pytest.approx([point["kl"] for point in plain.curve], rel=1e-4)
+
+
+def test_a_rate_is_chosen_among_three(converted: Path, text: Path, tmp_path: Path) -> None:
+    done = heal(converted, tmp_path / "out", text=text, **(SIZES | {"lr": "auto"}))
+    assert done.record is not None
+    tried = done.record["healing"]["rates_tried"]
+    assert len(tried) == 3
+    assert done.record["healing"]["rate"] == float(min(tried, key=tried.get))
+
+
+def test_the_largest_probabilities_alone_help_too(converted: Path, text: Path, tmp_path: Path) -> None:
+    done = heal(converted, tmp_path / "out", text=text, top_k=8, ce=0.1, **SIZES)
+    assert done.record is not None
+    assert done.record["healing"]["after"]["kl"] < done.record["healing"]["before"]["kl"]
+
+
+def test_held_out_text_is_evaluated_and_warned_of(
+    converted: Path, text: Path, tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    done = heal(converted, tmp_path / "out", text=text, evaluate=text, **SIZES)
+    assert done.report is not None
+    assert [entry["name"] for entry in done.report["models"]] == ["source", "converted", "healed"]
+    assert done.report["models"][2]["kl_to_source"] < done.report["models"][1]["kl_to_source"]
+    assert any("shares 100% of its runs with the training text" in line for line in warned())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| healed |" in card
+    assert "## Loading" in card
+    assert str(tmp_path / "out.partial") not in json.dumps(done.record["evaluation"] if done.record else "")
+
+
+def test_the_same_command_twice_gives_the_same_bytes(converted: Path, text: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        heal(converted, tmp_path / name, text=text, **SIZES)
+    for path in sorted((tmp_path / "one").iterdir()):
+        found = [(tmp_path / name / path.name).read_bytes() for name in ("one", "two")]
+        if path.name == "conversion.json":
+            found = [json.dumps({k: v for k, v in json.loads(raw).items() if k != "run"}).encode() for raw in found]
+        assert found[0] == found[1], path.name
+
+
+class TestRefusals:
+    """What arguments and configs show is refused before weights are read."""
+
+    def test_another_vocabulary(self, converted: Path, text: Path, tmp_path: Path) -> None:
+        tiny_model(tiny_config("llama", vocab_size=80)).save_pretrained(tmp_path / "other")
+        with pytest.raises(ValueError, match=r"\(96 tokens\) and its teacher .* \(80\) differ"):
+            heal(converted, tmp_path / "out", teacher=tmp_path / "other", text=text, **SIZES)
+
+    def test_a_source_that_is_gone(self, converted: Path, text: Path, tmp_path: Path) -> None:
+        (tmp_path / "source").rename(tmp_path / "moved")
+        with pytest.raises(ValueError, match="which is not there") as error:
+            heal(converted, tmp_path / "out", text=text, **SIZES)
+        assert "--teacher" in str(error.value.hint)  # type: ignore[attr-defined]
+        heal(converted, tmp_path / "out", teacher=tmp_path / "moved", text=text, **SIZES)
+
+    def test_a_model_that_nobody_converted(self, checkpoint: Make, text: Path, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="names its source"):
+            heal(checkpoint("llama"), tmp_path / "out", text=text, **SIZES)
+
+    def test_a_text_shorter_than_a_step(self, converted: Path, tmp_path: Path) -> None:
+        with pytest.raises(RuntimeError, match="a step takes 4"):
+            heal(converted, tmp_path / "out", text=["too short"], **SIZES)
+        assert not (tmp_path / "out.partial").exists()
+
+    def test_an_output_that_exists(self, converted: Path, text: Path, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="lie inside each other"):
+            heal(converted, converted, text=text, **SIZES)
+        heal(converted, tmp_path / "out", text=text, **SIZES)
+        with pytest.raises(ValueError, match="exists already"):
+            heal(converted, tmp_path / "out", text=text, **SIZES)
+        heal(converted, tmp_path / "out", text=text, overwrite=True, **SIZES)
+
+    def test_no_text_or_wrong_numbers(self, converted: Path, text: Path, tmp_path: Path) -> None:
+        for changes, says in (
+            ({"text": None}, "needs a text"),
+            ({"lr": 0.0}, "lr is"),
+            ({"tokens": 0}, "tokens is 0"),
+            ({"tokens": "many"}, "no number of tokens"),
+            ({"context": 500}, "exceeds the 128 positions"),
+            ({"ce": -1.0}, "ce is"),
+            ({"device": "tpu"}, "no device 'tpu'|not supported"),
+            ({"budget": "all", "tokens": None}, "no budget 'all'"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                heal(converted, tmp_path / "out", **(SIZES | {"text": text} | changes))
+
+    def test_another_tokenizer(self, converted: Path, text: Path, tmp_path: Path) -> None:
+        save_tokenizer(converted, 64)
+        with pytest.raises(RuntimeError, match="make other tokens of the same text"):
+            heal(converted, tmp_path / "out", text=text, **SIZES)
+
+
+def test_command_line(converted: Path, text: Path, tmp_path: Path, convert: Callable[..., Any]) -> None:
+    sizes = ["--tokens", "1280", "--context", 16, "--batch-tokens", 64, "--device", "cpu"]
+    planned = convert("heal", converted, tmp_path / "out", "--text", text, *sizes, "--dry-run")
+    assert planned.exit_code == 0
+    assert "1280 tokens in 20 steps of 4 × 16, 21% of the text" in planned.stdout
+    assert "each tried for 10 steps" in planned.stdout
+    assert not (tmp_path / "out.partial").exists()
+    done = convert("heal", converted, tmp_path / "out", "--text", text, *sizes, "--lr", "3e-3", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["conversion"]["healing"]["rate"] == 3e-3
+    again = convert(
+        "run", tmp_path / "out" / "conversion.json", "--set", f"output={tmp_path / 'again'}", "--set", f"text={text}"
+    )
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert convert("heal", converted, tmp_path / "x", "--text", text, "--lr", "fast").exit_code == 2
+    assert convert("heal", converted, tmp_path / "x").exit_code == 2

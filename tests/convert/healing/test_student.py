@@ -1,0 +1,128 @@
+"""What trains, what stays, and that gradients through a neutral norm are those of no norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import random_model, tiny_config, tiny_model
+
+from attention.reference import latent_attention
+from convert.families import FAMILIES, family_of
+from convert.families.neutral import constants
+from convert.healing.student import fixed, trained, without_dropout
+
+LAYER = "model.layers.0.self_attn."
+
+
+def latent_model(**changes: Any) -> Any:
+    return tiny_model(tiny_config("deepseek_v3", **changes))
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_attention_and_the_norms_before_it_train(model_type: str) -> None:
+    model = tiny_model(tiny_config(model_type))
+    family = family_of(model_type).for_config(model.config)
+    names = trained(model, family, 3, "attention")
+    assert all(f"{family.module(layer)}." in " ".join(names) for layer in range(3))
+    others = [name for name in names if not any(name.startswith(f"{family.module(layer)}.") for layer in range(3))]
+    norms = {norm.name for layer in range(3) if (norm := family.input_norm(layer)) is not None}
+    assert {name.rpartition(".")[0] for name in others} == norms
+    assert set(names) <= set(trained(model, family, 3, "all"))
+
+
+def test_constants_of_a_latent_stay_and_all_else_trains() -> None:
+    model = latent_model()
+    rank, count = 16, len(constants(16))
+    still = {name.removeprefix(LAYER): mask for name, mask in fixed(model).items() if name.startswith(LAYER)}
+    assert set(still) == {"kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias", "kv_a_layernorm.weight"}
+    rows = still["kv_a_proj_with_mqa.weight"]
+    assert rows.shape == (rank + 8, 64)
+    assert rows[:count].all()
+    assert not rows[count:].any()
+    assert still["kv_a_proj_with_mqa.bias"].tolist() == [True] * rank + [False] * 8  # the RoPE key has biases
+    names = trained(model, family_of("deepseek_v3").for_config(model.config), 3, "attention")
+    assert f"{LAYER}kv_a_layernorm.weight" not in names
+    assert f"{LAYER}kv_a_proj_with_mqa.bias" in names
+
+
+def test_a_norm_that_does_something_trains() -> None:
+    model = random_model(tiny_config("deepseek_v3"))
+    assert fixed(model) == {}
+    assert f"{LAYER}kv_a_layernorm.weight" in trained(model, family_of("deepseek_v3"), 3, "attention")
+
+
+def test_queries_that_carry_biases_keep_their_latent() -> None:
+    model = latent_model(q_lora_rank=80)
+    still = {name.removeprefix(LAYER): mask for name, mask in fixed(model).items() if name.startswith(LAYER)}
+    assert still["q_a_proj.weight"].all()  # an identity
+    assert still["q_a_proj.bias"].all()
+    assert still["q_a_layernorm.weight"].all()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_a_proj.weight[0, 1] = 0.5  # a latent of lower rank, as --q-lora-rank makes it
+    rows = fixed(model)[f"{LAYER}q_a_proj.weight"]
+    assert rows[-5:].all()
+    assert not rows[:-5].any()
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # the family looks whether the norm is neutral
+def test_gradients_through_a_neutral_norm_are_the_references() -> None:
+    """The reference has no norm, and no constants. The class computes cosines, norms and softmax in fp32."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+    model = latent_model().double()
+    attention, config = model.model.layers[0].self_attn, model.config
+    x = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    mask = torch.full((6, 6), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    direction = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    out = attention(x, DeepseekV3RotaryEmbedding(config)(x, torch.arange(6)[None]), mask)[0]
+    (out * direction).sum().backward()
+    found = {name: p.grad for name, p in attention.named_parameters()}
+
+    family = family_of("deepseek_v3").for_config(config)
+    leaves = {name: p.detach().clone().requires_grad_(True) for name, p in attention.named_parameters()}
+    record = family.split({f"{LAYER}{name}": leaf for name, leaf in leaves.items()}, config, 0)
+    fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
+    (latent_attention(x, **fields) * direction).sum().backward()
+    masks = {name.removeprefix(LAYER): mask for name, mask in fixed(model).items() if name.startswith(LAYER)}
+    for name, gradient in found.items():
+        still = masks.get(name, torch.zeros_like(gradient, dtype=torch.bool))
+        expected = leaves[name].grad
+        if bool(still.all()) or expected is None:
+            continue
+        largest = float(expected.masked_fill(still, 0).abs().max())
+        torch.testing.assert_close(
+            gradient.masked_fill(still, 0),
+            expected.masked_fill(still, 0),
+            rtol=0,
+            atol=1e-5 * largest,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+def test_finite_differences_through_the_expanded_path() -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+    model = latent_model(
+        hidden_size=8, num_attention_heads=2, kv_lora_rank=16, qk_rope_head_dim=2, qk_nope_head_dim=2, v_head_dim=2, head_dim=2
+    )
+    attention = model.double().model.layers[0].self_attn
+    attention.config._attn_implementation = "sdpa"  # eager attention has its softmax in fp32, and so has the norm
+    attention.kv_a_layernorm.forward = lambda x: attention.kv_a_layernorm.weight * x * x.square().mean(-1, keepdim=True).rsqrt()
+    x = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    mask = torch.full((3, 3), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    positions = DeepseekV3RotaryEmbedding(model.config)(x, torch.arange(3)[None])
+
+    def run(up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        weights = {"kv_b_proj.weight": up, "o_proj.weight": out}
+        return torch.func.functional_call(attention, weights, (x, positions, mask))[0]  # type: ignore[no-any-return]
+
+    weights = [w.weight.detach().clone().requires_grad_(True) for w in (attention.kv_b_proj, attention.o_proj)]
+    assert torch.autograd.gradcheck(run, weights)
+
+
+def test_nothing_is_dropped() -> None:
+    config = without_dropout(tiny_config("gpt2", resid_pdrop=0.1, attn_pdrop=0.2, embd_pdrop=0.3))
+    assert (config.resid_pdrop, config.attn_pdrop, config.embd_pdrop) == (0, 0, 0)
+    assert without_dropout(tiny_config("llama", attention_dropout=0.5)).attention_dropout == 0
