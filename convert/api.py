@@ -86,7 +86,8 @@ class Healing:
     Attributes:
         plan: Every number decided.
         passes: How often the steps go over the text.
-        record: The content of conversion.json; None after a dry run.
+        record: The content of conversion.json; None after a dry run, and empty in processes that only train (`accelerate
+            launch`).
     """
 
     plan: HealPlan
@@ -402,7 +403,7 @@ def heal(
         return Healing(planned, run.training_text(planned, train_on).passes(planned.steps, planned.batch), None)
     held_out = None if evaluate is None else read_text(evaluate, None, "test")
     done = run.execute(planned, train_on, held_out, progress)
-    return Healing(done.plan, done.record["healing"]["passes"], done.record)
+    return Healing(done.plan, done.record["healing"]["passes"], done.record) if done.record else Healing(planned, 0.0, {})
 
 
 def sweep(

@@ -175,7 +175,8 @@ def heal(as_json: bool, **given: Any) -> None:
 
     progress = _console(given)
     done = api.heal(given.pop("converted"), given.pop("output"), progress=progress, **given)
-    _show(done.as_dict(), str(done), as_json)
+    if done.record != {}:  # of several processes, one reports
+        _show(done.as_dict(), str(done), as_json)
 
 
 @main.command(name="eval")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from convert.healing.memory import expected
 from convert.healing.plan import HealPlan
 
 
@@ -28,13 +29,16 @@ def facts(plan: HealPlan, passes: float) -> dict[str, Any]:
         "ce": o.ce,
         "top_k": o.top_k,
         "checkpointing": o.checkpointing,
+        "memory_bytes": expected(plan),
         "output": str(plan.output.path),
     }
 
 
 def plan_text(plan: HealPlan, passes: float) -> str:
     """The plan, for a terminal."""
-    return "\n".join(_lines(plan, passes))
+    parts = {name: size / 1e9 for name, size in expected(plan).items()}
+    listed = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
+    return "\n".join([*_lines(plan, passes), f"memory: about {sum(parts.values()):.2f} GB ({listed})"])
 
 
 def healed_text(plan: HealPlan, passes: float, record: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import nll_loss
 
-_VALUES = 2**23  # logits at a time
+VALUES_AT_ONCE = 2**23  # logits at a time
 _LEAST = 1e-12  # of the mass that is left beside the largest probabilities
 
 
@@ -71,7 +71,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 def spans(tokens: int, vocabulary: int) -> list[slice]:
     """Spans of tokens whose logits are few enough to exist at once."""
-    rows = max(1, _VALUES // vocabulary)
+    rows = max(1, VALUES_AT_ONCE // vocabulary)
     return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 

@@ -39,7 +39,14 @@ def healed(
     if progressed is None:
         start = _point(trainer, 0, 0.0, None)
         if start.kl <= _EXACT:
-            _log.warning("%s loses nothing: its KL to %s is %.1e", plan.converted.name, plan.teacher.name, start.kl)
+            _tell(
+                trainer,
+                logging.WARNING,
+                "%s loses nothing: its KL to %s is %.1e",
+                plan.converted.name,
+                plan.teacher.name,
+                start.kl,
+            )
             return Progressed(0.0, {}, [start]), {}
         rate, tried = _chosen(plan, trainer, start, progress)
         progressed = Progressed(rate, tried, [start])
@@ -64,10 +71,17 @@ def healed(
             states.save(progressed)
             kept()
             if len(progressed.curve) - 1 - progressed.curve.index(progressed.best) >= _PATIENCE:
-                _log.info("no gain since step %d: stopped after step %d of %d", progressed.best.step, point.step, plan.steps)
+                _tell(
+                    trainer,
+                    logging.INFO,
+                    "no gain since step %d: stopped after step %d of %d",
+                    progressed.best.step,
+                    point.step,
+                    plan.steps,
+                )
                 break
     if not progressed.best.step:
-        _log.warning("healing gained nothing on held-out blocks: the weights stay as they are")
+        _tell(trainer, logging.WARNING, "healing gained nothing on held-out blocks: the weights stay as they are")
         return progressed, {}
     return progressed, states.best(progressed.best.step)
 
@@ -90,12 +104,27 @@ def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) 
                 tried[f"{rate:.2e}"] = sums.kl / sums.tokens
             trainer.restore(weights)
     best = min(tried, key=lambda name: tried[name], default=f"{rates[0]:.2e}")
-    _log.info("learning rate %s of %s", best, ", ".join(f"{name} (KL {kl:.4f})" for name, kl in tried.items()))
+    _tell(
+        trainer, logging.INFO, "learning rate %s of %s", best, ", ".join(f"{name} (KL {kl:.4f})" for name, kl in tried.items())
+    )
     return float(best), tried
 
 
 def _point(trainer: Trainer, step: int, rate: float, train_kl: float | None, per_step: int = 0) -> Point:
     sums = trainer.measure()
     point = Point(step, step * per_step, rate, train_kl, sums.kl / sums.tokens, (sums.student - sums.teacher) / sums.tokens)
-    _log.info("step %d: KL %.4f, %+.4f nats over the teacher on held-out blocks", step, point.kl, point.loss_nats)
+    _tell(
+        trainer,
+        logging.INFO,
+        "step %d: KL %.4f, %+.4f nats over the teacher on held-out blocks",
+        step,
+        point.kl,
+        point.loss_nats,
+    )
     return point
+
+
+def _tell(trainer: Trainer, level: int, message: str, *values: object) -> None:
+    """Log a message, if this is the process that does."""
+    if trainer.accelerator.is_main_process:
+        _log.log(level, message, *values)

@@ -21,14 +21,15 @@ from convert.execute.record import versions
 from convert.healing.batches import TrainingText, encoded
 from convert.healing.card import card
 from convert.healing.loop import healed
+from convert.healing.memory import expected
 from convert.healing.plan import HealPlan
 from convert.healing.record import record_of
 from convert.healing.states import States
-from convert.healing.student import fixed, trained, without_dropout
+from convert.healing.student import compute_layers_again, fixed, trained, without_dropout
 from convert.healing.team import Team
 from convert.healing.training import Distillation, Schedule, Trainer
 from convert.healing.weights import places, write
-from eval.device import compute_device, out_of_memory
+from eval.device import compute_device, free_memory, out_of_memory
 from eval.evaluation import EvaluationSettings, load, prepare, report_of
 from eval.overlap import WARN_ABOVE, shared_share
 from eval.progress import Progress, silent
@@ -44,7 +45,7 @@ class Healed:
 
     Attributes:
         plan: The plan.
-        record: The content of conversion.json.
+        record: The content of conversion.json; empty in the other processes of `accelerate launch`, which only train.
     """
 
     plan: HealPlan
@@ -68,7 +69,7 @@ def execute(plan: HealPlan, text: Text, evaluate_on: Text | None = None, progres
     where, team = plan.output, Team.of(plan)
     if not team.leads:
         _follow(plan, training_text(plan, text), team)
-        return Healed(plan, recorded(where.path))
+        return Healed(plan, {})
     with exclusive(where.path):
         for source in (plan.converted, plan.teacher):  # again, now that no other run writes
             check_output(where.path, source.directory, where.overwrite, where.resume)
@@ -151,6 +152,7 @@ def _healed(
 ) -> dict[str, Any]:
     """Train, and write everything but the record, which is returned."""
     work.require_space(_bytes_needed(plan, reader))
+    _say_memory(plan)
     with _memory(plan, work), _models(plan) as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         where = places(student, reader, names)
@@ -161,6 +163,17 @@ def _healed(
     shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
     copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")))
     return record_of(plan, text, progressed, sorted(where) if weights else [])
+
+
+def _say_memory(plan: HealPlan) -> None:
+    device = compute_device(plan.device)
+    needed, free = sum(expected(plan).values()), free_memory(device)
+    _log.info("takes about %.1f GB of memory on %s", needed / 1e9, device)
+    if needed > free:
+        _log.warning(
+            "%s has %.1f GB free, and healing takes about %.1f GB; less with --checkpointing or --micro-batch-tokens",
+            device, free / 1e9, needed / 1e9,
+        )  # fmt: skip
 
 
 def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
@@ -197,22 +210,10 @@ def _trainer(plan: HealPlan, text: TrainingText, student: Any, teacher: Any, nam
     for name in names:
         parameters[name].requires_grad_(True)
     if o.checkpointing:
-        _compute_layers_again(student)
+        compute_layers_again(student)
     schedule = Schedule(plan.steps, plan.batch, plan.at_once, o.lr or 0.0, o.ce, o.top_k, plan.seed)
     module = Distillation(student, teacher, schedule, plan.converted.vocabulary)
     return Trainer(team.accelerator, module, text, schedule, fixed(student))
-
-
-def _compute_layers_again(student: Any) -> None:
-    """Gradient checkpointing, which transformers does in training mode only; in that, nothing else may change."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    # Newer versions of transformers have another name for it, and warn of this one.
-    enable = getattr(student, "activation_checkpointing_enable", None) or student.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    for module in student.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # of this module alone: those in it stay as they are
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ class States:
 
     def save_best(self, step: int) -> None:
         """Keep the weights of this step as the best so far, beside the last best ones, which an older state may name."""
-        weights = self._trainer.whole_weights()
+        weights = self._trainer.weights_in_memory()
         if self._trainer.accelerator.is_main_process:
             write_shard(self._best(step), weights, {name: tensor.dtype for name, tensor in weights.items()})
             kept = sorted(self._directory.glob(f"{_BEST}-*.safetensors"))

@@ -17,7 +17,7 @@ from convert.families.neutral import is_neutral, is_query_latent
 
 
 def trained(model: Any, family: Family, layers: int, part: str) -> list[str]:
-    """The names of the parameters to train, without those of which nothing may change.
+    """The names of the parameters to train: those of a part, without those of which nothing may change.
 
     Args:
         model: The student, on any device but meta.
@@ -25,10 +25,14 @@ def trained(model: Any, family: Family, layers: int, part: str) -> list[str]:
         layers: How many it has.
         part: "attention", with the norms before it, or "all".
     """
-    inside = tuple(f"{module}." for layer in range(layers) for module in _modules(family, layer))
     still = fixed(model)
-    names = [name for name, _ in model.named_parameters() if part == "all" or name.startswith(inside)]
-    return [name for name in names if name not in still or not bool(still[name].all())]
+    return [name for name in of_part(model, family, layers, part) if name not in still or not bool(still[name].all())]
+
+
+def of_part(model: Any, family: Family, layers: int, part: str) -> list[str]:
+    """The names of all parameters of a part. Arguments as of `trained`; the model may be on the meta device."""
+    inside = tuple(f"{module}." for layer in range(layers) for module in _modules(family, layer))
+    return [name for name, _ in model.named_parameters() if part == "all" or name.startswith(inside)]
 
 
 def _modules(family: Family, layer: int) -> Iterator[str]:
@@ -91,3 +95,15 @@ def without_dropout(config: Any) -> Any:
 
 def _dropouts(names: Sequence[str] | Any) -> list[str]:
     return [name for name in names if "dropout" in name or "pdrop" in name or name.endswith("_drop")]
+
+
+def compute_layers_again(student: Any) -> None:
+    """Gradient checkpointing, which transformers does in training mode only; in that, nothing else may change."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    # Newer versions of transformers have another name for it, and warn of this one.
+    enable = getattr(student, "activation_checkpointing_enable", None) or student.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for module in student.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # of this module alone: those in it stay as they are

@@ -12,6 +12,8 @@ from attention.errors import Refusal
 from convert.healing.plan import HealPlan
 from eval.device import compute_device
 
+_TRIED = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's kinds of launches: one process, or DDP
+
 
 @dataclass(frozen=True)
 class Team:
@@ -36,10 +38,10 @@ class Team:
         mixed = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
         accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
         kind = str(accelerator.distributed_type).rpartition(".")[-1]
-        if kind == "DEEPSPEED":
+        if kind not in _TRIED:
             raise Refusal(
-                "healing under DeepSpeed is not supported: it takes a step before constants of latents can be kept as they are",
-                hint="launch it with DDP or FSDP2",
+                f"healing under {kind} was not tried, and could change constants of latents without an error",
+                hint="launch it with one process, or with several that hold a whole model each (DDP)",
             )
         if plan.batch % accelerator.num_processes:
             raise Refusal(

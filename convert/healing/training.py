@@ -1,7 +1,7 @@
 """The loop of healing: steps of AdamW on KL to the teacher, measured on held-out blocks, and resumable after any step.
 
-`Accelerator` drives it, so that one process, several with DDP, and sharded ones run the same code. Every process takes its
-share of each step's blocks.
+`Accelerator` drives it, so that one process and several run the same code. Every process takes its share of each step's
+blocks.
 """
 
 from __future__ import annotations
@@ -148,10 +148,10 @@ class Trainer:
         self.module, self.optimiser = accelerator.prepare(distillation, optimiser)
         self._student = accelerator.unwrap_model(self.module).student
         self._weights = {name: p for name, p in self._student.named_parameters() if p.requires_grad}
-        self._masks = {name: _like(mask, self._weights[name]) for name, mask in masks.items()}
+        self._masks = {name: mask.to(self._weights[name].device) for name, mask in masks.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of what trains, by name: of each process its share."""
+        """A copy of what trains, by name."""
         return {name: p.detach().clone() for name, p in self._weights.items()}
 
     def restore(self, weights: dict[str, torch.Tensor]) -> None:
@@ -161,12 +161,9 @@ class Trainer:
                 p.copy_(weights[name])
         self.optimiser.optimizer.state.clear()
 
-    def whole_weights(self) -> dict[str, torch.Tensor]:
-        """What trains, by name, whole and in main memory."""
-        from torch.distributed.tensor import DTensor
-
-        found = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in self._weights.items()}
-        return {name: p.detach().to("cpu", copy=True) for name, p in found.items()}
+    def weights_in_memory(self) -> dict[str, torch.Tensor]:
+        """What trains, by name, in main memory."""
+        return {name: p.detach().to("cpu", copy=True) for name, p in self._weights.items()}
 
     def step(self, step: int, schedule: Schedule) -> float:
         """Take one step.
@@ -225,12 +222,3 @@ class Trainer:
             return values
         found: torch.Tensor = self.accelerator.reduce(values.to(self.accelerator.device)).cpu()
         return found
-
-
-def _like(mask: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A mask on a parameter's device, dealt as the parameter is if it is sharded."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(mask.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return mask.to(parameter.device)

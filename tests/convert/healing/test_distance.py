@@ -24,7 +24,7 @@ def whole(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_VALUES", 3 * VOCABULARY)  # three tokens at a time
+    monkeypatch.setattr(module, "VALUES_AT_ONCE", 3 * VOCABULARY)  # three tokens at a time
 
 
 def test_spans_cover_all_tokens_once() -> None:

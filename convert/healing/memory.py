@@ -1,0 +1,75 @@
+"""How much memory a healing will take, from configs alone.
+
+What autograd keeps of a forward pass is counted in one that computes nothing: torch's fake tensors have shapes and no values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attention.caps import keep_caps
+from attention.padding import pad_values
+from attention.spec import dtype_bytes
+from convert.checkpoint.loading import empty_model
+from convert.healing.distance import VALUES_AT_ONCE
+from convert.healing.heads import hidden_states
+from convert.healing.student import compute_layers_again, of_part
+from eval.capacity import count_parameters
+from eval.device import compute_device
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from convert.healing.plan import HealPlan
+
+_FP32 = 4
+_PER_WEIGHT = 4  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and a copy while rates are tried
+_OF_LOGITS = 5  # fp32 copies of the logits that exist at once: of both models, their logarithms, a gradient
+
+
+def expected(plan: HealPlan) -> dict[str, int]:
+    """Bytes of each part, at the time when most is held; on a GPU, of that GPU."""
+    model = empty_model(plan.converted.config, plan.converted.trust_remote_code)
+    names = set(of_part(model, plan.family, plan.spec.num_layers, plan.options.train))
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    training = sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
+    kept = "float32" if compute_device(plan.device).type == "cpu" else plan.teacher.dtype
+    trusted = plan.teacher.trust_remote_code
+    return {
+        "student": _FP32 * weights,
+        "teacher": dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted),
+        "training": _FP32 * _PER_WEIGHT * training,
+        "activations": _activations(plan, names),
+        "logits": _FP32 * _OF_LOGITS * VALUES_AT_ONCE,
+    }
+
+
+def _activations(plan: HealPlan, names: Collection[str]) -> int:
+    """Bytes that autograd keeps of one forward pass in fp32."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    seen: dict[int, Any] = {}  # storages, which are kept so that no other one takes an address
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        seen.setdefault(storage._cdata, storage)
+        return tensor
+
+    with FakeTensorMode(), no_init_weights():
+        student = AutoModelForCausalLM.from_config(
+            plan.converted.config, dtype=torch.float32, trust_remote_code=plan.converted.trust_remote_code
+        )
+        pad_values(keep_caps(student).eval())
+        for name, parameter in student.named_parameters():
+            parameter.requires_grad_(name in names)
+        if plan.options.checkpointing:
+            compute_layers_again(student)
+        own = {tensor.untyped_storage()._cdata for tensor in (*student.parameters(), *student.buffers())}
+        ids = torch.zeros(plan.at_once, plan.context, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden_states(student, ids)
+    return sum(storage.nbytes() for address, storage in seen.items() if address not in own)

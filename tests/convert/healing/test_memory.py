@@ -1,0 +1,62 @@
+"""The memory that a healing is said to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from convert import heal, mla
+from convert.healing.heads import hidden_states
+from convert.healing.memory import expected
+from convert.healing.plan import HealPlan
+
+TEXT = ["some text " * 400]
+
+
+@pytest.fixture
+def plan(checkpoint: Callable[..., Path], tmp_path: Path) -> HealPlan:
+    mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=24, qk_rope_head_dim=8, method="svd")
+    sizes = {"tokens": 1280, "context": 16, "batch_tokens": 64}
+    return heal(tmp_path / "mla", tmp_path / "out", text=TEXT, device="cpu", lr=1e-3, dry_run=True, **sizes).plan
+
+
+def test_activations_are_what_autograd_keeps(plan: HealPlan) -> None:
+    """Counted in a forward pass that computes nothing, and in a real one."""
+    from attention.padding import pad_values
+    from eval.evaluation import EvaluationSettings, load
+
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
+        return tensor
+
+    with load(plan.converted, EvaluationSettings(device="cpu")) as model:
+        pad_values(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("self_attn" in name or "input_layernorm" in name)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden_states(model, torch.zeros(4, 16, dtype=torch.long))
+        own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        real = sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+    assert expected(plan)["activations"] == pytest.approx(real, rel=0.05)
+
+
+def test_weights_count_by_what_is_kept_of_them(plan: HealPlan) -> None:
+    from convert.checkpoint.loading import empty_model
+
+    model = empty_model(plan.converted.config)
+    named = dict(model.named_parameters())
+    attention = sum(p.numel() for name, p in named.items() if "self_attn" in name or "input_layernorm" in name)
+    found = expected(plan)
+    assert found["student"] == 4 * sum(p.numel() for p in named.values())
+    assert found["training"] == 16 * attention
+
+
+def test_layers_that_are_computed_again_take_less(plan: HealPlan) -> None:
+    less = replace(plan, options=replace(plan.options, checkpointing=True))
+    assert expected(less)["activations"] < 0.5 * expected(plan)["activations"]
