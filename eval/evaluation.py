@@ -311,7 +311,25 @@ def _identity(source: Source) -> dict[str, Any]:
         "method": made.get("method"),
         "calibration_hash": made.get("calibration_hash"),
         "calibration_context": calibration.get("max_context") or calibration.get("context"),
+        "healing": _healing(source, made),
     }
+
+
+def _healing(source: Source, made: dict[str, Any]) -> list[dict[str, float]] | None:
+    """The curve of the healing that made the model: tokens, and mean nats of text that was held out; None without one.
+
+    Raises:
+        Failure: It is not what healing writes.
+    """
+    if (healing := made.get("healing")) is None:
+        return None
+    try:
+        return [{key: float(point[key]) for key in ("tokens", "kl", "loss_nats")} for point in healing["curve"]]
+    except (TypeError, KeyError, ValueError):
+        raise Failure(
+            f"conversion.json of {source.reference} is damaged: its healing has no curve",
+            hint="restore it, or take it away: it only says how the model was made",
+        ) from None
 
 
 def _made(source: Source) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Lines:
 
     Attributes:
         title: What the vertical axis shows, with its unit.
-        below: What the horizontal axis shows. Its values double from one to the next.
+        below: What the horizontal axis shows. Its values are evenly spaced: they double, or differ by the same.
         ticks: The values of the horizontal axis.
         lines: The name of each line, and its values.
     """

@@ -13,6 +13,9 @@ Model = dict[str, Any]
 Report = dict[str, Any]
 
 
+_POINTS = 12  # at most, of a curve
+
+
 class Section(NamedTuple):
     """A table of a report.
 
@@ -86,6 +89,7 @@ def sections(report: Report) -> list[Section]:
         _models(report),
         *_by_position(report["models"], report["protocol"]["context"]),
         *(section for other in report.get("other_contexts", []) for section in _at_context(other)),
+        *(section for index, model in enumerate(report["models"]) for section in _healing(index, model)),
         *_recall(report.get("recall")),
         *_tasks(report.get("tasks")),
     ]
@@ -125,6 +129,24 @@ def _by_position(models: list[Model], context: int) -> Iterator[Section]:
     chart = Lines("loss over the source (nats)", "position in the block, up to", [place["to"] for place in places], losses)
     note = "Loss over the source’s on tokens that are predicted at these positions of their blocks."
     yield Section(f"positions-{context}", f"Loss by position, blocks of {context:,}", header, rows, note=note, chart=chart)
+
+
+def _healing(index: int, model: Model) -> Iterator[Section]:
+    """The curve of the healing that made a model; nothing for others."""
+    points = model.get("healing") or []
+    if len(points) < 2:
+        return
+    points = points[:: -(-len(points) // _POINTS)]
+    name, tokens = printable(model["name"]), [int(point["tokens"]) for point in points]
+    lines = [
+        ("KL to the teacher", [point["kl"] for point in points]),
+        ("loss over the teacher", [point["loss_nats"] for point in points]),
+    ]
+    header = [f"healing of {name} (nats)", *(f"{count:,} tokens" for count in tokens)]
+    rows = [[label, *(fixed(value) for value in values)] for label, values in lines]
+    chart = Lines("on held-out blocks of the training text (nats)", "tokens of training", tokens, lines)
+    note = "Measured while it was trained, on blocks that no step saw, which chose the learning rate and the weights."
+    yield Section(f"healing-{index}", f"Healing of {name}", header, rows, note=note, chart=chart)
 
 
 def _recall(found: Report | None) -> Iterator[Section]:

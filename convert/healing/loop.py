@@ -21,7 +21,7 @@ _PATIENCE = 4  # points without a new best one
 
 
 def healed(
-    plan: HealPlan, trainer: Trainer, states: States, kept: Callable[[], object], progress: Progress
+    plan: HealPlan, trainer: Trainer, states: States, kept: Callable[[Progressed], object], progress: Progress
 ) -> tuple[Progressed, dict[str, torch.Tensor]]:
     """Choose a learning rate, and train until the steps are done or gain nothing any more.
 
@@ -29,11 +29,12 @@ def healed(
         plan: The plan.
         trainer: Of the student; with a state on disk, it goes on from there.
         states: Where states are kept.
-        kept: Called when there is a state that a resumed run can use.
+        kept: Called when there is a state that a resumed run can use, with what it holds.
         progress: Called with the tokens seen.
 
     Returns:
-        The curve, and the best weights by name; none if those of the converted checkpoint are the best.
+        The curve, and the best weights by name; none if those of the converted checkpoint are the best, and in processes that
+        write nothing.
     """
     progressed = states.load()
     if progressed is None:
@@ -66,10 +67,8 @@ def healed(
             point = _point(trainer, progressed.step, rate_now, sum(losses) / len(losses), per_step)
             losses = []
             progressed.curve.append(point)
-            if progressed.best is point:
-                states.save_best(point.step)
             states.save(progressed)
-            kept()
+            kept(progressed)
             if len(progressed.curve) - 1 - progressed.curve.index(progressed.best) >= _PATIENCE:
                 _tell(
                     trainer,
@@ -83,7 +82,7 @@ def healed(
     if not progressed.best.step:
         _tell(trainer, logging.WARNING, "healing gained nothing on held-out blocks: the weights stay as they are")
         return progressed, {}
-    return progressed, states.best(progressed.best.step)
+    return progressed, states.best(progressed.best.step) if trainer.leads else {}
 
 
 def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) -> tuple[float, dict[str, float]]:
@@ -126,5 +125,5 @@ def _point(trainer: Trainer, step: int, rate: float, train_kl: float | None, per
 
 def _tell(trainer: Trainer, level: int, message: str, *values: object) -> None:
     """Log a message, if this is the process that does."""
-    if trainer.accelerator.is_main_process:
+    if trainer.leads:
         _log.log(level, message, *values)

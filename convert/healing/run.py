@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from attention.padding import pad_values
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded
+from convert.checkpoint.writer import write_whole
 from convert.execute.publish import Clock, copy_companions, write_record
 from convert.execute.record import versions
 from convert.healing.batches import TrainingText, encoded
@@ -24,7 +26,7 @@ from convert.healing.loop import healed
 from convert.healing.memory import expected
 from convert.healing.plan import HealPlan
 from convert.healing.record import record_of
-from convert.healing.states import States
+from convert.healing.states import Progressed, States
 from convert.healing.student import compute_layers_again, fixed, trained, without_dropout
 from convert.healing.team import Team
 from convert.healing.training import Distillation, Schedule, Trainer
@@ -37,6 +39,7 @@ from eval.source import Source
 from eval.text import Text, Tokens
 
 _log = logging.getLogger("kvfold")
+_CURVE = "healing.jsonl"  # beside the weights
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, 
                 record = _healed(plan, text, reader, work, team, progress)
                 if evaluate_on:
                     work.keep()
-                    record |= {"evaluation": _evaluate(plan, work, evaluate_on, settings, progress)}
+                    record |= {"evaluation": _evaluate(plan, record, work, evaluate_on, settings, progress)}
                 page = card(plan, record)
                 record |= {"run": clock.run(plan.output.path, reader.fingerprint())}
                 write_record(work.path, record, page)
@@ -153,12 +156,18 @@ def _healed(
     """Train, and write everything but the record, which is returned."""
     work.require_space(_bytes_needed(plan, reader))
     _say_memory(plan)
-    with _memory(plan, work), _models(plan) as (student, teacher):
+    with _memory(plan, work), models(plan) as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         where = places(student, reader, names)
         team.tell(work.training)
         trainer = _trainer(plan, text, student, teacher, names, team)
-        progressed, weights = healed(plan, trainer, States(work.training, trainer), work.keep, progress)
+
+        def kept(progressed: Progressed) -> None:
+            work.keep()
+            lines = [json.dumps(point.as_dict()) + "\n" for point in progressed.curve]
+            write_whole(work.path / _CURVE, "".join(lines).encode())
+
+        progressed, weights = healed(plan, trainer, States(work.training, trainer), kept, progress)
     write(work.path, plan.converted.files, reader, weights, where, progress)
     shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
     copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")))
@@ -180,10 +189,10 @@ def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
     """What the other processes do: train, if there is anything to train."""
     if (states := team.told()) is None:
         return
-    with _models(plan) as (student, teacher):
+    with models(plan) as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         trainer = _trainer(plan, text, student, teacher, names, team)
-        healed(plan, trainer, States(states, trainer), lambda: None, silent)
+        healed(plan, trainer, States(states, trainer), lambda progressed: None, silent)
 
 
 def _bytes_needed(plan: HealPlan, reader: Reader) -> int:
@@ -193,7 +202,7 @@ def _bytes_needed(plan: HealPlan, reader: Reader) -> int:
 
 
 @contextlib.contextmanager
-def _models(plan: HealPlan) -> Iterator[tuple[Any, Any]]:
+def models(plan: HealPlan) -> Iterator[tuple[Any, Any]]:
     """The student in fp32 and the teacher, without gradients yet."""
     device = "cpu" if compute_device(plan.device).type == "cpu" else plan.device
     with (
@@ -242,7 +251,7 @@ def _warn_of_overlap(held_out: Text, evaluated: Tokens, seen: Tokens) -> None:
 
 
 def _evaluate(
-    plan: HealPlan, work: WorkDirectory, on: Text, settings: EvaluationSettings, progress: Progress
+    plan: HealPlan, record: dict[str, Any], work: WorkDirectory, on: Text, settings: EvaluationSettings, progress: Progress
 ) -> dict[str, Any]:
     """Source, converted and healed model on held-out text."""
     trusted = plan.converted.trust_remote_code
@@ -257,4 +266,8 @@ def _evaluate(
         ) from error
     for entry, path in zip(report["models"], (plan.teacher.reference, plan.converted.reference, "OUTPUT"), strict=True):
         entry["path"] = path  # the work directory's name must not get into the report
+    _, converted, healed_entry = report["models"]
+    curve = [{key: point[key] for key in ("tokens", "kl", "loss_nats")} for point in record["healing"]["curve"]]
+    known = ("method", "calibration_hash", "calibration_context")  # conversion.json does not exist yet to give these
+    healed_entry |= {key: converted[key] for key in known} | {"healing": curve}
     return report

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from attention.errors import Failure
 from convert.checkpoint.workdir import read_object
 from convert.checkpoint.writer import sync_directory, sync_tree, write_shard, write_whole
 from convert.healing.training import Point, Trainer
 
-_STATE, _BEST, _PROGRESS = "state-", "best", "progress.json"
+_STATE, _TRAINED, _PROGRESS, _BEST = "state-", "trained.pt", "progress.json", "best"
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Progressed:
 
 
 class States:
-    """The states of one healing, of which the last whole one counts.
+    """The states of one healing, of which the last whole one counts. One process writes them, and all read them.
 
     Args:
         directory: Where they are.
@@ -61,16 +62,15 @@ class States:
         self._directory, self._trainer = directory, trainer
 
     def save(self, progressed: Progressed) -> None:
-        """Keep the state, and forget the one before."""
-        accelerator = self._trainer.accelerator
-        new = self._directory / f"{_STATE}{progressed.step:08d}"
-        temporary = new.with_name(f"{new.name}.tmp")
-        if accelerator.is_main_process:
+        """Keep the state, and forget those before it. If its point is the best so far, keep its weights, too."""
+        if self._trainer.leads:
+            if progressed.best.step == progressed.step:
+                self._save_best(progressed.step)
+            new = self._directory / f"{_STATE}{progressed.step:08d}"
+            temporary = new.with_name(f"{new.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
-        accelerator.wait_for_everyone()
-        accelerator.save_state(str(temporary))
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
+            temporary.mkdir()
+            torch.save(self._trainer.state(), temporary / _TRAINED)
             write_whole(temporary / _PROGRESS, json.dumps(progressed.as_dict()).encode())
             sync_tree(temporary)
             temporary.rename(new)
@@ -78,31 +78,37 @@ class States:
             for old in self._directory.glob(f"{_STATE}*"):
                 if old != new:
                     shutil.rmtree(old, ignore_errors=True)
-        accelerator.wait_for_everyone()
+        self._trainer.accelerator.wait_for_everyone()
 
     def load(self) -> Progressed | None:
-        """Go back to the last state; None if there is none."""
+        """Go back to the last state; None if there is none.
+
+        Raises:
+            Failure: It is damaged.
+        """
         for state in sorted(self._directory.glob(f"{_STATE}*"), reverse=True):
             found = read_object(state / _PROGRESS)
             if state.suffix != ".tmp" and found is not None:
-                self._trainer.accelerator.load_state(str(state))
-                return Progressed.parse(found)
+                try:
+                    self._trainer.load(torch.load(state / _TRAINED, map_location="cpu", weights_only=True))
+                    return Progressed.parse(found)
+                except Exception as error:  # unpickling can fail in any way
+                    reason = " ".join(str(error).split())[:160]
+                    raise Failure(f"{state} is damaged: {reason}", hint="begin again with --overwrite") from error
         return None
-
-    def save_best(self, step: int) -> None:
-        """Keep the weights of this step as the best so far, beside the last best ones, which an older state may name."""
-        weights = self._trainer.weights_in_memory()
-        if self._trainer.accelerator.is_main_process:
-            write_shard(self._best(step), weights, {name: tensor.dtype for name, tensor in weights.items()})
-            kept = sorted(self._directory.glob(f"{_BEST}-*.safetensors"))
-            for old in kept[:-2]:
-                old.unlink()
 
     def best(self, step: int) -> dict[str, torch.Tensor]:
         """The weights that were kept for this step."""
         from safetensors.torch import load_file
 
         return load_file(self._best(step))
+
+    def _save_best(self, step: int) -> None:
+        """Keep the weights, and those of the best point before it, which the last state may name."""
+        weights = {name: weight.cpu() for name, weight in self._trainer.weights().items()}
+        write_shard(self._best(step), weights, {name: weight.dtype for name, weight in weights.items()})
+        for old in sorted(self._directory.glob(f"{_BEST}-*.safetensors"))[:-2]:
+            old.unlink()
 
     def _best(self, step: int) -> Path:
         return self._directory / f"{_BEST}-{step:08d}.safetensors"

@@ -161,9 +161,19 @@ class Trainer:
                 p.copy_(weights[name])
         self.optimiser.optimizer.state.clear()
 
-    def weights_in_memory(self) -> dict[str, torch.Tensor]:
-        """What trains, by name, in main memory."""
-        return {name: p.detach().to("cpu", copy=True) for name, p in self._weights.items()}
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes and reports."""
+        return bool(self.accelerator.is_main_process)
+
+    def state(self) -> dict[str, Any]:
+        """What trains, and what the optimiser knows."""
+        return {"weights": self.weights(), "optimiser": self.optimiser.optimizer.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go back to such a state."""
+        self.restore(state["weights"])
+        self.optimiser.optimizer.load_state_dict(state["optimiser"])
 
     def step(self, step: int, schedule: Schedule) -> float:
         """Take one step.

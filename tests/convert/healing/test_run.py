@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,10 +261,39 @@ def test_held_out_text_is_evaluated_and_warned_of(
     assert [entry["name"] for entry in done.report["models"]] == ["source", "converted", "healed"]
     assert done.report["models"][2]["kl_to_source"] < done.report["models"][1]["kl_to_source"]
     assert any("shares 100% of its runs with the training text" in line for line in warned())
+    assert len(done.report["models"][2]["healing"]) == len(done.curve)
+    assert done.report["models"][2]["method"] == "mean"
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| healed |" in card
     assert "## Loading" in card
     assert str(tmp_path / "out.partial") not in json.dumps(done.record["evaluation"] if done.record else "")
+
+
+def test_the_curve_is_beside_the_weights_and_in_reports(converted: Path, text: Path, tmp_path: Path) -> None:
+    from eval import evaluate
+
+    done = heal(converted, tmp_path / "out", text=text, **SIZES)
+    lines = (tmp_path / "out" / "healing.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == done.curve
+    report = evaluate(
+        [tmp_path / "source", tmp_path / "out"], text=text, context=16, max_tokens=64, device="cpu", output=tmp_path / "r"
+    )
+    assert [point["kl"] for point in report["models"][1]["healing"]] == [point["kl"] for point in done.curve]
+    assert report["models"][0]["healing"] is None
+    assert "healing of out (nats)" in (tmp_path / "r" / "report.md").read_text()
+    assert "Healing of out" in (tmp_path / "r" / "report.html").read_text()
+
+
+def test_two_processes_are_one_with_the_same_batch(converted: Path, text: Path, tmp_path: Path) -> None:
+    sizes = ["--tokens", "1280", "--context", 16, "--batch-tokens", 64, "--lr", "3e-3", "--device", "cpu", "--text", text]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "convert.cli"]
+    command = [*launch, "heal", converted, tmp_path / "two", *sizes, "--json"]
+    launched = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120)
+    assert launched.returncode == 0, launched.stderr
+    one = heal(converted, tmp_path / "one", text=text, **SIZES)
+    curve = json.loads(launched.stdout)["conversion"]["healing"]["curve"]  # one process reports
+    assert [point["kl"] for point in curve] == pytest.approx([point["kl"] for point in one.curve], rel=1e-3)
+    assert launched.stderr.count("info: step 20:") == 1
 
 
 def test_the_same_command_twice_gives_the_same_bytes(converted: Path, text: Path, tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""What a step of healing costs beside a plain training step with the teacher's forward pass, and its memory beside the plan's.
+
+    python benchmarks/heal.py CONVERTED --text FILE [--teacher MODEL] [--context 512] [--batch-tokens 2048] [--rounds 5]
+
+The plain step is what one writes first: both models' logits for the whole batch, KL, `backward`, `AdamW.step` on the same
+weights. Both run in this process on the same blocks, in turns. Memory is that of a process of its own, above its imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_llama import run
+
+from convert import heal
+from convert.healing.memory import expected
+from convert.healing.plan import HealPlan
+from convert.healing.run import models, training_text
+from convert.healing.student import fixed, trained
+from convert.healing.training import Distillation, Schedule, Trainer
+from eval.text import read_file
+
+IMPORTS = (
+    "import accelerate, torch, convert.healing.run, transformers.models.llama.modeling_llama, torch._subclasses.fake_tensor"
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("converted")
+    parser.add_argument("--teacher")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args(arguments)
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    with tempfile.TemporaryDirectory() as work:
+        sizes: dict[str, Any] = {"context": args.context, "batch_tokens": args.batch_tokens, "lr": 1e-5, "device": "cpu"}
+        sizes |= {"teacher": args.teacher, "text": args.text, "tokens": 4 * args.batch_tokens}
+        plan = heal(args.converted, Path(work, "out"), dry_run=True, **sizes).plan
+        speed(plan, args.text, args.rounds)
+        memory(plan, sizes)
+
+
+def speed(plan: HealPlan, file: Path, rounds: int) -> None:
+    """Seconds per step of both ways, in turns."""
+    from accelerate import Accelerator
+
+    text = training_text(plan, read_file(file))
+    with models(plan) as (student, teacher):
+        names = trained(student, plan.family, plan.spec.num_layers, "attention")
+        for name, parameter in student.named_parameters():
+            parameter.requires_grad_(name in names)
+        other = copy.deepcopy(student)
+        schedule = Schedule(4 * rounds, plan.batch, plan.at_once, 1e-5, 0.0, None, 0)
+        trainer = Trainer(
+            Accelerator(cpu=True),
+            Distillation(student, teacher, schedule, plan.converted.vocabulary),
+            text,
+            schedule,
+            fixed(student),
+        )
+        optimiser = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=1e-5)
+        plain_seconds, seconds = [], []
+        for step in range(rounds + 1):
+            began = time.perf_counter()
+            found = trainer.step(step, schedule)
+            middle = time.perf_counter()
+            ids = text.batch(step, plan.batch, schedule.seed)
+            loss = plain(other, teacher, ids)
+            optimiser.step()
+            optimiser.zero_grad()
+            ended = time.perf_counter()
+            assert abs(found - loss) <= 1e-3 * abs(loss) + 1e-6, f"the two losses differ: {found} and {loss}"
+            if step:  # the first one warms up
+                seconds.append(middle - began)
+                plain_seconds.append(ended - middle)
+    tokens = plan.batch * plan.context
+    ratio = statistics.median(a / b for a, b in zip(plain_seconds, seconds, strict=True))
+    rates = [tokens / statistics.median(found) for found in (plain_seconds, seconds)]
+    print(f"plain: {rates[0]:,.0f} tokens/s; heal: {rates[1]:,.0f} tokens/s")
+    print(f"heal is {ratio:.2f} × as fast (median of {rounds})")
+
+
+def plain(student: Any, teacher: Any, ids: torch.Tensor) -> float:
+    """Backward of the mean KL, by the models' own logits; returns it."""
+    with torch.no_grad():
+        expected_logits = teacher(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    found = student(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    loss = (expected_logits.exp() * (expected_logits - found)).sum(-1).mean()
+    loss.backward()
+    return float(loss.detach())
+
+
+def memory(plan: HealPlan, sizes: dict[str, Any]) -> None:
+    """The peak of a healing of four steps, above that of its imports, against the plan's."""
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in sizes.items()}
+    script = f"from convert import heal; heal({plan.converted.reference!r}, {str(plan.output.path)!r}, **{given!r})"
+    (_, imports), (_, peak) = (run([sys.executable, "-c", code]) for code in (IMPORTS, script))
+    planned, found = sum(expected(plan).values()), 1e6 * (peak - imports)
+    print(f"memory: planned {planned / 1e9:.2f} GB, measured {found / 1e9:.2f} GB ({planned / found:.2f} ×)")
+
+
+if __name__ == "__main__":
+    main()
