@@ -30,6 +30,7 @@ def facts(plan: HealPlan, passes: float) -> dict[str, Any]:
         "top_k": o.top_k,
         "checkpointing": o.checkpointing,
         "memory_bytes": expected(plan),
+        "notes": list(plan.notes),
         "output": str(plan.output.path),
     }
 
@@ -70,4 +71,5 @@ def _lines(plan: HealPlan, passes: float) -> list[str]:
         + (f" + {o.ce:g} × cross-entropy" if o.ce else ""),
         f"{plan.tokens} tokens in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
         f"trains {'the attention and the norms before it' if o.train == 'attention' else 'all weights'}; {rate}",
+        *plan.notes,
     ]

@@ -155,6 +155,8 @@ def _healed(
 ) -> dict[str, Any]:
     """Train, and write everything but the record, which is returned."""
     work.require_space(_bytes_needed(plan, reader))
+    for note in plan.notes:
+        _log.info(note)
     _say_memory(plan)
     with _memory(plan, work), models(plan) as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
