@@ -58,7 +58,7 @@ def speed(plan: HealPlan, file: Path, rounds: int) -> None:
     from accelerate import Accelerator
 
     text = training_text(plan, read_file(file))
-    with models(plan) as (student, teacher):
+    with models(plan, "cpu") as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, "attention")
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(name in names)

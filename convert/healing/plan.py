@@ -116,8 +116,8 @@ class HealPlan:
         if not isinstance(options, dict) or "refine" in options or "converted" in options:
             return ()
         return (
-            "its layers were not refined: convert with --refine 300 first, which takes half to two thirds of the loss from small "
-            "models, at a lower cost",
+            "its layers were not refined: convert with --refine 300 first, which takes half to two thirds of the loss from "
+            "small models, at a lower cost",
         )
 
     def rates(self, loss: float) -> list[float]:

@@ -158,7 +158,7 @@ def _healed(
     for note in plan.notes:
         _log.info(note)
     _say_memory(plan)
-    with _memory(plan, work), models(plan) as (student, teacher):
+    with _memory(plan, work), models(plan, team.device) as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         where = places(student, reader, names)
         team.tell(work.training)
@@ -191,7 +191,7 @@ def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
     """What the other processes do: train, if there is anything to train."""
     if (states := team.told()) is None:
         return
-    with models(plan) as (student, teacher):
+    with models(plan, team.device) as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         trainer = _trainer(plan, text, student, teacher, names, team)
         healed(plan, trainer, States(states, trainer), lambda progressed: None, silent)
@@ -204,9 +204,8 @@ def _bytes_needed(plan: HealPlan, reader: Reader) -> int:
 
 
 @contextlib.contextmanager
-def models(plan: HealPlan) -> Iterator[tuple[Any, Any]]:
+def models(plan: HealPlan, device: str) -> Iterator[tuple[Any, Any]]:
     """The student in fp32 and the teacher, without gradients yet."""
-    device = "cpu" if compute_device(plan.device).type == "cpu" else plan.device
     with (
         load(plan.teacher, EvaluationSettings(device=device)) as teacher,
         load(plan.converted, EvaluationSettings(device=device, dtype="float32")) as student,

@@ -35,6 +35,8 @@ class Team:
         from accelerate import Accelerator
 
         device = compute_device(plan.device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # accelerate takes the current one
         mixed = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
         accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
         kind = str(accelerator.distributed_type).rpartition(".")[-1]
@@ -54,6 +56,12 @@ class Team:
     def leads(self) -> bool:
         """Whether this process is the one that reads options, writes files and shows progress."""
         return bool(self.accelerator.is_main_process)
+
+    @property
+    def device(self) -> str:
+        """The device that this process trains on."""
+        device = self.accelerator.device
+        return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.current_device()}"
 
     def tell(self, states: Path | None) -> None:
         """Tell the others where states are, and so to train; or None, that there is nothing to do."""

@@ -1,0 +1,120 @@
+"""One step: its gradients are those of a plain one, its rates follow the schedule, and what is fixed stays."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny import tiny_config, tiny_model
+
+from convert.families import family_of
+from convert.healing.batches import TrainingText
+from convert.healing.student import fixed, trained
+from convert.healing.training import Distillation, Schedule, Trainer
+from eval.text import Tokens
+
+SCHEDULE = Schedule(steps=10, batch=4, at_once=2, rate=1e-2, ce=0.0, top_k=None, seed=0)
+
+
+def text(vocabulary: int = 96) -> TrainingText:
+    ids = torch.randint(4, vocabulary, (16 * 40,), generator=torch.Generator().manual_seed(2))
+    return TrainingText.of(Tokens("random", ids, len(ids), 1.0, None), 16, 10**6, 4)
+
+
+def trainer(student: Any, teacher: Any, schedule: Schedule = SCHEDULE, part: str = "attention") -> Trainer:
+    names = trained(student, family_of(student.config.model_type).for_config(student.config), 3, part)
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(name in names)
+    module = Distillation(student, teacher.requires_grad_(False), schedule, 96)
+    return Trainer(Accelerator(cpu=True), module, text(), schedule, fixed(student))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ce", [0.0, 0.5])
+def test_gradients_of_all_weights_are_those_of_plain_logits(tied: bool, ce: float) -> None:
+    config = tiny_config("llama", tie_word_embeddings=tied)
+    student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
+    ids = text().batch(0, 4, 0)
+    schedule = Schedule(10, 4, 4, 1e-2, ce, None, 0)
+    Distillation(student, teacher, schedule, 96)(ids).backward()
+    found = {name: p.grad for name, p in student.named_parameters()}
+    student.zero_grad()
+    logits = student(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    expected = teacher(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    loss = (expected.exp() * (expected - logits)).sum()
+    loss = loss + ce * torch.nn.functional.nll_loss(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    for name, parameter in student.named_parameters():
+        assert parameter.grad is not None
+        largest = float(parameter.grad.abs().max())
+        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-4 * largest, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_step_is_one_of_adamw_on_the_mean_of_all_tokens() -> None:
+    config = tiny_config("llama")
+    student, other, teacher = tiny_model(config, 1), tiny_model(config, 1), tiny_model(config, 2)
+    stepping = trainer(student, teacher)
+    weights = {name: p for name, p in other.named_parameters() if "self_attn" in name or "input_layernorm" in name}
+    other.requires_grad_(False)
+    for parameter in weights.values():
+        parameter.requires_grad_(True)
+    groups = [
+        {"params": [p for p in weights.values() if (p.ndim > 1) == matrix], "weight_decay": 0.01 * matrix}
+        for matrix in (True, False)
+    ]
+    optimiser = torch.optim.AdamW(groups, lr=SCHEDULE.rate * SCHEDULE.share(0), betas=(0.9, 0.95))
+    ids = text().batch(0, 4, 0)
+    expected = teacher(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    logits = other(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    loss = (expected.exp() * (expected - logits)).sum(-1).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+    optimiser.step()
+    assert stepping.step(0, SCHEDULE) == pytest.approx(float(loss.detach()), rel=1e-5)
+    for name, weight in stepping.weights().items():
+        torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_what_is_fixed_stays_under_all_steps() -> None:
+    teacher, student = tiny_model(tiny_config("llama")), tiny_model(tiny_config("deepseek_v3", q_lora_rank=80))
+    stepping = trainer(student, teacher)
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    for step in range(5):
+        stepping.step(step, SCHEDULE)
+    after, masks = dict(student.named_parameters()), fixed(student)
+    assert masks
+    for name, mask in masks.items():
+        assert torch.equal(after[name][mask], before[name][mask]), name
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "model.layers.0.self_attn.kv_a_proj_with_mqa.weight" in changed
+    assert changed == set(stepping.weights())
+
+
+def test_a_state_brings_back_everything() -> None:
+    config = tiny_config("llama")
+    one = trainer(tiny_model(config, 1), tiny_model(config, 2))
+    one.step(0, SCHEDULE)
+    state = one.state()
+    state["optimiser"] = {
+        **state["optimiser"],
+        "state": {k: {n: v.clone() for n, v in s.items()} for k, s in state["optimiser"]["state"].items()},
+    }
+    one.step(1, SCHEDULE)
+    other = trainer(tiny_model(config, 1), tiny_model(config, 2))
+    other.load(state)
+    other.step(1, SCHEDULE)
+    assert all(torch.equal(weight, other.weights()[name]) for name, weight in one.weights().items())
+
+
+def test_the_rate_rises_and_falls() -> None:
+    schedule = Schedule(1000, 1, 1, 1.0, 0.0, None, 0)
+    shares = [schedule.share(step) for step in range(1000)]
+    assert shares[0] == 0.1
+    assert shares[9] == shares[10] == 1
+    assert shares[504] == pytest.approx(0.5, abs=0.01)
+    assert shares[999] < 1e-4
+    assert all(a >= b for a, b in itertools.pairwise(shares[10:]))
+    assert Schedule(1, 1, 1, 1.0, 0.0, None, 0).share(0) == 1
