@@ -1,4 +1,4 @@
-"""How much memory a healing will take, from configs alone.
+"""How much memory and disk space a healing will take, from configs alone.
 
 What autograd keeps of a forward pass is counted in one that computes nothing: torch's fake tensors have shapes and no values.
 """
@@ -26,24 +26,37 @@ if TYPE_CHECKING:
 
 _FP32 = 4
 _PER_WEIGHT = 4  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and a copy while rates are tried
+_KEPT = 8  # fp32 numbers on disk for each: two states of a weight and its moments, two copies of the best weights
 _OF_LOGITS = 5  # fp32 copies of the logits that exist at once: of both models, their logarithms, a gradient
 
 
 def expected(plan: HealPlan) -> dict[str, int]:
     """Bytes of each part, at the time when most is held; on a GPU, of that GPU."""
-    model = empty_model(plan.converted.config, plan.converted.trust_remote_code)
-    names = set(of_part(model, plan.family, plan.spec.num_layers, plan.options.train))
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    training = sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
+    model, names = _model(plan)
     kept = "float32" if compute_device(plan.device).type == "cpu" else plan.teacher.dtype
     trusted = plan.teacher.trust_remote_code
     return {
-        "student": _FP32 * weights,
+        "student": _FP32 * sum(parameter.numel() for parameter in model.parameters()),
         "teacher": dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted),
-        "training": _FP32 * _PER_WEIGHT * training,
+        "training": _FP32 * _PER_WEIGHT * _count(model, names),
         "activations": _activations(plan, names),
         "logits": _FP32 * _OF_LOGITS * VALUES_AT_ONCE,
     }
+
+
+def disk(plan: HealPlan) -> int:
+    """Bytes on disk while it runs, besides the result."""
+    return _FP32 * _KEPT * _count(*_model(plan))
+
+
+def _model(plan: HealPlan) -> tuple[Any, set[str]]:
+    """The student without values, and the names of what trains, with those few of which nothing may change."""
+    model = empty_model(plan.converted.config, plan.converted.trust_remote_code)
+    return model, set(of_part(model, plan.family, plan.spec.num_layers, plan.options.train))
+
+
+def _count(model: Any, names: Collection[str]) -> int:
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
 
 
 def _activations(plan: HealPlan, names: Collection[str]) -> int:

@@ -23,7 +23,7 @@ from convert.execute.record import versions
 from convert.healing.batches import TrainingText, encoded
 from convert.healing.card import card
 from convert.healing.loop import healed
-from convert.healing.memory import expected
+from convert.healing.memory import disk, expected
 from convert.healing.plan import HealPlan
 from convert.healing.record import record_of
 from convert.healing.states import Progressed, States
@@ -154,7 +154,7 @@ def _healed(
     plan: HealPlan, text: TrainingText, reader: Reader, work: WorkDirectory, team: Team, progress: Progress
 ) -> dict[str, Any]:
     """Train, and write everything but the record, which is returned."""
-    work.require_space(_bytes_needed(plan, reader))
+    work.require_space(sum(info.nbytes for info in reader.infos.values()) + disk(plan))
     for note in plan.notes:
         _log.info(note)
     _say_memory(plan)
@@ -195,12 +195,6 @@ def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         trainer = _trainer(plan, text, student, teacher, names, team)
         healed(plan, trainer, States(states, trainer), lambda progressed: None, silent)
-
-
-def _bytes_needed(plan: HealPlan, reader: Reader) -> int:
-    """Disk space for the result and for two states: weights, gradients' moments and the best weights, in fp32."""
-    values = sum(info.nbytes // info.dtype.itemsize for info in reader.infos.values())
-    return sum(info.nbytes for info in reader.infos.values()) + 2 * 4 * 5 * values
 
 
 @contextlib.contextmanager

@@ -70,7 +70,10 @@ class States:
             temporary = new.with_name(f"{new.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            torch.save(self._trainer.state(), temporary / _TRAINED)
+            try:
+                torch.save(self._trainer.state(), temporary / _TRAINED)
+            except RuntimeError as error:  # which torch raises where a disk is full
+                raise OSError(f"cannot write {temporary / _TRAINED}: {str(error).splitlines()[0][:160]}") from error
             write_whole(temporary / _PROGRESS, json.dumps(progressed.as_dict()).encode())
             sync_tree(temporary)
             temporary.rename(new)

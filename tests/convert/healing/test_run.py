@@ -227,6 +227,29 @@ def test_without_memory_it_says_what_takes_less_and_goes_on(
     assert done.curve[-1]["step"] == 20
 
 
+def test_a_full_disk_leaves_what_can_be_resumed(
+    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attention.errors import Failure
+
+    whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
+    save, calls = torch.save, [0]
+
+    def full(*arguments: Any, **options: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
+        save(*arguments, **options)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(Failure, match=r"stopped: cannot write .*file write failed") as error:
+        heal(converted, tmp_path / "out", text=text, **SIZES)
+    assert "--resume" in str(error.value.hint)
+    done = heal(converted, tmp_path / "out", text=text, resume=True, **SIZES)
+    assert done.curve == whole.curve
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
 def test_layers_computed_again_give_the_same(converted: Path, text: Path, tmp_path: Path) -> None:
     plain = heal(converted, tmp_path / "plain", text=text, **SIZES)
     again = heal(converted, tmp_path / "again", text=text, checkpointing=True, **SIZES)
