@@ -18,6 +18,7 @@ from eval.progress import Progress, stage
 _log = logging.getLogger("kvfold")
 _EXACT = 1e-6  # nats of KL: what arithmetic in fp32 leaves
 _PATIENCE = 4  # points without a new best one
+_ALIKE = 1.02  # times the smallest KL
 
 
 def healed(
@@ -102,11 +103,16 @@ def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) 
                 sums = trainer.measure()
                 tried[f"{rate:.2e}"] = sums.kl / sums.tokens
             trainer.restore(weights)
-    best = min(tried, key=lambda name: tried[name], default=f"{rates[0]:.2e}")
-    _tell(
-        trainer, logging.INFO, "learning rate %s of %s", best, ", ".join(f"{name} (KL {kl:.4f})" for name, kl in tried.items())
-    )
+    best = _largest(tried) or f"{rates[0]:.2e}"
+    listed = ", ".join(f"{name} (KL {kl:.4f})" for name, kl in tried.items())
+    _tell(trainer, logging.INFO, "learning rate %s of %s", best, listed)
     return float(best), tried
+
+
+def _largest(tried: dict[str, float]) -> str | None:
+    """The largest rate that is about as good as the best: what a short trial finds best is too small for a long training."""
+    least = min(tried.values(), default=0.0)
+    return max((name for name, kl in tried.items() if kl <= _ALIKE * least), key=float, default=None)
 
 
 def _point(trainer: Trainer, step: int, rate: float, train_kl: float | None, per_step: int = 0) -> Point:
