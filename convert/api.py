@@ -389,7 +389,10 @@ def heal(
     _require_range("context", 2 if context is None else context, 2)
     _require_range("ce", ce, 0)
     _require_range("seed", seed, 0, 2**32 - 1)
-    rate = None if lr == "auto" else float(lr)
+    try:
+        rate = None if lr == "auto" else float(lr)
+    except ValueError:
+        raise Refusal(f"lr is {lr!r}; it must be a number, or auto") from None
     _require_range("lr", 1.0 if rate is None else rate, 1e-12, 1.0)
     given = _given(text, dataset)
     options = HealOptions(

@@ -16,6 +16,7 @@ from attention.errors import Failure
 from attention.spread import evenly_spread
 from eval.text import Text, Tokens, tokenize
 
+_SOMETHING = re.compile(r"\S")
 _PIECE = 2**20  # characters that are encoded at a time: encoding takes about a hundred times their size
 _HELD_OUT = 50  # one token of so many
 _MOST_HELD_OUT = 32768  # tokens
@@ -35,7 +36,7 @@ def _pieces(text: str) -> Iterator[str]:
         end = min(start + _PIECE, len(text))
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
-        if len(text) - end < _PIECE // 64 or not re.search(r"\S", text[end:]):
+        if len(text) - end < _PIECE // 64 or not _SOMETHING.search(text, end):
             end = len(text)  # no short piece at the end: it may have too few tokens
         yield text[start:end]
         start = end

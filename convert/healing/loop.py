@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,21 +21,41 @@ _PATIENCE = 4  # points without a new best one
 _ALIKE = 1.02  # times the smallest KL
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a healing came to.
+
+    Attributes:
+        progressed: The rate and the curve.
+        after: The point of the weights as they are written.
+        weights: These, by name; empty if those of the converted checkpoint stay.
+    """
+
+    progressed: Progressed
+    after: Point
+    weights: dict[str, torch.Tensor]
+
+
 def healed(
-    plan: HealPlan, trainer: Trainer, states: States, kept: Callable[[Progressed], object], progress: Progress
-) -> tuple[Progressed, dict[str, torch.Tensor]]:
+    plan: HealPlan,
+    trainer: Trainer,
+    states: States,
+    stored: Mapping[str, torch.dtype],
+    kept: Callable[[Progressed], object],
+    progress: Progress,
+) -> Outcome:
     """Choose a learning rate, and train until the steps are done or gain nothing any more.
 
     Args:
         plan: The plan.
         trainer: Of the student; with a state on disk, it goes on from there.
         states: Where states are kept.
-        kept: Called when there is a state that a resumed run can use, with what it holds.
+        stored: The dtype that each parameter is written in, by its name.
+        kept: Called after each state is saved, with the progress.
         progress: Called with the tokens seen.
 
-    Returns:
-        The curve, and the best weights by name; none if those of the converted checkpoint are the best, and in processes that
-        write nothing.
+    Raises:
+        Failure: A loss is not finite, or a weight overflows in the dtype that it is written in.
     """
     progressed = states.load()
     if progressed is None:
@@ -49,7 +69,7 @@ def healed(
                 plan.teacher.name,
                 start.kl,
             )
-            return Progressed(0.0, {}, [start]), {}
+            return Outcome(Progressed(0.0, {}, [start]), start, {})
         rate, tried = _chosen(plan, trainer, start, progress)
         progressed = Progressed(rate, tried, [start])
     schedule = replace(trainer.schedule, rate=progressed.rate)
@@ -58,7 +78,7 @@ def healed(
         if progressed.step:
             done(progressed.step * per_step)
         losses: list[float] = []
-        while progressed.step < plan.steps:
+        while progressed.step < plan.steps and not _stale(progressed):
             losses.append(trainer.step(progressed.step, schedule))
             progressed.step += 1
             done(per_step)
@@ -70,20 +90,36 @@ def healed(
             progressed.curve.append(point)
             states.save(progressed)
             kept(progressed)
-            if len(progressed.curve) - 1 - progressed.curve.index(progressed.best) >= _PATIENCE:
-                _tell(
-                    trainer,
-                    logging.INFO,
-                    "no gain since step %d: stopped after step %d of %d",
-                    progressed.best.step,
-                    point.step,
-                    plan.steps,
+    if progressed.step < plan.steps:
+        _tell(trainer, logging.INFO, "no gain since step %d: stopped after step %d of %d",
+              progressed.best.step, progressed.step, plan.steps)  # fmt: skip
+    return _outcome(trainer, progressed, states, stored)
+
+
+def _outcome(trainer: Trainer, progressed: Progressed, states: States, stored: Mapping[str, torch.dtype]) -> Outcome:
+    """The best weights, rounded as they will be written, and measured so."""
+    start, best = progressed.curve[0], progressed.best
+    if best.step:
+        rounded = {name: weight.to(stored[name]) for name, weight in states.best(best.step).items()}
+        for name, weight in rounded.items():
+            if not bool(weight.isfinite().all()):
+                kind = str(weight.dtype).removeprefix("torch.")
+                raise Failure(
+                    f"{name} overflows in {kind}, in which the converted checkpoint is stored",
+                    hint="convert with --dtype bfloat16 or float32, and heal that",
                 )
-                break
-    if not progressed.best.step:
-        _tell(trainer, logging.WARNING, "healing gained nothing on held-out blocks: the weights stay as they are")
-        return progressed, {}
-    return progressed, states.best(progressed.best.step) if trainer.leads else {}
+        trainer.restore({name: weight.float() for name, weight in rounded.items()})
+        sums = trainer.measure()
+        after = replace(best, kl=sums.kl / sums.tokens, loss_nats=(sums.student - sums.teacher) / sums.tokens)
+        if after.kl < start.kl:
+            return Outcome(progressed, after, rounded)
+    _tell(trainer, logging.WARNING, "healing gained nothing on held-out blocks: the weights stay as they are")
+    return Outcome(progressed, start, {})
+
+
+def _stale(progressed: Progressed) -> bool:
+    """Whether the last points brought no new best one."""
+    return len(progressed.curve) - 1 - progressed.curve.index(progressed.best) >= _PATIENCE
 
 
 def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) -> tuple[float, dict[str, float]]:
@@ -103,7 +139,13 @@ def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) 
                 sums = trainer.measure()
                 tried[f"{rate:.2e}"] = sums.kl / sums.tokens
             trainer.restore(weights)
-    best = _largest(tried) or f"{rates[0]:.2e}"
+    best = _largest(tried)
+    if best is None:
+        listed = ", ".join(f"{rate:.1e}" for rate in rates)
+        raise Failure(
+            f"the loss is not finite after {plan.trial_steps} steps at any learning rate of {listed}",
+            hint="give a smaller one with --lr",
+        )
     listed = ", ".join(f"{name} (KL {kl:.4f})" for name, kl in tried.items())
     _tell(trainer, logging.INFO, "learning rate %s of %s", best, listed)
     return float(best), tried
@@ -115,9 +157,9 @@ def _largest(tried: dict[str, float]) -> str | None:
     return max((name for name, kl in tried.items() if kl <= _ALIKE * least), key=float, default=None)
 
 
-def _point(trainer: Trainer, step: int, rate: float, train_kl: float | None, per_step: int = 0) -> Point:
+def _point(trainer: Trainer, step: int, rate: float, train_loss: float | None, per_step: int = 0) -> Point:
     sums = trainer.measure()
-    point = Point(step, step * per_step, rate, train_kl, sums.kl / sums.tokens, (sums.student - sums.teacher) / sums.tokens)
+    point = Point(step, step * per_step, rate, train_loss, sums.kl / sums.tokens, (sums.student - sums.teacher) / sums.tokens)
     _tell(
         trainer,
         logging.INFO,

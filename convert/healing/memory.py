@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _FP32 = 4
 _PER_WEIGHT = 4  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and a copy while rates are tried
-_KEPT = 8  # fp32 numbers on disk for each: two states of a weight and its moments, two copies of the best weights
+_KEPT = 9  # fp32 numbers on disk for each: two states of a weight and its moments, three copies of the best weights
 _OF_LOGITS = 5  # fp32 copies of the logits that exist at once: of both models, their logarithms, a gradient
 
 
@@ -81,6 +81,9 @@ def _activations(plan: HealPlan, names: Collection[str]) -> int:
             parameter.requires_grad_(name in names)
         if plan.options.checkpointing:
             compute_layers_again(student)
+        for module in student.modules():
+            if isinstance(getattr(module, "rope_type", None), str):
+                module.rope_type = "default"  # others look at the values of positions, which are not there
         own = {tensor.untyped_storage()._cdata for tensor in (*student.parameters(), *student.buffers())}
         ids = torch.zeros(plan.at_once, plan.context, dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

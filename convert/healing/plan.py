@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
+from convert.checkpoint.loading import empty_model
+from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import check_output, recorded
 from convert.healing.rates import start_rate
+from convert.healing.student import of_part
+from convert.healing.weights import places
 from convert.planning.base import Output, readable
 from eval.capacity import count_parameters
 from eval.device import require_device
@@ -148,7 +152,8 @@ class HealPlan:
 
 
 def _place(source: Source) -> str:
-    return str(source.directory.resolve()) if source.directory else f"{source.repository}@{source.commit}"
+    place = source.file.absolute() if source.file else source.directory.resolve() if source.directory else None
+    return str(place) if place else f"{source.repository}@{source.commit}"
 
 
 def plan_heal(converted: Source, teacher: str | None, options: HealOptions, output: Output, device: str, seed: int) -> HealPlan:
@@ -166,6 +171,8 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
         Refusal: Configs or arguments do not allow it.
     """
     require_device(device)
+    if options.train not in PARTS:
+        raise Refusal(f"nothing trains {options.train!r} (choose {', '.join(PARTS)})")
     family = readable(converted)
     source = Source.parse(teacher or _named_teacher(converted), converted.trust_remote_code)
     source.refuse_remote_code()
@@ -174,6 +181,13 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
             f"the vocabularies of {converted.reference} ({converted.vocabulary} tokens) and its teacher {source.reference} "
             f"({source.vocabulary}) differ: their predictions cannot be compared",
             hint="--teacher names the model that it was converted from",
+        )
+    if options.top_k is not None and options.top_k > source.vocabulary:
+        raise Refusal(f"--top-k {options.top_k} is more than the {source.vocabulary} tokens of the vocabulary")
+    if not list(converted.files.glob("*.safetensors")):
+        raise Refusal(
+            f"{converted.reference} holds pickled weights, which heal does not write",
+            hint="load it with transformers, and save it with save_pretrained, as safetensors",
         )
     for other in (converted, source):
         check_output(output.path, other.directory, output.overwrite, output.resume)
@@ -184,6 +198,8 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
     steps = max(1, tokens // (batch * context))
     every = options.eval_every // (batch * context) if options.eval_every else -(-steps // _POINTS)
     spec = family.spec(converted.config)
+    model = empty_model(converted.config, converted.trust_remote_code)
+    places(model, Reader(converted.files), of_part(model, family, spec.num_layers, options.train))
     return HealPlan(
         converted, source, family, spec, output, options, context, batch, at_once, steps, max(1, every), device, seed
     )
@@ -205,6 +221,6 @@ def _named_teacher(converted: Source) -> str:
         raise Refusal(
             f"{converted.reference} has no conversion.json that names its source", hint="name the source with --teacher"
         )
-    if named.startswith("/") and not Path(named).is_dir():
+    if named.startswith("/") and not Path(named).exists():
         raise Refusal(f"{converted.reference} was made from {named}, which is not there", hint="name the source with --teacher")
     return named

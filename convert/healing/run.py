@@ -16,7 +16,7 @@ from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from attention.padding import pad_values
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded
+from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
 from convert.checkpoint.writer import write_whole
 from convert.execute.publish import Clock, copy_companions, write_record
 from convert.execute.record import versions
@@ -86,6 +86,12 @@ def training_text(plan: HealPlan, text: Text) -> TrainingText:
         Failure: It is too short, or the two models' tokenizers differ.
     """
     tokens = encoded(text, plan.converted.tokenizer())
+    largest, known = int(tokens.ids.max()), plan.converted.vocabulary
+    if largest >= known:
+        raise Failure(
+            f"the tokenizer of {plan.converted.reference} makes ids up to {largest}, its model knows {known}",
+            hint="the tokenizer's files are not this model's",
+        )
     start = replace(text, text=text.text[:4096])
     if not torch.equal(encoded(start, plan.teacher.tokenizer()).ids, encoded(start, plan.converted.tokenizer()).ids):
         raise Failure(
@@ -105,7 +111,8 @@ def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, 
     reader = Reader(plan.converted.files)
     if plan.output.resume and not plan.output.overwrite:
         known = recorded(plan.converted.files).get("calibration_hash")
-        if finished(plan.output.path, [plan.recipe()], known, reader.fingerprint()):
+        files = reader.fingerprint() | _teacher_files(plan)
+        if finished(plan.output.path, [plan.recipe()], known, files) and _same_text(plan, text):
             _log.warning("%s is finished already, there is nothing to do", plan.output.path)
             team.tell(None)
             return Healed(plan, recorded(plan.output.path))
@@ -122,7 +129,7 @@ def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, 
                     work.keep()
                     record |= {"evaluation": _evaluate(plan, record, work, evaluate_on, settings, progress)}
                 page = card(plan, record)
-                record |= {"run": clock.run(plan.output.path, reader.fingerprint())}
+                record |= {"run": clock.run(plan.output.path, reader.fingerprint() | _teacher_files(plan))}
                 write_record(work.path, record, page)
                 work.publish()
             work.discard()
@@ -135,16 +142,35 @@ def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, 
         ) from None
 
 
+def _teacher_files(plan: HealPlan) -> dict[str, list[int]]:
+    """The fingerprint of the teacher's weights."""
+    return {f"teacher/{file}": values for file, values in Reader(plan.teacher.files).fingerprint().items()}
+
+
+def _same_text(plan: HealPlan, text: TrainingText) -> bool:
+    """Whether the healing at OUTPUT was on this text.
+
+    Raises:
+        Refusal: It was on another one.
+    """
+    if recorded(plan.output.path)["healing"]["text_hash"] != text.tokens.hash:
+        raise Refusal(
+            f"OUTPUT {plan.output.path} exists already, and was trained on another text",
+            hint="choose another OUTPUT, or replace it with --overwrite",
+        )
+    return True
+
+
 def _inputs(plan: HealPlan, reader: Reader, text: TrainingText) -> dict[str, Any]:
     """Everything that the result depends on, which `--resume` compares."""
     ((command, options),) = plan.recipe().items()
     return {
         "command": command,
-        **{name: value for name, value in options.items() if name != "text"},
+        **without_text(options),
         "device": str(compute_device(plan.device)),
         "config": plan.converted.raw,
         "files": reader.fingerprint(),
-        "teacher_files": Reader(plan.teacher.files).fingerprint(),
+        "teacher_files": _teacher_files(plan),
         "text_hash": text.tokens.hash,
         "versions": versions(),
     }
@@ -154,7 +180,10 @@ def _healed(
     plan: HealPlan, text: TrainingText, reader: Reader, work: WorkDirectory, team: Team, progress: Progress
 ) -> dict[str, Any]:
     """Train, and write everything but the record, which is returned."""
-    work.require_space(sum(info.nbytes for info in reader.infos.values()) + disk(plan))
+    if any(work.training.iterdir()):
+        work.keep()  # states of an earlier run outlive whatever fails in this one
+    there = sum(file.stat().st_size for file in work.training.rglob("*") if file.is_file())
+    work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
     for note in plan.notes:
         _log.info(note)
     _say_memory(plan)
@@ -169,11 +198,15 @@ def _healed(
             lines = [json.dumps(point.as_dict()) + "\n" for point in progressed.curve]
             write_whole(work.path / _CURVE, "".join(lines).encode())
 
-        progressed, weights = healed(plan, trainer, States(work.training, trainer), kept, progress)
-    write(work.path, plan.converted.files, reader, weights, where, progress)
+        stored = {parameter: reader.infos[name].dtype for name, parameter in where.items()}
+        outcome = healed(plan, trainer, States(work.training, trainer), stored, kept, progress)
+        kept(outcome.progressed)  # also of a run that took no step
+        team.accelerator.free_memory()
+        del trainer
+    write(work.path, plan.converted.files, reader, outcome.weights, where, progress)
     shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
     copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")))
-    return record_of(plan, text, progressed, sorted(where) if weights else [])
+    return record_of(plan, text, outcome, sorted(where) if outcome.weights else [])
 
 
 def _say_memory(plan: HealPlan) -> None:
@@ -191,10 +224,13 @@ def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
     """What the other processes do: train, if there is anything to train."""
     if (states := team.told()) is None:
         return
+    reader = Reader(plan.converted.files)
     with models(plan, team.device) as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         trainer = _trainer(plan, text, student, teacher, names, team)
-        healed(plan, trainer, States(states, trainer), lambda progressed: None, silent)
+        where = places(student, reader, names)
+        stored = {parameter: reader.infos[name].dtype for name, parameter in where.items()}
+        healed(plan, trainer, States(states, trainer), stored, lambda progressed: None, silent)
 
 
 @contextlib.contextmanager
@@ -204,8 +240,7 @@ def models(plan: HealPlan, device: str) -> Iterator[tuple[Any, Any]]:
         load(plan.teacher, EvaluationSettings(device=device)) as teacher,
         load(plan.converted, EvaluationSettings(device=device, dtype="float32")) as student,
     ):
-        without_dropout(student.config)
-        yield pad_values(student.requires_grad_(False)), pad_values(teacher.requires_grad_(False))
+        yield pad_values(without_dropout(student).requires_grad_(False)), pad_values(teacher.requires_grad_(False))
 
 
 def _trainer(plan: HealPlan, text: TrainingText, student: Any, teacher: Any, names: list[str], team: Team) -> Trainer:
@@ -250,8 +285,8 @@ def _evaluate(
 ) -> dict[str, Any]:
     """Source, converted and healed model on held-out text."""
     trusted = plan.converted.trust_remote_code
-    healed = replace(Source.parse(str(work.path), trusted), label="healed")
-    sources = [replace(plan.teacher, label="source"), replace(plan.converted, label="converted"), healed]
+    result = replace(Source.parse(str(work.path), trusted), label="healed")
+    sources = [replace(plan.teacher, label="source"), replace(plan.converted, label="converted"), result]
     try:
         report = report_of(sources, on, settings, None, progress)
     except (Refusal, Failure) as error:
@@ -261,8 +296,8 @@ def _evaluate(
         ) from error
     for entry, path in zip(report["models"], (plan.teacher.reference, plan.converted.reference, "OUTPUT"), strict=True):
         entry["path"] = path  # the work directory's name must not get into the report
-    _, converted, healed_entry = report["models"]
+    _, converted, entry_of_result = report["models"]
     curve = [{key: point[key] for key in ("tokens", "kl", "loss_nats")} for point in record["healing"]["curve"]]
     known = ("method", "calibration_hash", "calibration_context")  # conversion.json does not exist yet to give these
-    healed_entry |= {key: converted[key] for key in known} | {"healing": curve}
+    entry_of_result |= {key: converted[key] for key in known} | {"healing": curve}
     return report

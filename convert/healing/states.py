@@ -101,7 +101,7 @@ class States:
         return None
 
     def best(self, step: int) -> dict[str, torch.Tensor]:
-        """The weights that were kept for this step."""
+        """The weights that were kept for this step, fp32 in main memory."""
         from safetensors.torch import load_file
 
         return load_file(self._best(step))

@@ -6,7 +6,7 @@ the zeros beside them: a latent behind a norm that is no longer neutral would be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -85,16 +85,17 @@ def _of_queries(down: Any, norm: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def without_dropout(config: Any) -> Any:
-    """A config none of whose parts drops anything: the student is compared with its teacher, token by token."""
-    for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
-        for name in _dropouts(vars(part)):
-            setattr(part, name, 0.0)
-    return config
+def without_dropout(model: Any) -> Any:
+    """The model with nothing dropped in any mode: the student is compared with its teacher, token by token.
 
-
-def _dropouts(names: Sequence[str] | Any) -> list[str]:
-    return [name for name in names if "dropout" in name or "pdrop" in name or name.endswith("_drop")]
+    Classes read rates of dropout from their config, keep copies in their layers, or have modules of it.
+    """
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    for part in {id(part): part for part in (*configs, *model.modules())}.values():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(part, nn.Dropout))):
+                setattr(part, name, 0.0)
+    return model
 
 
 def compute_layers_again(student: Any) -> None:

@@ -37,8 +37,14 @@ class Team:
         device = compute_device(plan.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # accelerate takes the current one
-        mixed = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
-        accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
+        mixed = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "no"
+        try:
+            accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
+        except ValueError as error:  # accelerate keeps one state for a process
+            raise Refusal(
+                f"accelerate does not take {device} with mixed precision {mixed!r}: {' '.join(str(error).split())[:160]}",
+                hint="this process has used accelerate in another way already; heal in a process of its own",
+            ) from error
         kind = str(accelerator.distributed_type).rpartition(".")[-1]
         if kind not in _TRIED:
             raise Refusal(

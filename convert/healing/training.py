@@ -1,4 +1,4 @@
-"""The loop of healing: steps of AdamW on KL to the teacher, measured on held-out blocks, and resumable after any step.
+"""Steps of AdamW on KL to the teacher, and measurements on held-out blocks.
 
 `Accelerator` drives it, so that one process and several run the same code. Every process takes its share of each step's
 blocks.
@@ -99,7 +99,7 @@ class Point:
         step: Steps taken.
         tokens: Tokens seen.
         rate: The learning rate of the last step.
-        train_kl: Mean loss of the steps since the last point; None before the first step.
+        train_loss: Mean loss of the steps since the last point; None before the first step.
         kl: Mean KL to the teacher on the held-out blocks.
         loss_nats: Mean loss over the teacher's there.
     """
@@ -107,7 +107,7 @@ class Point:
     step: int
     tokens: int
     rate: float
-    train_kl: float | None
+    train_loss: float | None
     kl: float
     loss_nats: float
 
@@ -155,7 +155,8 @@ class Trainer:
         return {name: p.detach().clone() for name, p in self._weights.items()}
 
     def restore(self, weights: dict[str, torch.Tensor]) -> None:
-        """Go back to such a copy, and forget what the optimiser knows."""
+        """Go back to such a copy, and forget gradients and what the optimiser knows."""
+        self.optimiser.zero_grad()
         with torch.no_grad():
             for name, p in self._weights.items():
                 p.copy_(weights[name])
@@ -209,7 +210,11 @@ class Trainer:
         return mean
 
     def measure(self) -> Sums:
-        """Sums over the held-out blocks."""
+        """Sums over the held-out blocks.
+
+        Raises:
+            Failure: They are not finite.
+        """
         blocks, sums = self._text.held_out, Sums()
         share = self._share(blocks)
         # All processes run the model equally often: one whose share is smaller takes a block that does not count.
@@ -221,6 +226,11 @@ class Trainer:
                 left -= min(left, len(part))
         values = torch.tensor((sums.kl, sums.student, sums.teacher, sums.tokens), dtype=torch.float64)
         kl, student, teacher, tokens = self._summed(values).tolist()
+        if not math.isfinite(kl + student + teacher):
+            raise Failure(
+                f"on held-out blocks, KL is {kl / tokens} and the losses are {student / tokens} and {teacher / tokens}",
+                hint="begin again with a smaller --lr and --overwrite; if it is so before the first step, a model is damaged",
+            )
         return Sums(kl, student, teacher, int(tokens))
 
     def _share(self, blocks: torch.Tensor) -> torch.Tensor:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention.errors import Failure
+from attention.errors import Failure, Refusal
 from convert.checkpoint.loading import ClassTensors
 from convert.checkpoint.reader import SAFETENSORS, Reader
 from convert.checkpoint.writer import write_shard
 from eval.progress import Progress, stage
 
 
-def places(model: Any, reader: Reader, names: list[str]) -> dict[str, str]:
+def places(model: Any, reader: Reader, names: Collection[str]) -> dict[str, str]:
     """Maps tensors of a checkpoint to the trained parameter that each holds; tied weights are in several tensors.
 
     Raises:
-        Failure: A trained parameter is not in the checkpoint as it is in the model.
+        Refusal: A trained parameter is made of several tensors.
+        Failure: A trained parameter is in no tensor.
     """
     tensors = ClassTensors(model, reader.infos)
     whose = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -28,10 +29,10 @@ def places(model: Any, reader: Reader, names: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in tensors.names:
         parameter = whose.get(id(state[name]))
-        if parameter not in names:
+        if parameter is None or parameter not in names:
             continue
         if tensors.is_converted(name):
-            raise Failure(
+            raise Refusal(
                 f"{name} is made of {len(tensors.sources(name))} tensors of the checkpoint, and cannot be written back",
                 hint="use --train attention",
             )
