@@ -24,7 +24,7 @@ def test_the_examples_of_the_api_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.getLogger("kvfold"), "handlers", [])
     blocks = re.findall(r"^```python\n(.*?)^```$", API.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     namespace: dict[str, object] = {}
     said = []
     for block in blocks:
@@ -32,10 +32,11 @@ def test_the_examples_of_the_api_run(
         said.append(capsys.readouterr().out)
     assert "my-model-gqa2 MHA GQA-2" in said[0]
     assert "MLA-96+32" in said[2]
-    assert "sweep/report/report.html" in said[3]
-    assert said[4].startswith("[8, 4, 2, 1]\nMHA ")
-    assert "cannot make 3 groups from 8 KV heads" in said[6]
-    assert re.match(r"fit: 0 of 6 layers\n(.*\n)*convert: (\d+) of \2 bytes\n$", said[7])
+    assert re.fullmatch(r"\d\.\d+ \d\.\d+\n", said[3])
+    assert "sweep/report/report.html" in said[4]
+    assert said[5].startswith("[8, 4, 2, 1]\nMHA ")
+    assert "cannot make 3 groups from 8 KV heads" in said[7]
+    assert re.match(r"fit: 0 of 6 layers\n(.*\n)*convert: (\d+) of \2 bytes\n$", said[8])
 
 
 def test_every_function_has_an_example() -> None:

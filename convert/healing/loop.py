@@ -18,7 +18,7 @@ from eval.progress import Progress, stage
 _log = logging.getLogger("kvfold")
 _EXACT = 1e-6  # nats of KL: what arithmetic in fp32 leaves
 _PATIENCE = 4  # points without a new best one
-_ALIKE = 1.02  # times the smallest KL
+_ALIKE = 1.1  # times the smallest KL
 
 
 @dataclass(frozen=True)

@@ -295,6 +295,7 @@ COMMANDS: dict[str, tuple[Any, Any, list[str]]] = {
     "gqa": (api, "gqa", ["MODEL", "OUTPUT", "--groups", "2"]),
     "mqa": (api, "mqa", ["MODEL", "OUTPUT"]),
     "mla": (api, "mla", ["MODEL", "OUTPUT"]),
+    "heal": (api, "heal", ["MODEL", "OUTPUT"]),
     "sweep": (api, "sweep", ["MODEL", "OUTPUT", "--evaluate", "TEXT"]),
     "plan": (api, "plan", ["MODEL"]),
     "inspect": (api, "inspect", ["MODEL"]),

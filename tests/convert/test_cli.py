@@ -147,7 +147,7 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
         ("a: {b: c", "is no YAML"),
         (
             "shrink: {model: x}",
-            "a recipe cannot run 'shrink' (choose bench, demo, eval, families, gqa, inspect, mla, mqa, plan, sweep)",
+            "a recipe cannot run 'shrink' (choose bench, demo, eval, families, gqa, heal, inspect, mla, mqa, plan, sweep)",
         ),
         ("run: {recipe: x}", "a recipe cannot run 'run'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
