@@ -329,6 +329,94 @@ def test_the_same_command_twice_gives_the_same_bytes(converted: Path, text: Path
         assert found[0] == found[1], path.name
 
 
+def test_states_outlive_a_resumed_run_that_fails(
+    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attention.errors import Failure, Interrupted
+
+    whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
+    stopping(monkeypatch, 7, KeyboardInterrupt())
+    with pytest.raises(Interrupted):
+        heal(converted, tmp_path / "out", text=text, **SIZES)
+    stopping(monkeypatch, 6, Failure("something else"))
+    with pytest.raises(Failure, match="something else"):
+        heal(converted, tmp_path / "out", text=text, resume=True, **SIZES)
+    done = heal(converted, tmp_path / "out", text=text, resume=True, **SIZES)
+    assert done.curve == whole.curve
+
+
+def test_a_rate_that_blows_up_leaves_nothing_behind(
+    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two largest of three rates give no finite loss; the gradients of these steps must not get into others."""
+    from convert.healing.training import Distillation, Schedule
+
+    run, share, rate = Distillation.forward, Schedule.share, [0.0]
+
+    def noted(self: Schedule, step: int) -> float:
+        rate[0] = self.rate
+        return share(self, step)
+
+    def broken(self: Any, ids: torch.Tensor, measured_blocks: int | None = None) -> Any:
+        found = run(self, ids, measured_blocks)
+        return found * torch.nan if measured_blocks is None and rate[0] > 2e-4 else found
+
+    monkeypatch.setattr(Schedule, "share", noted)
+    monkeypatch.setattr(Distillation, "forward", broken)
+    monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: 4e-4)
+    done = heal(converted, tmp_path / "out", text=text, **(SIZES | {"lr": "auto"}))
+    assert done.record is not None
+    assert list(done.record["healing"]["rates_tried"]) == ["1.33e-04"]
+    monkeypatch.undo()
+    plain = heal(converted, tmp_path / "plain", text=text, **(SIZES | {"lr": 1.33e-4}))
+    assert done.curve == plain.curve
+
+
+def test_a_finished_run_on_another_text_is_named(converted: Path, text: Path, tmp_path: Path) -> None:
+    heal(converted, tmp_path / "out", text=text, **SIZES)
+    with pytest.raises(ValueError, match="was trained on another text"):
+        heal(converted, tmp_path / "out", text=["another text " * 500], resume=True, **SIZES)
+
+
+def test_a_run_that_stopped_early_stays_so_when_resumed(
+    checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attention.errors import Failure
+    from convert.healing import run
+
+    mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=24, qk_rope_head_dim=8, method="svd")
+    sizes = SIZES | {"lr": 1.0}
+
+    def failing(*arguments: Any) -> None:
+        raise Failure("no evaluation today")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "report_of", failing)
+        with pytest.raises(Failure, match="the healing is done, its evaluation failed"):
+            heal(tmp_path / "mla", tmp_path / "out", text=text, evaluate=text, **sizes)
+    stopping(monkeypatch, 8, AssertionError("it trains on"))
+    done = heal(tmp_path / "mla", tmp_path / "out", text=text, resume=True, **sizes)
+    assert [point["step"] for point in done.curve] == [0, 2, 4, 6, 8]
+
+
+def test_figures_are_of_the_weights_that_are_written(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    mqa(checkpoint("llama"), tmp_path / "mqa", method="mean", dtype="bfloat16")
+    done = heal(tmp_path / "mqa", tmp_path / "out", text=text, **SIZES)
+    assert done.record is not None
+    after = done.record["healing"]["after"]
+    best = min(done.curve, key=lambda point: point["kl"])
+    assert after["step"] == best["step"]
+    assert after["kl"] != best["kl"]  # rounded to bfloat16
+    assert after["kl"] == pytest.approx(best["kl"], rel=0.05)
+    assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    # A healing of the result begins there.
+    again = heal(tmp_path / "out", tmp_path / "again", text=text, **SIZES)
+    assert again.curve[0]["kl"] == pytest.approx(after["kl"], rel=1e-5)
+    assert again.record is not None
+    assert again.record["conversion"]["recipe"]["mqa"]["method"] == "mean"
+    assert again.record["recipe"]["heal"]["teacher"] == str(tmp_path / "source")
+
+
 class TestRefusals:
     """What arguments and configs show is refused before weights are read."""
 
@@ -371,9 +459,21 @@ class TestRefusals:
             ({"ce": -1.0}, "ce is"),
             ({"device": "tpu"}, "no device 'tpu'|not supported"),
             ({"budget": "all", "tokens": None}, "no budget 'all'"),
+            ({"train": "everything"}, "nothing trains 'everything'"),
+            ({"lr": "fast"}, "lr is 'fast'"),
+            ({"top_k": 97}, "more than the 96 tokens"),
         ):
             with pytest.raises(ValueError, match=says):
                 heal(converted, tmp_path / "out", **(SIZES | {"text": text} | changes))
+
+    def test_pickled_weights_and_stacked_experts(self, checkpoint: Make, text: Path, tmp_path: Path) -> None:
+        mqa(checkpoint("mixtral"), tmp_path / "mqa", method="mean")
+        with pytest.raises(ValueError, match="cannot be written back"):
+            heal(tmp_path / "mqa", tmp_path / "out", text=text, train="all", dry_run=True, **SIZES)
+        torch.save(weights(tmp_path / "mqa"), tmp_path / "mqa" / "pytorch_model.bin")
+        (tmp_path / "mqa" / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match="holds pickled weights"):
+            heal(tmp_path / "mqa", tmp_path / "out", text=text, **SIZES)
 
     def test_another_tokenizer(self, converted: Path, text: Path, tmp_path: Path) -> None:
         save_tokenizer(converted, 64)

@@ -11,7 +11,7 @@ from tiny import random_model, tiny_config, tiny_model
 from attention.reference import latent_attention
 from convert.families import FAMILIES, family_of
 from convert.families.neutral import constants
-from convert.healing.student import fixed, trained, without_dropout
+from convert.healing.student import compute_layers_again, fixed, trained, without_dropout
 
 LAYER = "model.layers.0.self_attn."
 
@@ -122,7 +122,11 @@ def test_finite_differences_through_the_expanded_path() -> None:
     assert torch.autograd.gradcheck(run, weights)
 
 
-def test_nothing_is_dropped() -> None:
-    config = without_dropout(tiny_config("gpt2", resid_pdrop=0.1, attn_pdrop=0.2, embd_pdrop=0.3))
-    assert (config.resid_pdrop, config.attn_pdrop, config.embd_pdrop) == (0, 0, 0)
-    assert without_dropout(tiny_config("llama", attention_dropout=0.5)).attention_dropout == 0
+@pytest.mark.parametrize("model_type", ["opt", "gpt2", "llama", "biogpt", "xglm", "gpt_neox", "falcon"])
+def test_nothing_is_dropped(model_type: str) -> None:
+    keys = ("dropout", "attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "activation_dropout")
+    model = without_dropout(random_model(tiny_config(model_type, **dict.fromkeys(keys, 0.5))))
+    compute_layers_again(model)
+    ids = torch.arange(4, 20)[None]
+    for mode in (model, model.train()):
+        assert torch.equal(mode(ids).logits, mode(ids).logits)
