@@ -29,6 +29,7 @@ def card(plan: HealPlan, record: dict[str, Any]) -> str:
         command=_command(plan),
         record=record,
         healing=record["healing"],
+        bytes=record.get("kv_bytes_per_token"),
         evaluation=record.get("evaluation"),
         loading=_loading(before),
     )

@@ -287,6 +287,7 @@ def test_held_out_text_is_evaluated_and_warned_of(
     assert len(done.report["models"][2]["healing"]) == len(done.curve)
     assert done.report["models"][2]["method"] == "mean"
     card = (tmp_path / "out" / "README.md").read_text()
+    assert "→ 192 bytes per token (25.0 %), by method `mean`." in card
     assert "| healed |" in card
     assert "## Loading" in card
     assert str(tmp_path / "out.partial") not in json.dumps(done.record["evaluation"] if done.record else "")
