@@ -192,13 +192,13 @@ def _healed(
         where = places(student, reader, names)
         team.tell(work.training)
         trainer = _trainer(plan, text, student, teacher, names, team)
+        stored = _stored(reader, where)
 
         def kept(progressed: Progressed) -> None:
             work.keep()
             lines = [json.dumps(point.as_dict()) + "\n" for point in progressed.curve]
             write_whole(work.path / _CURVE, "".join(lines).encode())
 
-        stored = {parameter: reader.infos[name].dtype for name, parameter in where.items()}
         outcome = healed(plan, trainer, States(work.training, trainer), stored, kept, progress)
         kept(outcome.progressed)  # also of a run that took no step
         team.accelerator.free_memory()
@@ -228,9 +228,13 @@ def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
     with models(plan, team.device) as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         trainer = _trainer(plan, text, student, teacher, names, team)
-        where = places(student, reader, names)
-        stored = {parameter: reader.infos[name].dtype for name, parameter in where.items()}
+        stored = _stored(reader, places(student, reader, names))
         healed(plan, trainer, States(states, trainer), stored, lambda progressed: None, silent)
+
+
+def _stored(reader: Reader, where: dict[str, str]) -> dict[str, torch.dtype]:
+    """The dtype that each trained parameter is written in."""
+    return {parameter: reader.infos[name].dtype for name, parameter in where.items()}
 
 
 @contextlib.contextmanager
