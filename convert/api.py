@@ -359,7 +359,8 @@ def heal(
         top_k: How many of the teacher's probabilities count; None for all.
         eval_every: Tokens from one point of the curve to the next; None for a tenth of all.
         checkpointing: Compute layers again in the backward pass: slower, with less memory.
-        evaluate: Held-out text to measure perplexity on, which decides nothing: a UTF-8 file, or a list of strings.
+        evaluate: Held-out text to measure perplexity on in blocks of `context`, which decides nothing: a UTF-8 file, or a list
+            of strings.
         device: "auto", "cpu", "cuda", "cuda:1", …
         seed: For the order of blocks.
         overwrite: Replace a checkpoint at `output`.

@@ -102,7 +102,7 @@ def training_text(plan: HealPlan, text: Text) -> TrainingText:
 
 
 def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, progress: Progress) -> Healed:
-    clock, settings = Clock(), EvaluationSettings(device=plan.device)
+    clock, settings = Clock(), EvaluationSettings(contexts=(plan.context,), device=plan.device)
     if evaluate_on:
         _, held_out = prepare([plan.teacher, plan.converted], evaluate_on, settings)
     text = training_text(plan, given)

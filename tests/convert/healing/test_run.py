@@ -284,6 +284,7 @@ def test_held_out_text_is_evaluated_and_warned_of(
     assert [entry["name"] for entry in done.report["models"]] == ["source", "converted", "healed"]
     assert done.report["models"][2]["kl_to_source"] < done.report["models"][1]["kl_to_source"]
     assert any("shares 100% of its runs with the training text" in line for line in warned())
+    assert done.report["protocol"]["context"] == 16
     assert len(done.report["models"][2]["healing"]) == len(done.curve)
     assert done.report["models"][2]["method"] == "mean"
     card = (tmp_path / "out" / "README.md").read_text()
