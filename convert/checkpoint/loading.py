@@ -25,7 +25,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
-    """The causal LM of a config in fp32, with parameters on the meta device and buffers as the class computes them.
+    """The causal LM of a config in fp32: parameters on the meta device, tied as in the class, and buffers as it computes them.
 
     Raises:
         Failure: There is no causal LM of this config.
@@ -43,6 +43,7 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
                 f"transformers makes no causal LM of this {config.model_type} config: {type(error).__name__}: {reason}",
                 hint="its class must be one of AutoModelForCausalLM (auto_map names one in the checkpoint's own code)",
             ) from error
+    model.tie_weights()  # `init_empty_weights` makes two parameters of a tied one
     return keep_caps(model).eval().requires_grad_(False)
 
 

@@ -30,15 +30,20 @@ _KEPT = 9  # fp32 numbers on disk for each: two states of a weight and its momen
 _OF_LOGITS = 5  # fp32 copies of the logits that exist at once: of both models, their logarithms, a gradient
 
 
-def expected(plan: HealPlan) -> dict[str, int]:
-    """Bytes of each part, at the time when most is held; on a GPU, of that GPU."""
+def expected(plan: HealPlan, parts: int = 1) -> dict[str, int]:
+    """Bytes of each part, at the time when most is held; on a GPU, of that GPU.
+
+    Args:
+        plan: The plan.
+        parts: How many processes the weights are divided among.
+    """
     model, names = _model(plan)
     kept = "float32" if compute_device(plan.device).type == "cpu" else plan.teacher.dtype
     trusted = plan.teacher.trust_remote_code
     return {
-        "student": _FP32 * sum(parameter.numel() for parameter in model.parameters()),
-        "teacher": dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted),
-        "training": _FP32 * _PER_WEIGHT * _count(model, names),
+        "student": _FP32 * sum(parameter.numel() for parameter in model.parameters()) // parts,
+        "teacher": dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted) // parts,
+        "training": _FP32 * _PER_WEIGHT * _count(model, names) // parts,
         "activations": _activations(plan, names),
         "logits": _FP32 * _OF_LOGITS * VALUES_AT_ONCE,
     }

@@ -186,7 +186,7 @@ def _healed(
     work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
     for note in plan.notes:
         _log.info(note)
-    _say_memory(plan)
+    _say_memory(plan, team)
     with _memory(plan, work), models(plan, team.device) as (student, teacher):
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         where = places(student, reader, names)
@@ -209,9 +209,9 @@ def _healed(
     return record_of(plan, text, outcome, sorted(where) if outcome.weights else [])
 
 
-def _say_memory(plan: HealPlan) -> None:
-    device = compute_device(plan.device)
-    needed, free = sum(expected(plan).values()), free_memory(device)
+def _say_memory(plan: HealPlan, team: Team) -> None:
+    device, parts = compute_device(plan.device), team.accelerator.num_processes if team.shards else 1
+    needed, free = sum(expected(plan, parts).values()), free_memory(device)
     _log.info("takes about %.1f GB of memory on %s", needed / 1e9, device)
     if needed > free:
         _log.warning(

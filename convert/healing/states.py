@@ -14,7 +14,7 @@ import torch
 from attention.errors import Failure
 from convert.checkpoint.workdir import read_object
 from convert.checkpoint.writer import sync_directory, sync_tree, write_shard, write_whole
-from convert.healing.training import Point, Trainer
+from convert.healing.training import Point, State, Trainer
 
 _STATE, _TRAINED, _PROGRESS, _BEST = "state-", "trained.pt", "progress.json", "best"
 
@@ -63,15 +63,16 @@ class States:
 
     def save(self, progressed: Progressed) -> None:
         """Keep the state, and forget those before it. If its point is the best so far, keep its weights, too."""
+        state = self._trainer.state()
         if self._trainer.leads:
             if progressed.best.step == progressed.step:
-                self._save_best(progressed.step)
+                self._save_best(progressed.step, state.weights)
             new = self._directory / f"{_STATE}{progressed.step:08d}"
             temporary = new.with_name(f"{new.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             try:
-                torch.save(self._trainer.state(), temporary / _TRAINED)
+                torch.save(state._asdict(), temporary / _TRAINED)
             except RuntimeError as error:  # which torch raises where a disk is full
                 raise OSError(f"cannot write {temporary / _TRAINED}: {str(error).splitlines()[0][:160]}") from error
             write_whole(temporary / _PROGRESS, json.dumps(progressed.as_dict()).encode())
@@ -93,7 +94,7 @@ class States:
             found = read_object(state / _PROGRESS)
             if state.suffix != ".tmp" and found is not None:
                 try:
-                    self._trainer.load(torch.load(state / _TRAINED, map_location="cpu", weights_only=True))
+                    self._trainer.load(State(**torch.load(state / _TRAINED, map_location="cpu", weights_only=True)))
                     return Progressed.parse(found)
                 except Exception as error:  # unpickling can fail in any way
                     reason = " ".join(str(error).split())[:160]
@@ -106,9 +107,8 @@ class States:
 
         return load_file(self._best(step))
 
-    def _save_best(self, step: int) -> None:
+    def _save_best(self, step: int, weights: dict[str, torch.Tensor]) -> None:
         """Keep the weights, and those of the best point before it, which the last state may name."""
-        weights = {name: weight.cpu() for name, weight in self._trainer.weights().items()}
         write_shard(self._best(step), weights, {name: weight.dtype for name, weight in weights.items()})
         for old in sorted(self._directory.glob(f"{_BEST}-*.safetensors"))[:-2]:
             old.unlink()

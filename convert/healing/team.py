@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,30 @@ from attention.errors import Refusal
 from convert.healing.plan import HealPlan
 from eval.device import compute_device
 
-_TRIED = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's kinds of launches: one process, or DDP
+_TRIED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # accelerate's kinds of launches: one process, DDP or FSDP
+
+
+def fsdp_plugin() -> Any:
+    """The plugin for FSDP, if it was asked for: sharded layer by layer, with the numbers of one process.
+
+    Raises:
+        Refusal: It was asked for in its first version.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise Refusal(f"healing does not support FSDP {version}", hint="set fsdp_version to 2 in accelerate's config")
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        # Constants of latents are found in their values, so every process has to read the weights.
+        cpu_ram_efficient_loading=False,
+        # Autocast decides, as it does with one process; weights and gradients stay fp32 on their way.
+        mixed_precision_policy=MixedPrecisionPolicy(),
+    )
 
 
 @dataclass(frozen=True)
@@ -37,9 +61,10 @@ class Team:
         device = compute_device(plan.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # accelerate takes the current one
+        plugin = fsdp_plugin()
         mixed = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "no"
         try:
-            accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
+            accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed, fsdp_plugin=plugin)
         except ValueError as error:  # accelerate keeps one state for a process
             raise Refusal(
                 f"accelerate does not take {device} with mixed precision {mixed!r}: {' '.join(str(error).split())[:160]}",
@@ -49,7 +74,7 @@ class Team:
         if kind not in _TRIED:
             raise Refusal(
                 f"healing under {kind} was not tried, and could change constants of latents without an error",
-                hint="launch it with one process, or with several that hold a whole model each (DDP)",
+                hint="launch it with one process, with several that hold a whole model each (DDP), or with FSDP 2",
             )
         if plan.batch % accelerator.num_processes:
             raise Refusal(
@@ -64,9 +89,14 @@ class Team:
         return bool(self.accelerator.is_main_process)
 
     @property
+    def shards(self) -> bool:
+        """Whether each process holds a part of the weights only (FSDP)."""
+        return bool(self.accelerator.is_fsdp2)
+
+    @property
     def device(self) -> str:
-        """The device that this process trains on."""
-        device = self.accelerator.device
+        """The device that models are loaded to; parts of them go to this process's own later."""
+        device = torch.device("cpu") if self.shards else self.accelerator.device
         return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.current_device()}"
 
     def tell(self, states: Path | None) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from attention.errors import Failure
 from convert.healing.batches import TrainingText
 from convert.healing.distance import Sums, TopK, distance, measured
 from convert.healing.heads import hidden_states, logits_of
+from convert.healing.sharded import like, part, whole
 
 _BETAS, _DECAY, _CLIP = (0.9, 0.95), 0.01, 1.0
 _WARM = 0.01  # share of all steps
@@ -54,25 +56,25 @@ class Schedule:
 
 
 class Distillation(nn.Module):
-    """The student and its loss in one module, so that wrappers around it see every use of the student.
+    """The student, its teacher and the loss in one module, so that wrappers around it see every use of both.
 
     Args:
         student: A causal LM of transformers.
-        teacher: The source; no part of this module.
+        teacher: The source.
         schedule: Its `ce` and `top_k`.
         vocabulary: Of both.
     """
 
     def __init__(self, student: Any, teacher: Any, schedule: Schedule, vocabulary: int) -> None:
         super().__init__()
-        self.student = student
-        self._teacher, self._schedule, self._vocabulary = [teacher], schedule, vocabulary  # a list hides it from torch
-        outputs = student.get_output_embeddings()
-        self._of_head = [p for p in (outputs.parameters() if outputs else ()) if p.requires_grad]
+        self.student, self.teacher = student, teacher
+        self._schedule, self._vocabulary = schedule, vocabulary
+        # The classes of layers, which FSDP reads: it shards layer by layer.
+        self._no_split_modules = sorted({name for model in (student, teacher) for name in model._no_split_modules or ()})
 
     def forward(self, ids: torch.Tensor, measured_blocks: int | None = None) -> Any:
         """The summed loss of the tokens of `ids [B, T]` that have a predecessor; or `Sums` of the first blocks, if so asked."""
-        teacher, student = self._teacher[0], self.student
+        teacher, student = self.teacher, self.student
         count = len(ids) if measured_blocks is None else measured_blocks
         with torch.no_grad():
             states = hidden_states(teacher, ids)[:count, :-1].flatten(0, 1)
@@ -86,8 +88,10 @@ class Distillation(nn.Module):
             full = logits_of(teacher, states[span]).log_softmax(-1)
             return full if k is None else TopK.of(full, k)
 
+        outputs = student.get_output_embeddings()
+        of_head = [p for p in (outputs.parameters() if outputs else ()) if p.requires_grad]
         return distance(
-            hidden, lambda h: logits_of(student, h), expected, targets, self._vocabulary, self._schedule.ce, self._of_head
+            hidden, lambda h: logits_of(student, h), expected, targets, self._vocabulary, self._schedule.ce, of_head
         )
 
 
@@ -113,6 +117,18 @@ class Point:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class State(NamedTuple):
+    """Where a training is.
+
+    Attributes:
+        weights: What trains, by name.
+        optimiser: Its `state_dict`.
+    """
+
+    weights: dict[str, torch.Tensor]
+    optimiser: dict[str, Any]
 
 
 class Trainer:
@@ -148,18 +164,18 @@ class Trainer:
         self.module, self.optimiser = accelerator.prepare(distillation, optimiser)
         self._student = accelerator.unwrap_model(self.module).student
         self._weights = {name: p for name, p in self._student.named_parameters() if p.requires_grad}
-        self._masks = {name: mask.to(self._weights[name].device) for name, mask in masks.items()}
+        self._masks = {name: part(like(mask, self._weights[name])) for name, mask in masks.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of what trains, by name."""
+        """A copy of what trains, by name; of what this process holds of it."""
         return {name: p.detach().clone() for name, p in self._weights.items()}
 
-    def restore(self, weights: dict[str, torch.Tensor]) -> None:
-        """Go back to such a copy, and forget gradients and what the optimiser knows."""
+    def restore(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Go back to such a copy, or to whole weights; forget gradients and what the optimiser knows."""
         self.optimiser.zero_grad()
         with torch.no_grad():
             for name, p in self._weights.items():
-                p.copy_(weights[name])
+                p.copy_(like(weights[name], p))
         self.optimiser.optimizer.state.clear()
 
     @property
@@ -167,14 +183,34 @@ class Trainer:
         """Whether this is the process that writes and reports."""
         return bool(self.accelerator.is_main_process)
 
-    def state(self) -> dict[str, Any]:
-        """What trains, and what the optimiser knows."""
-        return {"weights": self.weights(), "optimiser": self.optimiser.optimizer.state_dict()}
+    def state(self) -> State:
+        """What trains, and what the optimiser knows, whole and in main memory; it may share that with what trains.
 
-    def load(self, state: dict[str, Any]) -> None:
+        Every process calls this, and the first one gets it.
+        """
+        optimiser = self.optimiser.optimizer.state_dict()
+        found = {place: self._kept(values) for place, values in optimiser["state"].items()}
+        return State(self._kept(self._weights), optimiser | {"state": found})
+
+    def _kept(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Whole tensors in main memory; none in processes that do not write."""
+        found = {}
+        for name, tensor in tensors.items():
+            gathered = whole(tensor)
+            if self.leads:
+                found[name] = gathered.cpu()
+        return found
+
+    def load(self, state: State) -> None:
         """Go back to such a state."""
-        self.restore(state["weights"])
-        self.optimiser.optimizer.load_state_dict(state["optimiser"])
+        self.restore(state.weights)
+        optimiser = self.optimiser.optimizer
+        places = [p for group in optimiser.param_groups for p in group["params"]]
+        found = {
+            place: {name: like(value, places[place]) if value.ndim else value for name, value in values.items()}
+            for place, values in state.optimiser["state"].items()
+        }
+        optimiser.load_state_dict(state.optimiser | {"state": found})
 
     def step(self, step: int, schedule: Schedule) -> float:
         """Take one step.
@@ -191,10 +227,10 @@ class Trainer:
         tokens, total = len(blocks) * (blocks.shape[1] - 1), torch.zeros((), dtype=torch.float64)
         world = self.accelerator.num_processes
         parts = list(self._share(blocks).split(schedule.at_once))
-        for index, part in enumerate(parts):
+        for index, ids in enumerate(parts):
             last = index == len(parts) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.module):
-                loss = self.module(part.to(self.accelerator.device))
+                loss = self._forward(ids)
                 total += loss.detach().double().cpu()
                 self.accelerator.backward(loss * (world / tokens))  # processes' gradients are averaged
         mean = float(self._summed(total)) / tokens
@@ -203,7 +239,7 @@ class Trainer:
         for name, mask in self._masks.items():
             grad = self._weights[name].grad
             assert grad is not None
-            grad.masked_fill_(mask, 0)
+            part(grad).masked_fill_(mask, 0)
         self.accelerator.clip_grad_norm_(list(self._weights.values()), _CLIP)
         self.optimiser.step()
         self.optimiser.zero_grad()
@@ -221,9 +257,9 @@ class Trainer:
         missing = -(-len(blocks) // self.accelerator.num_processes) - len(share)
         left = len(share)
         with torch.no_grad():
-            for part in torch.cat((share, blocks[:missing])).split(self.schedule.at_once):
-                sums = sums.plus(self.module(part.to(self.accelerator.device), measured_blocks=min(left, len(part))))
-                left -= min(left, len(part))
+            for ids in torch.cat((share, blocks[:missing])).split(self.schedule.at_once):
+                sums = sums.plus(self._forward(ids, min(left, len(ids))))
+                left -= min(left, len(ids))
         values = torch.tensor((sums.kl, sums.student, sums.teacher, sums.tokens), dtype=torch.float64)
         kl, student, teacher, tokens = self._summed(values).tolist()
         if not math.isfinite(kl + student + teacher):
@@ -232,6 +268,10 @@ class Trainer:
                 hint="begin again with a smaller --lr and --overwrite; if it is so before the first step, a model is damaged",
             )
         return Sums(kl, student, teacher, int(tokens))
+
+    def _forward(self, ids: torch.Tensor, measured_blocks: int | None = None) -> Any:
+        with self.accelerator.autocast():  # which FSDP does not do
+            return self.module(ids.to(self.accelerator.device), measured_blocks)
 
     def _share(self, blocks: torch.Tensor) -> torch.Tensor:
         """This process's part of blocks `[n, context]`."""

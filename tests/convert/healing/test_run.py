@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,16 +80,18 @@ def test_shards_stay_as_they_are(checkpoint: Make, text: Path, tmp_path: Path) -
             assert load_file(tmp_path / "out" / name).keys() == load_file(tmp_path / "mla" / name).keys()
 
 
-def test_tied_heads_stay_tied(checkpoint: Make, text: Path, tmp_path: Path) -> None:
-    source = checkpoint("llama", tie_word_embeddings=True)
-    mqa(source, tmp_path / "mqa", method="mean")
+@pytest.mark.parametrize("written", [False, True])  # some engines want the head in the file, too
+def test_tied_heads_stay_tied(written: bool, checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    mqa(checkpoint("llama", tie_word_embeddings=True), tmp_path / "mqa", method="mean")
     found = weights(tmp_path / "mqa")
-    # Some engines want the head in the file, too.
-    save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()}, tmp_path / "mqa" / "model.safetensors")
+    embeddings = found["model.embed_tokens.weight"]
+    if written:
+        save_file(found | {"lm_head.weight": embeddings.clone()}, tmp_path / "mqa" / "model.safetensors")
     heal(tmp_path / "mqa", tmp_path / "out", text=text, train="all", **SIZES)
     healed = weights(tmp_path / "out")
-    assert torch.equal(healed["lm_head.weight"], healed["model.embed_tokens.weight"])
-    assert not torch.equal(healed["lm_head.weight"], found["model.embed_tokens.weight"])
+    assert ("lm_head.weight" in healed) == written
+    assert torch.equal(healed.get("lm_head.weight", healed["model.embed_tokens.weight"]), healed["model.embed_tokens.weight"])
+    assert not torch.equal(healed["model.embed_tokens.weight"], embeddings)
 
 
 def test_constants_and_padding_of_a_latent_stay(checkpoint: Make, text: Path, tmp_path: Path) -> None:
@@ -307,18 +307,6 @@ def test_the_curve_is_beside_the_weights_and_in_reports(converted: Path, text: P
     assert report["models"][0]["healing"] is None
     assert "healing of out (nats)" in (tmp_path / "r" / "report.md").read_text()
     assert "Healing of out" in (tmp_path / "r" / "report.html").read_text()
-
-
-def test_two_processes_are_one_with_the_same_batch(converted: Path, text: Path, tmp_path: Path) -> None:
-    sizes = ["--tokens", "1280", "--context", 16, "--batch-tokens", 64, "--lr", "3e-3", "--device", "cpu", "--text", text]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "convert.cli"]
-    command = [*launch, "heal", converted, tmp_path / "two", *sizes, "--json"]
-    launched = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120)
-    assert launched.returncode == 0, launched.stderr
-    one = heal(converted, tmp_path / "one", text=text, **SIZES)
-    curve = json.loads(launched.stdout)["conversion"]["healing"]["curve"]  # one process reports
-    assert [point["kl"] for point in curve] == pytest.approx([point["kl"] for point in one.curve], rel=1e-3)
-    assert launched.stderr.count("info: step 20:") == 1
 
 
 def test_the_same_command_twice_gives_the_same_bytes(converted: Path, text: Path, tmp_path: Path) -> None:
