@@ -330,6 +330,7 @@ def heal(
     top_k: int | None = None,
     eval_every: int | str | None = None,
     checkpointing: bool = False,
+    track: str | None = None,
     evaluate: TextGiven | None = None,
     device: str = "auto",
     seed: int = 0,
@@ -359,6 +360,7 @@ def heal(
         top_k: How many of the teacher's probabilities count; None for all.
         eval_every: Tokens from one point of the curve to the next; None for a tenth of all.
         checkpointing: Compute layers again in the backward pass: slower, with less memory.
+        track: The tracker of accelerate that figures go to, such as "tensorboard" or "wandb"; files go to `output`.logs.
         evaluate: Held-out text to measure perplexity on in blocks of `context`, which decides nothing: a UTF-8 file, or a list
             of strings.
         device: "auto", "cpu", "cuda", "cuda:1", …
@@ -397,7 +399,16 @@ def heal(
     _require_range("lr", 1.0 if rate is None else rate, 1e-12, 1.0)
     given = _given(text, dataset)
     options = HealOptions(
-        given, budget=budget, context=context, lr=rate, train=train, ce=ce, top_k=top_k, checkpointing=checkpointing, **sizes
+        given,
+        budget=budget,
+        context=context,
+        lr=rate,
+        train=train,
+        ce=ce,
+        top_k=top_k,
+        checkpointing=checkpointing,
+        track=track,
+        **sizes,
     )
     source = Source.parse(str(converted), trust_remote_code)
     where = _output(output, None, MAX_SHARD_SIZE, overwrite, resume, None)

@@ -275,6 +275,11 @@ healing = _all(
         help="Add the cross-entropy of the text, times WEIGHT, to the KL.",
     ),
     click.option("--top-k", type=click.IntRange(1), metavar="K", help="Use only the K largest probabilities of the teacher."),
+    click.option(
+        "--track",
+        metavar="NAME",
+        help="Send figures to tensorboard, wandb or another tracker of accelerate; files go to OUTPUT.logs.",
+    ),
     click.option("--eval-every", type=Count(), metavar="N", help="Measure every N tokens.  [default: ten times]"),
     click.option("--checkpointing", is_flag=True, help="Compute layers again in the backward pass: slower, with less memory."),
     click.option(

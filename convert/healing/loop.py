@@ -82,6 +82,7 @@ def healed(
             losses.append(trainer.step(progressed.step, schedule))
             progressed.step += 1
             done(per_step)
+            trainer.accelerator.log({"train/loss": losses[-1]}, step=progressed.step * per_step)
             if progressed.step % plan.every and progressed.step < plan.steps:
                 continue
             rate_now = schedule.rate * schedule.share(progressed.step - 1)
@@ -160,6 +161,8 @@ def _largest(tried: dict[str, float]) -> str | None:
 def _point(trainer: Trainer, step: int, rate: float, train_loss: float | None, per_step: int = 0) -> Point:
     sums = trainer.measure()
     point = Point(step, step * per_step, rate, train_loss, sums.kl / sums.tokens, (sums.student - sums.teacher) / sums.tokens)
+    held_out = {"held_out/kl": point.kl, "held_out/loss_nats": point.loss_nats, "train/rate": rate}
+    trainer.accelerator.log(held_out, step=point.tokens)
     _tell(
         trainer,
         logging.INFO,

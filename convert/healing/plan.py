@@ -13,6 +13,7 @@ from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import check_output, recorded
 from convert.healing.rates import start_rate
 from convert.healing.student import of_part
+from convert.healing.tracking import require_tracker
 from convert.healing.weights import places
 from convert.planning.base import Output, readable
 from eval.capacity import count_parameters
@@ -52,6 +53,7 @@ class HealOptions:
         top_k: How many of the teacher's probabilities count.
         eval_every: Tokens from one point of the curve to the next.
         checkpointing: Whether layers are computed again in the backward pass, which saves memory.
+        track: The tracker that figures go to; None for none.
     """
 
     given: Mapping[str, str]
@@ -66,6 +68,7 @@ class HealOptions:
     top_k: int | None = None
     eval_every: int | None = None
     checkpointing: bool = False
+    track: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,11 @@ class HealPlan:
     def trial_steps(self) -> int:
         """Steps that each learning rate is tried for; none if the rate is given."""
         return 0 if self.options.lr is not None else max(_LEAST_TRIAL, round(_TRIAL * self.steps))
+
+    @property
+    def logs(self) -> Path:
+        """The directory of trackers that write files."""
+        return self.output.path.with_name(f"{self.output.path.name}.logs")
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -171,6 +179,8 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
         Refusal: Configs or arguments do not allow it.
     """
     require_device(device)
+    if options.track is not None:
+        require_tracker(options.track)
     if options.train not in PARTS:
         raise Refusal(f"nothing trains {options.train!r} (choose {', '.join(PARTS)})")
     family = readable(converted)

@@ -29,6 +29,7 @@ from convert.healing.record import record_of
 from convert.healing.states import Progressed, States
 from convert.healing.student import compute_layers_again, fixed, trained, without_dropout
 from convert.healing.team import Team
+from convert.healing.tracking import tracked
 from convert.healing.training import Distillation, Schedule, Trainer
 from convert.healing.weights import places, write
 from eval.device import compute_device, free_memory, out_of_memory
@@ -199,7 +200,8 @@ def _healed(
             lines = [json.dumps(point.as_dict()) + "\n" for point in progressed.curve]
             write_whole(work.path / _CURVE, "".join(lines).encode())
 
-        outcome = healed(plan, trainer, States(work.training, trainer), stored, kept, progress)
+        with tracked(team.accelerator, plan):
+            outcome = healed(plan, trainer, States(work.training, trainer), stored, kept, progress)
         kept(outcome.progressed)  # also of a run that took no step
         team.accelerator.free_memory()
         del trainer

@@ -64,7 +64,13 @@ class Team:
         plugin = fsdp_plugin()
         mixed = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "no"
         try:
-            accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed, fsdp_plugin=plugin)
+            accelerator = Accelerator(
+                cpu=device.type == "cpu",
+                mixed_precision=mixed,
+                fsdp_plugin=plugin,
+                log_with=plan.options.track,
+                project_dir=plan.logs,
+            )
         except ValueError as error:  # accelerate keeps one state for a process
             raise Refusal(
                 f"accelerate does not take {device} with mixed precision {mixed!r}: {' '.join(str(error).split())[:160]}",

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tokenizer, tiny_config, tiny_model
 
+from attention.errors import Refusal
 from convert import heal, mla, mqa
 from convert.healing.training import Trainer
 
@@ -307,6 +308,56 @@ def test_the_curve_is_beside_the_weights_and_in_reports(converted: Path, text: P
     assert report["models"][0]["healing"] is None
     assert "healing of out (nats)" in (tmp_path / "r" / "report.md").read_text()
     assert "Healing of out" in (tmp_path / "r" / "report.html").read_text()
+
+
+def test_a_tracker_gets_the_curve(converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import tracking
+
+    found: dict[str, Any] = {"logged": []}
+
+    class Tracker(tracking.GeneralTracker):  # type: ignore[misc]
+        name, requires_logging_directory = "wandb", True
+
+        def __init__(self, project: str, directory: Path) -> None:
+            super().__init__()
+            found["where"] = (project, directory)
+
+        def start(self) -> None: ...
+
+        @property
+        def tracker(self) -> Any:
+            return self
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            found["config"] = values
+
+        def log(self, values: dict[str, float], step: int | None = None, **options: Any) -> None:
+            found["logged"].append((step, values))
+
+        def finish(self) -> None:
+            found["finished"] = True
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
+    monkeypatch.setattr(tracking, "_available_trackers", [tracking.LoggerType.WANDB])
+    done = heal(converted, tmp_path / "out", text=text, track="wandb", **SIZES)
+    assert found["where"] == ("kvfold", tmp_path / "out.logs")
+    assert found["config"]["tokens"] == 1280
+    assert found["finished"]
+    curve = [(step, values["held_out/kl"]) for step, values in found["logged"] if "held_out/kl" in values]
+    assert curve == [(point["tokens"], point["kl"]) for point in done.curve]
+    assert sum("train/loss" in values for _, values in found["logged"]) == 20
+
+
+def test_trackers_that_are_not_there_are_refused_first(
+    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import tracking
+
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    with pytest.raises(Refusal, match="the package of the tracker wandb is not installed"):
+        heal(converted, tmp_path / "out", text=text, track="wandb", dry_run=True, **SIZES)
+    with pytest.raises(Refusal, match="accelerate knows no tracker 'pencil'"):
+        heal(converted, tmp_path / "out", text=text, track="pencil", dry_run=True, **SIZES)
 
 
 def test_the_same_command_twice_gives_the_same_bytes(converted: Path, text: Path, tmp_path: Path) -> None:
