@@ -24,8 +24,9 @@ from random_llama import run
 
 from convert import heal
 from convert.healing.memory import expected
+from convert.healing.models import running, student_of
 from convert.healing.plan import HealPlan
-from convert.healing.run import models, training_text
+from convert.healing.run import training_text
 from convert.healing.student import fixed, trained
 from convert.healing.training import Distillation, Schedule, Trainer
 from eval.text import read_file
@@ -58,15 +59,15 @@ def speed(plan: HealPlan, file: Path, rounds: int) -> None:
     from accelerate import Accelerator
 
     text = training_text(plan, read_file(file))
-    with models(plan, "cpu") as (student, teacher):
+    with running(plan, "cpu") as teacher, student_of(plan, "cpu") as student:
         names = trained(student, plan.family, plan.spec.num_layers, "attention")
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(name in names)
         other = copy.deepcopy(student)
-        schedule = Schedule(4 * rounds, plan.batch, plan.at_once, 1e-5, 0.0, None, 0)
+        schedule = Schedule(4 * rounds, plan.batch, plan.at_once, 1e-5, 0)
         trainer = Trainer(
             Accelerator(cpu=True),
-            Distillation(student, teacher, schedule, plan.converted.vocabulary),
+            Distillation(student, teacher, 0.0, plan.converted.vocabulary),
             text,
             schedule,
             fixed(student),
@@ -77,8 +78,8 @@ def speed(plan: HealPlan, file: Path, rounds: int) -> None:
             began = time.perf_counter()
             found = trainer.step(step, schedule)
             middle = time.perf_counter()
-            ids = text.batch(step, plan.batch, schedule.seed)
-            loss = plain(other, teacher, ids)
+            ids = text.blocks[text.batch(step, plan.batch, schedule.seed)]
+            loss = plain(other, teacher.model, ids)
             optimiser.step()
             optimiser.zero_grad()
             ended = time.perf_counter()

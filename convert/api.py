@@ -328,6 +328,7 @@ def heal(
     train: str = "attention",
     ce: float = 0.0,
     top_k: int | None = None,
+    teacher_cache: str | Path | None = None,
     eval_every: int | str | None = None,
     checkpointing: bool = False,
     track: str | None = None,
@@ -358,6 +359,7 @@ def heal(
         train: "attention", with the norms before it, or "all".
         ce: The weight of the cross-entropy beside the KL to the teacher.
         top_k: How many of the teacher's probabilities count; None for all.
+        teacher_cache: A directory to keep these in, so that the teacher is not in memory beside the student.
         eval_every: Tokens from one point of the curve to the next; None for a tenth of all.
         checkpointing: Compute layers again in the backward pass: slower, with less memory.
         track: The tracker of accelerate that figures go to, such as "tensorboard" or "wandb"; files go to `output`.logs.
@@ -406,6 +408,7 @@ def heal(
         train=train,
         ce=ce,
         top_k=top_k,
+        teacher_cache=None if teacher_cache is None else Path(teacher_cache),
         checkpointing=checkpointing,
         track=track,
         **sizes,

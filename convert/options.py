@@ -276,6 +276,12 @@ healing = _all(
     ),
     click.option("--top-k", type=click.IntRange(1), metavar="K", help="Use only the K largest probabilities of the teacher."),
     click.option(
+        "--teacher-cache",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Keep these in DIR, for all steps and later runs, so that the teacher is not in memory beside the student.",
+    ),
+    click.option(
         "--track",
         metavar="NAME",
         help="Send figures to tensorboard, wandb or another tracker of accelerate; files go to OUTPUT.logs.",

@@ -44,15 +44,17 @@ def _pieces(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Blocks to train on, and blocks to judge by.
+    """Blocks to train on, and blocks to judge by. Blocks are named by their places in the text.
 
     Attributes:
         tokens: The whole text.
-        train: `[n, context]`.
-        held_out: `[m, context]`, from all over the text; no step sees them.
+        blocks: `[n, context]`.
+        train: The places of those to train on, int64.
+        held_out: The places of the others, from all over the text; no step sees them.
     """
 
     tokens: Tokens
+    blocks: torch.Tensor
     train: torch.Tensor
     held_out: torch.Tensor
 
@@ -79,14 +81,18 @@ class TrainingText:
         aside = evenly_spread(held, len(blocks))
         rest = torch.ones(len(blocks), dtype=torch.bool)
         rest[aside] = False
-        return cls(tokens, blocks[rest], blocks[aside])
+        return cls(tokens, blocks, rest.nonzero().flatten(), torch.tensor(aside))
 
     def batch(self, step: int, size: int, seed: int) -> torch.Tensor:
-        """`[size, context]`, the blocks of a step: all blocks in random order, then all in another order, and so on."""
+        """`[size]`, the places of a step's blocks: of all blocks in random order, then of all in another order, and so on."""
         count = len(self.train)
         places = range(step * size, (step + 1) * size)
         orders = {turn: _order(count, seed, turn) for turn in {place // count for place in places}}
         return self.train[[orders[place // count][place % count] for place in places]]
+
+    def seen(self, steps: int, size: int, seed: int) -> torch.Tensor:
+        """The places of all blocks that some steps see, and of those to judge by, in order."""
+        return torch.cat([self.held_out, *(self.batch(step, size, seed) for step in range(steps))]).unique()
 
     def passes(self, steps: int, size: int) -> float:
         """How often steps of `size` blocks go over the text."""

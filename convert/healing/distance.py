@@ -17,36 +17,38 @@ VALUES_AT_ONCE = 2**23  # logits at a time
 _LEAST = 1e-12  # of the mass that is left beside the largest probabilities
 
 
-class TopK(NamedTuple):
-    """The teacher's largest log-probabilities.
+class Prediction(NamedTuple):
+    """What the teacher says of n tokens.
 
     Attributes:
-        values: `[n, k]`, fp32.
-        ids: `[n, k]`, the tokens that they are of.
+        values: Log-probabilities `[n, vocabulary]`, or the k largest of each, `[n, k]`; fp32.
+        ids: `[n, k]`, int64: the tokens that these are of; None for all.
+        losses: `[n]`: minus those of the tokens that follow, fp32.
     """
 
     values: torch.Tensor
-    ids: torch.Tensor
+    ids: torch.Tensor | None
+    losses: torch.Tensor
 
     @classmethod
-    def of(cls, full: torch.Tensor, k: int) -> TopK:
-        """Of log-probabilities `[n, vocabulary]`."""
-        return cls(*full.topk(k, -1))
+    def of(cls, logits: torch.Tensor, targets: torch.Tensor, k: int | None = None) -> Prediction:
+        """Of logits `[n, vocabulary]` and the tokens that follow, `[n]`; None for all, or the k largest."""
+        full = logits.log_softmax(-1)
+        losses = nll_loss(full, targets, reduction="none")
+        return cls(full, None, losses) if k is None else cls(*full.topk(k, -1), losses)
 
     def distances(self, found: torch.Tensor) -> torch.Tensor:
-        """`[n]`, the KL to `found [n, vocabulary]`, all other tokens counted as one: never more than the KL itself."""
+        """`[n]`, the KL of each to log-probabilities `found [n, vocabulary]`.
+
+        With the k largest, all other tokens count as one, which is never more than the KL itself.
+        """
+        if self.ids is None:
+            return (self.values.exp() * (self.values - found)).sum(-1)
         mine, theirs = self.values.exp(), found.gather(-1, self.ids)
         rest = (1 - mine.sum(-1)).clamp_min(0)
         other = (1 - theirs.exp().sum(-1)).clamp_min(_LEAST)
         beside = torch.where(rest > _LEAST, rest * (rest.clamp_min(_LEAST).log() - other.log()), 0)
         return (mine * (self.values - theirs)).sum(-1) + beside
-
-
-def distances(expected: torch.Tensor | TopK, found: torch.Tensor) -> torch.Tensor:
-    """`[n]`, KL(teacher ‖ student) of each token; log-probabilities `[n, vocabulary]` in fp32."""
-    if isinstance(expected, TopK):
-        return expected.distances(found)
-    return (expected.exp() * (expected - found)).sum(-1)
 
 
 @dataclass
@@ -63,8 +65,8 @@ class Sums:
         return Sums(self.kl + other.kl, self.student + other.student, self.teacher + other.teacher, self.tokens + other.tokens)
 
 
-# A span of tokens → the teacher's log-probabilities of these: all, or the largest.
-Expected = Callable[[slice], torch.Tensor | TopK]
+# A span of tokens → what the teacher says of these.
+Expected = Callable[[slice], Prediction]
 # Hidden states `[n, E]` → logits `[n, vocabulary]`, fp32.
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -89,7 +91,7 @@ def distance(
     Args:
         hidden: The student's hidden states, `[N, E]`.
         head: Makes its logits.
-        expected: The teacher's log-probabilities.
+        expected: What the teacher says.
         targets: `[N]`, the tokens that follow.
         vocabulary: How many tokens there are.
         ce: The weight of the cross-entropy.
@@ -124,7 +126,7 @@ class _Chunked(torch.autograd.Function):
             with torch.enable_grad():
                 states = hidden[span].detach().requires_grad_(True)
                 found = head(states).log_softmax(-1)
-                loss = distances(teacher, found).sum()
+                loss = teacher.distances(found).sum()
                 if ce:
                     loss = loss + ce * nll_loss(found, targets[span], reduction="sum")
                 slopes[span], *others = torch.autograd.grad(loss, [states, *parameters])
@@ -141,15 +143,13 @@ class _Chunked(torch.autograd.Function):
         return slopes * scale, None, None, None, None, None, *(found * scale for found in of_parameters)
 
 
-def measured(
-    hidden: torch.Tensor, head: Head, teacher: Head, states: torch.Tensor, targets: torch.Tensor, vocabulary: int
-) -> Sums:
-    """Sums over N tokens, without gradients; `hidden` and `states` are the student's and the teacher's hidden states."""
+def measured(hidden: torch.Tensor, head: Head, expected: Expected, targets: torch.Tensor, vocabulary: int) -> Sums:
+    """Sums over N tokens, without gradients. Arguments as of `distance`."""
     sums = Sums(tokens=len(targets))
     with torch.no_grad():
         for span in spans(len(hidden), vocabulary):
-            expected, found = teacher(states[span]).log_softmax(-1), head(hidden[span]).log_softmax(-1)
-            sums.kl += distances(expected, found).double().sum().item()
+            teacher, found = expected(span), head(hidden[span]).log_softmax(-1)
+            sums.kl += teacher.distances(found).double().sum().item()
             sums.student += nll_loss(found, targets[span], reduction="sum").item()
-            sums.teacher += nll_loss(expected, targets[span], reduction="sum").item()
+            sums.teacher += teacher.losses.double().sum().item()
     return sums

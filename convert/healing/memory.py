@@ -42,7 +42,9 @@ def expected(plan: HealPlan, parts: int = 1) -> dict[str, int]:
     trusted = plan.teacher.trust_remote_code
     return {
         "student": _FP32 * sum(parameter.numel() for parameter in model.parameters()) // parts,
-        "teacher": dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted) // parts,
+        "teacher": 0
+        if plan.options.teacher_cache
+        else dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted) // parts,
         "training": _FP32 * _PER_WEIGHT * _count(model, names) // parts,
         "activations": _activations(plan, names),
         "logits": _FP32 * _OF_LOGITS * VALUES_AT_ONCE,

@@ -51,6 +51,7 @@ class HealOptions:
         train: One of `PARTS`.
         ce: The weight of the cross-entropy beside the KL.
         top_k: How many of the teacher's probabilities count.
+        teacher_cache: The directory that keeps what the teacher says, so that it is not in memory beside the student.
         eval_every: Tokens from one point of the curve to the next.
         checkpointing: Whether layers are computed again in the backward pass, which saves memory.
         track: The tracker that figures go to; None for none.
@@ -66,6 +67,7 @@ class HealOptions:
     train: str = PARTS[0]
     ce: float = 0.0
     top_k: int | None = None
+    teacher_cache: Path | None = None
     eval_every: int | None = None
     checkpointing: bool = False
     track: str | None = None
@@ -194,6 +196,11 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
         )
     if options.top_k is not None and options.top_k > source.vocabulary:
         raise Refusal(f"--top-k {options.top_k} is more than the {source.vocabulary} tokens of the vocabulary")
+    if options.teacher_cache is not None and options.top_k is None:
+        raise Refusal(
+            f"--teacher-cache keeps the teacher's largest probabilities, not all {source.vocabulary} of each token",
+            hint="say how many with --top-k, such as 64",
+        )
     if not list(converted.files.glob("*.safetensors")):
         raise Refusal(
             f"{converted.reference} holds pickled weights, which heal does not write",

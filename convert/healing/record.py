@@ -41,7 +41,7 @@ def record_of(plan: HealPlan, text: TrainingText, outcome: Outcome, healed: list
             "text_hash": text.tokens.hash,
             "tokens": progressed.curve[-1].tokens,
             "passes": text.passes(progressed.step, plan.batch),
-            "held_out_tokens": text.held_out.numel(),
+            "held_out_tokens": len(text.held_out) * plan.context,
             "rate": progressed.rate,
             "rates_tried": progressed.tried,
             "before": {"kl": first.kl, "loss_nats": first.loss_nats},

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from attention.padding import pad_values
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
@@ -24,16 +23,16 @@ from convert.healing.batches import TrainingText, encoded
 from convert.healing.card import card
 from convert.healing.loop import healed
 from convert.healing.memory import disk, expected
+from convert.healing.models import student_of, teacher_of, trainer_of
 from convert.healing.plan import HealPlan
 from convert.healing.record import record_of
 from convert.healing.states import Progressed, States
-from convert.healing.student import compute_layers_again, fixed, trained, without_dropout
+from convert.healing.student import trained
 from convert.healing.team import Team
 from convert.healing.tracking import tracked
-from convert.healing.training import Distillation, Schedule, Trainer
 from convert.healing.weights import places, write
 from eval.device import compute_device, free_memory, out_of_memory
-from eval.evaluation import EvaluationSettings, load, prepare, report_of
+from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.overlap import WARN_ABOVE, shared_share
 from eval.progress import Progress, silent
 from eval.source import Source
@@ -188,11 +187,11 @@ def _healed(
     for note in plan.notes:
         _log.info(note)
     _say_memory(plan, team)
-    with _memory(plan, work), models(plan, team.device) as (student, teacher):
+    team.tell(work.training)
+    with _memory(plan, work), teacher_of(plan, text, team, progress) as teacher, student_of(plan, team.device) as student:
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         where = places(student, reader, names)
-        team.tell(work.training)
-        trainer = _trainer(plan, text, student, teacher, names, team)
+        trainer = trainer_of(plan, text, student, teacher, names, team)
         stored = _stored(reader, where)
 
         def kept(progressed: Progressed) -> None:
@@ -227,9 +226,9 @@ def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
     if (states := team.told()) is None:
         return
     reader = Reader(plan.converted.files)
-    with models(plan, team.device) as (student, teacher):
+    with teacher_of(plan, text, team, silent) as teacher, student_of(plan, team.device) as student:
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
-        trainer = _trainer(plan, text, student, teacher, names, team)
+        trainer = trainer_of(plan, text, student, teacher, names, team)
         stored = _stored(reader, places(student, reader, names))
         healed(plan, trainer, States(states, trainer), stored, lambda progressed: None, silent)
 
@@ -237,28 +236,6 @@ def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
 def _stored(reader: Reader, where: dict[str, str]) -> dict[str, torch.dtype]:
     """The dtype that each trained parameter is written in."""
     return {parameter: reader.infos[name].dtype for name, parameter in where.items()}
-
-
-@contextlib.contextmanager
-def models(plan: HealPlan, device: str) -> Iterator[tuple[Any, Any]]:
-    """The student in fp32 and the teacher, without gradients yet."""
-    with (
-        load(plan.teacher, EvaluationSettings(device=device)) as teacher,
-        load(plan.converted, EvaluationSettings(device=device, dtype="float32")) as student,
-    ):
-        yield pad_values(without_dropout(student).requires_grad_(False)), pad_values(teacher.requires_grad_(False))
-
-
-def _trainer(plan: HealPlan, text: TrainingText, student: Any, teacher: Any, names: list[str], team: Team) -> Trainer:
-    """The trainer of a student, whose parameters of these names train."""
-    parameters, o = dict(student.named_parameters()), plan.options
-    for name in names:
-        parameters[name].requires_grad_(True)
-    if o.checkpointing:
-        compute_layers_again(student)
-    schedule = Schedule(plan.steps, plan.batch, plan.at_once, o.lr or 0.0, o.ce, o.top_k, plan.seed)
-    module = Distillation(student, teacher, schedule, plan.converted.vocabulary)
-    return Trainer(team.accelerator, module, text, schedule, fixed(student))
 
 
 @contextlib.contextmanager

@@ -17,9 +17,10 @@ from torch import nn
 
 from attention.errors import Failure
 from convert.healing.batches import TrainingText
-from convert.healing.distance import Sums, TopK, distance, measured
+from convert.healing.distance import Sums, distance, measured
 from convert.healing.heads import hidden_states, logits_of
 from convert.healing.sharded import like, part, whole
+from convert.healing.teacher import Teacher
 
 _BETAS, _DECAY, _CLIP = (0.9, 0.95), 0.01, 1.0
 _WARM = 0.01  # share of all steps
@@ -34,8 +35,6 @@ class Schedule:
         batch: Blocks per step, over all processes.
         at_once: Blocks per forward pass.
         rate: The learning rate after warm-up.
-        ce: The weight of the cross-entropy beside the KL.
-        top_k: How many of the teacher's probabilities count; None for all.
         seed: For the order of blocks.
     """
 
@@ -43,8 +42,6 @@ class Schedule:
     batch: int
     at_once: int
     rate: float
-    ce: float
-    top_k: int | None
     seed: int
 
     def share(self, step: int) -> float:
@@ -60,39 +57,34 @@ class Distillation(nn.Module):
 
     Args:
         student: A causal LM of transformers.
-        teacher: The source.
-        schedule: Its `ce` and `top_k`.
+        teacher: What it learns from.
+        ce: The weight of the cross-entropy beside the KL.
         vocabulary: Of both.
     """
 
-    def __init__(self, student: Any, teacher: Any, schedule: Schedule, vocabulary: int) -> None:
+    def __init__(self, student: Any, teacher: Teacher, ce: float, vocabulary: int) -> None:
         super().__init__()
         self.student, self.teacher = student, teacher
-        self._schedule, self._vocabulary = schedule, vocabulary
+        self._ce, self._vocabulary = ce, vocabulary
         # The classes of layers, which FSDP reads: it shards layer by layer.
-        self._no_split_modules = sorted({name for model in (student, teacher) for name in model._no_split_modules or ()})
+        self._no_split_modules = sorted({*(student._no_split_modules or ()), *teacher.layer_classes})
 
-    def forward(self, ids: torch.Tensor, measured_blocks: int | None = None) -> Any:
-        """The summed loss of the tokens of `ids [B, T]` that have a predecessor; or `Sums` of the first blocks, if so asked."""
-        teacher, student = self.teacher, self.student
-        count = len(ids) if measured_blocks is None else measured_blocks
-        with torch.no_grad():
-            states = hidden_states(teacher, ids)[:count, :-1].flatten(0, 1)
+    def forward(self, ids: torch.Tensor, places: torch.Tensor, measured_blocks: int | None = None) -> Any:
+        """The summed loss of the tokens that have a predecessor; or `Sums` of the first blocks, if so asked.
+
+        Args:
+            ids: `[B, T]`, blocks of text.
+            places: `[B]`, their places in it.
+            measured_blocks: How many of them to measure.
+        """
+        student, count = self.student, len(ids) if measured_blocks is None else measured_blocks
+        expected = self.teacher.predictions(ids, places, count)
         hidden, targets = hidden_states(student, ids)[:count, :-1].flatten(0, 1), ids[:count, 1:].flatten()
         if measured_blocks is not None:
-            head, own = (lambda h, model=model: logits_of(model, h) for model in (student, teacher))
-            return measured(hidden, head, own, states, targets, self._vocabulary)
-        k = self._schedule.top_k
-
-        def expected(span: slice) -> torch.Tensor | TopK:
-            full = logits_of(teacher, states[span]).log_softmax(-1)
-            return full if k is None else TopK.of(full, k)
-
+            return measured(hidden, lambda h: logits_of(student, h), expected, targets, self._vocabulary)
         outputs = student.get_output_embeddings()
         of_head = [p for p in (outputs.parameters() if outputs else ()) if p.requires_grad]
-        return distance(
-            hidden, lambda h: logits_of(student, h), expected, targets, self._vocabulary, self._schedule.ce, of_head
-        )
+        return distance(hidden, lambda h: logits_of(student, h), expected, targets, self._vocabulary, self._ce, of_head)
 
 
 @dataclass(frozen=True)
@@ -223,14 +215,14 @@ class Trainer:
         """
         for group in self.optimiser.param_groups:
             group["lr"] = schedule.rate * schedule.share(step)
-        blocks = self._text.batch(step, schedule.batch, schedule.seed)
-        tokens, total = len(blocks) * (blocks.shape[1] - 1), torch.zeros((), dtype=torch.float64)
+        places = self._text.batch(step, schedule.batch, schedule.seed)
+        tokens, total = len(places) * (self._text.blocks.shape[1] - 1), torch.zeros((), dtype=torch.float64)
         world = self.accelerator.num_processes
-        parts = list(self._share(blocks).split(schedule.at_once))
-        for index, ids in enumerate(parts):
+        parts = list(self._share(places).split(schedule.at_once))
+        for index, some in enumerate(parts):
             last = index == len(parts) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.module):
-                loss = self._forward(ids)
+                loss = self._forward(some)
                 total += loss.detach().double().cpu()
                 self.accelerator.backward(loss * (world / tokens))  # processes' gradients are averaged
         mean = float(self._summed(total)) / tokens
@@ -251,15 +243,15 @@ class Trainer:
         Raises:
             Failure: They are not finite.
         """
-        blocks, sums = self._text.held_out, Sums()
-        share = self._share(blocks)
+        places, sums = self._text.held_out, Sums()
+        share = self._share(places)
         # All processes run the model equally often: one whose share is smaller takes a block that does not count.
-        missing = -(-len(blocks) // self.accelerator.num_processes) - len(share)
+        missing = -(-len(places) // self.accelerator.num_processes) - len(share)
         left = len(share)
         with torch.no_grad():
-            for ids in torch.cat((share, blocks[:missing])).split(self.schedule.at_once):
-                sums = sums.plus(self._forward(ids, min(left, len(ids))))
-                left -= min(left, len(ids))
+            for some in torch.cat((share, places[:missing])).split(self.schedule.at_once):
+                sums = sums.plus(self._forward(some, min(left, len(some))))
+                left -= min(left, len(some))
         values = torch.tensor((sums.kl, sums.student, sums.teacher, sums.tokens), dtype=torch.float64)
         kl, student, teacher, tokens = self._summed(values).tolist()
         if not math.isfinite(kl + student + teacher):
@@ -269,13 +261,14 @@ class Trainer:
             )
         return Sums(kl, student, teacher, int(tokens))
 
-    def _forward(self, ids: torch.Tensor, measured_blocks: int | None = None) -> Any:
+    def _forward(self, places: torch.Tensor, measured_blocks: int | None = None) -> Any:
+        ids = self._text.blocks[places].to(self.accelerator.device)
         with self.accelerator.autocast():  # which FSDP does not do
-            return self.module(ids.to(self.accelerator.device), measured_blocks)
+            return self.module(ids, places, measured_blocks)
 
-    def _share(self, blocks: torch.Tensor) -> torch.Tensor:
-        """This process's part of blocks `[n, context]`."""
-        return blocks[self.accelerator.process_index :: self.accelerator.num_processes]
+    def _share(self, places: torch.Tensor) -> torch.Tensor:
+        """This process's part of the places `[n]` of blocks."""
+        return places[self.accelerator.process_index :: self.accelerator.num_processes]
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:
         if self.accelerator.num_processes == 1:

@@ -45,22 +45,24 @@ def test_no_block_is_both_trained_on_and_held_out(blocks: int, batch: int, wante
     if blocks < batch + 1 + blocks // 50:
         return
     text = TrainingText.of(tokens(blocks * 4 + 3), 4, wanted, batch)
-    both = torch.cat((text.train, text.held_out))
-    assert sorted(both[:, 0].tolist()) == list(range(0, blocks * 4, 4))
+    assert sorted(torch.cat((text.train, text.held_out)).tolist()) == list(range(blocks))
+    assert text.blocks[:, 0].tolist() == list(range(0, blocks * 4, 4))
     assert 1 <= len(text.held_out) <= max(1, blocks // 50)
 
 
 def test_every_pass_sees_every_block_once_in_another_order() -> None:
     text = TrainingText.of(tokens(4 * 11), 4, 10**6, 1)
     assert len(text.train) == 10
-    steps = [text.batch(step, 3, seed=5)[:, 0].tolist() for step in range(10)]  # 30 blocks: three passes
-    order = [first for step in steps for first in step]
+    steps = [text.batch(step, 3, seed=5).tolist() for step in range(10)]  # 30 blocks: three passes
+    order = [place for step in steps for place in step]
     passes = [order[start : start + 10] for start in (0, 10, 20)]
-    assert all(sorted(one) == sorted(text.train[:, 0].tolist()) for one in passes)
+    assert all(sorted(one) == text.train.tolist() for one in passes)
     assert passes[0] != passes[1] != passes[2]
-    assert text.batch(3, 3, seed=5)[:, 0].tolist() == steps[3]
-    assert text.batch(3, 3, seed=6)[:, 0].tolist() != steps[3]
+    assert text.batch(3, 3, seed=5).tolist() == steps[3]
+    assert text.batch(3, 3, seed=6).tolist() != steps[3]
     assert text.passes(10, 3) == 3
+    seen = sorted({*steps[0], *steps[1], *text.held_out.tolist()})
+    assert text.seen(2, 3, seed=5).tolist() == seen
 
 
 def test_a_text_shorter_than_a_step_is_named() -> None:

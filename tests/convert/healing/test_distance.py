@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert.healing import distance as module
-from convert.healing.distance import TopK, distance, distances, measured, spans
+from convert.healing.distance import Prediction, distance, measured, spans
 
 VOCABULARY = 11
 
@@ -39,7 +39,13 @@ def test_value_and_gradients_are_those_of_all_logits_at_once(ce: float) -> None:
     weight = torch.randn(VOCABULARY, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     targets, teacher = torch.arange(7), logits(1)
     found = distance(
-        hidden, lambda h: h @ weight.T, lambda span: teacher[span].log_softmax(-1), targets, VOCABULARY, ce, [weight]
+        hidden,
+        lambda h: h @ weight.T,
+        lambda span: Prediction.of(teacher[span], targets[span]),
+        targets,
+        VOCABULARY,
+        ce,
+        [weight],
     )
     (2 * found).backward()
     slopes = hidden.grad, weight.grad
@@ -56,8 +62,10 @@ def test_gradients_are_those_of_finite_differences() -> None:
     hidden = torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
 
     def loss(h: torch.Tensor) -> torch.Tensor:
-        expected = teacher.log_softmax(-1)
-        return distance(h, lambda x: x @ weight.T, lambda span: expected[span], torch.arange(7), VOCABULARY, 0.3, [])
+        targets = torch.arange(7)
+        return distance(
+            h, lambda x: x @ weight.T, lambda span: Prediction.of(teacher[span], targets[span]), targets, VOCABULARY, 0.3, []
+        )
 
     assert torch.autograd.gradcheck(loss, (hidden,))
 
@@ -66,7 +74,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
 @given(st.integers(1, VOCABULARY), st.integers(0, 100))
 def test_the_largest_probabilities_give_at_most_the_kl(k: int, seed: int) -> None:
     teacher, student = logits(seed).log_softmax(-1), logits(seed + 1).log_softmax(-1)
-    some, all_ = TopK.of(teacher, k).distances(student), distances(teacher, student)
+    some, all_ = (Prediction.of(teacher, torch.arange(7), number).distances(student) for number in (k, None))
     assert bool((some <= all_ + 1e-9).all())
     assert bool((some >= -1e-9).all())
     if k >= VOCABULARY - 1:  # nothing is merged
@@ -74,14 +82,14 @@ def test_the_largest_probabilities_give_at_most_the_kl(k: int, seed: int) -> Non
 
 
 def test_a_model_is_at_no_distance_from_itself() -> None:
-    same = logits(0).log_softmax(-1)
-    assert float(distances(same, same).abs().max()) == 0
-    assert float(TopK.of(same, 4).distances(same).abs().max()) < 1e-12
+    same, targets = logits(0).log_softmax(-1), torch.arange(7)
+    assert float(Prediction.of(same, targets).distances(same).abs().max()) < 1e-12
+    assert float(Prediction.of(same, targets, 4).distances(same).abs().max()) < 1e-12
 
 
 def test_sums_are_of_both_models() -> None:
     teacher, student, targets = logits(0), logits(1), torch.arange(7)
-    sums = measured(student, lambda h: h, lambda h: h, teacher, targets, VOCABULARY)
+    sums = measured(student, lambda h: h, lambda span: Prediction.of(teacher[span], targets[span]), targets, VOCABULARY)
     assert sums.tokens == 7
     assert sums.kl == pytest.approx(float(whole(student, teacher)))
     for found, model in ((sums.student, student), (sums.teacher, teacher)):

@@ -14,10 +14,11 @@ from tiny import tiny_config, tiny_model
 from convert.families import family_of
 from convert.healing.batches import TrainingText
 from convert.healing.student import fixed, trained
+from convert.healing.teacher import Running
 from convert.healing.training import Distillation, Schedule, Trainer
 from eval.text import Tokens
 
-SCHEDULE = Schedule(steps=10, batch=4, at_once=2, rate=1e-2, ce=0.0, top_k=None, seed=0)
+SCHEDULE = Schedule(steps=10, batch=4, at_once=2, rate=1e-2, seed=0)
 
 
 def text(vocabulary: int = 96) -> TrainingText:
@@ -29,7 +30,7 @@ def trainer(student: Any, teacher: Any, schedule: Schedule = SCHEDULE, part: str
     names = trained(student, family_of(student.config.model_type).for_config(student.config), 3, part)
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(name in names)
-    module = Distillation(student, teacher.requires_grad_(False), schedule, 96)
+    module = Distillation(student, Running(teacher.requires_grad_(False), None), 0.0, 96)
     return Trainer(Accelerator(cpu=True), module, text(), schedule, fixed(student))
 
 
@@ -38,9 +39,9 @@ def trainer(student: Any, teacher: Any, schedule: Schedule = SCHEDULE, part: str
 def test_gradients_of_all_weights_are_those_of_plain_logits(tied: bool, ce: float) -> None:
     config = tiny_config("llama", tie_word_embeddings=tied)
     student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
-    ids = text().batch(0, 4, 0)
-    schedule = Schedule(10, 4, 4, 1e-2, ce, None, 0)
-    Distillation(student, teacher, schedule, 96)(ids).backward()
+    places = text().batch(0, 4, 0)
+    ids = text().blocks[places]
+    Distillation(student, Running(teacher, None), ce, 96)(ids, places).backward()
     found = {name: p.grad for name, p in student.named_parameters()}
     student.zero_grad()
     logits = student(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
@@ -67,7 +68,7 @@ def test_a_step_is_one_of_adamw_on_the_mean_of_all_tokens() -> None:
         for matrix in (True, False)
     ]
     optimiser = torch.optim.AdamW(groups, lr=SCHEDULE.rate * SCHEDULE.share(0), betas=(0.9, 0.95))
-    ids = text().batch(0, 4, 0)
+    ids = text().blocks[text().batch(0, 4, 0)]
     expected = teacher(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     logits = other(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     loss = (expected.exp() * (expected - logits)).sum(-1).mean()
@@ -107,11 +108,11 @@ def test_a_state_brings_back_everything() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    schedule = Schedule(1000, 1, 1, 1.0, 0.0, None, 0)
+    schedule = Schedule(1000, 1, 1, 1.0, 0)
     shares = [schedule.share(step) for step in range(1000)]
     assert shares[0] == 0.1
     assert shares[9] == shares[10] == 1
     assert shares[504] == pytest.approx(0.5, abs=0.01)
     assert shares[999] < 1e-4
     assert all(a >= b for a, b in itertools.pairwise(shares[10:]))
-    assert Schedule(1, 1, 1, 1.0, 0.0, None, 0).share(0) == 1
+    assert Schedule(1, 1, 1, 1.0, 0).share(0) == 1

@@ -1,0 +1,132 @@
+"""What the source says of each block of a text, kept on disk, so that it need not be in memory while a student trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from attention.errors import Failure, Refusal
+from convert.checkpoint.reader import Reader
+from convert.checkpoint.workdir import read_object
+from convert.checkpoint.writer import write_shard, write_whole
+from convert.healing.batches import TrainingText
+from convert.healing.distance import Expected, Prediction, spans
+from convert.healing.plan import HealPlan
+from convert.healing.teacher import Teacher
+
+_MADE_OF = "teacher.json"
+_TOGETHER = 1000  # blocks in one directory
+_VALUES, _TOKENS, _LOSSES = "log_probabilities", "tokens", "losses"
+_DTYPES = {_VALUES: torch.float32, _TOKENS: torch.int32, _LOSSES: torch.float32}
+
+
+class TeacherCache:
+    """A directory with a file for each block: the largest log-probabilities of its tokens.
+
+    A file has its name only once it is whole, so several runs and several processes can fill it.
+
+    Args:
+        directory: Where it is; made if it does not exist.
+        made_of: What its content depends on, as JSON has it.
+
+    Raises:
+        Refusal: The directory has another content.
+    """
+
+    def __init__(self, directory: Path, made_of: dict[str, Any]) -> None:
+        before = read_object(directory / _MADE_OF)
+        if before is None and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise Refusal(f"{directory} is no cache of a teacher", hint="--teacher-cache names a directory of its own")
+        if before is not None and (other := [name for name in made_of if made_of[name] != before.get(name)]):
+            raise Refusal(
+                f"the cache {directory} was made with another {' and another '.join(other)}",
+                hint="choose another directory with --teacher-cache, or remove this one",
+            )
+        self._directory = directory
+        if before is None:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_whole(directory / _MADE_OF, json.dumps(made_of).encode())
+
+    @classmethod
+    def of(cls, plan: HealPlan, directory: Path, text: TrainingText) -> TeacherCache:
+        """The cache of a plan's teacher on a text."""
+        made_of = {
+            "model": plan.teacher.raw,
+            "weights": Reader(plan.teacher.files).fingerprint(),
+            "text": text.tokens.hash,
+            "context": plan.context,
+            "top-k": plan.options.top_k,
+        }
+        return cls(directory, json.loads(json.dumps(made_of)))
+
+    def missing(self, places: Sequence[int]) -> list[int]:
+        """Those of some blocks that are not there yet."""
+        return [place for place in places if not self._file(place).is_file()]
+
+    def require_space(self, blocks: int, context: int, top_k: int) -> None:
+        """Fail if the disk cannot hold so many more blocks."""
+        needed = blocks * (context - 1) * (top_k * 8 + 4)
+        if needed > (free := shutil.disk_usage(self._directory).free):
+            raise Failure(
+                f"no space: {self._directory} has {free / 1e9:.3f} GB free, what the teacher says takes {needed / 1e9:.3f} GB",
+                hint="give a smaller --top-k, or a --teacher-cache on another disk",
+            )
+
+    def add(self, teacher: Teacher, text: TrainingText, places: Sequence[int], vocabulary: int, device: str) -> None:
+        """Let a teacher with so many words say what it has to say of some blocks, and keep that."""
+        ids = text.blocks[list(places)].to(device)
+        expected = teacher.predictions(ids, torch.tensor(places), len(ids))
+        for place, parts in zip(places, _of_each(expected, ids, vocabulary), strict=True):
+            file = self._file(place)
+            file.parent.mkdir(exist_ok=True)
+            write_shard(file, parts, _DTYPES)
+
+    def read(self, place: int) -> tuple[torch.Tensor, ...]:
+        """What was said of a block: the fields of a `Prediction`.
+
+        Raises:
+            Failure: Its file is damaged.
+        """
+        file = self._file(place)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                values, tokens, losses = (opened.get_tensor(name) for name in _DTYPES)
+        except (SafetensorError, OSError) as error:
+            raise Failure(f"{file} is damaged: {error}", hint="remove it, and repeat the command with --resume") from error
+        return values, tokens.long(), losses
+
+    def _file(self, place: int) -> Path:
+        return self._directory / f"{place // _TOGETHER:05d}" / f"{place:08d}.safetensors"
+
+
+def _of_each(expected: Expected, ids: torch.Tensor, vocabulary: int) -> Iterator[dict[str, torch.Tensor]]:
+    """What is kept of each of the blocks `ids [B, T]`."""
+    tokens = ids.shape[1] - 1
+    for block in range(len(ids)):
+        first = block * tokens
+        found = [expected(slice(first + span.start, first + span.stop)) for span in spans(tokens, vocabulary)]
+        parts = (torch.cat([getattr(part, name) for part in found]).cpu() for name in Prediction._fields)
+        yield {name: part.to(dtype) for (name, dtype), part in zip(_DTYPES.items(), parts, strict=True)}
+
+
+class Kept(Teacher):
+    """What the source said.
+
+    Args:
+        cache: With all blocks that the training sees.
+    """
+
+    def __init__(self, cache: TeacherCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def predictions(self, ids: torch.Tensor, places: torch.Tensor, count: int) -> Expected:
+        found = [self._cache.read(place) for place in places[:count].tolist()]
+        said = [torch.cat(parts).to(ids.device) for parts in zip(*found, strict=True)]
+        return lambda span: Prediction(*(part[span] for part in said))

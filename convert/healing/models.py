@@ -1,0 +1,76 @@
+"""The two models of a healing: the student, and the teacher as it runs or as a cache of it on disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attention.padding import pad_values
+from convert.healing.batches import TrainingText
+from convert.healing.cache import Kept, TeacherCache
+from convert.healing.plan import HealPlan
+from convert.healing.student import compute_layers_again, fixed, without_dropout
+from convert.healing.teacher import Running, Teacher
+from convert.healing.team import Team
+from convert.healing.training import Distillation, Schedule, Trainer
+from eval.evaluation import EvaluationSettings, load
+from eval.progress import Progress, stage
+
+
+@contextlib.contextmanager
+def student_of(plan: HealPlan, device: str) -> Iterator[Any]:
+    """The student in fp32, without gradients yet."""
+    with load(plan.converted, EvaluationSettings(device=device, dtype="float32")) as model:
+        yield pad_values(without_dropout(model).requires_grad_(False))
+
+
+@contextlib.contextmanager
+def teacher_of(plan: HealPlan, text: TrainingText, team: Team, progress: Progress) -> Iterator[Teacher]:
+    """The teacher. If the plan keeps what it says on disk, it is gone from memory already.
+
+    Every process calls this.
+    """
+    if plan.options.teacher_cache is not None:
+        yield Kept(_filled(plan, plan.options.teacher_cache, text, team, progress))
+        return
+    with running(plan, team.device) as teacher:
+        yield teacher
+
+
+@contextlib.contextmanager
+def running(plan: HealPlan, device: str) -> Iterator[Running]:
+    """The source itself."""
+    with load(plan.teacher, EvaluationSettings(device=device)) as model:
+        yield Running(pad_values(model.requires_grad_(False)), plan.options.top_k)
+
+
+def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, progress: Progress) -> TeacherCache:
+    """A cache with all blocks that the training sees. Every process adds its share of those that are not there."""
+    cache, group = TeacherCache.of(plan, directory, text), team.accelerator
+    seen = text.seen(max(plan.steps, plan.trial_steps), plan.batch, plan.seed).tolist()
+    missing = cache.missing(seen[group.process_index :: group.num_processes])
+    if missing:
+        assert plan.options.top_k is not None
+        cache.require_space(len(missing) * group.num_processes, plan.context, plan.options.top_k)
+        device = str(group.device)
+        with running(plan, device) as teacher, stage(progress, "ask the teacher", len(missing), "block") as done:
+            for start in range(0, len(missing), plan.at_once):
+                places = missing[start : start + plan.at_once]
+                cache.add(teacher, text, places, plan.teacher.vocabulary, device)
+                done(len(places))
+    group.wait_for_everyone()
+    return cache
+
+
+def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teacher, names: list[str], team: Team) -> Trainer:
+    """The trainer of a student, whose parameters of these names train."""
+    parameters = dict(student.named_parameters())
+    for name in names:
+        parameters[name].requires_grad_(True)
+    if plan.options.checkpointing:
+        compute_layers_again(student)
+    schedule = Schedule(plan.steps, plan.batch, plan.at_once, plan.options.lr or 0.0, plan.seed)
+    module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary)
+    return Trainer(team.accelerator, module, text, schedule, fixed(student))

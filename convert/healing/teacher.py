@@ -1,0 +1,51 @@
+"""What a student learns from, and the source as such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from convert.healing.distance import Expected, Prediction
+from convert.healing.heads import hidden_states, logits_of
+
+
+class Teacher(nn.Module):
+    """Predicts the tokens of blocks.
+
+    Attributes:
+        layer_classes: The names of its layers' classes.
+    """
+
+    layer_classes: tuple[str, ...] = ()
+
+    def predictions(self, ids: torch.Tensor, places: torch.Tensor, count: int) -> Expected:
+        """What it says of the first `count` of the blocks `ids [B, T]`: of their tokens that have a predecessor, in order.
+
+        Args:
+            ids: The blocks, on the device of the student.
+            places: `[B]`, their places in the text.
+            count: Of how many.
+        """
+        raise NotImplementedError
+
+
+class Running(Teacher):
+    """The source itself.
+
+    Args:
+        model: A causal LM of transformers, without gradients.
+        top_k: How many of its probabilities count; None for all.
+    """
+
+    def __init__(self, model: Any, top_k: int | None) -> None:
+        super().__init__()
+        self.model, self._top_k = model, top_k
+        self.layer_classes = tuple(model._no_split_modules or ())
+
+    def predictions(self, ids: torch.Tensor, places: torch.Tensor, count: int) -> Expected:
+        with torch.no_grad():
+            states = hidden_states(self.model, ids)[:count, :-1].flatten(0, 1)
+        targets = ids[:count, 1:].flatten()
+        return lambda span: Prediction.of(logits_of(self.model, states[span]), targets[span], self._top_k)
