@@ -27,7 +27,8 @@ from convert.healing.memory import expected
 from convert.healing.models import running, student_of
 from convert.healing.plan import HealPlan
 from convert.healing.run import training_text
-from convert.healing.student import fixed, trained
+from convert.healing.student import trained
+from convert.healing.trainable import Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
 from eval.text import read_file
 
@@ -61,16 +62,14 @@ def speed(plan: HealPlan, file: Path, rounds: int) -> None:
     text = training_text(plan, read_file(file))
     with running(plan, "cpu") as teacher, student_of(plan, "cpu") as student:
         names = trained(student, plan.family, plan.spec.num_layers, "attention")
-        for name, parameter in student.named_parameters():
-            parameter.requires_grad_(name in names)
-        other = copy.deepcopy(student)
+        what, other = Trainable(student, names), copy.deepcopy(student)
         schedule = Schedule(4 * rounds, plan.batch, plan.at_once, 1e-5, 0)
         trainer = Trainer(
             Accelerator(cpu=True),
             Distillation(student, teacher, 0.0, plan.converted.vocabulary),
             text,
             schedule,
-            fixed(student),
+            what,
         )
         optimiser = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=1e-5)
         plain_seconds, seconds = [], []

@@ -326,6 +326,7 @@ def heal(
     micro_batch_tokens: int | str | None = None,
     lr: float | str = "auto",
     train: str = "attention",
+    lora_rank: int | None = None,
     ce: float = 0.0,
     top_k: int | None = None,
     teacher_cache: str | Path | None = None,
@@ -356,7 +357,8 @@ def heal(
         batch_tokens: Tokens per step, over all processes; None for a thousandth of `tokens`, at least a block, at most 65536.
         micro_batch_tokens: Tokens per forward pass; None for 4096.
         lr: The learning rate; "auto" tries three, each for 2 % of the steps.
-        train: "attention", with the norms before it, or "all".
+        train: "attention", with the norms before it, "all", or "lora": thin matrices beside those of attention, by peft.
+        lora_rank: The rank of these; None for 16.
         ce: The weight of the cross-entropy beside the KL to the teacher.
         top_k: How many of the teacher's probabilities count; None for all.
         teacher_cache: A directory to keep these in, so that the teacher is not in memory beside the student.
@@ -389,7 +391,7 @@ def heal(
         "eval_every": eval_every,
     }
     sizes = {name: parse_count(size) if isinstance(size, str) else size for name, size in counts.items()}
-    for name, number in (sizes | {"top_k": top_k}).items():
+    for name, number in (sizes | {"top_k": top_k, "lora_rank": lora_rank}).items():
         _require_range(name, 1 if number is None else number, 1)
     _require_range("context", 2 if context is None else context, 2)
     _require_range("ce", ce, 0)
@@ -406,6 +408,7 @@ def heal(
         context=context,
         lr=rate,
         train=train,
+        lora_rank=lora_rank,
         ce=ce,
         top_k=top_k,
         teacher_cache=None if teacher_cache is None else Path(teacher_cache),

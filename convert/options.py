@@ -261,11 +261,12 @@ healing = _all(
     ),
     click.option(
         "--train",
-        type=click.Choice(("attention", "all")),
+        type=click.Choice(("attention", "all", "lora")),
         default="attention",
         show_default=True,
-        help="Which weights to train: those of attention and the norms before it, or all.",
+        help="Which weights to train: those of attention and the norms before it, all, or LoRA beside those of attention.",
     ),
+    click.option("--lora-rank", type=click.IntRange(1), metavar="N", help="The rank of --train lora.  [default: 16]"),
     click.option(
         "--ce",
         type=click.FloatRange(0),

@@ -7,6 +7,12 @@ from typing import Any
 from convert.healing.memory import expected
 from convert.healing.plan import HealPlan
 
+_TRAINS = {
+    "attention": "the attention and the norms before it",
+    "lora": "matrices of rank {rank} beside those of the attention (LoRA), and the norms before it",
+    "all": "all weights",
+}
+
 
 def facts(plan: HealPlan, passes: float) -> dict[str, Any]:
     """The plan for `--json`: numbers stay numbers."""
@@ -26,8 +32,10 @@ def facts(plan: HealPlan, passes: float) -> dict[str, Any]:
         "lr": o.lr,
         "trial_steps": plan.trial_steps,
         "train": o.train,
+        "lora_rank": o.lora_rank,
         "ce": o.ce,
         "top_k": o.top_k,
+        "teacher_cache": None if o.teacher_cache is None else str(o.teacher_cache),
         "checkpointing": o.checkpointing,
         "memory_bytes": expected(plan),
         "notes": list(plan.notes),
@@ -70,6 +78,6 @@ def _lines(plan: HealPlan, passes: float) -> list[str]:
         f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: {loss}"
         + (f" + {o.ce:g} × cross-entropy" if o.ce else ""),
         f"{plan.tokens} tokens in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
-        f"trains {'the attention and the norms before it' if o.train == 'attention' else 'all weights'}; {rate}",
+        f"trains {_TRAINS[o.train].format(rank=o.lora_rank)}; {rate}",
         *plan.notes,
     ]

@@ -101,7 +101,7 @@ def _outcome(trainer: Trainer, progressed: Progressed, states: States, stored: M
     """The best weights, rounded as they will be written, and measured so."""
     start, best = progressed.curve[0], progressed.best
     if best.step:
-        rounded = {name: weight.to(stored[name]) for name, weight in states.best(best.step).items()}
+        rounded = {name: weight.to(stored[name]) for name, weight in trainer.written(states.best(best.step)).items()}
         for name, weight in rounded.items():
             if not bool(weight.isfinite().all()):
                 kind = str(weight.dtype).removeprefix("torch.")
@@ -109,7 +109,7 @@ def _outcome(trainer: Trainer, progressed: Progressed, states: States, stored: M
                     f"{name} overflows in {kind}, in which the converted checkpoint is stored",
                     hint="convert with --dtype bfloat16 or float32, and heal that",
                 )
-        trainer.restore({name: weight.float() for name, weight in rounded.items()})
+        trainer.put({name: weight.float() for name, weight in rounded.items()})
         sums = trainer.measure()
         after = replace(best, kl=sums.kl / sums.tokens, loss_nats=(sums.student - sums.teacher) / sums.tokens)
         if after.kl < start.kl:

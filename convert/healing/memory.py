@@ -45,15 +45,15 @@ def expected(plan: HealPlan, parts: int = 1) -> dict[str, int]:
         "teacher": 0
         if plan.options.teacher_cache
         else dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted) // parts,
-        "training": _FP32 * _PER_WEIGHT * _count(model, names) // parts,
+        "training": _FP32 * _PER_WEIGHT * _trained(plan, model, names) // parts,
         "activations": _activations(plan, names),
-        "logits": _FP32 * _OF_LOGITS * VALUES_AT_ONCE,
+        "logits": _FP32 * _OF_LOGITS * min(VALUES_AT_ONCE, plan.at_once * plan.context * plan.converted.vocabulary),
     }
 
 
 def disk(plan: HealPlan) -> int:
     """Bytes on disk while it runs, besides the result."""
-    return _FP32 * _KEPT * _count(*_model(plan))
+    return _FP32 * _KEPT * _trained(plan, *_model(plan))
 
 
 def _model(plan: HealPlan) -> tuple[Any, set[str]]:
@@ -62,8 +62,11 @@ def _model(plan: HealPlan) -> tuple[Any, set[str]]:
     return model, set(of_part(model, plan.family, plan.spec.num_layers, plan.options.train))
 
 
-def _count(model: Any, names: Collection[str]) -> int:
-    return sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
+def _trained(plan: HealPlan, model: Any, names: Collection[str]) -> int:
+    """How many numbers train."""
+    rank = plan.options.lora_rank
+    shapes = [parameter.shape for name, parameter in model.named_parameters() if name in names]
+    return sum(shape.numel() if rank is None or len(shape) < 2 else rank * sum(shape) for shape in shapes)
 
 
 def _activations(plan: HealPlan, names: Collection[str]) -> int:

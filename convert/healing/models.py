@@ -11,9 +11,10 @@ from attention.padding import pad_values
 from convert.healing.batches import TrainingText
 from convert.healing.cache import Kept, TeacherCache
 from convert.healing.plan import HealPlan
-from convert.healing.student import compute_layers_again, fixed, without_dropout
+from convert.healing.student import compute_layers_again, without_dropout
 from convert.healing.teacher import Running, Teacher
 from convert.healing.team import Team
+from convert.healing.trainable import Adapted, Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
 from eval.evaluation import EvaluationSettings, load
 from eval.progress import Progress, stage
@@ -66,11 +67,10 @@ def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, pro
 
 def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teacher, names: list[str], team: Team) -> Trainer:
     """The trainer of a student, whose parameters of these names train."""
-    parameters = dict(student.named_parameters())
-    for name in names:
-        parameters[name].requires_grad_(True)
+    rank = plan.options.lora_rank
+    what = Trainable(student, names) if rank is None else Adapted(student, names, rank, plan.seed)
     if plan.options.checkpointing:
         compute_layers_again(student)
     schedule = Schedule(plan.steps, plan.batch, plan.at_once, plan.options.lr or 0.0, plan.seed)
     module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary)
-    return Trainer(team.accelerator, module, text, schedule, fixed(student))
+    return Trainer(team.accelerator, module, text, schedule, what)

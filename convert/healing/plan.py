@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from convert.checkpoint.workdir import check_output, recorded
 from convert.healing.rates import start_rate
 from convert.healing.student import of_part
 from convert.healing.tracking import require_tracker
+from convert.healing.trainable import require_peft
 from convert.healing.weights import places
 from convert.planning.base import Output, readable
 from eval.capacity import count_parameters
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from convert.families import Family
 
 BUDGETS = {"try": (20, 50), "default": (200, 500), "thorough": (2000, 3000)}  # million tokens: up to 2B parameters, and beyond
-PARTS = ("attention", "all")
+PARTS = ("attention", "all", "lora")
+_LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights themselves, as LoRA wants
 _LARGE = 2_000_000_000  # parameters
 _STEPS = 1000  # with the default batch, if it is within these tokens
 _MOST_PER_STEP = 65536
@@ -49,6 +51,7 @@ class HealOptions:
         micro_batch_tokens: Tokens per forward pass.
         lr: The learning rate; None to choose among three.
         train: One of `PARTS`.
+        lora_rank: The rank of what trains beside a matrix; None where matrices themselves train.
         ce: The weight of the cross-entropy beside the KL.
         top_k: How many of the teacher's probabilities count.
         teacher_cache: The directory that keeps what the teacher says, so that it is not in memory beside the student.
@@ -65,6 +68,7 @@ class HealOptions:
     micro_batch_tokens: int | None = None
     lr: float | None = None
     train: str = PARTS[0]
+    lora_rank: int | None = None
     ce: float = 0.0
     top_k: int | None = None
     teacher_cache: Path | None = None
@@ -138,7 +142,7 @@ class HealPlan:
         """The learning rates to try, for a student that loses `loss` nats over its teacher."""
         if self.options.lr is not None:
             return [self.options.lr]
-        middle = start_rate(loss, self.converted.decoder.hidden_size)
+        middle = start_rate(loss, self.converted.decoder.hidden_size) * (1 if self.options.lora_rank is None else _LORA_RATE)
         return [middle / 3, middle, 3 * middle]
 
     def recipe(self) -> dict[str, Any]:
@@ -151,6 +155,7 @@ class HealPlan:
             "batch_tokens": self.batch * self.context,
             "lr": o.lr,
             "train": o.train,
+            "lora_rank": o.lora_rank,
             "ce": o.ce or None,
             "top_k": o.top_k,
             "eval_every": self.every * self.batch * self.context,
@@ -185,6 +190,7 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
         require_tracker(options.track)
     if options.train not in PARTS:
         raise Refusal(f"nothing trains {options.train!r} (choose {', '.join(PARTS)})")
+    options = _with_rank(options)
     family = readable(converted)
     source = Source.parse(teacher or _named_teacher(converted), converted.trust_remote_code)
     source.refuse_remote_code()
@@ -220,6 +226,16 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
     return HealPlan(
         converted, source, family, spec, output, options, context, batch, at_once, steps, max(1, every), device, seed
     )
+
+
+def _with_rank(options: HealOptions) -> HealOptions:
+    """The options, with a rank if LoRA trains."""
+    if options.train == "lora":
+        require_peft()
+        return replace(options, lora_rank=options.lora_rank or _LORA_RANK)
+    if options.lora_rank is not None:
+        raise Refusal(f"--lora-rank {options.lora_rank} is for --train lora, not {options.train}")
+    return options
 
 
 def _budget(name: str, converted: Source) -> int:

@@ -23,7 +23,7 @@ def trained(model: Any, family: Family, layers: int, part: str) -> list[str]:
         model: The student, on any device but meta.
         family: The family that reads it.
         layers: How many it has.
-        part: "attention", with the norms before it, or "all".
+        part: "attention", with the norms before it; "lora", of the same; or "all".
     """
     still = fixed(model)
     return [name for name in of_part(model, family, layers, part) if name not in still or not bool(still[name].all())]

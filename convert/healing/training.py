@@ -21,6 +21,7 @@ from convert.healing.distance import Sums, distance, measured
 from convert.healing.heads import hidden_states, logits_of
 from convert.healing.sharded import like, part, whole
 from convert.healing.teacher import Teacher
+from convert.healing.trainable import Trainable
 
 _BETAS, _DECAY, _CLIP = (0.9, 0.95), 0.01, 1.0
 _WARM = 0.01  # share of all steps
@@ -131,7 +132,7 @@ class Trainer:
         distillation: The student with its loss; parameters that train require gradients.
         text: The blocks.
         schedule: How steps are taken.
-        fixed: For parameters with values that stay: true where they do.
+        what: What trains of the student.
 
     Attributes:
         module: The prepared module.
@@ -143,16 +144,16 @@ class Trainer:
         distillation: Distillation,
         text: TrainingText,
         schedule: Schedule,
-        fixed: dict[str, torch.Tensor],
+        what: Trainable,
     ) -> None:
-        self.accelerator, self._text, self.schedule = accelerator, text, schedule
+        self.accelerator, self._text, self.schedule, self._what = accelerator, text, schedule, what
         weights = {name: p for name, p in distillation.student.named_parameters() if p.requires_grad}
         groups = [
             {"params": [p for p in weights.values() if p.ndim > 1], "weight_decay": _DECAY},
             {"params": [p for p in weights.values() if p.ndim < 2], "weight_decay": 0.0},  # biases, gains: constants among them
         ]
         optimiser = torch.optim.AdamW([group for group in groups if group["params"]], lr=schedule.rate, betas=_BETAS)
-        masks = {name: mask for name, mask in fixed.items() if name in weights and bool(mask.any())}
+        masks = {name: mask for name, mask in what.fixed.items() if name in weights and bool(mask.any())}
         self.module, self.optimiser = accelerator.prepare(distillation, optimiser)
         self._student = accelerator.unwrap_model(self.module).student
         self._weights = {name: p for name, p in self._student.named_parameters() if p.requires_grad}
@@ -169,6 +170,17 @@ class Trainer:
             for name, p in self._weights.items():
                 p.copy_(like(weights[name], p))
         self.optimiser.optimizer.state.clear()
+
+    def written(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The weights of the checkpoint for whole values of what trains. Every process calls this."""
+        return self._what.written(weights)
+
+    def put(self, written: Mapping[str, torch.Tensor]) -> None:
+        """Let the student compute with weights of the checkpoint. It does not train after that."""
+        parameters = dict(self._student.named_parameters())
+        with torch.no_grad():
+            for name, weight in self._what.placed(written).items():
+                parameters[name].copy_(like(weight, parameters[name]))
 
     @property
     def leads(self) -> bool:

@@ -15,6 +15,7 @@ from convert.families import family_of
 from convert.healing.batches import TrainingText
 from convert.healing.student import fixed, trained
 from convert.healing.teacher import Running
+from convert.healing.trainable import Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
 from eval.text import Tokens
 
@@ -28,10 +29,9 @@ def text(vocabulary: int = 96) -> TrainingText:
 
 def trainer(student: Any, teacher: Any, schedule: Schedule = SCHEDULE, part: str = "attention") -> Trainer:
     names = trained(student, family_of(student.config.model_type).for_config(student.config), 3, part)
-    for name, parameter in student.named_parameters():
-        parameter.requires_grad_(name in names)
+    what = Trainable(student.requires_grad_(False), names)
     module = Distillation(student, Running(teacher.requires_grad_(False), None), 0.0, 96)
-    return Trainer(Accelerator(cpu=True), module, text(), schedule, fixed(student))
+    return Trainer(Accelerator(cpu=True), module, text(), schedule, what)
 
 
 @pytest.mark.parametrize("tied", [False, True])
