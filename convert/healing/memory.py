@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from convert.healing.plan import HealPlan
 
 _FP32 = 4
-_PER_WEIGHT = 4  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and a copy while rates are tried
+_PER_WEIGHT = 5  # fp32 numbers for each that trains: its gradient, two moments of AdamW, and two copies while a step is taken
 _KEPT = 9  # fp32 numbers on disk for each: two states of a weight and its moments, three copies of the best weights
-_OF_LOGITS = 5  # fp32 copies of the logits that exist at once: of both models, their logarithms, a gradient
+_OF_LOGITS = (
+    9  # fp32 copies of the logits that exist at once, of both models and their gradients, and what malloc keeps of them
+)
+_OTHER = 80_000_000  # bytes on a CPU, as measured: tokenizers, text, and what malloc does not give back
 
 
 def expected(plan: HealPlan, parts: int = 1) -> dict[str, int]:
@@ -48,6 +51,7 @@ def expected(plan: HealPlan, parts: int = 1) -> dict[str, int]:
         "training": _FP32 * _PER_WEIGHT * _trained(plan, model, names) // parts,
         "activations": _activations(plan, names),
         "logits": _FP32 * _OF_LOGITS * min(VALUES_AT_ONCE, plan.at_once * plan.context * plan.converted.vocabulary),
+        "other": _OTHER if compute_device(plan.device).type == "cpu" else 0,
     }
 
 

@@ -54,7 +54,12 @@ def test_weights_count_by_what_is_kept_of_them(plan: HealPlan) -> None:
     attention = sum(p.numel() for name, p in named.items() if "self_attn" in name or "input_layernorm" in name)
     found = expected(plan)
     assert found["student"] == 4 * sum(p.numel() for p in named.values())
-    assert found["training"] == 16 * attention
+    assert found["training"] == 20 * attention
+    assert expected(plan, 2)["training"] == 10 * attention
+    thin = expected(replace(plan, options=replace(plan.options, lora_rank=2)))["training"]
+    assert 0 < thin < found["training"] / 4
+    assert expected(replace(plan, options=replace(plan.options, teacher_cache=Path("said"))))["teacher"] == 0
+    assert found["teacher"] == 4 * sum(p.numel() for p in empty_model(plan.teacher.config).parameters())
 
 
 def test_layers_that_are_computed_again_take_less(plan: HealPlan) -> None:
