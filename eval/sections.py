@@ -145,7 +145,8 @@ def _healing(index: int, model: Model) -> Iterator[Section]:
     header = [f"healing of {name} (nats)", *(f"{count:,} tokens" for count in tokens)]
     rows = [[label, *(fixed(value) for value in values)] for label, values in lines]
     chart = Lines("on held-out blocks of the training text (nats)", "tokens of training", tokens, lines)
-    note = "Measured while it was trained, on blocks that no step saw, which chose the learning rate and the weights."
+    note = "Measured while it was trained, on blocks that no step saw, which chose the learning rate and the weights. "
+    note += "With --top-k, the KL counts the teacher’s largest probabilities only."
     yield Section(f"healing-{index}", f"Healing of {name}", header, rows, note=note, chart=chart)
 
 

@@ -5,6 +5,7 @@ Which blocks a step sees follows from the seed and the step alone, so that a res
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class TrainingText:
         return steps * size / len(self.train)
 
 
+@functools.lru_cache(maxsize=2)
 def _order(count: int, seed: int, turn: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + turn)
     found: list[int] = torch.randperm(count, generator=generator).tolist()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from convert.healing.plan import HealPlan
 from convert.healing.teacher import Teacher
 
 _MADE_OF = "teacher.json"
+_HIDDEN = ".writing-"
 _TOGETHER = 1000  # blocks in one directory
 _VALUES, _TOKENS, _LOSSES = "log_probabilities", "tokens", "losses"
 _DTYPES = {_VALUES: torch.float32, _TOKENS: torch.int32, _LOSSES: torch.float32}
@@ -29,7 +32,7 @@ _DTYPES = {_VALUES: torch.float32, _TOKENS: torch.int32, _LOSSES: torch.float32}
 class TeacherCache:
     """A directory with a file for each block: the largest log-probabilities of its tokens.
 
-    A file has its name only once it is whole, so several runs and several processes can fill it.
+    A file has its name only once it is whole, whoever else writes it, so several runs and several processes can fill it.
 
     Args:
         directory: Where it is; made if it does not exist.
@@ -40,28 +43,30 @@ class TeacherCache:
     """
 
     def __init__(self, directory: Path, made_of: dict[str, Any]) -> None:
+        self._directory = directory
         before = read_object(directory / _MADE_OF)
-        if before is None and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        if before is None and directory.exists() and (not directory.is_dir() or any(_files(directory))):
             raise Refusal(f"{directory} is no cache of a teacher", hint="--teacher-cache names a directory of its own")
         if before is not None and (other := [name for name in made_of if made_of[name] != before.get(name)]):
             raise Refusal(
                 f"the cache {directory} was made with another {' and another '.join(other)}",
                 hint="choose another directory with --teacher-cache, or remove this one",
             )
-        self._directory = directory
         if before is None:
             directory.mkdir(parents=True, exist_ok=True)
-            write_whole(directory / _MADE_OF, json.dumps(made_of).encode())
+            with self._writing(directory / _MADE_OF) as file:
+                write_whole(file, json.dumps(made_of).encode())
 
     @classmethod
-    def of(cls, plan: HealPlan, directory: Path, text: TrainingText) -> TeacherCache:
-        """The cache of a plan's teacher on a text."""
+    def of(cls, plan: HealPlan, directory: Path, text: TrainingText, arithmetic: str) -> TeacherCache:
+        """The cache of a plan's teacher on a text; `arithmetic` names the device and the dtype that it computes in."""
         made_of = {
             "model": plan.teacher.raw,
             "weights": Reader(plan.teacher.files).fingerprint(),
             "text": text.tokens.hash,
             "context": plan.context,
             "top-k": plan.options.top_k,
+            "arithmetic": arithmetic,
         }
         return cls(directory, json.loads(json.dumps(made_of)))
 
@@ -83,9 +88,16 @@ class TeacherCache:
         ids = text.blocks[list(places)].to(device)
         expected = teacher.predictions(ids, torch.tensor(places), len(ids))
         for place, parts in zip(places, _of_each(expected, ids, vocabulary), strict=True):
-            file = self._file(place)
-            file.parent.mkdir(exist_ok=True)
-            write_shard(file, parts, _DTYPES)
+            self._file(place).parent.mkdir(exist_ok=True)
+            with self._writing(self._file(place)) as file:
+                write_shard(file, parts, _DTYPES)
+
+    @contextlib.contextmanager
+    def _writing(self, file: Path) -> Iterator[Path]:
+        """Where to write a file, which then takes the place of this one."""
+        with tempfile.TemporaryDirectory(dir=self._directory, prefix=_HIDDEN) as where:
+            yield Path(where, file.name)
+            Path(where, file.name).replace(file)
 
     def read(self, place: int) -> tuple[torch.Tensor, ...]:
         """What was said of a block: the fields of a `Prediction`.
@@ -103,6 +115,11 @@ class TeacherCache:
 
     def _file(self, place: int) -> Path:
         return self._directory / f"{place // _TOGETHER:05d}" / f"{place:08d}.safetensors"
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """What is in a directory, but for what another run is about to put there."""
+    return (path for path in directory.iterdir() if path.name != _MADE_OF and not path.name.startswith(_HIDDEN))
 
 
 def _of_each(expected: Expected, ids: torch.Tensor, vocabulary: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -54,8 +54,9 @@ def healed_text(plan: HealPlan, passes: float, record: dict[str, Any]) -> str:
     """A finished healing, for a terminal."""
     found = record["healing"]
     before, after = found["before"], found["after"]
+    kl = f"KL{_largest(found['top_k'])} {before['kl']:.4f} → {after['kl']:.4f}"
     lines = [
-        f"on {found['held_out_tokens']} tokens of it that no step saw: KL {before['kl']:.4f} → {after['kl']:.4f}, "
+        f"on {found['held_out_tokens']} tokens of it that no step saw: {kl}, "
         f"loss over the teacher {before['loss_nats']:+.4f} → {after['loss_nats']:+.4f} nats",
     ]
     if not record["tensors"]["healed"]:
@@ -67,6 +68,10 @@ def healed_text(plan: HealPlan, passes: float, record: dict[str, Any]) -> str:
             f"{entry['name']} {entry['perplexity']:.4g} ({entry['loss_nats']:+.4f} nats)" for entry in others
         )
     return "\n".join([*_lines(plan, passes), *lines, f"written to {plan.output.path}"])
+
+
+def _largest(top_k: int | None) -> str:
+    return f" of the {top_k} largest probabilities" if top_k else ""
 
 
 def _lines(plan: HealPlan, passes: float) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from attention.errors import Failure
 from convert.healing.plan import HealPlan
 from convert.healing.states import Progressed, States
-from convert.healing.training import Point, Trainer
+from convert.healing.training import NotFinite, Point, Trainer
 from eval.progress import Progress, stage
 
 _log = logging.getLogger("kvfold")
@@ -119,8 +119,12 @@ def _outcome(trainer: Trainer, progressed: Progressed, states: States, stored: M
 
 
 def _stale(progressed: Progressed) -> bool:
-    """Whether the last points brought no new best one."""
-    return len(progressed.curve) - 1 - progressed.curve.index(progressed.best) >= _PATIENCE
+    """Whether the last points brought no new best one.
+
+    The first point does not count: a high rate loses at first, and gains more than that later.
+    """
+    found = [point.kl for point in progressed.curve[1:]]
+    return bool(found) and len(found) - 1 - found.index(min(found)) >= _PATIENCE
 
 
 def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) -> tuple[float, dict[str, float]]:
@@ -133,7 +137,7 @@ def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) 
     with stage(progress, "try rates", len(rates) * plan.trial_steps * per_step, "token") as done:
         for rate in rates:
             schedule = replace(trainer.schedule, rate=rate, steps=plan.trial_steps)
-            with contextlib.suppress(Failure):  # a rate that is far too high ends in NaN
+            with contextlib.suppress(NotFinite):  # a rate that is far too high ends in NaN
                 for step in range(plan.trial_steps):
                     trainer.step(step, schedule)
                     done(per_step)

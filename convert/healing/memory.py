@@ -16,6 +16,7 @@ from convert.checkpoint.loading import empty_model
 from convert.healing.distance import VALUES_AT_ONCE
 from convert.healing.heads import hidden_states
 from convert.healing.student import compute_layers_again, of_part
+from convert.healing.trainable import is_matrix
 from eval.capacity import count_parameters
 from eval.device import compute_device
 
@@ -69,8 +70,10 @@ def _model(plan: HealPlan) -> tuple[Any, set[str]]:
 def _trained(plan: HealPlan, model: Any, names: Collection[str]) -> int:
     """How many numbers train."""
     rank = plan.options.lora_rank
-    shapes = [parameter.shape for name, parameter in model.named_parameters() if name in names]
-    return sum(shape.numel() if rank is None or len(shape) < 2 else rank * sum(shape) for shape in shapes)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name in names}
+    return sum(
+        shape.numel() if rank is None or not is_matrix(model, name) else rank * sum(shape) for name, shape in shapes.items()
+    )
 
 
 def _activations(plan: HealPlan, names: Collection[str]) -> int:

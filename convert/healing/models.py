@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from attention.errors import Failure
 from attention.padding import pad_values
 from convert.healing.batches import TrainingText
 from convert.healing.cache import Kept, TeacherCache
@@ -36,33 +37,44 @@ def teacher_of(plan: HealPlan, text: TrainingText, team: Team, progress: Progres
     if plan.options.teacher_cache is not None:
         yield Kept(_filled(plan, plan.options.teacher_cache, text, team, progress))
         return
-    with running(plan, team.device) as teacher:
+    with running(plan, team.device, plan.teacher.dtype if team.shards and team.on_gpu else "auto") as teacher:
         yield teacher
 
 
 @contextlib.contextmanager
-def running(plan: HealPlan, device: str) -> Iterator[Running]:
-    """The source itself."""
-    with load(plan.teacher, EvaluationSettings(device=device)) as model:
+def running(plan: HealPlan, device: str, dtype: str = "auto") -> Iterator[Running]:
+    """The source itself; `dtype` as in `EvaluationSettings`."""
+    with load(plan.teacher, EvaluationSettings(device=device, dtype=dtype)) as model:
         yield Running(pad_values(model.requires_grad_(False)), plan.options.top_k)
 
 
 def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, progress: Progress) -> TeacherCache:
     """A cache with all blocks that the training sees. Every process adds its share of those that are not there."""
-    cache, group = TeacherCache.of(plan, directory, text), team.accelerator
+    cache, group = opened(plan, directory, text, team), team.accelerator
     seen = text.seen(max(plan.steps, plan.trial_steps), plan.batch, plan.seed).tolist()
     missing = cache.missing(seen[group.process_index :: group.num_processes])
     if missing:
         assert plan.options.top_k is not None
         cache.require_space(len(missing) * group.num_processes, plan.context, plan.options.top_k)
         device = str(group.device)
-        with running(plan, device) as teacher, stage(progress, "ask the teacher", len(missing), "block") as done:
+        asking = stage(progress, "ask the teacher", len(missing), "block")
+        with running(plan, device) as teacher, asking as done, group.autocast():
             for start in range(0, len(missing), plan.at_once):
                 places = missing[start : start + plan.at_once]
                 cache.add(teacher, text, places, plan.teacher.vocabulary, device)
                 done(len(places))
     group.wait_for_everyone()
+    if elsewhere := cache.missing(seen):
+        raise Failure(
+            f"{len(elsewhere)} blocks that other processes wrote are not in {directory} here",
+            hint="--teacher-cache has to be a directory that all machines see",
+        )
     return cache
+
+
+def opened(plan: HealPlan, directory: Path, text: TrainingText, team: Team) -> TeacherCache:
+    """The cache of a plan, made if it is not there."""
+    return TeacherCache.of(plan, directory, text, f"{team.accelerator.device.type}, {team.accelerator.mixed_precision}")
 
 
 def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teacher, names: list[str], team: Team) -> Trainer:

@@ -41,6 +41,7 @@ def record_of(plan: HealPlan, text: TrainingText, outcome: Outcome, healed: list
             "text_hash": text.tokens.hash,
             "tokens": progressed.curve[-1].tokens,
             "passes": text.passes(progressed.step, plan.batch),
+            "top_k": plan.options.top_k,
             "held_out_tokens": len(text.held_out) * plan.context,
             "rate": progressed.rate,
             "rates_tried": progressed.tried,

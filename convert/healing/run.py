@@ -23,7 +23,7 @@ from convert.healing.batches import TrainingText, encoded
 from convert.healing.card import card
 from convert.healing.loop import healed
 from convert.healing.memory import disk, expected
-from convert.healing.models import student_of, teacher_of, trainer_of
+from convert.healing.models import opened, student_of, teacher_of, trainer_of
 from convert.healing.plan import HealPlan
 from convert.healing.record import record_of
 from convert.healing.states import Progressed, States
@@ -187,23 +187,25 @@ def _healed(
     for note in plan.notes:
         _log.info(note)
     _say_memory(plan, team)
-    team.tell(work.training)
-    with _memory(plan, work), teacher_of(plan, text, team, progress) as teacher, student_of(plan, team.device) as student:
-        names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
-        where = places(student, reader, names)
-        trainer = trainer_of(plan, text, student, teacher, names, team)
-        stored = _stored(reader, where)
+    with _memory(plan, work), tracked(team.accelerator, plan):
+        if plan.options.teacher_cache is not None:
+            opened(plan, plan.options.teacher_cache, text, team)  # before the others look for it
+        team.tell(work.training)
+        with teacher_of(plan, text, team, progress) as teacher, student_of(plan, team.device) as student:
+            names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
+            where = places(student, reader, names)
+            stored = _stored(reader, where)
+            trainer = trainer_of(plan, text, student, teacher, names, team)
 
-        def kept(progressed: Progressed) -> None:
-            work.keep()
-            lines = [json.dumps(point.as_dict()) + "\n" for point in progressed.curve]
-            write_whole(work.path / _CURVE, "".join(lines).encode())
+            def kept(progressed: Progressed) -> None:
+                work.keep()
+                lines = [json.dumps(point.as_dict()) + "\n" for point in progressed.curve]
+                write_whole(work.path / _CURVE, "".join(lines).encode())
 
-        with tracked(team.accelerator, plan):
             outcome = healed(plan, trainer, States(work.training, trainer), stored, kept, progress)
-        kept(outcome.progressed)  # also of a run that took no step
-        team.accelerator.free_memory()
-        del trainer
+            kept(outcome.progressed)  # also of a run that took no step
+            team.accelerator.free_memory()
+            del trainer
     write(work.path, plan.converted.files, reader, outcome.weights, where, progress)
     shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
     copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")))
@@ -228,8 +230,8 @@ def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
     reader = Reader(plan.converted.files)
     with teacher_of(plan, text, team, silent) as teacher, student_of(plan, team.device) as student:
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
-        trainer = trainer_of(plan, text, student, teacher, names, team)
         stored = _stored(reader, places(student, reader, names))
+        trainer = trainer_of(plan, text, student, teacher, names, team)
         healed(plan, trainer, States(states, trainer), stored, lambda progressed: None, silent)
 
 

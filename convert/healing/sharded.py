@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def reshard(module: nn.Module) -> None:
+    """Let every process hold its parts alone. After a forward pass without a backward pass, some modules are whole still.
+
+    What is written into parts would not reach these.
+    """
+    for inside in module.modules():
+        if isinstance(inside, FSDPModule):
+            inside.reshard()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,17 @@ from convert.healing.plan import HealPlan
 from eval.device import compute_device
 
 _TRIED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # accelerate's kinds of launches: one process, DDP or FSDP
+_UNTRIED = {
+    "fsdp_activation_checkpointing": "give --checkpointing to convert heal",
+    "fsdp_offload_params": "set it to false",
+}
 
 
 def fsdp_plugin() -> Any:
     """The plugin for FSDP, if it was asked for: sharded layer by layer, with the numbers of one process.
 
     Raises:
-        Refusal: It was asked for in its first version.
+        Refusal: It was asked for in its first version, or with settings that were not tried.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
@@ -29,7 +33,10 @@ def fsdp_plugin() -> Any:
 
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise Refusal(f"healing does not support FSDP {version}", hint="set fsdp_version to 2 in accelerate's config")
-    return FullyShardedDataParallelPlugin(
+    for setting, hint in _UNTRIED.items():
+        if os.environ.get(setting.upper(), "false").lower() == "true":
+            raise Refusal(f"healing does not support {setting} of accelerate's config", hint=hint)
+    plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         # Constants of latents are found in their values, so every process has to read the weights.
@@ -37,6 +44,8 @@ def fsdp_plugin() -> Any:
         # Autocast decides, as it does with one process; weights and gradients stay fp32 on their way.
         mixed_precision_policy=MixedPrecisionPolicy(),
     )
+    plugin.transformer_cls_names_to_wrap = None  # the two models say themselves what their layers are
+    return plugin
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,11 @@ class Team:
     def shards(self) -> bool:
         """Whether each process holds a part of the weights only (FSDP)."""
         return bool(self.accelerator.is_fsdp2)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it trains on one."""
+        return bool(self.accelerator.device.type != "cpu")
 
     @property
     def device(self) -> str:

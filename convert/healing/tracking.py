@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from attention.errors import Refusal
+from attention.errors import Failure, Refusal
 
 if TYPE_CHECKING:
     from convert.healing.plan import HealPlan
@@ -30,10 +30,20 @@ def require_tracker(name: str) -> None:
 
 @contextlib.contextmanager
 def tracked(accelerator: Any, plan: HealPlan) -> Iterator[None]:
-    """Let `accelerator.log` reach the plan's tracker, if it has one."""
+    """Let `accelerator.log` reach the plan's tracker, if it has one.
+
+    Raises:
+        Failure: The tracker does not start.
+    """
     if plan.options.track is not None:
         ((_, options),) = plan.recipe().items()
-        accelerator.init_trackers(_PROJECT, config={name: value for name, value in options.items() if value is not None})
+        try:
+            accelerator.init_trackers(_PROJECT, config={name: value for name, value in options.items() if value is not None})
+        except Exception as error:  # trackers raise what they like
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+            raise Failure(
+                f"the tracker {plan.options.track} does not start: {reason}", hint="or heal without --track"
+            ) from error
     try:
         yield
     finally:

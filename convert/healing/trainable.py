@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from attention.errors import Refusal
 from convert.healing.sharded import whole
@@ -59,15 +60,18 @@ class Adapted(Trainable):
         from peft import LoraConfig, inject_adapter_in_model
 
         self._student, stay = student, fixed(student)
-        matrices = [name for name, parameter in student.named_parameters() if name in names and parameter.ndim == 2]
+        matrices = [name for name in names if is_matrix(student, name)]
         self._modules = [name.removesuffix(".weight") for name in matrices]
         config = LoraConfig(r=rank, lora_alpha=_ALPHA * rank, lora_dropout=0.0, target_modules=self._modules)
         inject_adapter_in_model(config, student)
         generator = torch.Generator().manual_seed(seed)
         for name in self._modules:
             first = student.get_parameter(self._thin(name)[0])
+            drawn = nn.init.kaiming_uniform_(torch.empty(first.shape), a=math.sqrt(5), generator=generator)
+            base = student.get_submodule(name)
+            unread = ~(base.weight.mT if base.fan_in_fan_out else base.weight).any(0)  # channels of zeros stay so
             with torch.no_grad():  # peft's distribution, the same in all processes and runs
-                first.copy_(nn.init.kaiming_uniform_(torch.empty(first.shape), a=math.sqrt(5), generator=generator))
+                first.copy_(drawn.to(first.device).masked_fill(unread, 0))
         inside = {name: self._inside(name) for name in names if name not in matrices}
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(name in inside.values() or "lora_" in name)
@@ -103,6 +107,12 @@ class Adapted(Trainable):
     def _thin(module: str) -> tuple[str, str]:
         """The names of A `[rank, in]` and B `[out, rank]`."""
         return f"{module}.lora_A.{_ADAPTER}.weight", f"{module}.lora_B.{_ADAPTER}.weight"
+
+
+def is_matrix(model: Any, name: str) -> bool:
+    """Whether a parameter is the matrix of a linear module."""
+    module, _, part = name.rpartition(".")
+    return part == "weight" and isinstance(model.get_submodule(module), nn.Linear | Conv1D)
 
 
 def require_peft() -> None:

@@ -19,7 +19,7 @@ from attention.errors import Failure
 from convert.healing.batches import TrainingText
 from convert.healing.distance import Sums, distance, measured
 from convert.healing.heads import hidden_states, logits_of
-from convert.healing.sharded import like, part, whole
+from convert.healing.sharded import like, part, reshard, whole
 from convert.healing.teacher import Teacher
 from convert.healing.trainable import Trainable
 
@@ -97,7 +97,7 @@ class Point:
         tokens: Tokens seen.
         rate: The learning rate of the last step.
         train_loss: Mean loss of the steps since the last point; None before the first step.
-        kl: Mean KL to the teacher on the held-out blocks.
+        kl: Mean KL to the teacher on the held-out blocks; with `top_k`, as of a `Prediction` of the k largest.
         loss_nats: Mean loss over the teacher's there.
     """
 
@@ -110,6 +110,10 @@ class Point:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class NotFinite(Failure):
+    """A loss is not finite."""
 
 
 class State(NamedTuple):
@@ -166,6 +170,7 @@ class Trainer:
     def restore(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Go back to such a copy, or to whole weights; forget gradients and what the optimiser knows."""
         self.optimiser.zero_grad()
+        reshard(self.module)
         with torch.no_grad():
             for name, p in self._weights.items():
                 p.copy_(like(weights[name], p))
@@ -173,10 +178,12 @@ class Trainer:
 
     def written(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights of the checkpoint for whole values of what trains. Every process calls this."""
+        reshard(self.module)
         return self._what.written(weights)
 
     def put(self, written: Mapping[str, torch.Tensor]) -> None:
         """Let the student compute with weights of the checkpoint. It does not train after that."""
+        reshard(self.module)
         parameters = dict(self._student.named_parameters())
         with torch.no_grad():
             for name, weight in self._what.placed(written).items():
@@ -223,7 +230,7 @@ class Trainer:
             The mean loss of the step's tokens before it.
 
         Raises:
-            Failure: It is not finite.
+            NotFinite: It is not finite.
         """
         for group in self.optimiser.param_groups:
             group["lr"] = schedule.rate * schedule.share(step)
@@ -233,13 +240,15 @@ class Trainer:
         parts = list(self._share(places).split(schedule.at_once))
         for index, some in enumerate(parts):
             last = index == len(parts) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.module):
+            # FSDP would keep whole gradients until the last part.
+            together = last or self.accelerator.is_fsdp2
+            with contextlib.nullcontext() if together else self.accelerator.no_sync(self.module):
                 loss = self._forward(some)
                 total += loss.detach().double().cpu()
                 self.accelerator.backward(loss * (world / tokens))  # processes' gradients are averaged
         mean = float(self._summed(total)) / tokens
         if not math.isfinite(mean):
-            raise Failure(f"the loss is {mean} at step {step + 1}", hint="begin again with a smaller --lr and --overwrite")
+            raise NotFinite(f"the loss is {mean} at step {step + 1}", hint="begin again with a smaller --lr and --overwrite")
         for name, mask in self._masks.items():
             grad = self._weights[name].grad
             assert grad is not None
@@ -253,7 +262,7 @@ class Trainer:
         """Sums over the held-out blocks.
 
         Raises:
-            Failure: They are not finite.
+            NotFinite: They are not finite.
         """
         places, sums = self._text.held_out, Sums()
         share = self._share(places)
@@ -267,7 +276,7 @@ class Trainer:
         values = torch.tensor((sums.kl, sums.student, sums.teacher, sums.tokens), dtype=torch.float64)
         kl, student, teacher, tokens = self._summed(values).tolist()
         if not math.isfinite(kl + student + teacher):
-            raise Failure(
+            raise NotFinite(
                 f"on held-out blocks, KL is {kl / tokens} and the losses are {student / tokens} and {teacher / tokens}",
                 hint="begin again with a smaller --lr and --overwrite; if it is so before the first step, a model is damaged",
             )

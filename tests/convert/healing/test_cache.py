@@ -103,19 +103,25 @@ def test_another_cache_is_named(converted: Path, text: Path, tmp_path: Path) -> 
     with pytest.raises(Refusal, match="was made with another text"):
         heal(converted, tmp_path / "two", text=tmp_path / "other.txt", teacher_cache=tmp_path / "cache", **SIZES)
     with pytest.raises(Refusal, match="is no cache of a teacher"):
-        heal(converted, tmp_path / "two", text=text, teacher_cache=converted, **SIZES)
+        heal(converted, tmp_path / "two", text=text, teacher_cache=Path(__file__).parent, **SIZES)
     with pytest.raises(Refusal, match="largest probabilities, not all 96 of each token"):
         heal(converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "c", **(SIZES | {"top_k": None}), dry_run=True)
+    for place in (tmp_path / "two" / "said", tmp_path, tmp_path / "source", tmp_path / "two.partial"):
+        with pytest.raises(Refusal, match="overlaps"):
+            heal(converted, tmp_path / "two", text=text, teacher_cache=place, **SIZES, dry_run=True)
     assert not (tmp_path / "two").exists()
 
 
 def test_a_damaged_block_is_named(converted: Path, text: Path, tmp_path: Path) -> None:
     heal(converted, tmp_path / "one", text=text, teacher_cache=tmp_path / "cache", **SIZES)
-    file = min(tmp_path.glob("cache/*/*.safetensors"))
-    file.write_bytes(file.read_bytes()[:100])
+    files = list(tmp_path.glob("cache/*/*.safetensors"))
+    for file in files[1:]:  # held-out blocks stay, if they are the first
+        file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(Failure, match="is damaged") as error:
         heal(converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "cache", **(SIZES | {"tokens": 12800}))
-    assert str(file) in str(error.value)
+    assert any(str(file) in str(error.value) for file in files)
+    with pytest.raises(Failure, match="is damaged"):  # also while rates are tried
+        heal(converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "cache", **(SIZES | {"lr": "auto"}))
 
 
 def test_a_disk_that_is_too_small_is_named_first(

@@ -19,7 +19,7 @@ from attention.errors import Refusal
 from convert import Healing, heal, mla, mqa
 from convert.healing.team import fsdp_plugin
 
-OPTIONS: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "lr": 1e-3, "device": "cpu"}
+OPTIONS: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "device": "cpu"}
 KINDS = {"ddp": ["-m", "convert.cli"], "fsdp": [Path(__file__).with_name("fsdp_on_cpu.py")]}
 Make = Callable[..., Path]
 
@@ -59,14 +59,17 @@ def assert_same(launched: subprocess.CompletedProcess[str], two: Path, one: Heal
 
 
 def test_two_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    """Both fill the teacher's cache, and LoRA trains."""
     mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
-    launched = launch("ddp", tmp_path / "mqa", tmp_path / "two", "--text", text)
+    given = ("--lr", "3e-3", "--train", "lora", "--top-k", 16)
+    launched = launch("ddp", tmp_path / "mqa", tmp_path / "two", "--text", text, *given, "--teacher-cache", tmp_path / "said")
     assert launched.stderr.count("info: step 20:") == 1
-    assert_same(launched, tmp_path / "two", heal(tmp_path / "mqa", tmp_path / "one", text=text, **OPTIONS))
+    one = heal(tmp_path / "mqa", tmp_path / "one", text=text, lr=3e-3, train="lora", top_k=16, **OPTIONS)
+    assert_same(launched, tmp_path / "two", one)
 
 
 def test_sharded_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path, tmp_path: Path) -> None:
-    """All weights train: a tied head, a latent with constants and padding. Layers are computed again, and it is resumed."""
+    """All weights train, at a rate of three: a tied head, a latent with constants and padding. It is stopped and resumed."""
     source = checkpoint("llama", tie_word_embeddings=True)
     mla(source, tmp_path / "mla", kv_lora_rank=80, qk_rope_head_dim=8, pad_rank=True, method="svd")
     before = load_file(tmp_path / "mla" / "model.safetensors")
@@ -74,13 +77,16 @@ def test_sharded_processes_are_one_with_the_same_batch(checkpoint: Make, text: P
         before[name] *= 1.3  # something to heal
     save_file(before, tmp_path / "mla" / "model.safetensors")
     given = ("--text", text, "--train", "all", "--checkpointing")
-    stopped = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, stop_at=7)
+    stopped = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, stop_at=12)  # behind the trials
     assert stopped.returncode != 0
     assert "--resume goes on from the last state" in stopped.stderr
     resumed = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, "--resume")
     assert "info: step 2:" not in resumed.stderr
     one = heal(tmp_path / "mla", tmp_path / "one", text=text, train="all", checkpointing=True, **OPTIONS)
     assert_same(resumed, tmp_path / "two", one)
+    tried = json.loads(resumed.stdout)["conversion"]["healing"]["rates_tried"]
+    assert one.record is not None
+    assert tried == pytest.approx(one.record["healing"]["rates_tried"], rel=1e-3)
     after = load_file(tmp_path / "two" / "model.safetensors")
     for name, gain in ((name, weight) for name, weight in before.items() if name.endswith("kv_a_layernorm.weight")):
         down, bias = (name.replace("kv_a_layernorm.weight", f"kv_a_proj_with_mqa.{part}") for part in ("weight", "bias"))
@@ -109,7 +115,13 @@ def test_documented_configs_launch_what_they_say(tmp_path: Path, monkeypatch: py
     assert found == [((2, False), 8, 1), ((2, False), 16, 2), (None, 1, 1)]
 
 
-def test_the_first_version_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_tried_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(Refusal, match="healing does not support FSDP 1"):
         fsdp_plugin()
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    for setting in ("fsdp_activation_checkpointing", "fsdp_offload_params"):
+        monkeypatch.setenv(setting.upper(), "true")
+        with pytest.raises(Refusal, match=f"healing does not support {setting}"):
+            fsdp_plugin()
+        monkeypatch.delenv(setting.upper())

@@ -50,7 +50,7 @@ def adapted(path: Path, rank: int = 4) -> tuple[Any, Adapted, list[str]]:
     return model, Adapted(model, names, rank, 0), names
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama mla", "qwen2 mla", "gpt2", "gpt2 mla", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "llama mla", "qwen2 mla", "gpt2", "gpt2 mla", "gpt_neox", "qwen3 mla"])
 def test_its_products_are_written_into_the_matrices(kind: str, checkpoint: Make, tmp_path: Path) -> None:
     path = converted(kind, checkpoint, tmp_path / "converted")
     plain, (model, what, names) = loaded(path), adapted(path)
@@ -104,6 +104,21 @@ def test_it_comes_closer_and_keeps_constants(checkpoint: Make, text: Path, tmp_p
         assert torch.equal(after[bias][: len(gain)], before[bias][: len(gain)])
         assert not after[down][: len(gain)][gain == 0].any()
         assert down in changed
+
+
+def test_padding_of_a_latent_stays(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=80, qk_rope_head_dim=8, pad_rank=True, method="svd")
+    before = load_file(tmp_path / "mla" / "model.safetensors")
+    for name in (name for name in before if name.endswith("o_proj.weight")):
+        before[name] *= 1.3  # something to heal
+    save_file(before, tmp_path / "mla" / "model.safetensors")
+    heal(tmp_path / "mla", tmp_path / "out", text=text, **(SIZES | {"lr": 1e-3}))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    unread = ~before[name].any(0)
+    assert unread.any()
+    assert not after[name][:, unread].any()
+    assert not torch.equal(after[name], before[name])
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(
