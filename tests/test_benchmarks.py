@@ -154,7 +154,7 @@ def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     command = [
         *(str(tmp_path / "out"), "--model", str(model), "--text", str(tmp_path / "calibrate")),
         *("--evaluate", str(tmp_path / "evaluate"), "--calibration-tokens", "256", "--calibration-context", "32"),
-        *("--shares", "50", "--folds", "2,4"),
+        *("--shares", "50", "--folds", "2,4", "--heal", "256"),
     ]
     stopped = benchmark.evaluate
 
@@ -173,3 +173,5 @@ def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     assert "loss (nats) on a copy" in out
     assert all(path.stat().st_mtime_ns == time for path, time in made.items())
     assert (tmp_path / "out" / "report" / "report.html").is_file()
+    for name in ("gqa-1-aligned", "mla-28+4-weighted"):
+        assert f"| {name}-healed-256 " in out
