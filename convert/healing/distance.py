@@ -60,6 +60,16 @@ class Sums:
     teacher: float = 0.0
     tokens: int = 0
 
+    @property
+    def mean_kl(self) -> float:
+        """The mean KL to the teacher."""
+        return self.kl / self.tokens
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean loss over the teacher's."""
+        return (self.student - self.teacher) / self.tokens
+
     def plus(self, other: Sums) -> Sums:
         """Of the tokens of both."""
         return Sums(self.kl + other.kl, self.student + other.student, self.teacher + other.teacher, self.tokens + other.tokens)

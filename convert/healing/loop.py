@@ -111,7 +111,7 @@ def _outcome(trainer: Trainer, progressed: Progressed, states: States, stored: M
                 )
         trainer.put({name: weight.float() for name, weight in rounded.items()})
         sums = trainer.measure()
-        after = replace(best, kl=sums.kl / sums.tokens, loss_nats=(sums.student - sums.teacher) / sums.tokens)
+        after = replace(best, kl=sums.mean_kl, loss_nats=sums.mean_loss)
         if after.kl < start.kl:
             return Outcome(progressed, after, rounded)
     _tell(trainer, logging.WARNING, "healing gained nothing on held-out blocks: the weights stay as they are")
@@ -141,8 +141,7 @@ def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) 
                 for step in range(plan.trial_steps):
                     trainer.step(step, schedule)
                     done(per_step)
-                sums = trainer.measure()
-                tried[f"{rate:.2e}"] = sums.kl / sums.tokens
+                tried[f"{rate:.2e}"] = trainer.measure().mean_kl
             trainer.restore(weights)
     best = _largest(tried)
     if best is None:
@@ -164,7 +163,7 @@ def _largest(tried: dict[str, float]) -> str | None:
 
 def _point(trainer: Trainer, step: int, rate: float, train_loss: float | None, per_step: int = 0) -> Point:
     sums = trainer.measure()
-    point = Point(step, step * per_step, rate, train_loss, sums.kl / sums.tokens, (sums.student - sums.teacher) / sums.tokens)
+    point = Point(step, step * per_step, rate, train_loss, sums.mean_kl, sums.mean_loss)
     held_out = {"held_out/kl": point.kl, "held_out/loss_nats": point.loss_nats, "train/rate": rate}
     trainer.accelerator.log(held_out, step=point.tokens)
     _tell(

@@ -10,7 +10,7 @@ from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.checkpoint.loading import empty_model
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import check_output, recorded
+from convert.checkpoint.workdir import check_output, partial_path, recorded
 from convert.healing.rates import start_rate
 from convert.healing.student import of_part
 from convert.healing.tracking import require_tracker
@@ -234,8 +234,7 @@ def _require_apart(cache: Path, others: Sequence[Path]) -> None:
     """Refuse a cache inside or around OUTPUT, which is replaced as a whole, or a model."""
     whole = cache.resolve()
     for other in (path.resolve() for path in others):
-        partial = other.with_name(f"{other.name}.partial")
-        if whole.is_relative_to(other) or other.is_relative_to(whole) or whole.is_relative_to(partial):
+        if whole.is_relative_to(other) or other.is_relative_to(whole) or whole.is_relative_to(partial_path(other)):
             raise Refusal(f"--teacher-cache {cache} overlaps {other}", hint="give it a directory of its own")
 
 

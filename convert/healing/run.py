@@ -30,6 +30,7 @@ from convert.healing.states import Progressed, States
 from convert.healing.student import trained
 from convert.healing.team import Team
 from convert.healing.tracking import tracked
+from convert.healing.training import Trainer
 from convert.healing.weights import places, write
 from eval.device import compute_device, free_memory, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
@@ -191,18 +192,14 @@ def _healed(
         if plan.options.teacher_cache is not None:
             opened(plan, plan.options.teacher_cache, text, team)  # before the others look for it
         team.tell(work.training)
-        with teacher_of(plan, text, team, progress) as teacher, student_of(plan, team.device) as student:
-            names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
-            where = places(student, reader, names)
-            stored = _stored(reader, where)
-            trainer = trainer_of(plan, text, student, teacher, names, team)
+        with _learning(plan, text, reader, team, progress) as (trainer, where):
 
             def kept(progressed: Progressed) -> None:
                 work.keep()
                 lines = [json.dumps(point.as_dict()) + "\n" for point in progressed.curve]
                 write_whole(work.path / _CURVE, "".join(lines).encode())
 
-            outcome = healed(plan, trainer, States(work.training, trainer), stored, kept, progress)
+            outcome = healed(plan, trainer, States(work.training, trainer), _stored(reader, where), kept, progress)
             kept(outcome.progressed)  # also of a run that took no step
             team.accelerator.free_memory()
             del trainer
@@ -228,11 +225,19 @@ def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
     if (states := team.told()) is None:
         return
     reader = Reader(plan.converted.files)
-    with teacher_of(plan, text, team, silent) as teacher, student_of(plan, team.device) as student:
+    with _learning(plan, text, reader, team, silent) as (trainer, where):
+        healed(plan, trainer, States(states, trainer), _stored(reader, where), lambda progressed: None, silent)
+
+
+@contextlib.contextmanager
+def _learning(
+    plan: HealPlan, text: TrainingText, reader: Reader, team: Team, progress: Progress
+) -> Iterator[tuple[Trainer, dict[str, str]]]:
+    """The trainer, and which parameter each tensor to write holds. Every process calls this."""
+    with teacher_of(plan, text, team, progress) as teacher, student_of(plan, team.device) as student:
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
-        stored = _stored(reader, places(student, reader, names))
-        trainer = trainer_of(plan, text, student, teacher, names, team)
-        healed(plan, trainer, States(states, trainer), stored, lambda progressed: None, silent)
+        where = places(student, reader, names)  # before LoRA gives parameters other names
+        yield trainer_of(plan, text, student, teacher, names, team), where
 
 
 def _stored(reader: Reader, where: dict[str, str]) -> dict[str, torch.dtype]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from convert.healing.distance import Expected, Prediction
 from convert.healing.heads import hidden_states, logits_of
 
 
-class Teacher(nn.Module):
+class Teacher(nn.Module, ABC):
     """Predicts the tokens of blocks.
 
     Attributes:
@@ -20,6 +21,7 @@ class Teacher(nn.Module):
 
     layer_classes: tuple[str, ...] = ()
 
+    @abstractmethod
     def predictions(self, ids: torch.Tensor, places: torch.Tensor, count: int) -> Expected:
         """What it says of the first `count` of the blocks `ids [B, T]`: of their tokens that have a predecessor, in order.
 
@@ -28,7 +30,6 @@ class Teacher(nn.Module):
             places: `[B]`, their places in the text.
             count: Of how many.
         """
-        raise NotImplementedError
 
 
 class Running(Teacher):

@@ -13,25 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from attention.errors import Failure, Interrupted, Refusal
-from convert import heal, mqa
+from convert import heal
 from convert.healing import cache, models
 from convert.healing.cache import TeacherCache
 
 SIZES: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "lr": 3e-3, "device": "cpu", "top_k": 8}
 Make = Callable[..., Path]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    letters = torch.randint(32, 126, (6000,), generator=torch.Generator().manual_seed(3)).tolist()
-    (tmp_path / "train.txt").write_text("".join(map(chr, letters)), encoding="utf-8")
-    return tmp_path / "train.txt"
-
-
-@pytest.fixture
-def converted(checkpoint: Make, tmp_path: Path) -> Path:
-    mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
-    return tmp_path / "mqa"
 
 
 @pytest.fixture

@@ -20,21 +20,6 @@ SIZES: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "lr"
 Make = Callable[..., Path]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "train.txt"
-    generator = torch.Generator().manual_seed(3)
-    letters = torch.randint(32, 126, (6000,), generator=generator).tolist()
-    path.write_text("".join(map(chr, letters)), encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def converted(checkpoint: Make, tmp_path: Path) -> Path:
-    mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
-    return tmp_path / "mqa"
-
-
 def weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 

@@ -24,14 +24,6 @@ KINDS = {"ddp": ["-m", "convert.cli"], "fsdp": [Path(__file__).with_name("fsdp_o
 Make = Callable[..., Path]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "train.txt"
-    letters = torch.randint(32, 126, (6000,), generator=torch.Generator().manual_seed(3)).tolist()
-    path.write_text("".join(map(chr, letters)), encoding="utf-8")
-    return path
-
-
 def launch(
     kind: str, converted: Path, output: Path, *options: Any, stop_at: int | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -24,13 +24,6 @@ IDS = torch.arange(4, 60).view(2, 28)
 Make = Callable[..., Path]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    letters = torch.randint(32, 126, (6000,), generator=torch.Generator().manual_seed(3)).tolist()
-    (tmp_path / "train.txt").write_text("".join(map(chr, letters)), encoding="utf-8")
-    return tmp_path / "train.txt"
-
-
 def converted(kind: str, checkpoint: Make, where: Path) -> Path:
     source, _, target = kind.partition(" ")
     if target == "mla":
