@@ -11,6 +11,7 @@ from torch.linalg import multi_dot
 from attention.qk_norm import QKNorm
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotation, no_rotary
+from attention.scoring import PLAIN, Scoring
 
 _SPAN = 256  # tokens
 
@@ -44,7 +45,7 @@ def attention_by_distance(attention: Attention, blocks: Sequence[torch.Tensor]) 
         queries[: len(block)] += torch.arange(len(block) - 1, -1, -1, device=total.device)
         for head in range(len(total)):
             for tokens in spans(len(block)):
-                weights = causal_softmax(heads.logits(head, tokens))
+                weights = heads.weights(heads.logits(head, tokens))
                 weights[:, 0] = 0
                 total[head, : tokens.stop] += _by_distance(weights)
     return total / queries.clamp_min(1)
@@ -56,7 +57,7 @@ def attention_received(attention: Attention, block: torch.Tensor) -> torch.Tenso
     total = torch.zeros(len(block), dtype=torch.float64, device=block.device)
     for head in range(len(heads.plain)):
         for tokens in spans(len(block)):
-            total[: tokens.stop] += causal_softmax(heads.logits(head, tokens)).sum(0)
+            total[: tokens.stop] += heads.weights(heads.logits(head, tokens)).sum(0)
     return total / len(heads.plain)
 
 
@@ -91,7 +92,8 @@ class Heads:
         lift: `[H, N', N]` from a head's nope queries to what is kept (MLA), or None.
         rotation: Rotates rows `[…, T, P]` by their positions.
         scale: Of the logits.
-        slopes: `[H]`, ALiBi's (see `attention.record.Attention`), or None.
+        scoring: What becomes of logits.
+        slopes: `[H]`, its slopes, or None.
     """
 
     inputs: torch.Tensor
@@ -103,6 +105,7 @@ class Heads:
     lift: torch.Tensor | None
     rotation: Rotation
     scale: float
+    scoring: Scoring = PLAIN
     slopes: torch.Tensor | None = None
 
     @property
@@ -151,6 +154,10 @@ class Heads:
         logits = self.scale * (of_nope + self.rope[head, tokens] @ rope.mT)
         return logits if self.slopes is None else logits + self.slopes[head] * self._positions[: tokens.stop]
 
+    def weights(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention `[…, t, s]` of such logits, for the last t among s tokens, or for `tokens [t]`."""
+        return self.scoring.weights(logits, tokens)
+
 
 def joined(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """`[h, T, N + P]` of `[h, T, N]` and `[h or 1, T, P]`; where there is but one part, that part and no copy."""
@@ -166,30 +173,12 @@ def shared(rows: torch.Tensor, heads: slice, count: int) -> torch.Tensor:
     return rows[[head * len(rows) // count for head in range(count)[heads]]]
 
 
-def causal_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """`[…, t, s]`, of the last t among s tokens."""
-    return hide_future(logits.clone()).softmax(-1)
-
-
-def causal_softmax_at(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`[…, t, s]`, of the given tokens `[t]` among s tokens from position 0."""
-    future = torch.arange(logits.shape[-1], device=logits.device) > tokens[:, None]
-    return logits.masked_fill(future, -torch.inf).softmax(-1)
-
-
-def hide_future(logits: torch.Tensor) -> torch.Tensor:
-    """The same `[…, t, s]`, of the last t among s tokens, changed in place: −∞ where s is later than t."""
-    t, s = logits.shape[-2:]
-    future = torch.ones(t, t, dtype=torch.bool, device=logits.device).triu(1)
-    logits[..., s - t :].masked_fill_(future, -torch.inf)
-    return logits
-
-
 def heads_of(record: Record, x: torch.Tensor) -> Heads:
     """Of one block `x [T, E]` from position 0."""
     rotation = (record.rotary or no_rotary()).rotation(torch.arange(x.shape[0], device=x.device), x.dtype)
     of_queries, x = inputs_of(record, x)
-    slopes = None if record.slopes is None else x.new_tensor(record.slopes)
+    scoring = record.scoring
+    slopes = None if scoring.slopes is None else x.new_tensor(scoring.slopes)
     if isinstance(record, FactoredAttention):
         if record.q_down is not None:
             of_queries = of_queries @ record.q_down.float().T
@@ -198,7 +187,17 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
         latent = record.latent(x)[None]
         return Heads(
-            x, plain, plain, rotation(rope), latent, rotation(key), record.up_k.float(), rotation, record.scale, slopes
+            x,
+            plain,
+            plain,
+            rotation(rope),
+            latent,
+            rotation(key),
+            record.up_k.float(),
+            rotation,
+            record.scale,
+            scoring,
+            slopes,
         )
     plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
     split = record.rotary.dims if record.rotary else 0
@@ -213,6 +212,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         None,
         rotation,
         record.scale,
+        scoring,
         slopes,
     )
 
@@ -242,15 +242,29 @@ def widened(values: torch.Tensor, width: int) -> torch.Tensor:
 
 def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
     heads = heads_of(record, x)
-    queries, keys, values = heads.queries, heads.keys, values_of(record, heads)
-    share, dims = len(queries) // len(keys), values.shape[-1]
-    values = widened(values, keys.shape[-1])
-    context = torch.nn.functional.scaled_dot_product_attention(
-        queries[None], keys.repeat_interleave(share, 0)[None], values.repeat_interleave(share, 0)[None],
-        is_causal=True, scale=record.scale,
-    )[0][..., :dims]  # fmt: skip
-    out = context.transpose(0, 1).flatten(1) @ record.o.float().flatten(1).T
+    out = _read(heads, values_of(record, heads)).transpose(0, 1).flatten(1) @ record.o.float().flatten(1).T
     return out if record.o_bias is None else out + record.o_bias.float()
+
+
+def _read(heads: Heads, values: torch.Tensor) -> torch.Tensor:
+    """What heads read, `[H, T, D]`, of `values [G, T, D]`, or of one for each head."""
+    share, tokens = len(heads.plain) // len(values), len(heads.inputs)
+    values = values.repeat_interleave(share, 0)
+    if heads.scoring.softcap is not None:
+        return torch.stack([_read_by_head(heads, head, rows) for head, rows in enumerate(values)])
+    queries, keys, dims, window = heads.queries, heads.keys, values.shape[-1], heads.scoring.window
+    slots = torch.arange(tokens, device=values.device)
+    seen = slots[:, None] - slots < window if window is not None and window < tokens else None
+    return torch.nn.functional.scaled_dot_product_attention(
+        queries[None], keys.repeat_interleave(len(queries) // len(keys), 0)[None], widened(values, keys.shape[-1])[None],
+        attn_mask=None if seen is None else seen.tril(), is_causal=seen is None, scale=heads.scale,
+    )[0][..., :dims]  # fmt: skip
+
+
+def _read_by_head(heads: Heads, head: int, values: torch.Tensor) -> torch.Tensor:
+    """`[T, D]` of `values [T, D]`, where torch has no function."""
+    parts = (heads.weights(heads.logits(head, tokens)) @ values[: tokens.stop] for tokens in spans(len(values)))
+    return torch.cat(list(parts))
 
 
 def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

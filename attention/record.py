@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from attention.qk_norm import QKNorm
 from attention.rope import Pairing, Rotary
+from attention.scoring import PLAIN, Scoring
 
 if TYPE_CHECKING:
     import torch
@@ -133,8 +134,7 @@ class Attention:
         k_norm: QK-norm of the keys, or None.
         projections: What is read in place of the input, or None. E is then D for `q`, each head of which reads its own
             queries, and 2 G D for `k` and `v`, which read keys and values side by side, or R + P, a latent and a RoPE key.
-        slopes: H numbers, or None: a head's slope, times the position of the key, is added to its scaled logits (ALiBi, arXiv
-            2108.12409; less the position of the query, which cancels in the softmax).
+        scoring: What becomes of scaled logits: ALiBi, a window, a cap.
     """
 
     q: torch.Tensor
@@ -150,7 +150,7 @@ class Attention:
     q_norm: QKNorm | None = None
     k_norm: QKNorm | None = None
     projections: Projections | None = None
-    slopes: tuple[float, ...] | None = None
+    scoring: Scoring = PLAIN
 
     @property
     def num_kv_heads(self) -> int:
@@ -197,7 +197,7 @@ class Attention:
             projections=HeadProjections(
                 self.q, self.k, self.v, self.q_norm, self.k_norm, self.q_bias, self.k_bias, self.v_bias, clip
             ),
-            slopes=self.slopes,
+            scoring=self.scoring,
         )
 
 
@@ -220,7 +220,7 @@ class FactoredAttention:
         k_rope_bias: `[P]` or None.
         o_bias: `[E]` or None.
         projections: As in `Attention`: E is then D for queries, and 2 G D, or R + P of the source, for `k_rope` and `down`.
-        slopes: As in `Attention`.
+        scoring: As in `Attention`.
         q_down: `[Q, E]`, makes a latent that queries read in place of the input: E is then Q for `q_nope` and `q_rope`. None
             without one.
         normalised: Whether the latent is divided by its norm, which is nearly one.
@@ -240,7 +240,7 @@ class FactoredAttention:
     k_rope_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     projections: Projections | None = None
-    slopes: tuple[float, ...] | None = None
+    scoring: Scoring = PLAIN
     q_down: torch.Tensor | None = None
     normalised: bool = False
 
@@ -294,7 +294,7 @@ class FactoredAttention:
             k_bias=joined(self.k_rope_bias, None),
             o_bias=self.o_bias,
             projections=self.projections,
-            slopes=self.slopes,
+            scoring=self.scoring,
         )
 
 

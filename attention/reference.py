@@ -12,6 +12,7 @@ import torch
 from attention.qk_norm import QKNorm
 from attention.record import LatentProjections, Projections
 from attention.rope import Rotary
+from attention.scoring import PLAIN, Scoring
 
 
 def grouped_attention(
@@ -30,7 +31,7 @@ def grouped_attention(
     q_norm: QKNorm | None = None,
     k_norm: QKNorm | None = None,
     projections: Projections | None = None,
-    slopes: tuple[float, ...] | None = None,
+    scoring: Scoring = PLAIN,
 ) -> torch.Tensor:
     """Causal self-attention over one full sequence: softmax(scale · q kᵀ) v, projected by `o`.
 
@@ -50,7 +51,7 @@ def grouped_attention(
         k_norm: Normalisation of keys, or None.
         projections: Queries, keys and values of the input, which take its place. E is then D for `q`, whose heads read their
             own queries, and 2 G D for `k` and `v`, which read keys and values side by side, or R + P, a latent and a RoPE key.
-        slopes: What is added to the scaled logits of each head per position of the key, or None.
+        scoring: What becomes of scaled logits: ALiBi, a window, a cap.
 
     Returns:
         `[B, T, E]`.
@@ -68,7 +69,7 @@ def grouped_attention(
 
     share = q.shape[0] // k.shape[0]
     queries, keys = place(queries, q_norm), place(keys, k_norm).repeat_interleave(share, 1)
-    weights = _causal_softmax(_sloped(torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale, slopes))
+    weights = _attention(torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale, scoring)
     context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(share, 1))
     out = torch.einsum("bhtd,ehd->bte", context, o)
     return out if o_bias is None else out + o_bias
@@ -91,7 +92,7 @@ def latent_attention(
     k_rope_bias: torch.Tensor | None = None,
     o_bias: torch.Tensor | None = None,
     projections: Projections | None = None,
-    slopes: tuple[float, ...] | None = None,
+    scoring: Scoring = PLAIN,
     q_down: torch.Tensor | None = None,
     normalised: bool = False,
 ) -> torch.Tensor:
@@ -116,7 +117,7 @@ def latent_attention(
         k_rope_bias: `[P]` or None.
         o_bias: `[E]` or None.
         projections: As in `grouped_attention`: E is then D for `q_nope` and `q_rope`, and 2 G D for `k_rope` and `down`.
-        slopes: As in `grouped_attention`.
+        scoring: As in `grouped_attention`.
         q_down: `[Q, E]`, makes the latent that queries read, or None: E is then Q for `q_nope` and `q_rope`.
         normalised: Whether the latent is divided by its norm.
 
@@ -134,7 +135,7 @@ def latent_attention(
     if normalised:
         latent = latent / torch.linalg.vector_norm(latent, dim=-1, keepdim=True).clamp_min(1e-30)
     nope = torch.einsum("bhtd,hdr,bsr->bhts", _of_heads(read, q_nope, q_nope_bias), up_k, latent)
-    weights = _causal_softmax(_sloped((nope + rope) * scale, slopes))
+    weights = _attention((nope + rope) * scale, scoring)
     context = torch.einsum("bhts,hdr,bsr->bhtd", weights, up_v, latent)
     out = torch.einsum("bhtd,ehd->bte", context, o)
     return out if o_bias is None else out + o_bias
@@ -178,14 +179,15 @@ def _read_latent(x: torch.Tensor, p: LatentProjections) -> tuple[torch.Tensor, t
     return torch.einsum("bte,hde->bhtd", x, p.q), torch.cat((p.kv_norm(latent[:, None])[:, 0], key), -1)
 
 
-def _sloped(scores: torch.Tensor, slopes: tuple[float, ...] | None) -> torch.Tensor:
-    """`scores [B, H, T, S]` with ALiBi."""
-    if slopes is None:
-        return scores
-    return scores + scores.new_tensor(slopes)[:, None, None] * torch.arange(scores.shape[-1], device=scores.device)
-
-
-def _causal_softmax(scores: torch.Tensor) -> torch.Tensor:
-    """`scores [B, H, T, T]`; token t sees tokens 0 to t."""
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(future, -math.inf).softmax(-1)
+def _attention(scores: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Of scaled logits `[B, H, T, T]`: token t sees tokens 0 to t, or those of them within a window."""
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    positions = torch.arange(scores.shape[-1], device=scores.device)
+    if scoring.slopes is not None:
+        scores = scores + scores.new_tensor(scoring.slopes)[:, None, None] * positions
+    distance = positions[:, None] - positions
+    hidden = distance < 0
+    if scoring.window is not None:
+        hidden = hidden | (distance >= scoring.window)
+    return scores.masked_fill(hidden, -math.inf).softmax(-1)

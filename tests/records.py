@@ -11,6 +11,7 @@ from attention.qk_norm import QKNorm
 from attention.record import Attention, FactoredAttention, LatentProjections, Projections, Record
 from attention.reference import grouped_attention, latent_attention
 from attention.rope import Pairing, Rotary
+from attention.scoring import Scoring
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import Attended, Statistics
 
@@ -52,8 +53,8 @@ def record(
             bias = random(rows, dim, seed=seed + 91) if layer else None
             kind: Any = "layer" if layer else "rms"
             drawn[name] = QKNorm(kind, scope, gain, bias, 1e-6, after_rotary=norm == "after")  # type: ignore[arg-type]
-    slopes = tuple(0.6**head for head in range(heads)) if alibi else None
-    return Attention(**drawn, scale=0.4, rotary=Rotary(frequencies, pairing, factor) if pairs else None, slopes=slopes)
+    scoring = Scoring(tuple(0.6**head for head in range(heads)) if alibi else None)
+    return Attention(**drawn, scale=0.4, rotary=Rotary(frequencies, pairing, factor) if pairs else None, scoring=scoring)
 
 
 def factored(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from attention.forward import Heads, causal_softmax, spans
+from attention.forward import Heads, spans
 
 SPAN = 128  # tokens
 RIDGE = 1e-3  # of the curvature
@@ -43,7 +43,7 @@ def missing(source: Heads, result: Heads, parts: list[slice]) -> tuple[list[torc
     """Of each span, with the same heads of both: p `[h, t, s]`, and by each logit the descent of half the squared error."""
     weights, pulls = [], []
     for logits, own in zip(logits_of(source, parts), logits_of(result, parts), strict=True):
-        weights.append(causal_softmax(logits))
+        weights.append(source.weights(logits))
         pulls.append(centred(logits.sub_(own), weights[-1]))
     return weights, pulls
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from attention.errors import Failure
-from attention.forward import causal_softmax_at, heads_of
+from attention.forward import heads_of
 from attention.record import Attention
 from attention.spread import evenly_spread, spread_blocks
 from convert.calibration.stream import LayerStream
@@ -124,7 +124,7 @@ class _AttendedSums:
         rows = torch.tensor(evenly_spread(count, length), device=block.device)
         share = len(heads.queries) // len(heads.keys)
         logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(share, 0).mT
-        weights = causal_softmax_at(logits, rows).flatten(0, 1)  # [H t, T]
+        weights = heads.weights(logits, rows).flatten(0, 1)  # [H t, T]
         read = weights @ heads.inputs
         self._seen += heads.inputs.T @ (weights.sum(0)[:, None] * heads.inputs)
         self._read += read.T @ read

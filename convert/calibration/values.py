@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attention.forward import attention_output, causal_softmax, heads_of
+from attention.forward import attention_output, heads_of
 from attention.record import Attention
 from convert.calibration.least_squares import RIDGE, conjugate_gradients, fitted_spans, grouped, inverse, logits_of, ridged
 
@@ -56,7 +56,8 @@ class _Fit:
     @classmethod
     def of(cls, after: Attention, x: torch.Tensor, lacking: torch.Tensor, parts: list[slice]) -> _Fit:
         heads, groups = heads_of(after, x), len(after.v)
-        weights = [grouped(causal_softmax(logits), groups) for logits in logits_of(heads.part(slice(0, len(after.q))), parts)]
+        every = logits_of(heads.part(slice(0, len(after.q))), parts)
+        weights = [grouped(heads.weights(logits), groups) for logits in every]
         outputs = after.o.float().unflatten(1, (groups, -1))
         fit = cls(x, outputs, parts, weights, x.new_zeros(()))
         return replace(fit, wanted=fit._gradient([lacking[tokens] for tokens in parts]))

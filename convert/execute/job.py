@@ -91,7 +91,7 @@ class Job:
         """Whether the source's attention over the calibration text is the softmax of its records' logits."""
         traits = self.plan.family.traits(self.plan.source.config)
         traits = traits.behind_projections if self.plan.reads_projections else traits
-        return self.text is not None and not hides_logits(traits, self.text.plan.context)
+        return self.text is not None and not hides_logits(traits)
 
     def stream(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attention.qk_norm import NormForm
 from attention.record import Record
 from attention.rope import Rotary
+from attention.scoring import Scoring
 from attention.spec import AttentionSpec
 from convert.families.names import NameTable
 
@@ -69,12 +70,13 @@ class Traits:
 
 # Config fields that say how many tokens some layers see.
 WINDOWS = ("sliding_window", "window_size")
+SOFTCAP = "attn_logit_softcapping"  # the one that says what logits are capped at
 CLIP = "clip_qkv"  # the one that says what queries, keys and values are clamped to
 
 
-def hides_logits(traits: Traits, context: int) -> list[str]:
-    """Config fields that, in blocks of `context` tokens, make attention differ from the softmax of the record's logits."""
-    return [field for field, value in traits.beyond.items() if field not in WINDOWS or value < context]
+def hides_logits(traits: Traits) -> list[str]:
+    """Config fields that make attention differ from what the record's logits and its scoring say."""
+    return [field for field in traits.beyond if field not in (*WINDOWS, SOFTCAP)]
 
 
 class Family(ABC):
@@ -202,6 +204,17 @@ class Family(ABC):
     def slopes(self, config: Any) -> tuple[float, ...] | None:
         """ALiBi's slope of each query head, or None without ALiBi."""
         return None
+
+    def window(self, config: Any, layer: int) -> int | None:
+        """How many tokens a layer sees, itself included, by its class's masks or inside its attention; None for all."""
+        if (window := self.traits(config).beyond.get("sliding_window")) is None:
+            return self.inner_window(config, layer)
+        kinds = getattr(config, "layer_types", None)
+        return int(window) if kinds is None or kinds[layer] == "sliding_attention" else None
+
+    def scoring(self, config: Any, layer: int) -> Scoring:
+        """What becomes of the layer's scaled logits."""
+        return Scoring(self.slopes(config), self.window(config, layer), self.traits(config).beyond.get(SOFTCAP))
 
     def latent_dims(self, config: Any, rope_dim: int) -> int:
         """Dims of nope keys and of values, summed, that a latent has to hold if `rope_dim` rotary dims are kept.

@@ -62,7 +62,7 @@ class InterleavedProjections(Family):
             k_bias=biases[1],
             v_bias=biases[2],
             o_bias=local.get(f"{self.o_name}.bias"),
-            slopes=self.slopes(config),
+            scoring=self.scoring(config, layer),
         )
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from attention.models import MODEL_TYPE
 from attention.qk_norm import NormForm
 from attention.record import Attention, FactoredAttention, HeadProjections, LatentProjections, Projections, Record
 from attention.rope import Rotary, no_rotary
+from attention.scoring import Scoring
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable
@@ -81,7 +82,7 @@ class KvfoldProjections(Family):
             record = _split_factors(local, spec, scale, self.rotary(config, layer))
         else:
             record = split_projections(local, spec.head_dim, scale, self.rotary(config, layer))
-        return replace(record, slopes=self.slopes(config))
+        return replace(record, scoring=self.scoring(config, layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         local = join_projections(record) if isinstance(record, Attention) else _join_factors(record, spec.kv_lora_rank or 0)
@@ -114,8 +115,8 @@ class KvfoldProjections(Family):
     def scale(self, config: Any) -> float:
         return float(config.scaling)
 
-    def slopes(self, config: Any) -> tuple[float, ...] | None:
-        return self.inner.slopes(config.text_config)
+    def scoring(self, config: Any, layer: int) -> Scoring:
+        return self.inner.scoring(config.text_config, layer)
 
 
 def _shapes_of_latent(spec: AttentionSpec, width: int, qkv_bias: bool, o_bias: bool) -> dict[str, tuple[int, ...]]:

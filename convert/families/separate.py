@@ -16,7 +16,7 @@ from attention.record import Attention, Record
 from attention.rope import Pairing
 from attention.spec import AttentionSpec
 from convert.families import tables
-from convert.families.base import CLIP, Family, Traits
+from convert.families.base import CLIP, SOFTCAP, Family, Traits
 from convert.families.names import NameTable, Row
 from convert.families.projections import join_projections, or_zeros, projection_shapes, split_projections, with_biases
 from convert.families.tables import (
@@ -216,7 +216,7 @@ class SeparateProjections(Family):
         spec, prefix = self.spec(config), self._prefix(layer)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         record = split_projections(local, spec.head_dim, self.scale(config), self.rotary(config, layer), self.o_name)
-        record = replace(record, slopes=self.slopes(config))
+        record = replace(record, scoring=self.scoring(config, layer))
         if (norm := self._norm(config)) is None:
             return record
         eps = getattr(config, norm.eps)
@@ -351,13 +351,13 @@ ROWS = [
         names=NORMS_AROUND.storing_gains_less_one(),
         adds_output=False,
         **_GEMMA2,
-        beyond=("attn_logit_softcapping", *WINDOW, *_BIDIRECTIONAL),
+        beyond=(SOFTCAP, *WINDOW, *_BIDIRECTIONAL),
     ),
     SeparateProjections(
         "vaultgemma",
         names=LLAMA.replacing(in_llama("pre_feedforward_layernorm", "mlp_norm")).storing_gains_less_one(),
         **_GEMMA2,
-        beyond=("attn_logit_softcapping", *WINDOW),
+        beyond=(SOFTCAP, *WINDOW),
     ),
     SeparateProjections(
         "gemma3_text",
@@ -365,7 +365,8 @@ ROWS = [
         adds_output=False,
         **_GEMMA2,
         norm=NormRow(gain_offset=1.0),
-        beyond=("attn_logit_softcapping", *WINDOW, *_BIDIRECTIONAL),
+        beyond=(*WINDOW, *_BIDIRECTIONAL),
+        unlike=((SOFTCAP, None, f"config.json sets {SOFTCAP}, which its class of transformers ignores"),),
     ),
     SeparateProjections("olmo", names=WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=(CLIP,)),
     SeparateProjections("olmo2", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat")),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.models import CODE, MODEL_TYPE, register
 from convert.families import FAMILIES
-from convert.families.base import WINDOWS
+from convert.families.base import SOFTCAP, WINDOWS
 from convert.families.kvfold import KvfoldProjections
 from convert.hosts.base import Host
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
@@ -81,7 +81,7 @@ class Kvfold(Host):
         if target.kv_lora_rank and family.without_latent:
             return family.without_latent
         for field, value in (traits.behind_projections if target.kv_lora_rank else traits).beyond.items():
-            if field not in WINDOWS and not (field == "attn_logit_softcapping" and target.kv_lora_rank):
+            if field not in WINDOWS and not (field == SOFTCAP and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
         if not target.kv_lora_rank and any(rotary.pairing != "half" for rotary in rotaries):

@@ -175,7 +175,9 @@ def _waves(rotary: Rotary, mass: torch.Tensor) -> torch.Tensor:
 
 def _mass(attention: Attention, statistics: Statistics) -> torch.Tensor:
     """`[H, N]` attention by distance, measured on the sample, or assumed without text."""
+    window = attention.scoring.window
     if statistics.sample is None:
-        return assumed_mass(attention.q.shape[0], attention.k.device)
+        return assumed_mass(attention.q.shape[0], window, attention.k.device)
     near = attention_by_distance(attention, excerpt(statistics.sample).blocks)
-    return mass(near, statistics.context or statistics.sample.context)
+    context = statistics.context or statistics.sample.context
+    return mass(near, min(context, window or context))

@@ -38,9 +38,9 @@ def mass(near: torch.Tensor, context: int) -> torch.Tensor:
     return shares / shares.sum(1, keepdim=True)
 
 
-def assumed_mass(heads: int, device: torch.device) -> torch.Tensor:
-    """Without text, attention is assumed to fall off as one over the distance."""
-    falling = 1 / (1 + torch.arange(_ASSUMED, dtype=torch.float64, device=device))
+def assumed_mass(heads: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Without text, attention is assumed to fall off as one over the distance, up to the window if there is one."""
+    falling = 1 / (1 + torch.arange(min(_ASSUMED, window or _ASSUMED), dtype=torch.float64, device=device))
     return (falling / falling.sum()).expand(heads, -1)
 
 

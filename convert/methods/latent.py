@@ -240,7 +240,7 @@ def share_latent(
         k_rope_bias=parts.k_rope_bias,
         o_bias=o_bias,
         projections=attention.projections,
-        slopes=attention.slopes,
+        scoring=attention.scoring,
     )
 
 

@@ -155,7 +155,7 @@ class _Latent:
             k_rope_bias=rope.keys[..., -1].float() if biased[1] else None,
             o_bias=(bias if a.o_bias is None else bias + a.o_bias.double()).float(),
             projections=a.projections,
-            slopes=a.slopes,
+            scoring=a.scoring,
         )
 
 

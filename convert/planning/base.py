@@ -257,7 +257,7 @@ def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, t
     """Notes about missing text that the method could use, and about a refit that the source rules out."""
     if text is None and method.text is TextUse.USED:
         return [f"no calibration text: {method.name} uses weights and norm gains alone, and loses more than with --text"]
-    hiding = hides_logits(traits, text.context) if text else []
+    hiding = hides_logits(traits) if text else []
     reasons = [f"{' and '.join(hiding)} changes what heads attend to"] if hiding else []
     reasons += ["they are normalised after their projection"] if traits.qk_norm else []
     if text and text.refit and reasons:

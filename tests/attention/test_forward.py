@@ -14,13 +14,14 @@ from attention.forward import (
     attention_by_distance,
     attention_output,
     attention_received,
-    causal_softmax,
     heads_of,
     output_error,
 )
 from attention.record import Attention, FactoredAttention, HeadProjections, Record
 from attention.rope import Rotary
+from attention.scoring import Scoring
 
+SLOPED, CAPPED = Scoring((0.5, 0.25, 0.1, 0.02)), Scoring(window=5, softcap=0.4)
 RECORDS: dict[str, Record] = {
     "MHA": record(4, 1),
     "GQA with dims that do not turn": record(2, 3, nope=3),
@@ -38,9 +39,19 @@ RECORDS: dict[str, Record] = {
     "ALiBi": record(pairs=0, nope=6, alibi=True),
     "ALiBi, GQA with RoPE": record(2, 3, nope=3, alibi=True),
     "ALiBi behind a norm": record(norm="head", nope=2, alibi=True).behind_norms(),
-    "MLA with ALiBi": dataclasses.replace(factored(), slopes=(0.5, 0.25, 0.1, 0.02)),
-    "MLA with ALiBi, without RoPE": dataclasses.replace(factored(pairs=0), slopes=(0.5, 0.25, 0.1, 0.02)),
-    "MLA with ALiBi, expanded": dataclasses.replace(factored(), slopes=(0.5, 0.25, 0.1, 0.02)).expanded(),
+    "MLA with ALiBi": dataclasses.replace(factored(), scoring=SLOPED),
+    "MLA with ALiBi, without RoPE": dataclasses.replace(factored(pairs=0), scoring=SLOPED),
+    "MLA with ALiBi, expanded": dataclasses.replace(factored(), scoring=SLOPED).expanded(),
+    "window": dataclasses.replace(record(2, 3, nope=3), scoring=Scoring(window=5)),
+    "window of one token": dataclasses.replace(record(), scoring=Scoring(window=1)),
+    "window beyond the block": dataclasses.replace(record(), scoring=Scoring(window=24)),
+    "cap": dataclasses.replace(record(2, 3, nope=3), scoring=Scoring(softcap=0.4)),
+    "cap and window": dataclasses.replace(record(2, 3), scoring=Scoring(window=5, softcap=0.4)),
+    "cap and window behind a norm": dataclasses.replace(record(norm="head"), scoring=CAPPED).behind_norms(),
+    "ALiBi and window": dataclasses.replace(record(pairs=0, nope=6), scoring=Scoring(SLOPED.slopes, 5)),
+    "MLA with a window": dataclasses.replace(factored(), scoring=Scoring(window=5)),
+    "MLA with cap and window": dataclasses.replace(factored(), scoring=CAPPED),
+    "MLA with cap and window, expanded": dataclasses.replace(factored(), scoring=CAPPED).expanded(),
     "shared gains": record(norm="shared", nope=2),
     "gains per head": record(norm="head"),
     "one norm over all heads": record(norm="all"),
@@ -90,7 +101,7 @@ def test_the_error_is_squared_relative_to_the_sources_output() -> None:
 
 def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     """`[H, T, T]` of one block, one dot product at a time, fp64."""
-    x, positions, slopes = x.double(), torch.arange(len(x)), torch.tensor(a.slopes or [0.0] * a.o.shape[1])
+    x, positions, slopes = x.double(), torch.arange(len(x)), torch.tensor(a.scoring.slopes or [0.0] * a.o.shape[1])
     p, clip = a.projections, math.inf
     if isinstance(a, Attention) and isinstance(p, HeadProjections):  # the heads that they were made from
         clip = p.clip or clip
@@ -127,17 +138,31 @@ def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
     return a.scale * torch.stack(logits) + slopes[:, None, None] * positions
 
 
+def naive_weights(a: Record, x: torch.Tensor) -> torch.Tensor:
+    """`[H, T, T]` of one block, one query of one head at a time, fp64."""
+    found = torch.zeros(a.o.shape[1], len(x), len(x), dtype=torch.float64)
+    for head, logits in enumerate(naive_logits(a, x)):
+        for t, row in enumerate(logits):
+            first = max(0, t + 1 - (a.scoring.window or len(x)))
+            seen = row[first : t + 1]
+            cap = a.scoring.softcap
+            found[head, t, first : t + 1] = (seen if cap is None else cap * torch.tanh(seen / cap)).softmax(0)
+    return found
+
+
 @pytest.mark.parametrize("case", RECORDS)
 def test_heads_have_the_references_logits_and_weights(case: str) -> None:
     a, x = RECORDS[case], inputs(20)[0]
-    heads, expected = heads_of(a, x), naive_logits(a, x)
-    future = torch.ones(24, 24, dtype=torch.bool).triu(1)
-    for head, logits in enumerate(expected):
+    heads, wanted = heads_of(a, x), naive_weights(a, x)
+    for head, logits in enumerate(naive_logits(a, x)):
         torch.testing.assert_close(heads.logits(head).double(), logits, rtol=1e-4, atol=1e-4)
         part = heads.part(slice(head, head + 1))
         torch.testing.assert_close((heads.scale * part.queries @ part.keys.mT)[0].double(), logits, rtol=1e-4, atol=1e-4)
-        weights = logits.masked_fill(future, -math.inf).softmax(-1)
-        torch.testing.assert_close(causal_softmax(heads.logits(head)).double(), weights, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(heads.weights(heads.logits(head)).double(), wanted[head], rtol=1e-4, atol=1e-5)
+        some = torch.tensor([0, 3, 20])
+        torch.testing.assert_close(
+            part.weights(heads.logits(head)[some], some).double(), wanted[head, some], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("case", RECORDS)
@@ -192,9 +217,9 @@ def test_attention_is_averaged_by_distance(case: str, span: int, monkeypatch: py
     assert near.shape == (len(a.q), 9)
     found: dict[tuple[int, int], list[float]] = {}
     for block in x:
-        for head, logits in enumerate(naive_logits(a, block)):
+        for head, weights in enumerate(naive_weights(a, block)):
             for t in range(9):
-                for s, weight in enumerate(logits[t, : t + 1].softmax(-1)):
+                for s, weight in enumerate(weights[t, : t + 1]):
                     if s > 0:  # a block's first token is left out
                         found.setdefault((head, t - s), []).append(float(weight))
     for head in range(len(a.q)):
@@ -215,3 +240,8 @@ def test_a_head_that_looks_at_itself_alone_looks_no_farther() -> None:
     a = dataclasses.replace(a, q=100 * torch.eye(width)[None], k=torch.eye(width)[None])
     x = torch.nn.functional.one_hot(torch.arange(width)).float()[None] * (1 + random(1, 1, 1).abs())
     torch.testing.assert_close(attention_by_distance(a, x)[0], torch.eye(width)[0].double(), rtol=0, atol=1e-6)
+
+
+def test_no_class_has_both_slopes_and_a_cap() -> None:
+    with pytest.raises(ValueError, match="no class caps logits with ALiBi"):
+        Scoring((0.5,), softcap=1.0)

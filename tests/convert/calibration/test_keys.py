@@ -9,7 +9,7 @@ import torch
 from records import random, record
 from refitting import SEEN, X, changed, latent, merged
 
-from attention.forward import causal_softmax, heads_of, output_error
+from attention.forward import heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Pairing
 from convert.calibration import keys
@@ -63,7 +63,7 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
     x = X[0]
     source, result = heads_of(a, x), heads_of(moved, x)
     for head in range(4):
-        p = causal_softmax(source.logits(head))
+        p = source.weights(source.logits(head))
         missing = result.logits(head) - source.logits(head)
         total = total + 0.5 * (p * (missing - (p * missing).sum(-1, keepdim=True)).square()).sum()
     (expected,) = torch.autograd.grad(total, leaf)

@@ -10,7 +10,7 @@ from hypothesis import settings
 from records import factored, inputs, loss, measured, random, record, run
 from refitting import X, any_refit, changed, latent, merged, refitted_queries
 
-from attention.forward import causal_softmax, heads_of, output_error
+from attention.forward import heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Pairing
 from convert.calibration import queries
@@ -207,7 +207,7 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monk
     total = torch.zeros((), dtype=torch.float64)
     for source, result in blocks:
         for head, maps in zip((1, 2), leaf, strict=True):
-            query, attended = source.plain[head].double(), causal_softmax(source.logits(head)).double()
+            query, attended = source.plain[head].double(), source.weights(source.logits(head)).double()
             nope, rope = (part.double() for part in result.kept(head))
             missing = (source.logits(head) - result.logits(head)).double()
             for t in range(len(query)):
@@ -232,7 +232,7 @@ def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatc
     x, head = X[0], 2
     source, result = heads_of(a, x), heads_of(after, x)
     nope, rope = (result.scale * part.double() for part in result.kept(head))
-    split, attended = nope.shape[1], causal_softmax(source.logits(head)).double()
+    split, attended = nope.shape[1], source.weights(source.logits(head)).double()
     expected = torch.zeros(split + rope.shape[1], split + rope.shape[1], dtype=torch.float64)
     for t, p in enumerate(attended):
         back = result.rotation.of(slice(t, t + 1)).adjoint(rope)

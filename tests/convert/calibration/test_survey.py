@@ -15,6 +15,7 @@ from streams import blocks_of, model_of, of_blocks, records_of, seen_by, stream_
 
 from attention.errors import Failure
 from attention.record import Attention
+from attention.scoring import PLAIN, Scoring
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments, survey
 from convert.checkpoint.shelf import Shelf
@@ -43,18 +44,23 @@ def attended(a: Attention, x: torch.Tensor) -> Attended:
             rows, keys = (a.rotary.rotate(part, positions) for part in (rows, keys))
         for h in range(len(rows)):
             for t in range(len(block)):
-                biases = (0 if a.slopes is None else a.slopes[h]) * positions[: t + 1]
-                weights = (a.scale * keys[h // share, : t + 1] @ rows[h, t] + biases).softmax(0)
-                read = weights @ block[: t + 1]
-                found.append((block[: t + 1].T @ (weights[:, None] * block[: t + 1]), torch.outer(read, read), read))
+                seen = slice(max(0, t + 1 - (a.scoring.window or t + 1)), t + 1)
+                logits, cap = a.scale * keys[h // share, seen] @ rows[h, t], a.scoring.softcap
+                logits = logits if cap is None else cap * torch.tanh(logits / cap)
+                biases = (0 if a.scoring.slopes is None else a.scoring.slopes[h]) * positions[seen]
+                weights = (logits + biases).softmax(0)
+                read = weights @ block[seen]
+                found.append((block[seen].T @ (weights[:, None] * block[seen]), torch.outer(read, read), read))
     return Attended.measured(*(torch.stack(parts).mean(0) for parts in zip(*found, strict=True)))
 
 
-@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize(
+    "scoring", [PLAIN, Scoring((1.0, 0.6, 0.3, 0.1)), Scoring(window=3), Scoring(window=4, softcap=0.5)], ids=str
+)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_inputs_are_weighed_as_attention_sees_them(groups: int, biased: bool, alibi: bool) -> None:
-    a = random_record(groups, 4 // groups, pairs=2, nope=3, width=8, biased=biased, alibi=alibi)
+def test_inputs_are_weighed_as_attention_sees_them(groups: int, biased: bool, scoring: Scoring) -> None:
+    a = replace(random_record(groups, 4 // groups, pairs=2, nope=3, width=8, biased=biased), scoring=scoring)
     x = 2 * inputs(8, tokens=9, blocks=3)
     moments = Moments(0, of_blocks(3, 9, 8), a)
     moments.see(x)

@@ -35,11 +35,10 @@ def test_a_layer_that_adds_nothing_has_no_part_in_decisions(
 @pytest.mark.parametrize(
     ("settings", "fields"),
     [
-        ({"attn_logit_softcapping": 50.0, "sliding_window": 64}, ["attn_logit_softcapping"]),
-        ({"attn_logit_softcapping": None, "sliding_window": 16}, ["sliding_window"]),
-        ({"attn_logit_softcapping": None, "sliding_window": 64}, []),
+        ({"attn_logit_softcapping": 50.0, "sliding_window": 16}, []),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
     ],
-    ids=["capped", "windows within blocks", "windows beyond blocks"],
+    ids=["capped, with windows", "both ways"],
 )
 def test_a_plan_says_why_queries_are_not_refitted(
     settings: dict[str, Any], fields: list[str], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path,

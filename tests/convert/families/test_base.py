@@ -40,10 +40,18 @@ def attention_calls(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(read, written, strict=True))
 
 
-@pytest.mark.parametrize("on", [False, True], ids=["plain", "switched"])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_record_computes_what_the_class_computes(model_type: str, on: bool) -> None:
-    model = tiny_model(switched(model_type, on))
+WINDOWED: dict[str, Any] = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1, "window_size": 7}
+CAPPED: dict[str, Any] = {"attn_logit_softcapping": 0.4, "sliding_window": 7}
+SETTINGS = [
+    *((model_type, on, {}) for model_type in FAMILIES for on in (False, True)),
+    *((model_type, True, WINDOWED) for model_type in FAMILIES),  # classes without windows ignore the fields
+    *((model_type, True, CAPPED) for model_type in ("gemma2", "vaultgemma")),
+]
+
+
+@pytest.mark.parametrize(("model_type", "on", "changes"), SETTINGS)
+def test_the_record_computes_what_the_class_computes(model_type: str, on: bool, changes: dict[str, Any]) -> None:
+    model = tiny_model(switched(model_type, on, **changes))
     family = FAMILIES[model_type].for_config(model.config)
     for layer, (x, out) in enumerate(attention_calls(model)):
         record = family.split(layer_tensors(model, family, layer), model.config, layer)
@@ -197,18 +205,29 @@ def test_what_depends_on_the_sum_alone_is_said_to(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "smollm3"])
-def test_a_window_hides_logits_if_it_is_on_and_shorter_than_the_text(model_type: str) -> None:
-    def hidden(context: int, **changes: Any) -> list[str]:
-        return hides_logits(FAMILIES[model_type].traits(tiny_config(model_type, sliding_window=64, **changes)), context)
+def test_a_window_counts_if_it_is_on(model_type: str) -> None:
+    def windows(**changes: Any) -> set[int | None]:
+        config = tiny_config(model_type, sliding_window=64, max_window_layers=2, num_hidden_layers=4, **changes)
+        return {FAMILIES[model_type].scoring(config, layer).window for layer in range(config.num_hidden_layers)}
 
-    assert hidden(65, use_sliding_window=True) == ["sliding_window"]
-    assert hidden(64, use_sliding_window=True) == []
-    assert hidden(65, use_sliding_window=False) == []
+    assert 64 in windows(use_sliding_window=True)
+    assert windows(use_sliding_window=False) == {None}
 
 
-def test_local_layers_hide_logits_if_their_window_is_shorter_than_the_text() -> None:
+def test_local_layers_have_windows() -> None:
     local, plain = tiny_config("gpt_neo", window_size=64), tiny_config("gpt_neo", attention_types=[[["global"], 3]])
     family = FAMILIES["gpt_neo"]
-    assert [hides_logits(family.traits(local), context) for context in (64, 65)] == [[], ["window_size"]]
-    assert hides_logits(family.traits(plain), 10**6) == []
-    assert [family.inner_window(local, layer) for layer in range(3)] == [64, None, None]
+    assert [family.scoring(local, layer).window for layer in range(3)] == [64, None, None]
+    assert [family.scoring(plain, layer).window for layer in range(3)] == [None] * 3
+
+
+def test_a_cap_that_the_class_ignores_is_refused(convert: Any, tmp_path: Any) -> None:
+    tiny_config("gemma3_text", attn_logit_softcapping=50.0).save_pretrained(tmp_path)
+    refused(convert("mqa", tmp_path, tmp_path / "out"), 2, "attn_logit_softcapping, which its class of transformers ignores")
+
+
+def test_attention_is_known_but_for_what_no_record_says() -> None:
+    known = tiny_config("gemma2", attn_logit_softcapping=50.0, sliding_window=8)
+    assert hides_logits(FAMILIES["gemma2"].traits(known)) == []
+    both_ways = tiny_config("gemma2", use_bidirectional_attention=True)
+    assert hides_logits(FAMILIES["gemma2"].traits(both_ways)) == ["use_bidirectional_attention"]

@@ -48,6 +48,7 @@ def test_heads_that_see_the_first_token_alone_look_nowhere_else() -> None:
 
 
 def test_without_text_attention_falls_off_as_one_over_the_distance() -> None:
-    found = assumed_mass(2, torch.device("cpu"))
+    assert assumed_mass(3, 16, torch.device("cpu")).shape == (3, 16), "no farther than a window"
+    found = assumed_mass(2, None, torch.device("cpu"))
     assert found.shape == (2, 2048)
     torch.testing.assert_close(found[1, 0] / found[1, 9], torch.tensor(10.0).double())
