@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attention import models
+
 if TYPE_CHECKING:
     from attention.patch import absorb, absorbed, load, pack, restore
 
 __all__ = ["absorb", "absorbed", "load", "pack", "restore"]
+
+models.register()
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
-from attention import models
 from attention.caps import keep_caps
 from attention.errors import Failure, Refusal
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
@@ -68,7 +67,6 @@ def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **
     """
     _rule(when)
     check(backend)
-    models.register()
     model = keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments))
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         return absorb(model, when=when, backend=backend)

@@ -148,9 +148,7 @@ class Source:
         values = {key: value for key, value in self.raw.items() if key != "model_type"}
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
-                if models.provides(self.model_type):
-                    models.register()
-                elif self.raw.get("auto_map"):
+                if self.raw.get("auto_map") and not models.provides(self.model_type):
                     return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
                 # By type and values, not by path: a Hub config needs no second look at the network.
                 return self._config_class()(**values)

@@ -1,11 +1,22 @@
-"""The model class of our own, for results that no stock class can hold."""
+"""The model class of our own, for results that no stock class can hold.
+
+transformers' Auto classes know it as soon as they and `attention` are imported, in any order.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 MODEL_TYPE = "kvfold"
-CODE = Path(__file__).with_name("modeling_kvfold.py")  # all that a checkpoint of that type needs
+# All that a checkpoint of that type needs.
+CODE = tuple(Path(__file__).with_name(f"{part}_kvfold.py") for part in ("configuration", "modeling"))
+AUTO_MAP = {"AutoConfig": f"{CODE[0].stem}.KvfoldConfig", "AutoModelForCausalLM": f"{CODE[1].stem}.KvfoldForCausalLM"}
 
 
 def provides(model_type: str) -> bool:
@@ -14,12 +25,57 @@ def provides(model_type: str) -> bool:
 
 
 def register() -> None:
-    """Make transformers' Auto classes know it, and copy its code where it is saved."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Make transformers' Auto classes know it now, or as soon as they are imported: nothing is imported for that."""
+    for module, announce in (("configuration_auto", _register_config), ("modeling_auto", _register_model)):
+        name = f"transformers.models.auto.{module}"
+        if name in sys.modules:
+            announce()
+        else:
+            sys.meta_path.insert(0, _Announcing(name, announce))
 
-    from attention.models.modeling_kvfold import KvfoldConfig, KvfoldForCausalLM
 
-    KvfoldConfig.register_for_auto_class()
-    KvfoldForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+def _register_config() -> None:
+    from transformers import AutoConfig
+
+    from attention.models.configuration_kvfold import KvfoldConfig
+
+    KvfoldConfig.register_for_auto_class()  # its code is then copied where it is saved
     AutoConfig.register(MODEL_TYPE, KvfoldConfig, exist_ok=True)
+
+
+def _register_model() -> None:
+    from transformers import AutoModelForCausalLM
+
+    from attention.models.configuration_kvfold import KvfoldConfig
+    from attention.models.modeling_kvfold import KvfoldForCausalLM
+
+    KvfoldForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     AutoModelForCausalLM.register(KvfoldConfig, KvfoldForCausalLM, exist_ok=True)
+
+
+class _Announcing(MetaPathFinder):
+    """Finds one module as other finders do, and says when it has been imported.
+
+    Args:
+        name: The module's.
+        imported: Called once.
+    """
+
+    def __init__(self, name: str, imported: Callable[[], None]) -> None:
+        self._name, self._imported = name, imported
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = self._announced(spec.loader.exec_module)  # type: ignore[assignment, method-assign]
+        return spec
+
+    def _announced(self, execute: Callable[[Any], None]) -> Callable[[Any], None]:
+        def executed(module: Any) -> None:
+            execute(module)
+            self._imported()
+
+        return executed

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from attention.models import CODE, MODEL_TYPE, register
+from attention.models import AUTO_MAP, CODE, MODEL_TYPE
 from convert.families import FAMILIES
 from convert.families.base import SOFTCAP, WINDOWS
 from convert.families.kvfold import KvfoldProjections
@@ -59,7 +59,7 @@ class Kvfold(Host):
         '`trust_remote_code=True` to both. Where kvfold is installed, `attention.load("path/to/this/directory")` does without.'
     )
     loading: Mapping[str, Any] = {"trust_remote_code": True}
-    code: tuple[Path, ...] = (CODE,)
+    code: tuple[Path, ...] = CODE
 
     def __init__(self, families: frozenset[str], reason: str, replaces: str) -> None:
         self.families, self.replaces = families, replaces
@@ -121,10 +121,7 @@ class Kvfold(Host):
             outer = {
                 "architectures": ["KvfoldForCausalLM"],
                 "model_type": MODEL_TYPE,
-                "auto_map": {
-                    "AutoConfig": f"{CODE.stem}.KvfoldConfig",
-                    "AutoModelForCausalLM": f"{CODE.stem}.KvfoldForCausalLM",
-                },
+                "auto_map": AUTO_MAP,
                 **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
                 "tie_word_embeddings": config.tie_word_embeddings,
                 "attention_path": family.attention_path,
@@ -153,9 +150,8 @@ class Kvfold(Host):
         }
 
     def sized(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec) -> Any:
-        from attention.models.modeling_kvfold import KvfoldConfig
+        from attention.models.configuration_kvfold import KvfoldConfig
 
-        register()
         return KvfoldConfig(**self.config(raw, config, target, None))
 
 

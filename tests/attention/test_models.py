@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,9 +53,8 @@ def own_model(
     windows: list[int | None] | None = None,
     **changes: Any,
 ) -> Any:
-    from attention.models.modeling_kvfold import KvfoldConfig
+    from attention.models.configuration_kvfold import KvfoldConfig
 
-    models.register()
     inner = tiny_config(model_type, **changes)
     inner.num_key_value_heads = kv_heads
     biased = getattr(inner, "attention_bias", True)
@@ -258,8 +258,9 @@ def test_what_is_saved_is_loaded(tied: bool, model_type: str, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "saved")
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(info.values())
-    assert (tmp_path / "saved" / models.CODE.name).read_bytes() == models.CODE.read_bytes()
-    assert again.config.auto_map["AutoModelForCausalLM"] == f"{models.CODE.stem}.KvfoldForCausalLM"
+    for file in models.CODE:
+        assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
+    assert again.config.auto_map == models.AUTO_MAP
     with torch.inference_mode():
         assert torch.equal(again(ids).logits, model(ids).logits)
         assert error(load(tmp_path / "saved")(ids).logits, model(ids).logits) < 1e-5
@@ -278,9 +279,8 @@ def test_gradients_reach_every_weight(model_type: str) -> None:
 
 def test_a_rope_key_without_cosines_is_an_error() -> None:
     """GPT-J's class computes them inside its attention, and passes none to what is put in its place."""
-    from attention.models.modeling_kvfold import KvfoldConfig
+    from attention.models.configuration_kvfold import KvfoldConfig
 
-    models.register()
     inner = tiny_config("gptj", kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
     config = KvfoldConfig(text_config=inner, attention_path="transformer.h.{layer}.attn", rope_pairs=[0, 1])
     with pytest.raises(ValueError, match="gives it no cosines and sines"):
@@ -290,13 +290,47 @@ def test_a_rope_key_without_cosines_is_an_error() -> None:
 def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None:
     import ast
 
-    imported = {
-        (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
-        for node in ast.walk(ast.parse(models.CODE.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    }
+    imported, beside = set(), set()
+    for file in models.CODE:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                beside.add(f"{node.module}.py")
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                imported.add((node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name)
     roots = {name.partition(".")[0] for name in imported}
     assert roots - sys.stdlib_module_names == {"torch", "transformers"}
+    assert beside <= {file.name for file in models.CODE}
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import attention",
+        "from transformers import AutoConfig; import attention",
+        "from transformers import AutoModelForCausalLM; import attention",
+        "import attention; import transformers.modeling_layers",
+        "import attention; from transformers.generation.watermarking import SynthIDTextWatermarkDetector",
+        "import attention; from transformers import pipeline",
+        "from attention.spec import AttentionSpec",
+    ],
+)
+def test_auto_classes_know_the_class_once_attention_is_imported(first: str, tmp_path: Path) -> None:
+    own_model().save_pretrained(tmp_path)
+    for file in models.CODE:
+        (tmp_path / file.name).write_text("raise SystemExit('this code is not needed')", encoding="utf-8")
+    then = (
+        "from transformers import AutoConfig; config = AutoConfig.from_pretrained(sys.argv[1]); "
+        "from transformers import AutoModelForCausalLM; model = AutoModelForCausalLM.from_pretrained(sys.argv[1]); "
+        "print(type(config).__module__, type(model).__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", f"import sys; {first}; {then}", tmp_path], capture_output=True, text=True)
+    assert done.stdout.split() == ["attention.models.configuration_kvfold", "attention.models.modeling_kvfold"], done.stderr
+
+
+def test_importing_attention_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, attention; print(*{'torch', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

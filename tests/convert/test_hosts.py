@@ -16,7 +16,7 @@ from written import edit, left_nothing, ok, weights
 from attention import load
 from attention.caps import keep_caps
 from attention.latent import LatentAttention
-from attention.models import MODEL_TYPE, register
+from attention.models import MODEL_TYPE
 from attention.models.modeling_kvfold import KvfoldLatentAttention as Own
 from convert.families import FAMILIES
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
@@ -94,7 +94,6 @@ def stock(path: Path, **arguments: Any) -> Any:
     """The class as transformers loads it, not absorbed."""
     from transformers import AutoModelForCausalLM
 
-    register()
     return keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments)).eval()
 
 

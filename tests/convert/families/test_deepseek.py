@@ -17,7 +17,7 @@ from tiny import NORMED, layer_tensors, random_model, save_tokenizer, tiny_confi
 from written import damage, edit, layer_notes, left_nothing, ok, refused, weights
 
 from attention import load
-from attention.models import MODEL_TYPE, register
+from attention.models import MODEL_TYPE
 from convert.families import FAMILIES
 from convert.families.deepseek import NormalisedLatent
 from eval.cost import measured_bytes_per_token
@@ -67,7 +67,6 @@ def saved(path: Path, case: str, kept: int | None = None, **changes: Any) -> Pat
 def stock(path: Path, **arguments: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    register()
     return AutoModelForCausalLM.from_pretrained(path, **arguments).eval()
 
 

@@ -15,7 +15,7 @@ from latents import logits_of, same_logits, tokens
 from tiny import tiny_config
 from written import WITHOUT_KVFOLD, ok, weights
 
-from attention import load, models
+from attention import load
 from convert.families import FAMILIES
 from convert.hosts import HOSTS, kvfold
 from convert.hosts.gpt_bigcode import HOST
@@ -72,7 +72,6 @@ def test_it_loses_what_kvfolds_class_loses(
     ok(convert("gqa", source, tmp_path / "out", "--groups", 1))
     monkeypatch.setitem(HOSTS, "mqa", (kvfold.HOST,))
     ok(convert("mqa", source, tmp_path / "own"))
-    models.register()
     types = [config_of(tmp_path / name)["model_type"] for name in ("out", "own")]
     assert types == ["gpt_bigcode", "kvfold"]
     found, own = (logits_of(tmp_path / name, tokens(24)) for name in ("out", "own"))
@@ -145,7 +144,6 @@ def test_a_result_is_a_source(checkpoint: Make, convert: Convert, tmp_path: Path
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     ok(convert("mla", tmp_path / "one", tmp_path / "latent", "--kv-lora-rank", 16, "--method", "svd"))
-    models.register()
     same_logits(logits_of(tmp_path / "latent", tokens(24)), logits_of(tmp_path / "one", tokens(24)))
 
 

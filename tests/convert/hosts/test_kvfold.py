@@ -36,7 +36,7 @@ def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
             assert HOST.refuses(family, config, spec.grouped(1), "float32") is None
             why = "caches keys and values of all 8 query heads" if family.shares_one_head else "ignores num_key_value_heads"
             assert why in str(SOURCE.refuses(family, config, spec.grouped(2), "float32"))
-            assert HOST.code == LATENT_HOST.code == (CODE,)
+            assert HOST.code == LATENT_HOST.code == CODE
             assert SOURCE.refuses(family, config, spec, "float32") is None, "a copy"
             assert SOURCE.config({"a": 1}, config, spec, None) == {"a": 1}, "a stray key would mislead others"
         elif spec.kv_lora_rank is None:
@@ -86,7 +86,7 @@ def test_results_run_where_kvfold_is_not_installed(
         source, out = checkpoint(model_type, name=model_type, duplicated=2), tmp_path / f"{model_type}-4"
         ok(convert("gqa", source, out, "--groups", 4))
         if model_type in HOST.families:
-            assert (out / CODE.name).read_bytes() == CODE.read_bytes()
+            assert all((out / file.name).read_bytes() == file.read_bytes() for file in CODE)
         else:
             assert not list(out.glob("*.py"))
         ok(convert("mla", source, tmp_path / f"{model_type}-mla", "--kv-budget", "100%"))
@@ -152,7 +152,7 @@ def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Conver
         torch.testing.assert_close(twice[name], tensor)
     before, after = weights(tmp_path / "four"), weights(tmp_path / "same")
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert (tmp_path / "same" / CODE.name).exists(), "its config.json names that file"
+    assert all((tmp_path / "same" / file.name).exists() for file in CODE), "its config.json names them"
     assert torch.equal(logits(tmp_path / "same"), logits(tmp_path / "four"))
     facts = json.loads(convert("inspect", tmp_path / "four", "--json").stdout)
     rope = "default" if model_type in ("falcon", "gpt_neox") else None

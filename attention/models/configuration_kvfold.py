@@ -1,0 +1,122 @@
+"""The config of `modeling_kvfold.py`: that of a stock class, and what its attention became."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")  # the sizes of a latent that the source has
+
+
+class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The config of a stock class and what its attention became.
+
+    Attributes:
+        text_config: The stock class's config with the result's `num_key_value_heads`, or with its `kv_lora_rank` (R),
+            `qk_rope_head_dim` (P), `qk_nope_head_dim` (N) and `v_head_dim`.
+        attention_path: Where a layer's attention is in the stock class, with `{layer}` for its number.
+        qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key, or the source's projections if these stay.
+        o_bias: Whether O has one.
+        scaling: What logits are multiplied by before the softmax.
+        inner_windows: How many tokens each layer sees, or None for all, where the source's class has windows inside its
+            attention, so that its masks lack them.
+        rope_pairs: With a latent: for each of the P/2 pairs of the RoPE key, which of the class's frequencies it rotates with.
+        rope_stride: With a latent: how many columns of the class's cosines and sines lie between one frequency and the next.
+        rope_factor: With a latent: what the stock class multiplies cosines and sines by, in all layers, or in each of them.
+            The RoPE key goes without.
+        qk_norm: With a latent: the source's QK-norm, or None. `kind` is "rms" or "layer"; `scope` is "head" for a norm of each
+            head, or "all" for one of all heads; `per_head` says whether each head has its own gains, and `bias` whether it
+            adds a bias; `eps` is added to the variance, and `gain_offset` to the gains.
+        clip_qkv: With a latent: what the source clamps queries, keys and values to, behind its QK-norm; None without a clamp.
+        source_latent: With a latent: the sizes of the latent that the source has already, by their names in `text_config`, and
+            the `eps` of its norm, and of that of the queries' latent if `text_config` has a `q_lora_rank`; None without one.
+    """
+
+    model_type = "kvfold"
+    sub_configs = {"text_config": AutoConfig}  # noqa: RUF012  # as transformers declares it
+
+    text_config: dict[str, Any] | PreTrainedConfig | None = None
+    attention_path: str = ""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    scaling: float = 1.0
+    inner_windows: list[int | None] | None = None
+    rope_pairs: list[int] | None = None
+    rope_stride: int = 1
+    rope_factor: float | list[float] = 1.0
+    qk_norm: dict[str, Any] | None = None
+    clip_qkv: float | None = None
+    source_latent: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.text_config, dict):
+            self.text_config = AutoConfig.for_model(**self.text_config)
+        if getattr(self.text_config, "kv_lora_rank", None) is not None:
+            self._check_latent()
+        if self.inner_windows is not None:
+            self._check_windows(self.inner_windows)
+        super().__post_init__(**kwargs)
+
+    @property
+    def stock_config(self) -> Any:
+        """The config of the stock class, with the sizes that the source's own latent has, if it has one."""
+        if self.source_latent is None:
+            return self.text_config
+        stock: Any = copy.deepcopy(self.text_config)
+        for name in _LATENT:
+            setattr(stock, name, self.source_latent[name])
+        stock.head_dim = stock.qk_rope_head_dim  # by which the class makes cosines and sines
+        stock.qk_head_dim = stock.qk_nope_head_dim + stock.qk_rope_head_dim
+        return stock
+
+    def _check_windows(self, windows: list[int | None]) -> None:
+        """Raise `ValueError` if there is not a window, or None, for each layer."""
+        layers = getattr(self.text_config, "num_hidden_layers", 0)
+        listed = windows if isinstance(windows, list) else []
+        if len(listed) != layers or not all(window is None or (type(window) is int and window > 0) for window in listed):
+            raise ValueError(f"inner_windows is {windows}; it must list a number above 0, or null, for each of {layers} layers")
+
+    def _check_latent(self) -> None:
+        """Raise `ValueError` if sizes are missing, or if the RoPE key has no frequency for each of its pairs."""
+        sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        found: dict[str, Any] = {name: getattr(self.text_config, name, None) for name in sizes}
+        if not all(isinstance(size, int) and size >= (name != "qk_rope_head_dim") for name, size in found.items()):
+            raise ValueError(f"the sizes of the latent in text_config are {found}; they must be integers above 0")
+        pairs, count = self.rope_pairs, found["qk_rope_head_dim"] // 2
+        if not isinstance(pairs, list) or len(pairs) != count or not all(isinstance(pair, int) and pair >= 0 for pair in pairs):
+            raise ValueError(f"rope_pairs is {pairs}; it must list {count} frequencies, half of qk_rope_head_dim")
+        if self.rope_stride not in (1, 2):
+            raise ValueError(f"rope_stride is {self.rope_stride}; it must be 1 or 2")
+        factors, layers = self.rope_factor, getattr(self.text_config, "num_hidden_layers", 0)
+        listed = factors if isinstance(factors, list) else [factors] * layers
+        if len(listed) != layers or not all(isinstance(factor, int | float) and factor > 0 for factor in listed):
+            raise ValueError(f"rope_factor is {factors}; it must be a number above 0, or one for each of {layers} layers")
+        if self.clip_qkv is not None and not (isinstance(self.clip_qkv, int | float) and self.clip_qkv > 0):
+            raise ValueError(f"clip_qkv is {self.clip_qkv}; it must be a number above 0")
+        if self.qk_norm is not None:
+            self._check_norm(self.qk_norm)
+        if self.source_latent is not None:
+            self._check_source(self.source_latent)
+
+    def _check_source(self, found: dict[str, Any]) -> None:
+        """Raise `ValueError` if the sizes of the source's latent are missing."""
+        if not isinstance(found, dict) or set(found) != {*_LATENT, "eps"}:
+            raise ValueError(f"source_latent is {found}; it must have the keys {', '.join(_LATENT)} and eps")
+        if not all(isinstance(found[name], int) and found[name] > 0 for name in _LATENT):
+            raise ValueError(f"source_latent is {found}; its sizes must be integers above 0")
+        if not isinstance(found["eps"], int | float) or not found["eps"] >= 0:
+            raise ValueError(f"source_latent has eps {found['eps']!r}; it must be a number of at least 0")
+
+    def _check_norm(self, norm: dict[str, Any]) -> None:
+        """Raise `ValueError` if the class has no such norm."""
+        known = {"kind": ("rms", "layer"), "scope": ("head", "all"), "per_head": (True, False), "bias": (True, False)}
+        if not isinstance(norm, dict) or set(norm) != {*known, "eps", "gain_offset"}:
+            raise ValueError(f"qk_norm is {norm}; it must have the keys {', '.join(known)}, eps and gain_offset")
+        for key, values in known.items():
+            if norm[key] not in values:
+                raise ValueError(f"qk_norm has {key} {norm[key]!r}; it must be one of {values}")
+        for key in ("eps", "gain_offset"):
+            if not isinstance(norm[key], int | float) or not norm[key] >= 0:
+                raise ValueError(f"qk_norm has {key} {norm[key]!r}; it must be a number of at least 0")
