@@ -43,6 +43,7 @@ class AttentionSpec:
         kv_lora_rank: R, the size of the latent that is cached instead of keys and values (MLA); None without one.
         qk_rope_head_dim: P, the size of the rotary key that is cached beside the latent.
         qk_nope_head_dim: N, the dims of a head's keys that come from the latent. Values have `head_dim`.
+        layer_ranks: R of each layer, where latents differ in it; `kv_lora_rank` is then about their mean. None if all are alike.
         q_lora_rank: The rank of a latent of queries, where one was asked for; None for the queries of the output class. Configs
             are not asked for it.
     """
@@ -54,6 +55,7 @@ class AttentionSpec:
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int = 0
     qk_nope_head_dim: int = 0
+    layer_ranks: tuple[int, ...] | None = None
     q_lora_rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +72,7 @@ class AttentionSpec:
         Raises:
             Refusal: The config has no attention heads, or its layers differ in them.
         """
+        ranks = getattr(config, "kv_lora_ranks", None)
         config = config.get_text_config(decoder=True)
         if varying := sorted(_NUMBERS & (getattr(config, "per_layer_attributes", None) or set())):
             raise Refusal(f"model type {config.model_type!r} has layers that differ in {', '.join(varying)}")
@@ -78,7 +81,8 @@ class AttentionSpec:
             raise Refusal(f"model type {config.model_type!r} has no single number of attention heads in its config")
         if rank := getattr(config, "kv_lora_rank", None):
             sizes = config.qk_rope_head_dim, config.qk_nope_head_dim
-            return cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, *sizes)
+            layer_ranks = None if ranks is None else tuple(ranks)
+            return cls(config.num_hidden_layers, heads, heads, config.v_head_dim, rank, *sizes, layer_ranks)
         return cls.of_heads(config)
 
     @classmethod
@@ -97,18 +101,33 @@ class AttentionSpec:
 
     @property
     def kind(self) -> str:
-        """The kind: "MHA", "GQA-8" (with the number of KV heads), "MQA" or "MLA-512+64" (rank and rotary dims)."""
+        """The kind: "MHA", "GQA-8" (with the number of KV heads), "MQA", "MLA-512+64" (rank and rotary dims), or
+        "MLA-256..768+64" where layers differ in their ranks.
+        """
         if self.kv_lora_rank is not None:
-            return f"MLA-{self.kv_lora_rank}+{self.qk_rope_head_dim}"
+            ranks = sorted({*self.ranks})
+            shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}..{ranks[-1]}"
+            return f"MLA-{shown}+{self.qk_rope_head_dim}"
         if self.num_kv_heads == self.num_heads:
             return "MHA"
         return "MQA" if self.num_kv_heads == 1 else f"GQA-{self.num_kv_heads}"
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """R of each layer; empty without a latent."""
+        if self.kv_lora_rank is None:
+            return ()
+        return self.layer_ranks or (self.kv_lora_rank,) * self.num_layers
+
+    def of_layer(self, layer: int) -> AttentionSpec:
+        """The same with the rank of that layer in all of them."""
+        return self if self.layer_ranks is None else replace(self, kv_lora_rank=self.layer_ranks[layer], layer_ranks=None)
+
+    @property
     def values_per_token(self) -> int:
         """Values that the KV cache holds per token in all layers: a key and a value of D per KV head, or R + P."""
         if self.kv_lora_rank is not None:
-            return self.num_layers * (self.kv_lora_rank + self.qk_rope_head_dim)
+            return sum(self.ranks) + self.num_layers * self.qk_rope_head_dim
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
     def bytes_per_token(self, dtype: str) -> int:
@@ -173,6 +192,7 @@ class AttentionSpec:
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
             qk_nope_head_dim=nope,
+            layer_ranks=None,
         )
 
     @property

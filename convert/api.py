@@ -264,6 +264,7 @@ def mla(
     pad_rank: bool = False,
     q_lora_rank: int | None = None,
     portable: bool = False,
+    per_layer_ranks: bool = False,
     text: TextGiven | None = None,
     dataset: str | None = None,
     calibration_tokens: int | None = None,
@@ -295,6 +296,7 @@ def mla(
         pad_rank: Allow a rank beyond full size; channels of zeros fill it up.
         q_lora_rank: The rank of a latent of queries, including its constant channels; None for queries of full rank.
         portable: Write neither biases nor a list of frequencies, for engines' own DeepSeek classes; needs text.
+        per_layer_ranks: Let the text choose the rank of each layer, so that all together cache no more; in kvfold's class.
 
     Raises:
         Refusal: Wrong as seen from the arguments and the config.
@@ -304,7 +306,8 @@ def mla(
 
     source = Source.parse(str(model), trust_remote_code)
     share, size = _budget(kv_budget)
-    wanted = LatentRequest(kv_lora_rank, qk_rope_head_dim, share, size, freqfold, pad_rank, q_lora_rank, portable)
+    sizes = kv_lora_rank, qk_rope_head_dim, share, size
+    wanted = LatentRequest(*sizes, freqfold, pad_rank, q_lora_rank, portable, per_layer_ranks)
     calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)

@@ -145,6 +145,11 @@ def mqa(**given: Any) -> None:
 @click.option(
     "--portable", is_flag=True, help="No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text."
 )
+@click.option(
+    "--per-layer-ranks",
+    is_flag=True,
+    help="Let the text choose the rank of each layer, R on average. Needs text; the result has kvfold's class.",
+)
 @options.calibration
 @options.conversion
 def mla(**given: Any) -> None:

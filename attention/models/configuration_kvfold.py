@@ -17,6 +17,7 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         text_config: The stock class's config with the result's `num_key_value_heads`, or with its `kv_lora_rank` (R),
             `qk_rope_head_dim` (P), `qk_nope_head_dim` (N) and `v_head_dim`.
         attention_path: Where a layer's attention is in the stock class, with `{layer}` for its number.
+        kv_lora_ranks: R of each layer, where latents differ in it; None if all have `kv_lora_rank`.
         qkv_bias: Whether Q, K and V have biases; with a latent, Q and the RoPE key, or the source's projections if these stay.
         o_bias: Whether O has one.
         scaling: What logits are multiplied by before the softmax.
@@ -39,6 +40,7 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
 
     text_config: dict[str, Any] | PreTrainedConfig | None = None
     attention_path: str = ""
+    kv_lora_ranks: list[int] | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     scaling: float = 1.0
@@ -71,6 +73,12 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         stock.qk_head_dim = stock.qk_nope_head_dim + stock.qk_rope_head_dim
         return stock
 
+    def _check_ranks(self, ranks: list[int]) -> None:
+        """Raise `ValueError` if there is not a rank for each layer."""
+        layers = getattr(self.text_config, "num_hidden_layers", 0)
+        if not isinstance(ranks, list) or len(ranks) != layers or not all(type(rank) is int and rank > 0 for rank in ranks):
+            raise ValueError(f"kv_lora_ranks is {ranks}; it must list a number above 0 for each of {layers} layers")
+
     def _check_windows(self, windows: list[int | None]) -> None:
         """Raise `ValueError` if there is not a window, or None, for each layer."""
         layers = getattr(self.text_config, "num_hidden_layers", 0)
@@ -87,6 +95,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         pairs, count = self.rope_pairs, found["qk_rope_head_dim"] // 2
         if not isinstance(pairs, list) or len(pairs) != count or not all(isinstance(pair, int) and pair >= 0 for pair in pairs):
             raise ValueError(f"rope_pairs is {pairs}; it must list {count} frequencies, half of qk_rope_head_dim")
+        if self.kv_lora_ranks is not None:
+            self._check_ranks(self.kv_lora_ranks)
         if self.rope_stride not in (1, 2):
             raise ValueError(f"rope_stride is {self.rope_stride}; it must be 1 or 2")
         factors, layers = self.rope_factor, getattr(self.text_config, "num_hidden_layers", 0)

@@ -226,7 +226,8 @@ class KvfoldLatentAttention(_Attention):
         super().__init__(config, layer_idx, sliding_window)
         inner: Any = config.text_config
         self.num_heads, self.num_key_value_groups, self.q_lora_rank = inner.num_attention_heads, 1, None
-        self.kv_lora_rank, self.qk_rope_head_dim = inner.kv_lora_rank, inner.qk_rope_head_dim
+        self.kv_lora_rank = config.kv_lora_ranks[layer_idx] if config.kv_lora_ranks else inner.kv_lora_rank
+        self.qk_rope_head_dim = inner.qk_rope_head_dim
         self.qk_nope_head_dim, self.v_head_dim = inner.qk_nope_head_dim, inner.v_head_dim
         self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         self.rope_columns = [pair * config.rope_stride for pair in config.rope_pairs or []]

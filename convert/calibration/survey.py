@@ -40,13 +40,16 @@ class Moments:
         attention: The source's attention of that layer.
         sample: Tokens of the sample, but at least one row.
         shown: Whether the record shows where it looks.
+
+    Attributes:
+        sampled: The rows of the text that are the sample.
     """
 
     def __init__(
         self, layer: int, stream: LayerStream, attention: Attention, sample: int = EXCERPT, shown: bool = True
     ) -> None:
         self._layer, self._tokens, self._seen, self._attention, self._text = layer, 0, 0, attention, stream.text
-        self._sampled = spread_blocks(sample, len(stream.text.rows), stream.text.context)
+        self.sampled = spread_blocks(sample, len(stream.text.rows), stream.text.context)
         self._sample: list[torch.Tensor] = []
         width = attention.k.shape[-1]
         self._sum = torch.zeros(width, dtype=torch.float64, device=stream.device)
@@ -61,7 +64,7 @@ class Moments:
             Failure: `x` is not finite.
         """
         rows = x.reshape(-1, self._text.context, x.shape[-1])
-        self._sample += [row.bfloat16() for i, row in enumerate(rows, self._seen) if i in self._sampled]
+        self._sample += [row.bfloat16() for i, row in enumerate(rows, self._seen) if i in self.sampled]
         self._seen += len(rows)
         blocks, x = x, x.flatten(0, 1)
         if projections := self._attention.projections:
@@ -92,7 +95,7 @@ class Moments:
                 f"the input of layer {self._layer}'s attention is zero on the whole calibration text",
                 hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
             )
-        sample = replace(self._text.of(self._sampled), rows=torch.stack(self._sample))
+        sample = replace(self._text.of(self.sampled), rows=torch.stack(self._sample))
         second, mean = self._second / self._tokens, self._sum / self._tokens
         attended = self._attended.moments() if self._attended else Attended.assumed(second, mean)
         if not (torch.isfinite(attended.seen).all() and torch.isfinite(attended.read).all()):
@@ -163,22 +166,25 @@ def survey(
         for layer in range(ready, layers):
             moments = Moments(layer, stream, records(layer), shown=shown)
             if layer + 1 < layers:
-                stream.advance(layer, moments.see, partial(_put, shelf, layer, moments))
+                stream.advance(layer, moments.see, partial(_put, shelf, stream, layer, moments))
             elif not shelf.has(layer):
                 stream.observe(layer, moments.see)
-                _put(shelf, layer, moments)
+                _put(shelf, stream, layer, moments)
             done_layers(1)
     stream.discard()
     return partial(_get, shelf)
 
 
-def _put(shelf: Shelf, layer: int, moments: Moments) -> None:
+def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> None:
     found = moments.statistics()
+    blocks = stream.select(layer, moments.sampled)
+    squares = torch.cat([block.double().square().sum(-1).flatten() for block in blocks])
+    of_stream = float(squares.clamp_min(torch.finfo(torch.float64).tiny).reciprocal().mean())
     assert found.sample is not None, "a survey takes samples"
     plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample.rows}
     attended = dict(zip(_ATTENDED, found.attended.tensors, strict=True))
     queries = {} if found.queries is None else {"queries": found.queries}
-    shelf.put(layer, plain | attended | queries, {"tokens": found.tokens, "cuts": list(found.sample.cuts)})
+    shelf.put(layer, plain | attended | queries, {"tokens": found.tokens, "cuts": list(found.sample.cuts), "stream": of_stream})
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
@@ -186,4 +192,4 @@ def _get(shelf: Shelf, layer: int) -> Statistics:
     attended = Attended(*(tensors[name] for name in _ATTENDED))
     sample = Blocks(tensors["sample"], tuple(note["cuts"]))
     moments = tensors["second_moment"], tensors["first_moment"]
-    return Statistics(*moments, note["tokens"], attended, sample, queries=tensors.get("queries"))
+    return Statistics(*moments, note["tokens"], attended, sample, stream=note["stream"], queries=tensors.get("queries"))

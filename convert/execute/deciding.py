@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attention.errors import Failure
-from attention.forward import output_error
+from attention.forward import attention_output, output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotary, no_rotary
 from attention.spread import evenly_spread
@@ -24,12 +24,14 @@ from convert.execute.job import Job
 from convert.families.neutral import query_channels
 from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.query_latent import behind_norm, expected_met, truncated
-from convert.methods.statistics import Statistics
+from convert.methods.ranks import interpolated, measured_ranks, shared_out
+from convert.methods.statistics import Statistics, excerpt
 from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.progress import stage
 
 _TRIED_LAYERS = 4
+_SILENT = 1e-30  # the energy of an output that is nothing
 _UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
 
 Change = Callable[[Attention, int, Statistics], tuple[Attention, Record]]
@@ -73,16 +75,22 @@ def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> 
     choice = _Choice.recalled(job.work)
     if choice is None:
         choice = _choose(job, target.splits or (target,), rotary, statistics)
+        wanted = (target.splits or (target,))[choice.split]
+        if wanted.ranks:
+            choice = replace(choice, ranks=_ranks(job, wanted, choice.allocation(wanted.allocation(rotary)), statistics))
         job.work.remember("decision", asdict(choice))
     chosen = (target.splits or (target,))[choice.split]
+    chosen = chosen.with_ranks(choice.ranks) if choice.ranks else chosen
     allocation = choice.allocation(chosen.allocation(rotary))
 
     def change(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
-        return chosen.change(allocation, before, known)
+        own = replace(allocation, rank=choice.ranks[layer]) if choice.ranks else allocation
+        return chosen.change(own, before, known)
 
     tried = {"rotary_frequencies_tried": choice.tried} if choice.tried else {}
-    found = {"rotary_frequencies": list(choice.pairs), **tried}
-    plan = job.plan.choosing(chosen) if target.splits else job.plan
+    ranks = {"kv_lora_ranks": list(choice.ranks)} if choice.ranks else {}
+    found = {"rotary_frequencies": list(choice.pairs), **tried, **ranks}
+    plan = job.plan if chosen is target else job.plan.choosing(chosen)
     return Decision(
         plan, _with_query_latent(job, chosen, _refitting(job, change)), rotary.select(choice.pairs, "interleaved"), found
     )
@@ -97,12 +105,14 @@ class _Choice:
         pairs: The frequencies that stay rotary.
         pursued: Whether a pursuit found them.
         tried: Every candidate and its error on the text; empty if there was only one.
+        ranks: The rank of each layer; empty if all have one.
     """
 
     split: int
     pairs: tuple[float, ...]
     pursued: bool
     tried: list[dict[str, Any]]
+    ranks: tuple[int, ...] = ()
 
     @classmethod
     def recalled(cls, work: WorkDirectory) -> _Choice | None:
@@ -111,7 +121,8 @@ class _Choice:
         if found is None:
             return None
         try:
-            return cls(int(found["split"]), tuple(found["pairs"]), bool(found["pursued"]), list(found["tried"]))
+            chosen = int(found["split"]), tuple(found["pairs"]), bool(found["pursued"])
+            return cls(*chosen, list(found["tried"]), tuple(found["ranks"]))
         except (KeyError, TypeError, ValueError):  # written by another version: decide again
             return None
 
@@ -194,6 +205,36 @@ def _errors(job: Job, method: LatentMethod, offers: Sequence[Allocation], statis
                 errors[i] += output_error(before, after, tried.blocks) / count
                 done(1)
     return errors
+
+
+def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: StatisticsOf) -> tuple[int, ...]:
+    """A rank for each layer, by the errors of its attention's output on the sample.
+
+    They are relative to the residual stream, to which it is added, or to the output itself where a norm follows it.
+    """
+    tried, costs, layers = measured_ranks(target.ranks), [], target.spec.num_layers
+    with stage(job.progress, "rank", layers, "layer") as done:
+        for layer in range(layers):
+            before, known = job.read_layer(layer)[1], statistics(layer).to(job.device)
+            assert known.sample is not None
+            assert known.stream is not None
+            blocks = excerpt(known.sample).blocks
+            expected = attention_output(before, blocks)
+            energy = float(expected.double().square().sum(-1).mean())
+            weight = 1 / max(energy, _SILENT) if job.plan.family.normalises_output else known.stream
+            errors = []
+            for rank in tried:
+                after = target.method.factor(before, replace(allocation, rank=rank), known)
+                lacking = attention_output(after, blocks) - expected
+                errors.append(weight * float(lacking.double().square().sum(-1).mean()))
+            if not all(map(math.isfinite, errors)):
+                raise Failure(
+                    f"attention outputs of layer {layer} overflow on the calibration text: errors at ranks {tried} are {errors}",
+                    hint="the source's weights are extreme; does `convert eval` of it work?",
+                )
+            costs.append(interpolated(tried, errors, target.ranks))
+            done(1)
+    return shared_out(costs, target.ranks, (target.spec.kv_lora_rank or 0) * layers)
 
 
 def _refitting(job: Job, change: Change) -> Change:

@@ -147,7 +147,10 @@ def _finished_already(plan: Plan, reader: Reader, text: CalibrationText | None) 
 
 def carried_out(plan: Plan, record: dict[str, Any]) -> Executed:
     """The plan with the choices that a record states, and the record."""
-    return Executed(next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan), record)
+    plan = next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan)
+    if (ranks := record.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
+        plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
+    return Executed(plan, record)
 
 
 def _splits(plan: Plan) -> list[Plan]:

@@ -216,6 +216,11 @@ class Family(ABC):
         """What becomes of the layer's scaled logits."""
         return Scoring(self.slopes(config), self.window(config, layer), self.traits(config).beyond.get(SOFTCAP))
 
+    @property
+    def normalises_output(self) -> bool:
+        """Whether the attention's output goes through a norm before it is added to the residual stream."""
+        return self.names.holding("layers.0.attention_output_norm.weight") is not None
+
     def latent_dims(self, config: Any, rope_dim: int) -> int:
         """Dims of nope keys and of values, summed, that a latent has to hold if `rope_dim` rotary dims are kept.
 

@@ -62,7 +62,7 @@ class KvfoldProjections(Family):
         return self.inner.unreadable(config.stock_config)
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-        spec, width = self.spec(config), config.text_config.hidden_size
+        spec, width = self.spec(config).of_layer(layer), config.text_config.hidden_size
         if self.needs_projections(config):
             shapes = {"o_proj.weight": (width, spec.num_heads * spec.head_dim), "o_proj.bias": (width,)}
             shapes |= _projected_shapes(config) | _shapes_behind(spec, self.dims_of_heads(config), _dims_of_queries(config))
@@ -72,7 +72,7 @@ class KvfoldProjections(Family):
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
-        prefix, spec, scale = f"{self.module(layer)}.", self.spec(config), self.scale(config)
+        prefix, spec, scale = f"{self.module(layer)}.", self.spec(config).of_layer(layer), self.scale(config)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         record: Record
         if self.needs_projections(config):
@@ -85,7 +85,8 @@ class KvfoldProjections(Family):
         return replace(record, scoring=self.scoring(config, layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        local = join_projections(record) if isinstance(record, Attention) else _join_factors(record, spec.kv_lora_rank or 0)
+        rank = spec.of_layer(layer).kv_lora_rank or 0
+        local = join_projections(record) if isinstance(record, Attention) else _join_factors(record, rank)
         if record.projections is not None:
             local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
             local |= _join_projected(record.projections)

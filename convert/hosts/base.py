@@ -31,6 +31,7 @@ class Host(ABC):
         code: Files of Python that the result is loaded with, which are copied beside its weights.
         portable: Whether it has neither biases nor a list of frequencies. Its latents then have a nearly constant norm
             (`convert.methods.constant_norm`), its frequencies are one geometric ladder, and its head is never tied.
+        ranks_per_layer: Whether its layers may have latents of different ranks.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Host(ABC):
     loading: Mapping[str, Any] = {}
     code: tuple[Path, ...] = ()
     portable: bool = False
+    ranks_per_layer: bool = False
 
     @abstractmethod
     def engines(self, family: Family) -> frozenset[str]:

@@ -60,6 +60,7 @@ class Kvfold(Host):
     )
     loading: Mapping[str, Any] = {"trust_remote_code": True}
     code: tuple[Path, ...] = CODE
+    ranks_per_layer = True
 
     def __init__(self, families: frozenset[str], reason: str, replaces: str) -> None:
         self.families, self.replaces = families, replaces
@@ -100,7 +101,7 @@ class Kvfold(Host):
             return f"it is built around {stock.name}: {reason}"
         if inner.model_type not in self.families:
             return f"it was not made for {inner.model_type} (it is for {', '.join(sorted(self.families))})"
-        if target.kv_lora_rank and dtype == "float16":
+        if target.kv_lora_rank and target.layer_ranks is None and dtype == "float16":
             carrying = (host.name for host in _STOCK_LATENT if host.refuses(family, config, target, "bfloat16") is None)
             if found := next(carrying, None):
                 return f"in bfloat16, {found} carries it, which needs no code (use --dtype bfloat16)"
@@ -146,6 +147,7 @@ class Kvfold(Host):
             **({"qk_norm": _stated(traits.qk_norm)} if traits.qk_norm else {}),
             **({"clip_qkv": traits.clip} if traits.clip is not None else {}),
             **_rotation(family, config, rotary, target.qk_rope_head_dim),
+            **({} if target.layer_ranks is None else {"kv_lora_ranks": list(target.layer_ranks)}),
             "text_config": {**inner, **sizes},
         }
 

@@ -27,6 +27,18 @@ def check_fold(fold: int, rope_dim: int, rotary_dim: int) -> None:
         )
 
 
+def layer_ranks(mean: int, full: int) -> tuple[int, ...]:
+    """The ranks that a layer may have where layers share `mean` ranks each: even steps from a quarter to five halves of it.
+
+    Args:
+        mean: R.
+        full: The rank beyond which nothing is gained.
+    """
+    step = RANK_STEP if mean >= 4 * RANK_STEP else max(1, mean // 12)
+    first = max(1, mean // 4 // step) * step
+    return tuple(range(first, max(first, min(full, 5 * mean // 2)) + 1, step))
+
+
 def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int) -> tuple[int, int]:
     """Split a number of cached values per layer and token into rank and rotary dims.
 

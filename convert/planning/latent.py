@@ -13,7 +13,7 @@ from convert.engines import engine_of
 from convert.hosts import HOSTS, PORTABLE
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
-from convert.planning.budget import check_fold, default_fold, served_rank, split_budget
+from convert.planning.budget import check_fold, default_fold, layer_ranks, served_rank, split_budget
 from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.portable import portable_calibration, portable_hint
 from eval.device import require_device
@@ -43,6 +43,7 @@ class LatentRequest:
         pad_rank: Whether the rank may exceed full rank, with channels of zeros.
         q_lora_rank: The rank of a latent of queries; None for what the output class needs.
         portable: Whether engines' own DeepSeek classes have to run the result.
+        per_layer_ranks: Whether the text chooses the rank of each layer; R is then their mean, at most.
     """
 
     kv_lora_rank: int | None = None
@@ -53,6 +54,7 @@ class LatentRequest:
     pad_rank: bool = False
     q_lora_rank: int | None = None
     portable: bool = False
+    per_layer_ranks: bool = False
 
 
 def plan_latent(
@@ -83,11 +85,14 @@ def plan_latent(
     require_device(device)
     family = readable(source)
     before = family.spec(source.config)
+    _check_layer_ranks(source, before, size)
     dtype = stored_dtype(source, output)
     # Whether any latent fits the source comes first: it is what most users have to know.
     engine = engine_of(output.engine)
     hosts = PORTABLE if size.portable else HOSTS["mla"]
     smallest = smallest_latent(source, family, before)
+    if size.per_layer_ranks:
+        smallest = replace(smallest, layer_ranks=(1,) * before.num_layers)
     host = host_of(hosts, family, source, smallest, dtype, engine, portable_hint(family, source, smallest, dtype, engine))
     if engine and engine.query_latent(before) and size.q_lora_rank is None:
         size = replace(size, q_lora_rank=host.full_query_rank(source.decoder.hidden_size))
@@ -104,17 +109,35 @@ def plan_latent(
         calibration = portable_calibration(method, calibration)
     without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
     text = calibration_for(source, method, calibration, without)
+    if size.per_layer_ranks and text is None:
+        raise Refusal(
+            "--per-layer-ranks needs calibration text, by which it chooses", hint="give --text FILE or --dataset NAME"
+        )
     traits = family.traits(source.config).behind_projections
     remarks = list(text_notes(method, text, traits))
     if target.copies:
         text, remarks = None, ["the calibration text is not used"] if text else []
     elif text is not None and not method.folds and size.kv_lora_rank is None and rope_dim and not (engine and engine.latents):
         sizes = _splits(source, family, before, target.spec, host)
-        sizes = [replace(split, q_lora_rank=size.q_lora_rank) for split in sizes]
+        sizes = [replace(split, q_lora_rank=size.q_lora_rank, per_layer_ranks=size.per_layer_ranks) for split in sizes]
         splits = tuple(_target(source, family, method, host, before, split, dtype) for split in sizes)
         note = "the search starts from this split of the cache; the text decides the split, one for all layers"
         target = replace(target, splits=splits, notes=(*target.notes, note))
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
+
+
+def _check_layer_ranks(source: Source, before: AttentionSpec, size: LatentRequest) -> None:
+    """Refuse what does not go together with ranks that differ between layers."""
+    if before.layer_ranks is not None:
+        raise Refusal(
+            f"the layers of {source.reference} have latents of different ranks ({before.kind}), which are not converted again",
+            hint="convert the original checkpoint",
+        )
+    if size.per_layer_ranks and size.pad_rank:
+        raise Refusal(
+            "give either --per-layer-ranks or --pad-rank: no layer has a rank beyond full size",
+            hint="leave out --pad-rank",
+        )
 
 
 def _check_engine(engine: Engine, host: Host, family: Family, spec: AttentionSpec) -> None:
@@ -143,6 +166,8 @@ def _target(
     rank, rope_dim = size.kv_lora_rank or 0, size.qk_rope_head_dim or 0
     _check_rotary(source, family, rope_dim)
     spec = replace(before.latent(rank, rope_dim), q_lora_rank=_query_rank(source, host, size.q_lora_rank))
+    if size.per_layer_ranks:
+        spec = replace(spec, layer_ranks=(rank,) * before.num_layers)
     if rope_dim > (most := _most_rotary_dims(source, family, before, host)):
         why = f"of each key's {before.head_dim} dims only {_rotary_dim(family, source)} have RoPE, which makes {most}"
         if host.portable:
@@ -169,7 +194,8 @@ def _target(
         )
     fold = _freqfold(method, size.freqfold, rope_dim, rotary)
     used = min(channels, full)
-    target = LatentTarget(before, spec, method, host, used, fold, size.pad_rank)
+    ranks = layer_ranks(rank, full) if size.per_layer_ranks else ()
+    target = LatentTarget(before, spec, method, host, used, fold, size.pad_rank, ranks)
     if target.copies:
         how = "is what the source has: every tensor is copied bit for bit, unchanged"
         return replace(
@@ -177,6 +203,8 @@ def _target(
         )
     of_queries = host.notes(source.config) if spec.q_lora_rank is None else _query_notes(source, family, host, spec)
     notes = [_channels_note(rank, used, host), *of_queries]
+    if ranks:
+        notes = [f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, and {rank} on average"]
     if fold > 1:
         notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
     if rank % RANK_STEP:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.spec import AttentionSpec
@@ -91,6 +91,7 @@ class LatentTarget:
         channels: Channels of the latent that carry keys and values.
         freqfold: How many neighbouring frequencies count as one.
         pad_rank: Whether channels beyond full rank were asked for.
+        ranks: The ranks among which the text chooses one for each layer. Empty if all layers have one rank.
         splits: Targets with the same cache size, this one included, among which the text decides. Empty if there is no choice.
         notes: Notes for the user.
     """
@@ -102,6 +103,7 @@ class LatentTarget:
     channels: int
     freqfold: int = 1
     pad_rank: bool = False
+    ranks: tuple[int, ...] = ()
     splits: tuple[LatentTarget, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -121,6 +123,7 @@ class LatentTarget:
             **({"pad_rank": True} if self.pad_rank else {}),
             **({} if self.spec.q_lora_rank is None else {"q_lora_rank": self.spec.q_lora_rank}),
             **({"portable": True} if self.host.portable else {}),
+            **({"per_layer_ranks": True} if self.ranks else {}),
         }
 
     def facts(self) -> dict[str, Any]:
@@ -146,6 +149,10 @@ class LatentTarget:
             rotary_keys=self.before.rotary_keys,
             ladder=self.host.portable,
         )
+
+    def with_ranks(self, layer_ranks: tuple[int, ...]) -> LatentTarget:
+        """The same target with the ranks of its layers chosen."""
+        return replace(self, spec=replace(self.spec, layer_ranks=layer_ranks))
 
     def change(self, chosen: Allocation, before: Attention, statistics: Statistics) -> tuple[Attention, FactoredAttention]:
         """Factor the keys and values of a layer, with frequencies chosen for all layers.

@@ -1,0 +1,69 @@
+"""Shares out the ranks of latents among layers: where a rank saves most, it goes.
+
+A layer's cost is the squared error of its attention's output, relative to the residual stream that it is added to. Costs of
+layers add up, as if errors were independent. On a 135M Llama this weight is proportional, within a factor of three, to the mean
+squared gradient of the loss by the attention's output, over layers that differ by a hundred.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+_MEASURED = 6  # ranks, between which costs are interpolated
+
+
+def measured_ranks(ranks: Sequence[int]) -> list[int]:
+    """A few of `ranks`, about evenly spread by their logarithm: the first, the last and some between."""
+    low, high = math.log(ranks[0]), math.log(ranks[-1])
+    wanted = [math.exp(low + (high - low) * i / (_MEASURED - 1)) for i in range(_MEASURED)]
+    return sorted({min(ranks, key=lambda rank: abs(rank - value)) for value in wanted})
+
+
+def interpolated(measured: Sequence[int], costs: Sequence[float], ranks: Sequence[int]) -> list[float]:
+    """The cost at each of `ranks`, whose logarithm is linear between those measured, and which no rank raises."""
+    tiny = 1e-300
+    falling = [math.log(max(min(costs[: i + 1]), tiny)) for i in range(len(costs))]
+    found = []
+    for rank in ranks:
+        after = next(i for i, known in enumerate(measured) if known >= rank)
+        before = max(0, after - 1)
+        width = measured[after] - measured[before]
+        share = (rank - measured[before]) / width if width else 1.0
+        found.append(math.exp((1 - share) * falling[before] + share * falling[after]))
+    return found
+
+
+def shared_out(costs: Sequence[Sequence[float]], ranks: Sequence[int], total: int) -> tuple[int, ...]:
+    """A rank for each layer, with the least summed cost that a greedy choice finds.
+
+    Args:
+        costs: The cost of each layer at each of `ranks`, falling.
+        ranks: Rising.
+        total: The most that the ranks may sum to; at least the first of `ranks` for each layer.
+
+    Every layer begins with the first rank. Then the layer whose cost falls most per channel has more, as far as its cost falls
+    so steeply.
+    """
+    at, left = [0] * len(costs), total - ranks[0] * len(costs)
+    queue: list[tuple[float, int, int]] = []
+
+    def offer(layer: int) -> None:
+        """Queue the layer's steepest step that is left and affordable."""
+        now = at[layer]
+        steps = [i for i in range(now + 1, len(ranks)) if ranks[i] - ranks[now] <= left]
+        slopes = [((costs[layer][now] - costs[layer][i]) / (ranks[i] - ranks[now]), -i) for i in steps]
+        if slopes:
+            slope, step = max(slopes)
+            heapq.heappush(queue, (-slope, layer, -step))
+
+    for layer in range(len(costs)):
+        offer(layer)
+    while queue:
+        _, layer, step = heapq.heappop(queue)
+        price = ranks[step] - ranks[at[layer]]
+        if price <= left:
+            at[layer], left = step, left - price
+        offer(layer)  # the next step, or a cheaper one
+    return tuple(ranks[i] for i in at)
