@@ -1,8 +1,7 @@
 """Shares out the ranks of latents among layers: where a rank saves most, it goes.
 
 A layer's cost is the squared error of its attention's output, relative to the residual stream that it is added to. Costs of
-layers add up, as if errors were independent. On a 135M Llama this weight is proportional, within a factor of three, to the mean
-squared gradient of the loss by the attention's output, over layers that differ by a hundred.
+layers add up, as if errors were independent. docs/results.md compares other weights of errors.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,3 +198,16 @@ def test_a_config_with_other_heads_in_one_layer_is_refused(changes: dict[str, in
     config = LlamaConfig(num_attention_heads=8, num_key_value_heads=4, per_layer_config={0: changes})
     with pytest.raises(Refusal, match=f"model type 'llama' has layers that differ in {', '.join(sorted(changes))}$"):
         AttentionSpec.from_config(config)
+
+
+def test_layers_may_have_latents_of_different_ranks() -> None:
+    spec = dataclasses.replace(LLAMA_2_7B.latent(512, 64), layer_ranks=(256,) * 16 + (768,) * 16)
+    assert spec.kind == "MLA-256..768+64"
+    assert spec.bytes_per_token("bfloat16") == LLAMA_2_7B.latent(512, 64).bytes_per_token("bfloat16")
+    assert (spec.of_layer(0).kind, spec.of_layer(31).kind) == ("MLA-256+64", "MLA-768+64")
+    assert spec.of_layer(0).values_per_token == 32 * (256 + 64)
+    assert dataclasses.replace(spec, layer_ranks=(512,) * 32).kind == "MLA-512+64"
+    plain = LLAMA_2_7B.latent(512, 64)
+    assert plain.of_layer(3) is plain
+    assert plain.ranks == (512,) * 32
+    assert LLAMA_2_7B.ranks == ()

@@ -172,6 +172,16 @@ def test_moments_that_are_not_finite_fail_with_their_layer(value: float) -> None
         Moments(17, of_blocks(2, 3, 4), random_record(1, 2, pairs=1, nope=0, width=4, biased=False)).see(x)
 
 
+def test_a_survey_knows_how_large_the_residual_stream_is(tmp_path: Path) -> None:
+    model, blocks = model_of(), blocks_of()
+    statistics = run_survey(model, tmp_path, blocks)
+    with torch.inference_mode():
+        states = model(blocks, output_hidden_states=True).hidden_states
+    for layer in range(model.config.num_hidden_layers):
+        expected = states[layer].double().square().sum(-1).reciprocal().mean()
+        assert statistics(layer).stream == pytest.approx(float(expected), rel=1e-4)
+
+
 def test_a_survey_of_damaged_weights_names_the_first_layer_that_sees_it(tmp_path: Path) -> None:
     model = model_of()
     with torch.no_grad():
