@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from attention import models
 from attention.errors import Refusal
 
 _NUMBERS = {
@@ -43,7 +44,7 @@ class AttentionSpec:
         kv_lora_rank: R, the size of the latent that is cached instead of keys and values (MLA); None without one.
         qk_rope_head_dim: P, the size of the rotary key that is cached beside the latent.
         qk_nope_head_dim: N, the dims of a head's keys that come from the latent. Values have `head_dim`.
-        layer_ranks: R of each layer, where latents differ in it; `kv_lora_rank` is then about their mean. None if all are alike.
+        layer_ranks: R of each layer, where latents differ in it, at most `kv_lora_rank` on average; None if all have that.
         q_lora_rank: The rank of a latent of queries, where one was asked for; None for the queries of the output class. Configs
             are not asked for it.
     """
@@ -72,7 +73,8 @@ class AttentionSpec:
         Raises:
             Refusal: The config has no attention heads, or its layers differ in them.
         """
-        ranks = getattr(config, "kv_lora_ranks", None)
+        # Any other class ignores that key.
+        ranks = config.kv_lora_ranks if models.provides(getattr(config, "model_type", "")) else None
         config = config.get_text_config(decoder=True)
         if varying := sorted(_NUMBERS & (getattr(config, "per_layer_attributes", None) or set())):
             raise Refusal(f"model type {config.model_type!r} has layers that differ in {', '.join(varying)}")

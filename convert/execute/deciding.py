@@ -229,7 +229,7 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
                 errors.append(weight * float(lacking.double().square().sum(-1).mean()))
             if not all(map(math.isfinite, errors)):
                 raise Failure(
-                    f"attention outputs of layer {layer} overflow on the calibration text: errors at ranks {tried} are {errors}",
+                    f"attention outputs of layer {layer} overflow on the calibration text: errors at ranks {tried}: {errors}",
                     hint="the source's weights are extreme; does `convert eval` of it work?",
                 )
             costs.append(interpolated(tried, errors, target.ranks))

@@ -137,6 +137,17 @@ def test_such_a_result_is_not_converted_again(checkpoint: Make, convert: Convert
     assert facts["attention"] == json.loads((tmp_path / "out" / "conversion.json").read_text())["kind"]
 
 
+def test_a_class_that_ignores_the_ranks_is_not_counted_by_them(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    facts = []
+    for path in (
+        checkpoint("deepseek_v3", name="plain"),
+        edit(checkpoint("deepseek_v3", name="stray"), kv_lora_ranks=[1, 1, 1]),
+    ):
+        facts.append(json.loads(ok(convert("inspect", path, "--json")).stdout))
+    assert facts[0]["attention"] == facts[1]["attention"]
+    assert facts[0]["kv_bytes_per_token"] == facts[1]["kv_bytes_per_token"]
+
+
 @pytest.mark.parametrize("ranks", [[12, 12], [12, 0, 12], [12, 12.5, 12], "12", [True, 1, 1]])
 def test_a_damaged_list_of_ranks_is_refused(
     ranks: Any, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
