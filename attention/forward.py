@@ -93,7 +93,6 @@ class Heads:
         rotation: Rotates rows `[…, T, P]` by their positions.
         scale: Of the logits.
         scoring: What becomes of logits.
-        slopes: `[H]`, its slopes, or None.
     """
 
     inputs: torch.Tensor
@@ -106,7 +105,11 @@ class Heads:
     rotation: Rotation
     scale: float
     scoring: Scoring = PLAIN
-    slopes: torch.Tensor | None = None
+
+    @property
+    def slopes(self) -> torch.Tensor | None:
+        """`[H]`, ALiBi's, or None."""
+        return None if self.scoring.slopes is None else self.inputs.new_tensor(self.scoring.slopes)
 
     @property
     def queries(self) -> torch.Tensor:
@@ -138,7 +141,7 @@ class Heads:
             kept_nope=shared(self.kept_nope, heads, count),
             kept_rope=shared(self.kept_rope, heads, count),
             lift=None if self.lift is None else self.lift[heads],
-            slopes=None if self.slopes is None else self.slopes[heads],
+            scoring=self.scoring.of(heads),
         )
 
     def kept(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,8 +180,6 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
     """Of one block `x [T, E]` from position 0."""
     rotation = (record.rotary or no_rotary()).rotation(torch.arange(x.shape[0], device=x.device), x.dtype)
     of_queries, x = inputs_of(record, x)
-    scoring = record.scoring
-    slopes = None if scoring.slopes is None else x.new_tensor(scoring.slopes)
     if isinstance(record, FactoredAttention):
         if record.q_down is not None:
             of_queries = of_queries @ record.q_down.float().T
@@ -196,8 +197,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
             record.up_k.float(),
             rotation,
             record.scale,
-            scoring,
-            slopes,
+            record.scoring,
         )
     plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
     split = record.rotary.dims if record.rotary else 0
@@ -212,8 +212,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         None,
         rotation,
         record.scale,
-        scoring,
-        slopes,
+        record.scoring,
     )
 
 
@@ -253,12 +252,25 @@ def _read(heads: Heads, values: torch.Tensor) -> torch.Tensor:
     if heads.scoring.softcap is not None:
         return torch.stack([_read_by_head(heads, head, rows) for head, rows in enumerate(values)])
     queries, keys, dims, window = heads.queries, heads.keys, values.shape[-1], heads.scoring.window
-    slots = torch.arange(tokens, device=values.device)
-    seen = slots[:, None] - slots < window if window is not None and window < tokens else None
+    keys, values = keys.repeat_interleave(len(queries) // len(keys), 0), widened(values, keys.shape[-1])
+    if window is None or window >= tokens:
+        return _attend(queries, keys, values, None, heads.scale)[..., :dims]
+    parts = []
+    for span in spans(tokens):
+        first = max(0, span.start + 1 - window)
+        distance = torch.arange(span.start, span.stop)[:, None] - torch.arange(first, span.stop)
+        seen = ((distance >= 0) & (distance < window)).to(values.device)
+        parts.append(_attend(queries[:, span], keys[:, first : span.stop], values[:, first : span.stop], seen, heads.scale))
+    return torch.cat(parts, 1)[..., :dims]
+
+
+def _attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """`[H, t, D]`, of the tokens that a mask `[t, s]` shows, or of those up to each query's own."""
     return torch.nn.functional.scaled_dot_product_attention(
-        queries[None], keys.repeat_interleave(len(queries) // len(keys), 0)[None], widened(values, keys.shape[-1])[None],
-        attn_mask=None if seen is None else seen.tril(), is_causal=seen is None, scale=heads.scale,
-    )[0][..., :dims]  # fmt: skip
+        queries[None], keys[None], values[None], attn_mask=seen, is_causal=seen is None, scale=scale
+    )[0]
 
 
 def _read_by_head(heads: Heads, head: int, values: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ class Scoring:
     def __post_init__(self) -> None:
         if self.softcap is not None and self.slopes is not None:
             raise ValueError("no class caps logits with ALiBi: whether slopes come before the cap is not known")
+
+    def of(self, heads: slice) -> Scoring:
+        """The same for some of the heads."""
+        return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
 
     def weights(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Attention `[…, t, s]`; rows sum to one.

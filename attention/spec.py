@@ -177,8 +177,14 @@ class AttentionSpec:
         rotates.
 
         Raises:
-            Refusal: P is odd, negative or more than the rotary dims of the keys; or R is below 1.
+            Refusal: P is odd, negative or more than the rotary dims of the keys; R is below 1; or layers have latents of
+                different ranks already.
         """
+        if self.layer_ranks is not None:
+            raise Refusal(
+                f"its layers have latents of different ranks ({self.kind}), which are not converted again",
+                hint="convert the original checkpoint",
+            )
         most = self.most_rotary_dims
         if qk_rope_head_dim < 0 or qk_rope_head_dim % 2 or qk_rope_head_dim > most:
             raise Refusal(

@@ -62,13 +62,16 @@ class _Announcing(MetaPathFinder):
     """
 
     def __init__(self, name: str, imported: Callable[[], None]) -> None:
-        self._name, self._imported = name, imported
+        self._name, self._imported, self._asking = name, imported, False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = self._announced(spec.loader.exec_module)  # type: ignore[assignment, method-assign]
         return spec
@@ -76,6 +79,8 @@ class _Announcing(MetaPathFinder):
     def _announced(self, execute: Callable[[Any], None]) -> Callable[[Any], None]:
         def executed(module: Any) -> None:
             execute(module)
-            self._imported()
+            if self in sys.meta_path:  # not if the module is loaded again
+                sys.meta_path.remove(self)
+                self._imported()
 
         return executed

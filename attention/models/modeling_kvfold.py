@@ -448,7 +448,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
 def _window(config: Any, attention: Any, layer: int) -> int | None:
     """How many tokens a layer of the source's class sees; None for all."""
-    kinds = getattr(config, "layer_types", None)
+    kinds = config.layer_types if "layer_types" in type(config).__dataclass_fields__ else None  # else a stray key
     if kinds is None:  # such a class reads it from the config at each call
         return getattr(config, "sliding_window", None)
     # Exaone's attention has the window in every layer, and does not use it in all.

@@ -21,6 +21,7 @@ from convert.methods.blocks import Blocks
 from convert.methods.statistics import EXCERPT, Attended, Statistics
 from eval.progress import Progress, silent, stage
 
+_LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
 QUERIES = 64  # of each block, evenly spread, whose attention is measured
 
 _ATTENDED = ("seen", "within", "read", "read_first_moment")  # names on the shelf of the tensors of `Attended`
@@ -179,12 +180,17 @@ def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> Non
     found = moments.statistics()
     blocks = stream.select(layer, moments.sampled)
     squares = torch.cat([block.double().square().sum(-1).flatten() for block in blocks])
-    of_stream = float(squares.clamp_min(torch.finfo(torch.float64).tiny).reciprocal().mean())
+    least = (_LEAST_ENERGY * squares.median()).clamp_min(torch.finfo(torch.float64).tiny)
+    inverse_energy = float(squares.maximum(least).reciprocal().mean())
     assert found.sample is not None, "a survey takes samples"
     plain = {"second_moment": found.second, "first_moment": found.mean, "sample": found.sample.rows}
     attended = dict(zip(_ATTENDED, found.attended.tensors, strict=True))
     queries = {} if found.queries is None else {"queries": found.queries}
-    shelf.put(layer, plain | attended | queries, {"tokens": found.tokens, "cuts": list(found.sample.cuts), "stream": of_stream})
+    shelf.put(
+        layer,
+        plain | attended | queries,
+        {"tokens": found.tokens, "cuts": list(found.sample.cuts), "inverse_energy": inverse_energy},
+    )
 
 
 def _get(shelf: Shelf, layer: int) -> Statistics:
@@ -192,4 +198,6 @@ def _get(shelf: Shelf, layer: int) -> Statistics:
     attended = Attended(*(tensors[name] for name in _ATTENDED))
     sample = Blocks(tensors["sample"], tuple(note["cuts"]))
     moments = tensors["second_moment"], tensors["first_moment"]
-    return Statistics(*moments, note["tokens"], attended, sample, stream=note["stream"], queries=tensors.get("queries"))
+    return Statistics(
+        *moments, note["tokens"], attended, sample, inverse_energy=note["inverse_energy"], queries=tensors.get("queries")
+    )

@@ -217,11 +217,11 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
         for layer in range(layers):
             before, known = job.read_layer(layer)[1], statistics(layer).to(job.device)
             assert known.sample is not None
-            assert known.stream is not None
+            assert known.inverse_energy is not None
             blocks = excerpt(known.sample).blocks
             expected = attention_output(before, blocks)
             energy = float(expected.double().square().sum(-1).mean())
-            weight = 1 / max(energy, _SILENT) if job.plan.family.normalises_output else known.stream
+            weight = 1 / max(energy, _SILENT) if job.normalises_output(layer) else known.inverse_energy
             errors = []
             for rank in tried:
                 after = target.method.factor(before, replace(allocation, rank=rank), known)

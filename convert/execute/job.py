@@ -57,6 +57,11 @@ class Job:
         gain, _ = self._input_norm(layer)
         return torch.ones(self.plan.source.decoder.hidden_size, dtype=torch.float64) if gain is None else gain
 
+    def normalises_output(self, layer: int) -> bool:
+        """Whether the output of a layer's attention goes through a norm before it is added to the residual stream."""
+        norm = self.plan.family.names.holding(f"layers.{layer}.attention_output_norm.weight")
+        return norm is not None and norm.name in self.reader.infos
+
     def _assumed(self, layer: int) -> Statistics:
         return Statistics.assumed(self.plan.source.decoder.hidden_size, *self._input_norm(layer))
 

@@ -209,17 +209,12 @@ class Family(ABC):
         """How many tokens a layer sees, itself included, by its class's masks or inside its attention; None for all."""
         if (window := self.traits(config).beyond.get("sliding_window")) is None:
             return self.inner_window(config, layer)
-        kinds = getattr(config, "layer_types", None)
+        kinds = config.layer_types if "layer_types" in type(config).__dataclass_fields__ else None  # else a stray key
         return int(window) if kinds is None or kinds[layer] == "sliding_attention" else None
 
     def scoring(self, config: Any, layer: int) -> Scoring:
         """What becomes of the layer's scaled logits."""
         return Scoring(self.slopes(config), self.window(config, layer), self.traits(config).beyond.get(SOFTCAP))
-
-    @property
-    def normalises_output(self) -> bool:
-        """Whether the attention's output goes through a norm before it is added to the residual stream."""
-        return self.names.holding("layers.0.attention_output_norm.weight") is not None
 
     def latent_dims(self, config: Any, rope_dim: int) -> int:
         """Dims of nope keys and of values, summed, that a latent has to hold if `rope_dim` rotary dims are kept.

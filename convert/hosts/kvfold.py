@@ -141,6 +141,7 @@ class Kvfold(Host):
             "v_head_dim": target.head_dim,
         }
         traits = family.traits(config)
+        outer.pop("kv_lora_ranks", None)
         return {
             **outer,
             "o_bias": True,
@@ -211,6 +212,6 @@ HOST = Kvfold(
 )
 LATENT_HOST = Kvfold(
     frozenset(_LATENT),
-    "no stock class can hold this model's blocks, RoPE or QK-norm together with latent attention",
+    "no stock class can hold this model's blocks, RoPE or QK-norm with latent attention, or ranks that differ by layer",
     "factored into kv_a_proj_with_mqa and kv_b_proj; projections behind which it is stay, under names of the class",
 )

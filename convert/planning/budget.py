@@ -28,7 +28,8 @@ def check_fold(fold: int, rope_dim: int, rotary_dim: int) -> None:
 
 
 def layer_ranks(mean: int, full: int) -> tuple[int, ...]:
-    """The ranks that a layer may have where layers share `mean` ranks each: even steps from a quarter to five halves of it.
+    """The ranks that a layer may have where layers share `mean` ranks each: even steps from a quarter to five halves of
+    it, and full size if that is less.
 
     Args:
         mean: R.
@@ -36,7 +37,9 @@ def layer_ranks(mean: int, full: int) -> tuple[int, ...]:
     """
     step = RANK_STEP if mean >= 4 * RANK_STEP else max(1, mean // 12)
     first = max(1, mean // 4 // step) * step
-    return tuple(range(first, max(first, min(full, 5 * mean // 2)) + 1, step))
+    most = max(first, min(full, 5 * mean // 2))
+    ranks = range(first, most + 1, step)
+    return (*ranks, full) if most == full > ranks[-1] else tuple(ranks)
 
 
 def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int) -> tuple[int, int]:

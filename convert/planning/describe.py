@@ -50,6 +50,7 @@ def inspection(source: Source) -> Facts:
         "query_heads": spec.num_heads,
         "kv_heads": spec.num_kv_heads if spec.kv_lora_rank is None else None,
         "head_dim": spec.head_dim,
+        **({} if spec.layer_ranks is None else {"kv_lora_ranks": list(spec.layer_ranks)}),
         **({} if spec.kv_lora_rank is None else {"kv_lora_rank": spec.kv_lora_rank, "qk_nope_head_dim": spec.qk_nope_head_dim}),
         "max_positions": source.max_positions,
         **family.describe(source.config),

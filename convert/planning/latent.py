@@ -85,7 +85,10 @@ def plan_latent(
     require_device(device)
     family = readable(source)
     before = family.spec(source.config)
-    _check_layer_ranks(source, before, size)
+    if size.per_layer_ranks and size.pad_rank:
+        raise Refusal(
+            "give either --per-layer-ranks or --pad-rank: no layer has a rank beyond full size", hint="leave out --pad-rank"
+        )
     dtype = stored_dtype(source, output)
     # Whether any latent fits the source comes first: it is what most users have to know.
     engine = engine_of(output.engine)
@@ -124,20 +127,6 @@ def plan_latent(
         note = "the search starts from this split of the cache; the text decides the split, one for all layers"
         target = replace(target, splits=splits, notes=(*target.notes, note))
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
-
-
-def _check_layer_ranks(source: Source, before: AttentionSpec, size: LatentRequest) -> None:
-    """Refuse what does not go together with ranks that differ between layers."""
-    if before.layer_ranks is not None:
-        raise Refusal(
-            f"the layers of {source.reference} have latents of different ranks ({before.kind}), which are not converted again",
-            hint="convert the original checkpoint",
-        )
-    if size.per_layer_ranks and size.pad_rank:
-        raise Refusal(
-            "give either --per-layer-ranks or --pad-rank: no layer has a rank beyond full size",
-            hint="leave out --pad-rank",
-        )
 
 
 def _check_engine(engine: Engine, host: Host, family: Family, spec: AttentionSpec) -> None:
@@ -207,8 +196,9 @@ def _target(
         notes = [f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, and {rank} on average"]
     if fold > 1:
         notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
-    if rank % RANK_STEP:
-        notes.append(f"rank {rank} is no multiple of {RANK_STEP}: on NVIDIA GPUs plain torch decodes it, not kvfold's kernel")
+    if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:
+        which = f"rank {rank} is no multiple" if odd == [rank] else "some of these ranks are no multiples"
+        notes.append(f"{which} of {RANK_STEP}: on NVIDIA GPUs plain torch decodes such layers, not kvfold's kernel")
     if spec.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
         notes.append("the cache is not smaller than the source's")
     return replace(target, notes=tuple(notes))

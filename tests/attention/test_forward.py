@@ -88,6 +88,15 @@ def test_outputs_are_the_references(case: str) -> None:
         torch.testing.assert_close(found.double(), run(a, x).flatten(0, 1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 9, 23])
+@pytest.mark.parametrize("softcap", [None, 0.4])
+def test_windows_are_seen_in_every_span(window: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attention.forward._SPAN", 4)
+    scoring, x = Scoring(window=window, softcap=softcap), inputs(20)
+    for a in (dataclasses.replace(record(2, 3), scoring=scoring), dataclasses.replace(factored(), scoring=scoring)):
+        torch.testing.assert_close(attention_output(a, x).double(), run(a, x).flatten(0, 1), rtol=1e-4, atol=1e-5)
+
+
 def test_a_sample_in_half_precision_is_computed_in_single() -> None:
     a, x = record(), inputs(20).bfloat16()
     torch.testing.assert_close(attention_output(a, x), attention_output(a, x.float()), rtol=0, atol=0)

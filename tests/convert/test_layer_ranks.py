@@ -134,7 +134,12 @@ def test_such_a_result_is_not_converted_again(checkpoint: Make, convert: Convert
     given = ["--kv-lora-rank", 4, "--qk-rope-head-dim", 2]
     refused(convert("mla", tmp_path / "out", tmp_path / "smaller", *given), 2, "have latents of different ranks")
     facts = json.loads(ok(convert("inspect", tmp_path / "out", "--json")).stdout)
-    assert facts["attention"] == json.loads((tmp_path / "out" / "conversion.json").read_text())["kind"]
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert facts["attention"] == record["kind"]
+    assert facts["kv_lora_ranks"] == record["kv_lora_ranks"]
+    assert facts["latents_possible"] == []
+    rows = json.loads(ok(convert("plan", tmp_path / "out", "--json")).stdout)["targets"]
+    assert [row["kind"] for row in rows] == [record["kind"]]
 
 
 def test_a_class_that_ignores_the_ranks_is_not_counted_by_them(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

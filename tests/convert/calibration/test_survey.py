@@ -179,7 +179,17 @@ def test_a_survey_knows_how_large_the_residual_stream_is(tmp_path: Path) -> None
         states = model(blocks, output_hidden_states=True).hidden_states
     for layer in range(model.config.num_hidden_layers):
         expected = states[layer].double().square().sum(-1).reciprocal().mean()
-        assert statistics(layer).stream == pytest.approx(float(expected), rel=1e-4)
+        assert statistics(layer).inverse_energy == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_tokens_without_an_embedding_do_not_outweigh_all_others(tmp_path: Path) -> None:
+    model, blocks = model_of(), blocks_of()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[int(blocks[0, 0])] = 0
+        typical = 1 / float(model.model.embed_tokens(blocks).double().square().sum(-1).median())
+    found = run_survey(model, tmp_path, blocks)(0).inverse_energy
+    assert found is not None
+    assert typical / 2 < found < 1e3 * typical
 
 
 def test_a_survey_of_damaged_weights_names_the_first_layer_that_sees_it(tmp_path: Path) -> None:
