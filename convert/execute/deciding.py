@@ -22,7 +22,7 @@ from convert.calibration.refit import refitted
 from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
 from convert.families.neutral import query_channels
-from convert.methods.latent import Allocation, LatentMethod
+from convert.methods.latent import Allocation, LatentMethod, balanced
 from convert.methods.query_latent import behind_norm, expected_met, truncated
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
@@ -92,7 +92,10 @@ def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> 
     found = {"rotary_frequencies": list(choice.pairs), **tried, **ranks}
     plan = job.plan if chosen is target else job.plan.choosing(chosen)
     return Decision(
-        plan, _with_query_latent(job, chosen, _refitting(job, change)), rotary.select(choice.pairs, "interleaved"), found
+        plan,
+        _balancing(_with_query_latent(job, chosen, _refitting(job, change))),
+        rotary.select(choice.pairs, "interleaved"),
+        found,
     )
 
 
@@ -243,6 +246,17 @@ def _refitting(job: Job, change: Change) -> Change:
     def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
         before, after = change(before, layer, known)
         return before, _refitted(job, before, after, known)
+
+    return changed
+
+
+def _balancing(change: Change) -> Change:
+    """The same change, followed by scales of the latent's channels that can be trained."""
+
+    def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
+        before, after = change(before, layer, known)
+        assert isinstance(after, FactoredAttention)
+        return before, balanced(after)
 
     return changed
 

@@ -247,7 +247,7 @@ def test_windows_inside_attention_are_kept(
     assert not torch.allclose(logits(all_of_it), expected, atol=1e-2), "24 tokens are more than a window"
     with_text = ["--text", words, "--calibration-tokens", 384]
     said = ok(convert("gqa", source, tmp_path / "two", "--groups", 2, *with_text)).stdout
-    assert "only outputs are refitted: window_size changes what heads attend to" in said
+    assert "only outputs are refitted" not in said, "statistics see the windows"
     ok(convert("gqa", tmp_path / "two", tmp_path / "one", "--groups", 1))
     again = json.loads((tmp_path / "one" / "config.json").read_text())
     assert (again["model_type"], again["inner_windows"]) == (MODEL_TYPE, [7, None, None])

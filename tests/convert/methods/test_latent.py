@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from records import factored, factored_behind_latent, inputs, loss, measured, measured_behind, random, record, run
 
+from attention.forward import attention_output
 from attention.record import Attention, FactoredAttention
 from attention.rope import Pairing, Rotary
 from convert.methods import LATENT, load_latent
 from convert.methods.atoms import RopeKeys
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
-from convert.methods.latent import Allocation, keys_of
+from convert.methods.latent import Allocation, balanced, keys_of
 from convert.methods.statistics import Statistics
 
 # ---- full size -------------------------------------------------------------------------------------------------------
@@ -329,3 +331,25 @@ def test_extreme_scales_are_as_good_as_any(method: str, scale: float) -> None:
     extreme = dataclasses.replace(a, k=a.k * scale, v=a.v * scale, q=a.q / scale, o=a.o / scale)
     size = Allocation(8, (0, 1, 2))
     assert loss(extreme, factor(method, extreme, size)) == pytest.approx(loss(a, factor(method, a, size)), rel=1e-2)
+
+
+def test_channels_are_balanced_without_rounding() -> None:
+    a = factored(biased=False)
+    scale = torch.exp(torch.linspace(-8, 8, len(a.down)))
+    uneven = replace(a, down=scale[:, None] * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale)
+    even, x = balanced(uneven), inputs(20)
+    made = even.down.square().mean(1).sqrt()
+    read = torch.cat((even.up_k, even.up_v), 1).square().mean((0, 1)).sqrt()
+    assert float((made / read).max()) <= 2.01
+    assert float((made / read).min()) >= 0.49
+    assert torch.equal(attention_output(even, x), attention_output(uneven, x))
+
+
+def test_channels_that_are_empty_or_normalised_stay() -> None:
+    a = factored(biased=False)
+    a.down[0], a.up_k[..., 1], a.up_v[..., 1] = 0, 0, 0
+    found = balanced(a)
+    assert torch.equal(found.down[:2], a.down[:2])
+    assert torch.equal(found.up_v[..., :2], a.up_v[..., :2])
+    normalised = replace(a, normalised=True)
+    assert balanced(normalised) is normalised
