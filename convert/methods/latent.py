@@ -253,10 +253,10 @@ def balanced(a: FactoredAttention) -> FactoredAttention:
     """
     if a.normalised:
         return a
-    made = a.down.float().square().mean(1).sqrt()
-    read = torch.cat((a.up_k, a.up_v), 1).float().square().mean((0, 1)).sqrt()
+    made = a.down.double().square().mean(1).sqrt()
+    read = torch.cat((a.up_k, a.up_v), 1).double().square().mean((0, 1)).sqrt()
     used = (made > 0) & (read > 0)
-    exponent = torch.where(used, ((read / made).log2() / 2).round(), 0)
+    exponent = torch.where(used, ((read.log2() - made.log2()) / 2).round(), 0)
     scale = torch.exp2(exponent).to(a.down)
     return replace(a, down=scale[:, None] * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale)
 

@@ -133,7 +133,7 @@ def test_what_loses_nothing_stays_bit_for_bit(
 
 def test_what_gains_nothing_stays_bit_for_bit(checkpoint: Make, text: Path, tmp_path: Path) -> None:
     mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=24, qk_rope_head_dim=8, method="svd")
-    done = heal(tmp_path / "mla", tmp_path / "out", text=text, **(SIZES | {"lr": 1.0}))
+    done = heal(tmp_path / "mla", tmp_path / "out", text=text, **(SIZES | {"lr": 0.1}))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "mla" / "model.safetensors").read_bytes()
     trained = [point["kl"] for point in done.curve[1:]]
     assert trained.index(min(trained)) == len(trained) - 5  # four were no better
@@ -413,7 +413,7 @@ def test_a_run_that_stopped_early_stays_so_when_resumed(
     from convert.healing import run
 
     mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=24, qk_rope_head_dim=8, method="svd")
-    sizes = SIZES | {"lr": 1.0}
+    sizes = SIZES | {"lr": 0.1}
     whole = heal(tmp_path / "mla", tmp_path / "whole", text=text, **sizes)
     assert whole.curve[-1]["step"] < 20
 
