@@ -45,7 +45,7 @@ class Dense:
         self.whole = self.energy()
 
     def _mean(self, functions: torch.Tensor) -> torch.Tensor:
-        """Under each head's own distances: the best unrotated key."""
+        """Under each head's own distances: the best nope key."""
         return torch.einsum("ht,htle->hle", self.mass.to(functions.dtype), functions)[:, None]
 
     def energy(self) -> float:
@@ -67,6 +67,6 @@ class Dense:
         return torch.stack([torch.linalg.eigvalsh(w @ self.second @ w.mH)[-1] for w in rows]) / self.whole
 
     def take(self, b: int, shares: torch.Tensor, key: torch.Tensor) -> None:
-        """Subtract shares `[H, L]` of an atom `key [E + 1]`, and what an unrotated key can do of it."""
+        """Subtract shares `[H, L]` of an atom `key [E + 1]`, and what a nope key can do of it."""
         atom = (self.offered[:, b, None] * shares[:, None])[..., None] * key
         self.missing = self.missing - (atom - self._mean(atom))

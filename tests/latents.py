@@ -21,7 +21,7 @@ WAYS = (*LATENT, "weighted with text")
 
 
 def full_size(kv_heads: int, dim: int, width: int = 64) -> list[Any]:
-    """The options of full size: every component turns, and the latent holds all the rest."""
+    """The options of full size: every component is rope, and the latent holds all the rest."""
     channels = min(width, kv_heads * dim)
     rank = next(r for r in range(channels, channels + 3) if r - len(constants(r)) >= channels)
     return ["--kv-lora-rank", rank, "--qk-rope-head-dim", kv_heads * dim]

@@ -33,7 +33,7 @@ def record(
     norm: str | None = None,
     alibi: bool = False,
 ) -> Attention:
-    """Grouped attention; without pairs nothing turns. With `alibi`, its heads have different slopes.
+    """Grouped attention; without pairs nothing has RoPE. With `alibi`, its heads have different slopes.
 
     `norm` is of queries and keys: "shared", "head", "all", "after", or "layer", which has a bias.
     """

@@ -71,15 +71,12 @@ def decide(job: Job, statistics: StatisticsOf) -> Decision:
 
 
 def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> Decision:
-    rotary = _rotary(job.plan)
+    rotary, splits = _rotary(job.plan), target.splits or (target,)
     choice = _Choice.recalled(job.work)
     if choice is None:
-        choice = _choose(job, target.splits or (target,), rotary, statistics)
-        wanted = (target.splits or (target,))[choice.split]
-        if wanted.ranks:
-            choice = replace(choice, ranks=_ranks(job, wanted, choice.allocation(wanted.allocation(rotary)), statistics))
+        choice = _choose(job, splits, rotary, statistics)
         job.work.remember("decision", asdict(choice))
-    chosen = (target.splits or (target,))[choice.split]
+    chosen = splits[choice.split]
     chosen = chosen.with_ranks(choice.ranks) if choice.ranks else chosen
     allocation = choice.allocation(chosen.allocation(rotary))
 
@@ -154,7 +151,8 @@ def _choose(job: Job, splits: Sequence[LatentTarget], rotary: Rotary, statistics
         for (_, offer), error in zip(offers, errors, strict=True)
     ]
     split, offer = offers[best]
-    return _Choice(split, offer.pairs, offer.pursued, rows if tried else [])
+    ranks = _ranks(job, splits[split], offer, statistics) if splits[split].ranks else ()
+    return _Choice(split, offer.pairs, offer.pursued, rows if tried else [], ranks)
 
 
 def _offers(split: LatentTarget, measured: list[Any], without_pairs: Allocation) -> list[Allocation]:

@@ -274,7 +274,7 @@ def test_query_biases_are_carried(
 def test_layers_without_positions_are_carried(
     layers: list[int], method: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
 ) -> None:
-    """All of their keys go into the latent, which is full at min(E, 2 G D); the key that turns is zero there."""
+    """All of their keys go into the latent, which is full at min(E, 2 G D); the rope key is zero there."""
     source = checkpoint("smollm3", no_rope_layers=layers, hidden_size=96)
     full = ["--kv-lora-rank", 65, "--qk-rope-head-dim", 32, *method_options(method, words)]
     ok(convert("mla", source, tmp_path / "out", *full))

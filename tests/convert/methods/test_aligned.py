@@ -204,7 +204,7 @@ def test_a_partition_is_a_permutation_and_never_loses_more_than_neighbours() -> 
 
 @pytest.mark.parametrize("factor", [1.0, 1.3])
 def test_what_merged_keys_are_said_to_lose_is_what_logits_lose(factor: float) -> None:
-    """Where queries, keys and distances are independent; of heads that turn in part."""
+    """Where queries, keys and distances are independent; of heads with partial RoPE."""
     a = random_record(4, 2, pairs=3, nope=4, width=6, biased=False, factor=factor)
     generator, tokens = torch.Generator().manual_seed(0), 50_000
     mix = torch.randn(6, 6, generator=generator, dtype=torch.float64)

@@ -61,7 +61,7 @@ def test_distances_are_measured_on_text_and_assumed_without() -> None:
 
 
 def test_phases_turn_as_the_sequence_does() -> None:
-    """LongRoPE: beyond its limit all of a sequence turns by the long list, in the attention and in the phases."""
+    """LongRoPE: beyond its limit all of a sequence rotates by the long list, in the attention and in the phases."""
     short, long = (torch.tensor(values, dtype=torch.float64) for values in ([1.0, 0.3, 0.1], [0.5, 0.1, 0.01]))
     a = dataclasses.replace(record(2, 2, 3, 0, 20), rotary=Rotary(short, long_frequencies=long, long_beyond=20))
     for tokens, expected in ((20, short), (21, long)):

@@ -139,7 +139,7 @@ def test_the_attention_factor_is_in_the_keys_twice() -> None:
 @pytest.mark.parametrize("method", LATENT)
 def test_a_true_rank_is_found_and_less_than_that_loses(method: str) -> None:
     a, kept = record(groups=4, nope=2, width=30), every_pair(record(groups=4, nope=2))
-    shared = random(5, 30, seed=4) * 0.3  # unrotated keys and values all come from five numbers
+    shared = random(5, 30, seed=4) * 0.3  # nope keys and values all come from five numbers
     k = torch.cat((a.k[:, :6], torch.einsum("gdr,re->gde", random(4, 2, 5, seed=5), shared)), 1)
     a = dataclasses.replace(a, k=k, v=torch.einsum("gdr,re->gde", random(4, 8, 5, seed=6), shared))
     found = {rank: loss(a, factor(method, a, Allocation(rank, kept))) for rank in (1, 3, 4, 5, 6)}

@@ -1,15 +1,29 @@
-"""How ranks are shared out among layers: known answers, and what must hold of all costs."""
+"""Ranks of layers: how they are shared out, and how results of `mla --per-layer-ranks` run."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latents import same_logits, tokens
+from written import damage, edit, left_nothing, ok, refused, weights
 
+from attention import load
+from attention.latent import LatentAttention
+from attention.spec import AttentionSpec
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.planning.budget import layer_ranks
+from eval.cost import measured_bytes_per_token
+
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
 
 STEPS = (2, 4, 6, 8)
 
@@ -77,3 +91,147 @@ def test_ranks_are_multiples_of_what_the_cuda_kernel_takes_and_full_size() -> No
     assert layer_ranks(96, 300) == tuple(range(16, 241, 16))
     assert layer_ranks(100, 100)[-1] == 100
     assert layer_ranks(48, 75) == (*range(12, 73, 4), 75)
+
+
+# ---- whole conversions -----------------------------------------------------------------------------------------------
+
+RANKED = "--kv-lora-rank", 12, "--per-layer-ranks"
+SIZES = {"gpt2": []}  # no RoPE
+
+
+def ranked(model_type: str) -> list[Any]:
+    return [*RANKED, *SIZES.get(model_type, ["--qk-rope-head-dim", 4])]
+
+
+def stock(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "gemma2", "olmo2", "cohere2", "qwen2"])
+def test_results_run_alike_in_every_way(
+    model_type: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint(model_type)
+    ok(convert("mla", source, tmp_path / "out", *ranked(model_type), *on))
+    config, record = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("config", "conversion"))
+    ranks = config["kv_lora_ranks"]
+    assert ranks == record["kv_lora_ranks"]
+    assert len(ranks) == 3
+    assert sum(ranks) <= 36
+    assert len(set(ranks)) > 1, "this seed's layers differ"
+    plain, absorbed = stock(tmp_path / "out"), load(tmp_path / "out", when="always")
+    latents = [module for module in absorbed.modules() if isinstance(module, LatentAttention)]
+    assert [module.kv_lora_rank for module in latents] == ranks
+    ids = tokens(12)
+    with torch.inference_mode():
+        expected = plain(ids).logits
+        same_logits(absorbed(ids).logits, expected)
+        asked = {"max_new_tokens": 8, "do_sample": False}
+        whole = plain.generate(ids, use_cache=False, **asked)
+        for model in (plain, absorbed):
+            assert torch.equal(model.generate(ids, **asked), whole)
+            assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
+    spec = AttentionSpec.from_config(plain.config)
+    assert spec.ranks == tuple(ranks)
+    assert measured_bytes_per_token(plain, "float32") == spec.bytes_per_token("float32")
+    assert record["kv_bytes_per_token"]["after"] == spec.bytes_per_token("float32")
+    absorbed.save_pretrained(tmp_path / "again")
+    same_logits(stock(tmp_path / "again")(ids).logits.detach(), expected, 1e-6)
+
+
+def test_a_layer_that_adds_little_gets_the_least(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    damage(source, lambda tensors: tensors["model.layers.1.self_attn.o_proj.weight"].mul_(1e-3))
+    ok(convert("mla", source, tmp_path / "out", *ranked("llama"), *on))
+    ranks = json.loads((tmp_path / "out" / "config.json").read_text())["kv_lora_ranks"]
+    assert ranks[1] == min(ranks) == 3
+    assert ranks[0] > 12 < ranks[2]
+
+
+def test_the_same_command_gives_the_same_bytes_and_a_recipe_repeats_it(
+    checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    source = checkpoint("llama")
+    ok(convert("mla", source, tmp_path / "one", *ranked("llama"), *on))
+    record = json.loads((tmp_path / "one" / "conversion.json").read_text())
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"mla": {**record["recipe"]["mla"], "output": str(tmp_path / "two")}}))
+    ok(convert("run", tmp_path / "recipe.yaml"))
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    said = ok(convert("mla", source, tmp_path / "one", *ranked("llama"), *on, "--resume"))
+    assert record["kind"] in said.stderr + said.stdout, "a finished run names its ranks"
+
+
+def test_a_budget_is_shared_out_too(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    ok(convert("mla", source, tmp_path / "out", "--kv-budget", "25%", "--per-layer-ranks", *on))
+    used = json.loads((tmp_path / "out" / "conversion.json").read_text())["kv_bytes_per_token"]
+    assert used["after"] <= used["before"] / 4
+
+
+def test_refined_and_healed_results_keep_their_ranks(
+    checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
+) -> None:
+    source = checkpoint("llama")
+    ok(convert("mla", source, tmp_path / "out", *ranked("llama"), *on, "--refine", 2))
+    healing = ["--text", letters, "--context", 32, "--tokens", 256, "--batch-tokens", 64, "--lr", 1e-3]
+    ok(convert("heal", tmp_path / "out", tmp_path / "healed", *healing))
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "healed"))
+    assert after["kv_lora_ranks"] == before["kv_lora_ranks"]
+    assert {name: t.shape for name, t in weights(tmp_path / "out").items()} == {
+        name: t.shape for name, t in weights(tmp_path / "healed").items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([*RANKED, "--qk-rope-head-dim", 4], "--per-layer-ranks needs calibration text"),
+        ([*RANKED, "--qk-rope-head-dim", 4, "--portable", "on"], "the latents of its layers have one rank"),
+        ([*RANKED, "--qk-rope-head-dim", 4, "--engine", "vllm", "on"], "vllm does not run it"),
+        ([*RANKED, "--qk-rope-head-dim", 4, "--pad-rank", "on"], "give either --per-layer-ranks or --pad-rank"),
+        ([*RANKED, "--qk-rope-head-dim", 4, "--q-lora-rank", 16, "on"], "which has no latent of queries"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    options: list[Any], message: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    given = [part for option in options for part in (on if option == "on" else [option])]
+    out = tmp_path / "out"
+    left_nothing(convert("mla", checkpoint("llama"), out, *given), 2, message, out)
+
+
+def test_such_a_result_is_not_converted_again(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    ok(convert("mla", checkpoint("llama"), tmp_path / "out", *ranked("llama"), *on))
+    given = ["--kv-lora-rank", 4, "--qk-rope-head-dim", 2]
+    refused(convert("mla", tmp_path / "out", tmp_path / "smaller", *given), 2, "have latents of different ranks")
+    facts = json.loads(ok(convert("inspect", tmp_path / "out", "--json")).stdout)
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert facts["attention"] == record["kind"]
+    assert facts["kv_lora_ranks"] == record["kv_lora_ranks"]
+    assert facts["latents_possible"] == []
+    rows = json.loads(ok(convert("plan", tmp_path / "out", "--json")).stdout)["targets"]
+    assert [row["kind"] for row in rows] == [record["kind"]]
+
+
+def test_a_class_that_ignores_the_ranks_is_not_counted_by_them(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    facts = []
+    for path in (
+        checkpoint("deepseek_v3", name="plain"),
+        edit(checkpoint("deepseek_v3", name="stray"), kv_lora_ranks=[1, 1, 1]),
+    ):
+        facts.append(json.loads(ok(convert("inspect", path, "--json")).stdout))
+    assert facts[0]["attention"] == facts[1]["attention"]
+    assert facts[0]["kv_bytes_per_token"] == facts[1]["kv_bytes_per_token"]
+
+
+@pytest.mark.parametrize("ranks", [[12, 12], [12, 0, 12], [12, 12.5, 12], "12", [True, 1, 1]])
+def test_a_damaged_list_of_ranks_is_refused(
+    ranks: Any, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
+) -> None:
+    ok(convert("mla", checkpoint("llama"), tmp_path / "out", *ranked("llama"), *on))
+    edit(tmp_path / "out", kv_lora_ranks=ranks)
+    refused(convert("inspect", tmp_path / "out"), 2, "kv_lora_ranks is")

@@ -41,7 +41,7 @@ def test_svd_errs_by_the_singular_values_that_it_leaves_out() -> None:
     a, kept = record(groups=3, pairs=3, nope=1, width=40, biased=False), (0, 0, 1, 2)
     whole = unturning(factor("svd", a, Allocation(full_rank(a, kept), kept)), 2)
     singular = torch.linalg.svdvals(whole)
-    assert singular[full_rank(a, kept) - 1] > 1e-3, "the rank of what does not turn is the full rank"
+    assert singular[full_rank(a, kept) - 1] > 1e-3, "the rank of what is nope is the full rank"
     assert singular[full_rank(a, kept)] < 1e-5
     errors = []
     for rank in range(1, full_rank(a, kept), 4):

@@ -28,7 +28,7 @@ def test_the_default_fold_is_the_smallest_that_deals_out_evenly(pairs: int, kept
         if f in choices:
             check_fold(f, rope_dim, rotary_dim)
             counts = [[pair // f for pair in pairs_by_stride(rope_dim, rotary_dim)].count(band) for band in range(pairs // f)]
-            assert len(set(counts)) == 1, "every band turns as many components"
+            assert len(set(counts)) == 1, "every band has as many rope components"
         else:
             with pytest.raises(Refusal):
                 check_fold(f, rope_dim, rotary_dim)
@@ -84,7 +84,7 @@ def test_a_budget_is_kept_and_nothing_of_it_wasted(
         assert left <= 0.05 * values
     elif left:
         room = rope_dim < groups * 2 * pairs
-        assert not room or values - rank - rope_dim < 2, "and only where everything turns"
+        assert not room or values - rank - rope_dim < 2, "and only where everything is rope"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_beyond_full_rank_the_rest_turns() -> None:
         return min(100, 2 * 4 * 16 - rope_dim) + 1
 
     assert split_budget(110, 16, 4, full_rank, 2) == (94, 16)
-    assert split_budget(133, 16, 4, full_rank, 2) == (65, 64)  # 97 + 32 is full, and all that turns is fuller
+    assert split_budget(133, 16, 4, full_rank, 2) == (65, 64)  # 97 + 32 is full, and all of RoPE is fuller
     assert split_budget(129, 16, 4, full_rank, 2) == (97, 32)
     assert split_budget(1000, 16, 4, full_rank, 2) == (65, 64)
 
