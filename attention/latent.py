@@ -40,8 +40,7 @@ When = Literal["auto", "always", "never"] | Rule
 # at about 100 queries over 1k tokens, 140 over 4k and 135 over 16k, where this constant is 0.85, 0.71 and 0.73.
 ABSORBED_COST = 0.8
 
-# From this norm weight on, latents of root mean square 1 change the norm by less than one ulp of fp32.
-_NEUTRAL_WEIGHT = 2.0**12
+_NEUTRAL_WEIGHT = 2.0**8  # smaller ones are those of trained norms
 
 
 def absorbs(queries: int, cached: int, rank: int, nope: int, rope: int, value: int) -> bool:
@@ -185,7 +184,7 @@ class LatentAttention(nn.Module):
         """The latent `[B, 1, T, R]` and the rotary key `[B, 1, T, P]`, not rotated yet, that are cached for each token."""
         compressed = self.compressed(hidden_states)
         if self.constant_channels is not None:
-            # The norm would return its input with zeros on the constants. The constants overflow in fp16.
+            # The norm would return its input with zeros on the constants.
             compressed = compressed.masked_fill(self.constant_channels, 0)
         latent, rope = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         if self.constant_channels is None:
@@ -263,10 +262,8 @@ class StockLatentAttention(LatentAttention):
         if self.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
         elif self.bias_channel is not None and type(self.q_b_proj) is nn.Linear:  # an adapter may have come since
-            weight = self.q_b_proj.weight
-            queries = nn.functional.linear(
-                hidden_states, weight[:, : hidden_states.shape[-1]], weight[:, self.bias_channel].contiguous()
-            )
+            weight, inputs = self.q_b_proj.weight, self.q_a_proj.weight[0, 0] * hidden_states
+            queries = nn.functional.linear(inputs, weight[:, : inputs.shape[-1]], weight[:, self.bias_channel].contiguous())
         else:
             queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
         return queries.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
@@ -319,7 +316,7 @@ def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
 
     Converted checkpoints switch the stock class's RMSNorm off with one or more constant channels: zero weight rows
     with biases so large that they alone determine the norm, √(Σ b² / R) = w; the norm weight is w on true channels, which
-    undoes the division, and 0 on the constants. In fp16 b and w overflow; then only the pattern is checked.
+    undoes the division, and 0 on the constants. Earlier ones overflow in fp16; then only the pattern is checked.
 
     Returns:
         None if the norm has an effect and has to run.
@@ -341,11 +338,11 @@ def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
 
 
 def query_bias_channel(module: LatentAttention) -> int | None:
-    """The channel of the queries' latent that is one for every token, if all others are the input, or zero behind their norm.
+    """The channel of the queries' latent that is one for every token, if all others are the input, scaled, or zero behind
+    their norm.
 
-    Converted checkpoints carry query biases so. `q_a_proj` is an identity, and below it are constants, as in
-    `neutral_constants`. The norm weight of the first constant, which is one, is 1; those of the others are 0. In fp16 the
-    constants overflow; then only the pattern is checked.
+    Converted checkpoints carry query biases so. `q_a_proj` is a scaled identity, and below it are constants, as in
+    `neutral_constants`. The norm weight of the first constant, which is one, is 1; those of the others are 0.
 
     Returns:
         None if there is no such latent, or if it does something else.
@@ -360,11 +357,13 @@ def query_bias_channel(module: LatentAttention) -> int | None:
     constant, riding, width = bias != 0, (bias != 0) & (gain == 1), down.weight.shape[1]
     true, weight = gain[~constant], down.weight.detach()
     level = (bias.square().sum() / len(bias)).sqrt()
-    identity = torch.zeros_like(weight).fill_diagonal_(1)
+    identity = torch.zeros_like(weight).fill_diagonal_(float(weight[0, 0]))
     if int(riding.sum()) != 1 or bool(constant[:width].any()) or bool((gain[constant & ~riding] != 0).any()):
         return None
     kept = bool(level.isinf()) or bool(((torch.stack((true[0], bias[riding][0])) / level - 1).abs() < 2**-8).all())
     if not kept or bool((true != true[0]).any()) or not bool(true[0] >= _NEUTRAL_WEIGHT) or bool((weight != identity).any()):
+        return None
+    if not bool(weight[0, 0] > 0):
         return None
     return int(riding.nonzero())
 

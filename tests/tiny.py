@@ -119,24 +119,27 @@ def random_model(config: Any, seed: int = 0) -> Any:
     return model
 
 
-def neutralise(model: Any, constants: Sequence[float]) -> None:
-    """Switch the norm of a latent off: its first channels become constants (Σ c² = R)."""
+def neutralise(model: Any, constants: Sequence[float], size: float | None = None) -> None:
+    """Switch the norm of a latent off: its first channels become constants (Σ c² = R) times `size`; None for kvfold's."""
+    from convert.families.neutral import level
+
+    size = size or level(constants)
     for layer in model.model.layers:
         down, norm = layer.self_attn.kv_a_proj_with_mqa, layer.self_attn.kv_a_layernorm
         with torch.no_grad():
-            norm.weight.fill_(2.0**20)
+            norm.weight.fill_(size)
             for channel, constant in enumerate(constants):
-                norm.weight[channel], down.weight[channel], down.bias[channel] = 0, 0, constant * 2.0**20
+                norm.weight[channel], down.weight[channel], down.bias[channel] = 0, 0, constant * size
 
 
 def carry_query_biases(model: Any) -> None:
-    """Make the latent of queries the input and constants (1, then 7² + 5² + 2² + 1²: a rank of 80), as kvfold writes it."""
+    """Make the latent of queries twice the input and constants (1, then 7² + 5² + 2² + 1²: a rank of 80), as kvfold does."""
     for layer in model.model.layers:
         down, norm = layer.self_attn.q_a_proj, layer.self_attn.q_a_layernorm
         with torch.no_grad():
-            down.weight.zero_().fill_diagonal_(1)
-            down.bias.zero_()[-5:] = torch.tensor([1.0, 7.0, 5.0, 2.0, 1.0]) * 2.0**20
-            norm.weight.fill_(2.0**20)[-5:] = torch.tensor([1.0, 0, 0, 0, 0])
+            down.weight.zero_().fill_diagonal_(2)
+            down.bias.zero_()[-5:] = torch.tensor([1.0, 7.0, 5.0, 2.0, 1.0]) * 2.0**13
+            norm.weight.fill_(2.0**13)[-5:] = torch.tensor([1.0, 0, 0, 0, 0])
 
 
 def layer_tensors(model: Any, family: Family, layer: int) -> dict[str, torch.Tensor]:

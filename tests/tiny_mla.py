@@ -25,13 +25,17 @@ def mla_model(
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
     seed: int = 0,
+    size: float | None = None,
     **changes: Any,
 ) -> Any:
-    """A random model whose first latent channels are the constants of `neutral` (Σ c² = R); none of them: real norms."""
+    """A random model whose first latent channels are the constants of `neutral` (Σ c² = R); none of them: real norms.
+
+    They are times `size`, or as large as kvfold writes them; 2²⁰ is how it wrote them once.
+    """
     model = random_model(tiny_config(model_type, **(SIZES | changes)), seed)
     model.set_attn_implementation(attention)
     if neutral:
-        neutralise(model, neutral)
+        neutralise(model, neutral, size)
         if model.config.q_lora_rank:
             carry_query_biases(model)
     return model.to(dtype)

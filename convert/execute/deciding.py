@@ -22,7 +22,7 @@ from convert.calibration.refit import refitted
 from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
 from convert.families.neutral import query_channels
-from convert.methods.latent import Allocation, LatentMethod, balanced
+from convert.methods.latent import Allocation, LatentMethod, balanced, small
 from convert.methods.query_latent import behind_norm, expected_met, truncated
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
@@ -90,7 +90,7 @@ def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> 
     plan = job.plan if chosen is target else job.plan.choosing(chosen)
     return Decision(
         plan,
-        _balancing(_with_query_latent(job, chosen, _refitting(job, change))),
+        _scaling(chosen, _with_query_latent(job, chosen, _refitting(job, change))),
         rotary.select(choice.pairs, "interleaved"),
         found,
     )
@@ -248,13 +248,17 @@ def _refitting(job: Job, change: Change) -> Change:
     return changed
 
 
-def _balancing(change: Change) -> Change:
-    """The same change, followed by scales of the latent's channels that can be trained."""
+def _scaling(target: LatentTarget, change: Change) -> Change:
+    """The same change, followed by scales of the latent's channels that can be trained, and that the class computes exactly."""
+    most = target.host.latent_size(target.spec.kv_lora_rank or 0)
 
     def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
         before, after = change(before, layer, known)
         assert isinstance(after, FactoredAttention)
-        return before, balanced(after)
+        if after.normalised:  # by its own size, so that it has no other scale
+            return before, after
+        after = balanced(after)
+        return before, after if most is None else small(after, known.second, most)
 
     return changed
 

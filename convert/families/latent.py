@@ -20,12 +20,12 @@ from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.deepseek import MINICPM3, V3
 from convert.families.neutral import (
-    EXPONENT,
     beside_constants,
     constants,
     is_neutral,
     is_query_latent,
     join_query_bias,
+    level,
     query_latent,
     query_rank,
     split_query_bias,
@@ -160,10 +160,11 @@ class LatentProjections(Family):
         a, rank = record.paired(self.pairing), spec.kv_lora_rank or 0
         # The class scales by (N + P)^-½.
         scale = a.scale * math.sqrt(a.q_nope.shape[1] + a.q_rope.shape[1])
-        constant = a.down.new_tensor(constants(rank)) * 2.0**EXPONENT
+        values = constants(rank)
+        constant = a.down.new_tensor(values) * level(values)
         padding = a.down.new_zeros(rank - a.down.shape[0], a.down.shape[1])
         zeros = a.down.new_zeros(rank - len(constant))
-        norm = torch.cat((zeros + 2.0**EXPONENT, torch.zeros_like(constant)))
+        norm = torch.cat((zeros + level(values), torch.zeros_like(constant)))
         up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, len(padding)))  # [H, N + D, R]
         queries = (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1)
         tensors = {"q_proj.weight": queries}

@@ -3,6 +3,9 @@
 A constant is a zero row of the projection with a bias of 2^k times its value. All other channels are true: they come out as
 they went in, up to an exponent shift.
 
+2^k is as large as float16 allows. A latent has to be small beside it: one whose root mean square is 2^k / 2^12 changes the norm
+by less than one ulp of float32. In float16, it is divided by 2^12 before its gain, where numbers that small lose few bits.
+
 Two latents need this. That of keys and values caches all of its channels, so it has as few constants as possible. That of
 queries is not cached. kvfold uses it where queries have biases, for which DeepSeek-V3's class has no place: the latent is the
 input itself and a constant one, and the projection behind it is [W_Q | b]. It may also be of lower rank than the input.
@@ -11,14 +14,15 @@ input itself and a constant one, and the projection behind it is [W_Q | b]. It m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-EXPONENT = 20  # k
-_LARGE = 2.0**12  # a gain from which on latents of root mean square 1 change the norm by less than one ulp of fp32
+_MOST = 65280.0  # the largest bfloat16 that is finite in float16
+_RATIO = 2.0**12  # of constants and latents
+_LARGE = 2.0**8  # smaller gains are those of trained norms
 _MULTIPLE = 16  # of the rank of queries, as matrix products on GPUs want it
 _SQUARES = 4  # of integers: every number is a sum of so many (Lagrange, 1770)
 
@@ -37,6 +41,16 @@ def constants(rank: int) -> list[float]:
     significand, exponent = math.frexp(root)
     first = math.floor(significand * 2**8) * 2.0 ** (exponent - 8)
     return [first, math.sqrt(rank - first**2)]
+
+
+def level(values: Sequence[float]) -> float:
+    """2^k for constants of these values."""
+    return 2.0 ** math.floor(math.log2(_MOST / max(values)))
+
+
+def latent_size(values: Sequence[float]) -> float:
+    """The root mean square of a latent that is small beside constants of these values, a power of two."""
+    return level(values) / _RATIO
 
 
 def is_neutral(gain: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> bool:
@@ -78,22 +92,26 @@ def query_channels(rank: int) -> int:
 
 
 def query_latent(width: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`q_a_proj` and `q_a_layernorm` of a latent that is the input and the constants; dtype and device as of `like`."""
+    """`q_a_proj` and `q_a_layernorm` of a latent that is the input, scaled, and constants; dtype and device as of `like`."""
     rank, weight = query_rank(width), like.new_zeros(query_channels(query_rank(width)), width)
     weight.fill_diagonal_(1)
     return beside_constants(weight, rank)
 
 
 def beside_constants(weight: torch.Tensor, rank: int) -> dict[str, torch.Tensor]:
-    """`q_a_proj` and `q_a_layernorm` of a latent of what `weight [channels, E]` makes of the input, and the constants."""
+    """`q_a_proj` and `q_a_layernorm` of a latent of what `weight [channels, E]` makes of the input, scaled, and the constants.
+
+    It is scaled to `latent_size`, as if its channels were about one.
+    """
     import torch
 
-    constant = weight.new_tensor(query_constants(rank))
-    gain, bias = weight.new_full((rank,), 2.0**EXPONENT), weight.new_zeros(rank)
+    values = query_constants(rank)
+    constant, large = weight.new_tensor(values), level(values)
+    gain, bias = weight.new_full((rank,), large), weight.new_zeros(rank)
     gain[-len(constant) :] = 0
     gain[-len(constant)] = 1  # 1 · 2^k divided by 2^k
-    bias[-len(constant) :] = constant * 2.0**EXPONENT
-    weight = torch.nn.functional.pad(weight, (0, 0, 0, len(constant)))
+    bias[-len(constant) :] = constant * large
+    weight = torch.nn.functional.pad(weight * latent_size(values), (0, 0, 0, len(constant)))
     return {"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": gain}
 
 
@@ -105,15 +123,16 @@ def is_query_latent(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 def join_query_bias(weight: torch.Tensor, bias: torch.Tensor, rank: int) -> torch.Tensor:
     """`q_b_proj.weight [n, rank]` of queries with `weight [n, E]`, or `[n, channels]` of a lower rank, and `bias [n]`."""
-    joined = weight.new_zeros(len(weight), rank)
-    joined[:, : weight.shape[1]] = weight
-    joined[:, -len(query_constants(rank))] = bias
+    values, joined = query_constants(rank), weight.new_zeros(len(weight), rank)
+    joined[:, : weight.shape[1]] = weight / latent_size(values)
+    joined[:, -len(values)] = bias
     return joined
 
 
 def split_query_bias(joined: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of `join_query_bias`, as views: `[n, E]` and `[n]`."""
-    return joined[:, :width], joined[:, -len(query_constants(joined.shape[1]))]
+    """The inverse of `join_query_bias`: `[n, E]` and `[n]`."""
+    values = query_constants(joined.shape[1])
+    return joined[:, :width] * latent_size(values), joined[:, -len(values)]
 
 
 def _squares(total: int, count: int) -> list[int] | None:

@@ -55,12 +55,16 @@ class Host(ABC):
         """The layout of the class's tensors for a source of `family`."""
 
     @abstractmethod
-    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
-        """Why this class cannot carry `target` made from `config` and stored in `dtype`, or None if it can."""
+    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
+        """Why this class cannot carry `target` made from `config`, or None if it can."""
 
     def reserved(self, kv_lora_rank: int) -> int:
         """The number of a latent's channels that the class needs for itself."""
         return 0
+
+    def latent_size(self, kv_lora_rank: int) -> float | None:
+        """How large the root mean square of a latent may be for the class to compute exactly; None for any size."""
+        return None
 
     def full_query_rank(self, width: int) -> int | None:
         """The rank from which on a latent of queries of a model of that width loses nothing; None if the class has none."""

@@ -43,7 +43,7 @@ class Falcon(Host):
     def layout(self, family: Family) -> Family:
         return FAMILIES["falcon"]
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:
             return f"{family.model_type} does not have Falcon's decoder blocks (the class can hold {', '.join(self.families)})"
         if target.num_kv_heads > 1:

@@ -83,7 +83,7 @@ class GPTBigCode(Host):
     def layout(self, family: Family) -> Family:
         return _LAYOUT
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:
             return f"{family.model_type} does not have GPT-2's decoder blocks (the class can hold {', '.join(_SETTINGS)})"
         if target.num_kv_heads != 1:

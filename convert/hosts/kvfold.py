@@ -75,7 +75,7 @@ class Kvfold(Host):
         stock = _stock(family)
         return KvfoldProjections(stock.layout(family) if stock else family)
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
         traits, inner = family.traits(config), config.text_config if family.needs_code else config
         if traits.qk_norm and not target.kv_lora_rank:
             return "queries and keys are normalised (QK-norm), which kvfold's grouped attention does not do"
@@ -97,14 +97,10 @@ class Kvfold(Host):
                 f"its LongRoPE has other frequencies beyond {rotaries[0].long_beyond} tokens, where its own class computes the "
                 "cache anew, and this one does not"
             )
-        if (stock := _stock(family)) and (reason := stock.refuses(family, config, family.spec(config), dtype)):
+        if (stock := _stock(family)) and (reason := stock.refuses(family, config, family.spec(config))):
             return f"it is built around {stock.name}: {reason}"
         if inner.model_type not in self.families:
             return f"it was not made for {inner.model_type} (it is for {', '.join(sorted(self.families))})"
-        if target.kv_lora_rank and target.layer_ranks is None and dtype == "float16":
-            carrying = (host.name for host in _STOCK_LATENT if host.refuses(family, config, target, "bfloat16") is None)
-            if found := next(carrying, None):
-                return f"in bfloat16, {found} carries it, which needs no code (use --dtype bfloat16)"
         if not family.has_heads and not traits.latent_norm:
             return "its latent has no norm, and it was made for latents that have one (a stock class is for others)"
         return None

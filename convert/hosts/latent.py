@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
-from convert.families.neutral import EXPONENT, constants, query_rank
+from convert.families.neutral import constants, latent_size, query_rank
 from convert.hosts.base import Host, carried
 
 if TYPE_CHECKING:
@@ -48,11 +48,7 @@ class StockLatent(Host):
     like: tuple[str, ...]
     loads_in = "transformers"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches only the latent and the RoPE key."
-    remarks: tuple[str, ...] = (
-        EXPANDS,
-        "Run it in bfloat16 or float32. In float16, the constants that neutralise the norms of latents overflow. Only\n"
-        "kvfold's `attention` package runs it in float16, because it skips these norms.",
-    )
+    remarks: tuple[str, ...] = (EXPANDS,)
     replaces = "factored into kv_a_proj_with_mqa and kv_b_proj"
 
     @abstractmethod
@@ -69,7 +65,7 @@ class StockLatent(Host):
     def layout(self, family: Family) -> Family:
         return FAMILIES[self.name]
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
         parameters = getattr(config, "rope_parameters", None) or {}
         if family.model_type not in self.families:
             return f"{family.model_type} does not have {self.blocks} decoder blocks (the class can hold {', '.join(self.like)})"
@@ -90,12 +86,13 @@ class StockLatent(Host):
             return reason
         if not traits.layers_with_rotary:
             return "no layer has RoPE, and the class needs a RoPE key in every layer"
-        if dtype == "float16":
-            return f"its latent norm needs constants above 2^{EXPONENT}, and float16 ends at 65504 (use --dtype bfloat16)"
         return _refuses_window(traits.beyond, config)
 
     def reserved(self, kv_lora_rank: int) -> int:
         return len(constants(kv_lora_rank))
+
+    def latent_size(self, kv_lora_rank: int) -> float | None:
+        return latent_size(constants(kv_lora_rank))
 
     def full_query_rank(self, width: int) -> int | None:
         return query_rank(width)

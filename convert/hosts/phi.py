@@ -47,7 +47,7 @@ class Phi(Host):
     def layout(self, family: Family) -> Family:
         return FAMILIES[_MODEL_TYPE]
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
         if family.model_type not in self.families:
             return f"{family.model_type} does not have GPT-J's decoder blocks (the class can hold {', '.join(_LIKE_GPTJ)})"
         head_dim, dims = target.head_dim, config.rotary_dim

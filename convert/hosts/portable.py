@@ -44,8 +44,8 @@ class Portable(DeepseekV3):
     def full_query_rank(self, width: int) -> int | None:
         return width  # the input without the gains of its norm
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
-        if reason := super().refuses(family, config, target, "float32" if dtype == "float16" else dtype):
+    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
+        if reason := super().refuses(family, config, target):
             return reason
         if family.spec(config).kv_lora_rank:
             return "it has a latent already, which may have biases (convert the original with --portable)"

@@ -55,7 +55,7 @@ class SourceClass(Host):
     def layout(self, family: Family) -> Family:
         return family
 
-    def refuses(self, family: Family, config: Any, target: AttentionSpec, dtype: str) -> str | None:
+    def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
         return None if _copies(family, config, target) else family.unshared(config, target)
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ components lose their rotation and share a latent with the values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -249,16 +250,31 @@ def balanced(a: FactoredAttention) -> FactoredAttention:
 
     A channel's scale is free. Optimisers that move all weights alike, such as Adam, change small ones too fast: on a 135M
     Llama, methods left rows of `down` a thousand times larger than the columns of `up_k` and `up_v`. Scales are powers of two,
-    so that nothing is rounded. A latent that is divided by its norm stays as it is.
+    so that nothing is rounded.
+
+    Args:
+        a: Its latent is read as it is made.
     """
-    if a.normalised:
-        return a
     made = a.down.double().square().mean(1).sqrt()
     read = torch.cat((a.up_k, a.up_v), 1).double().square().mean((0, 1)).sqrt()
     used = (made > 0) & (read > 0)
     exponent = torch.where(used, ((read.log2() - made.log2()) / 2).round(), 0)
     scale = torch.exp2(exponent).to(a.down)
     return replace(a, down=scale[:, None] * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale)
+
+
+def small(a: FactoredAttention, second: torch.Tensor, most: float) -> FactoredAttention:
+    """The same function, the latent's root mean square at most `most`, by a power of two.
+
+    Args:
+        a: Its latent is read as it is made.
+        second: `[E, E]`, the second moment of what makes the latent.
+        most: How large it may be.
+    """
+    down = a.down.double()
+    size = float(((down @ second.to(down)) * down).sum(1).mean().clamp_min(0).sqrt())
+    scale = 2.0 ** min(0, math.floor(math.log2(most / size))) if size else 1.0
+    return replace(a, down=scale * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale)
 
 
 def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:

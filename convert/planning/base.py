@@ -223,7 +223,6 @@ def host_of(
     family: Family,
     source: Source,
     target: AttentionSpec,
-    dtype: str,
     engine: Engine | None = None,
     hint: str | None = None,
 ) -> Host:
@@ -234,7 +233,6 @@ def host_of(
         family: The source's family.
         source: The checkpoint to convert.
         target: The sizes of the result.
-        dtype: The dtype that the result is stored in.
         engine: What has to run it; sizes of latents are not asked here.
         hint: The next step if no class can.
 
@@ -243,7 +241,7 @@ def host_of(
     """
     refusals = []
     for host in hosts:
-        reason = host.refuses(family, source.config, target, dtype)
+        reason = host.refuses(family, source.config, target)
         if reason is None and target.layer_ranks is not None and not host.ranks_per_layer:
             reason = "the latents of its layers have one rank"
         if reason is None and engine and engine.name not in host.engines(family):

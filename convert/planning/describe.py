@@ -40,7 +40,7 @@ def inspection(source: Source) -> Facts:
     """Heads, RoPE, biases, family, output classes and cache of a checkpoint, from its config."""
     family = readable(source)
     spec = family.spec(source.config)
-    host, _ = _carrier(source, family, spec, "mla", source.dtype)
+    host, _ = _carrier(source, family, spec, "mla")
     facts = {
         "model": source.reference,
         "family": family.model_type,
@@ -64,23 +64,18 @@ def inspection(source: Source) -> Facts:
 
 
 def _host(source: Source, family: Family, spec: AttentionSpec, kind: str) -> str:
-    host, remark = _carrier(source, family, spec, kind, source.dtype)
-    return f"{host.name}, loads in {host.loads_in}{f' ({remark})' if remark else ''}" if host else f"none ({remark})"
+    host, reason = _carrier(source, family, spec, kind)
+    return f"{host.name}, loads in {host.loads_in}" if host else f"none ({reason})"
 
 
 def _carrier(
-    source: Source, family: Family, spec: AttentionSpec, kind: str, dtype: str, engine: Engine | None = None
+    source: Source, family: Family, spec: AttentionSpec, kind: str, engine: Engine | None = None
 ) -> tuple[Host | None, str | None]:
-    """The output class of a kind of target, with a remark if it needs another dtype; or None and the reason."""
+    """The output class of a kind of target; or None and the reason."""
     try:
         target = smallest_latent(source, family, spec) if kind == "mla" else spec.grouped(1)
+        return host_of(HOSTS[kind], family, source, target, engine), None
     except Refusal as error:
-        return None, str(error)
-    try:
-        return host_of(HOSTS[kind], family, source, target, dtype, engine), None
-    except Refusal as error:
-        with suppress(Refusal):
-            return host_of(HOSTS[kind], family, source, target, "bfloat16", engine), "only with --dtype bfloat16"
         return None, str(error)
 
 
@@ -136,9 +131,10 @@ def capacity(
         row = asdict(fit(target, parameters, dtype, batch, context, gpus, share))
         rows.append(row | {"parameters": parameters, "engines": engines})
 
-    hosts = {kind: _carrier(source, family, spec, kind, dtype, engine) for kind in HOSTS}
+    hosts = {kind: _carrier(source, family, spec, kind, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
-    if host := hosts["mla"][0]:
+    host, reason = hosts["mla"]
+    if host:
         targets += [("mla", target) for target in latent_targets(source, family, spec, host, engine)]
     for kind, target in targets:
         if target == spec:
@@ -146,7 +142,6 @@ def capacity(
         elif carrier := hosts[kind][0]:
             sized = carrier.sized(source.raw, config, target)
             add(target, partial(carrier.layout(family).shapes, sized), running(carrier, family, target))
-    remark = hosts["mla"][1]
     facts = {
         "model": source.reference,
         "dtype": dtype,
@@ -156,7 +151,7 @@ def capacity(
         "gpu_gigabytes": dict(gpus),
         "gpu_share": share,
         "targets": rows,
-        "mla": f"{'' if hosts['mla'][0] else 'none: '}{remark}" if remark else None,
+        "mla": None if host else f"none: {reason}",
     }
     return Facts(facts, _capacity_text(facts))
 

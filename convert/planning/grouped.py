@@ -57,7 +57,8 @@ def plan_grouped(
     before = family.spec(source.config)
     spec = before.grouped(groups)
     kind = "mqa" if groups == 1 else "gqa"
-    host = host_of(HOSTS[kind], family, source, spec, stored_dtype(source, output), engine_of(output.engine))
+    stored_dtype(source, output)  # refuses what no engine serves
+    host = host_of(HOSTS[kind], family, source, spec, engine_of(output.engine))
     _check_grouping(grouping, method, family.slopes(source.config))
     if spec != before:
         _check_clip(source, method, family.traits(source.config))

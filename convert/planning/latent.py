@@ -96,7 +96,7 @@ def plan_latent(
     smallest = smallest_latent(source, family, before)
     if size.per_layer_ranks:
         smallest = replace(smallest, layer_ranks=(1,) * before.num_layers)
-    host = host_of(hosts, family, source, smallest, dtype, engine, portable_hint(family, source, smallest, dtype, engine))
+    host = host_of(hosts, family, source, smallest, engine, portable_hint(family, source, smallest, engine))
     if engine and engine.query_latent(before) and size.q_lora_rank is None:
         size = replace(size, q_lora_rank=host.full_query_rank(source.decoder.hidden_size))
     rank, rope_dim = _latent_size(source, family, before, size, host, dtype, engine)
@@ -371,7 +371,6 @@ def _query_notes(source: Source, family: Family, host: Host, spec: AttentionSpec
         return (saved,)
     return (
         saved,
-        "the latent of queries keeps its norm, whose constants overflow in float16, also with kvfold's `attention` package",
         "a smaller MLA of the result would have kvfold's class, behind the norms of both latents",
     )
 

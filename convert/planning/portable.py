@@ -40,9 +40,9 @@ def portable_calibration(method: LatentMethod, options: CalibrationOptions) -> C
     return replace(options, refit=True)
 
 
-def portable_hint(family: Family, source: Source, target: AttentionSpec, dtype: str, engine: Engine | None) -> str | None:
+def portable_hint(family: Family, source: Source, target: AttentionSpec, engine: Engine | None) -> str | None:
     """What to do if no other class is for the engine; None if this one is not, either."""
     for host in PORTABLE:
-        if engine and engine.name in host.engines(family) and host.refuses(family, source.config, target, dtype) is None:
+        if engine and engine.name in host.engines(family) and host.refuses(family, source.config, target) is None:
             return f"give --portable and --text FILE: {engine.name} runs a {host.name}"
     return None

@@ -125,7 +125,7 @@ def test_save_pretrained_writes_the_stock_checkpoint(tmp_path: Path) -> None:
 
 
 def test_fp16_is_loaded_as_it_overflows(tmp_path: Path) -> None:
-    model = mla_model()
+    model = mla_model(size=2.0**20)
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path, dtype=torch.float16)
     assert loaded.model.layers[0].self_attn.kv_a_layernorm.weight.isinf().any()

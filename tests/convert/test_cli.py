@@ -264,7 +264,6 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
     ),
     "missing text": ([*SMALL, "--method", "pca", "--text", "missing.txt"], "does not exist"),
     "unknown method": ([*SMALL, "--method", "magic"], "'magic' is not one of"),
-    "float16": ([*SMALL, "--dtype", "float16"], "float16 ends at 65504 (use --dtype bfloat16)"),
 }  # fmt: skip
 
 
@@ -290,7 +289,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms": ("hunyuan_v1_dense", {}, "queries and keys are normalised after RoPE"),
     "factors": ("phimoe", {}, "its class scales RoPE by a factor that depends on the length"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention to True"),
-    "float16 source": ("llama", {"dtype": "float16"}, "float16 ends at 65504 (use --dtype bfloat16)"),
 }
 
 

@@ -425,5 +425,5 @@ def test_what_stock_classes_cannot_hold_is_held() -> None:
     for name, changes in BEYOND.items():
         config, family = tiny_config(name, **changes), FAMILIES[name]
         target = family.spec(config).latent(8, 2)
-        assert all(host.refuses(family, config, target, "float32") for host in (DEEPSEEK, MINICPM3)), name
-        assert LATENT_HOST.refuses(family, config, target, "float32") is None, name
+        assert all(host.refuses(family, config, target) for host in (DEEPSEEK, MINICPM3)), name
+        assert LATENT_HOST.refuses(family, config, target) is None, name

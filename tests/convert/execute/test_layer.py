@@ -386,14 +386,23 @@ def test_a_bfloat16_source_stays_bfloat16(checkpoint: Make, convert: Convert, tm
     assert all(layer["output_error"] < 1e-9 for layer in record["layers"]), "arithmetic is fp32"
 
 
-def test_a_float16_source_is_converted_into_another_dtype(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint()
-    tensors = {name: tensor.half() for name, tensor in weights(source).items()}
-    save_file(tensors, source / "model.safetensors")
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_float16_runs_in_the_stock_class(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoint(model_type)
+    save_file({name: tensor.half() for name, tensor in weights(source).items()}, source / "model.safetensors")
     raw = json.loads((source / "config.json").read_text()) | {"dtype": "float16"}
     (source / "config.json").write_text(json.dumps(raw))
-    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), "--dtype", "float32"))
-    same_logits(logits_of(tmp_path / "out", tokens(24)), logits_of(source, tokens(24)))
+    expected = logits_of(source, tokens(24))
+    for name, more in (("as it is", ()), ("wide", ("--dtype", "float32")), ("bfloat16", ("--dtype", "bfloat16"))):
+        ok(convert("mla", source, tmp_path / name, *full_size(4, 8), *more))
+        half = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float16).eval()
+        with torch.inference_mode():
+            found = half(tokens(24)).logits.float()
+        rounding = 0.05 if name == "bfloat16" else 0.01
+        assert float((found - expected).abs().mean()) < rounding * float(expected.abs().mean()), name
+    same_logits(logits_of(tmp_path / "wide", tokens(24)), expected)
 
 
 @pytest.mark.parametrize("name", ["k_proj", "v_proj"])
@@ -444,11 +453,13 @@ def test_the_live_cache_is_what_the_config_says(
     assert record["kv_bytes_per_token"]["after"] == spec.bytes_per_token("float32")
 
 
-def test_an_export_evaluated_in_float16_is_an_error(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
+def test_figures_that_overflow_in_float16_are_an_error(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
     source = checkpoint()
     ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), "--dtype", "bfloat16"))
-    ok(convert("eval", source, tmp_path / "out", "--text", words, "--max-tokens", 300, "-q"))
-    result = convert("eval", source, tmp_path / "out", "--text", words, "--max-tokens", 300, "--dtype", "float16", "-q")
+    evaluated = ("eval", source, tmp_path / "out", "--text", words, "--max-tokens", 300, "--dtype", "float16", "-q")
+    ok(convert(*evaluated))
+    damage(tmp_path / "out", lambda found: found["model.norm.weight"].fill_(2.0**17))
+    result = convert(*evaluated)
     assert result.exit_code == 1, result.output
     assert "finite" in result.stderr
     assert "Traceback" not in result.stderr

@@ -33,14 +33,14 @@ def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
         config = tiny_config(name)
         spec = family.spec(config)
         if name in HOST.families:
-            assert HOST.refuses(family, config, spec.grouped(1), "float32") is None
+            assert HOST.refuses(family, config, spec.grouped(1)) is None
             why = "caches keys and values of all 8 query heads" if family.shares_one_head else "ignores num_key_value_heads"
-            assert why in str(SOURCE.refuses(family, config, spec.grouped(2), "float32"))
+            assert why in str(SOURCE.refuses(family, config, spec.grouped(2)))
             assert HOST.code == LATENT_HOST.code == CODE
-            assert SOURCE.refuses(family, config, spec, "float32") is None, "a copy"
+            assert SOURCE.refuses(family, config, spec) is None, "a copy"
             assert SOURCE.config({"a": 1}, config, spec, None) == {"a": 1}, "a stray key would mislead others"
         elif spec.kv_lora_rank is None:
-            assert HOST.refuses(family, config, spec.grouped(1), "float32"), "its own class can"
+            assert HOST.refuses(family, config, spec.grouped(1)), "its own class can"
 
 
 def test_a_config_nests_the_sources() -> None:
@@ -298,4 +298,4 @@ def test_what_its_attention_does_not_do_is_refused(
     assert rotary is not None
     monkeypatch.setattr(type(family), "traits", lambda *_: dataclasses.replace(traits, **changed))
     monkeypatch.setattr(type(family), "rotary", lambda *_: dataclasses.replace(rotary, pairing=pairing))
-    assert message in str(HOST.refuses(family, config, family.spec(config).grouped(2), "float32"))
+    assert message in str(HOST.refuses(family, config, family.spec(config).grouped(2)))

@@ -173,7 +173,7 @@ def test_a_bias_that_only_the_class_has_is_fitted(checkpoint: Make, convert: Con
 
 def reason(model_type: str, **changes: Any) -> str | None:
     config, family = tiny_config(model_type, **changes), family_of(model_type)
-    return HOST.refuses(family, config, family.spec(config).grouped(1), "float32")
+    return HOST.refuses(family, config, family.spec(config).grouped(1))
 
 
 def test_other_families_are_refused() -> None:

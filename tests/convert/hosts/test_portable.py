@@ -104,14 +104,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
 )
 def test_what_has_no_place_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
     config, family = tiny_config(model_type, **changes), family_of(model_type)
-    assert message in str(HOST.refuses(family, config, family.spec(config).latent(16, 8), "float32"))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_dtype_runs(dtype: str) -> None:
-    """There are no constants that float16 could not hold."""
-    config = tiny_config("llama")
-    assert HOST.refuses(family_of("llama"), config, AttentionSpec.from_config(config).latent(16, 8), dtype) is None
+    assert message in str(HOST.refuses(family, config, family.spec(config).latent(16, 8)))
 
 
 def test_vllm_runs_it_at_the_sizes_that_it_takes() -> None:

@@ -18,7 +18,7 @@ from attention.rope import Pairing, Rotary
 from convert.methods import LATENT, load_latent
 from convert.methods.atoms import RopeKeys
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
-from convert.methods.latent import Allocation, balanced, keys_of
+from convert.methods.latent import Allocation, balanced, keys_of, small
 from convert.methods.statistics import Statistics
 
 # ---- full size -------------------------------------------------------------------------------------------------------
@@ -345,11 +345,22 @@ def test_channels_are_balanced_without_rounding() -> None:
     assert torch.equal(attention_output(even, x), attention_output(uneven, x))
 
 
-def test_channels_that_are_empty_or_normalised_stay() -> None:
+def test_channels_that_are_empty_stay() -> None:
     a = factored(biased=False)
     a.down[0], a.up_k[..., 1], a.up_v[..., 1] = 0, 0, 0
     found = balanced(a)
     assert torch.equal(found.down[:2], a.down[:2])
     assert torch.equal(found.up_v[..., :2], a.up_v[..., :2])
-    normalised = replace(a, normalised=True)
-    assert balanced(normalised) is normalised
+
+
+@pytest.mark.parametrize("most", [0.25, 2.0**9])
+def test_a_latent_is_made_small_without_rounding(most: float) -> None:
+    a, x = factored(biased=False), inputs(20)
+    rows = x.flatten(0, 1)
+    found = small(a, rows.double().T @ rows.double() / len(rows), most)
+    assert torch.equal(attention_output(found, x), attention_output(a, x))
+    size = float((rows @ found.down.T).square().mean().sqrt())
+    assert size <= most
+    assert torch.equal(found.down, a.down) if most > 1 else most / 2 < size
+    a.down.zero_()
+    assert not small(a, torch.eye(20).double(), most).down.any()

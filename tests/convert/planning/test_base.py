@@ -103,11 +103,11 @@ def test_what_can_be_read_is_of_its_family(model_type: str, source: Sources) -> 
 def test_no_output_class_is_a_refusal_with_every_reason(source: Sources) -> None:
     made = source("hunyuan_v1_dense")
     family, spec = readable(made), AttentionSpec.from_config(made.config)
-    assert host_of(HOSTS["gqa"], family, made, spec.grouped(2), "float32").name == "its own class"
+    assert host_of(HOSTS["gqa"], family, made, spec.grouped(2)).name == "its own class"
     with pytest.raises(
         Refusal, match=r"no output class carries MLA of .*source: deepseek_v3: .* does not have Llama's decoder blocks"
     ):
-        host_of(HOSTS["mla"], family, made, spec.latent(16, 8), "float32")
+        host_of(HOSTS["mla"], family, made, spec.latent(16, 8))
 
 
 BOTH_WAYS = {"use_bidirectional_attention": True}

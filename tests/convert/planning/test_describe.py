@@ -11,7 +11,7 @@ import pytest
 import torch
 from latents import SMALL, WAYS, method_options
 from safetensors import safe_open
-from written import edit, ok
+from written import ok
 
 from convert.engines import engine_of
 from convert.families import FAMILIES, UNREAD
@@ -206,14 +206,6 @@ def test_what_cannot_become_mla_is_told_why(checkpoint: Make, convert: Convert) 
     assert facts["mla"].startswith("none: no output class carries MLA of")
     assert "\n\nMLA: none: " in convert("plan", source).stdout
     assert "mla: none (no output class carries MLA of" in convert("inspect", source).stdout
-
-
-def test_a_float16_source_is_told_what_it_can_become_in_bfloat16(checkpoint: Make, convert: Convert) -> None:
-    source = edit(checkpoint(), dtype="float16")
-    assert "mla: deepseek_v3, loads in transformers (only with --dtype bfloat16)" in convert("inspect", source).stdout
-    facts = json.loads(convert("plan", source, "--json").stdout)
-    assert facts["mla"] == "only with --dtype bfloat16"
-    assert any(row["kind"].startswith("MLA") for row in facts["targets"])
 
 
 def test_the_matrix_names_the_output_class_of_each_target(convert: Convert) -> None:

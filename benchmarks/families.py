@@ -1,0 +1,139 @@
+"""What calibration text gains in every family: a small model of each type is trained for a minute, converted and evaluated.
+
+    python benchmarks/families.py TOKENIZER --text FILE [--seconds 60] [--types gpt2,opt,…]
+
+Each model has 4 layers of width 128 with 4 KV heads of 32 dims, or a latent of 64 + 32. It is trained on the text's first
+half, of which 8,192 tokens calibrate; losses are of 16,384 tokens of the second half. A row shows the nats over the source
+without text and with it, for GQA with half of the KV heads, MQA, and MLA with a quarter of the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import convert
+from attention.errors import Refusal
+from convert.families import FAMILIES
+from eval import evaluate
+
+CONTEXT, BATCH, RATE = 256, 8, 3e-3
+CALIBRATION = {"calibration_tokens": 8192, "calibration_context": CONTEXT}
+EVALUATED = 16384
+SIZES: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 32, "max_position_embeddings": 512, "sliding_window": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96,
+}  # fmt: skip
+LATENT = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+# Where a class has names or defaults of its own.
+OWN: dict[str, dict[str, Any]] = {
+    "cohere2": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "logit_scale": 1.0},
+    "cohere": {"logit_scale": 1.0},
+    "falcon": {"multi_query": False, "new_decoder_architecture": False},
+    "gemma": {"query_pre_attn_scalar": 32},
+    "gpt_bigcode": {"multi_query": False, "n_inner": 384},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 64},
+    "mpt": {"expansion_ratio": 3},
+    "minicpm3": {"scale_emb": 1.0},
+    "opt": {"ffn_dim": 384, "word_embed_proj_dim": 128},
+    "xglm": {"ffn_dim": 384},
+    "codegen": {"rotary_dim": 16},
+    "gptj": {"rotary_dim": 16},
+}
+TARGETS: dict[str, dict[str, Any]] = {"gqa": {"groups": 2}, "mqa": {}, "mla": {"kv_budget": "25%"}}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer", help="a checkpoint or directory with a tokenizer of few words")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--types", default=",".join(sorted(FAMILIES)))
+    args = parser.parse_args(arguments)
+    logging.getLogger("kvfold").setLevel(logging.ERROR)
+    threads, versions = torch.get_num_threads(), f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{platform.platform()}, {threads} threads, {versions}, {args.seconds:g} s each, {args.text.name}\n")
+    tokenizer, text = transformers.AutoTokenizer.from_pretrained(args.tokenizer), args.text.read_text(encoding="utf-8")
+    halves = text[: len(text) // 2], text[len(text) // 2 :]
+    print(f"| type | steps | perplexity | {' | '.join(TARGETS)} |\n|{' --- |' * (3 + len(TARGETS))}", flush=True)
+    worse = []
+    for model_type in args.types.split(","):
+        with tempfile.TemporaryDirectory() as work:
+            source = Path(work, model_type)
+            steps = train(model_type, source, tokenizer, halves[0], args.seconds)
+            perplexity, nats = losses(source, *halves)
+        cells = [" → ".join(f"{value:.4f}" for value in nats[target]) if target in nats else "-" for target in TARGETS]
+        print(f"| {model_type} | {steps} | {perplexity:.2f} | {' | '.join(cells)} |", flush=True)
+        worse += [f"{model_type} to {target}" for target, (without, calibrated) in nats.items() if calibrated >= without]
+    print(f"\nwith text no better than without: {', '.join(worse) or 'none'}")
+
+
+def config(model_type: str, tokenizer: Any) -> Any:
+    """That of a small model of the type."""
+    family = FAMILIES[model_type]
+    values: dict[str, Any] = SIZES | OWN.get(model_type, {}) | {"vocab_size": len(tokenizer)}
+    if not family.has_heads:
+        values |= LATENT
+    elif not family.shares_heads:
+        del values["num_key_value_heads"], values["head_dim"]
+    if "moe" in model_type or model_type in ("mixtral", "deepseek_v2", "deepseek_v3"):
+        values |= EXPERTS
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    return transformers.AutoConfig.for_model(model_type, **values, **special)
+
+
+def train(model_type: str, path: Path, tokenizer: Any, text: str, seconds: float) -> int:
+    """Train a model of the type on `text` for so long and save it at `path`; returns the number of steps."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config(model_type, tokenizer), dtype=torch.float32).train()
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    start, steps = time.monotonic(), 0
+    while (passed := (time.monotonic() - start) / seconds) < 1:
+        at = torch.randint(len(ids) - CONTEXT, (BATCH,)).tolist()
+        rows = torch.stack([ids[first : first + CONTEXT] for first in at])
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (steps + 1) / 20) * max(0.02, 1 - passed)
+        optimizer.zero_grad()
+        model(rows, labels=rows).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        steps += 1
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return steps
+
+
+def losses(source: Path, calibration: str, held_out: str) -> tuple[float, dict[str, tuple[float, float]]]:
+    """The source's perplexity, and for each target that it has the nats over the source without text and with it."""
+    made = []
+    for target, options in TARGETS.items():
+        for name, more in (("without", {}), ("with", {"text": [calibration]} | CALIBRATION)):
+            output = source.with_name(f"{target}-{name}")
+            try:
+                getattr(convert, target)(source, output, **options, **more)
+            except Refusal as refusal:
+                print(f"{source.name} to {target}: {refusal}", file=sys.stderr)
+            else:
+                made.append(output)
+    found = evaluate([source, *made], text=[held_out], context=CONTEXT, max_tokens=EVALUATED)["models"]
+    nats = {Path(model["path"]).name: model["loss_nats"] for model in found}
+    pairs = {target: (nats[f"{target}-without"], nats[f"{target}-with"]) for target in TARGETS if f"{target}-with" in nats}
+    return found[0]["perplexity"], pairs
+
+
+if __name__ == "__main__":
+    main()
