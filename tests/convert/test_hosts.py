@@ -11,7 +11,7 @@ import pytest
 import torch
 from latents import method_options, same_logits, tokens, tolerance
 from tiny import tiny_config
-from written import edit, left_nothing, ok, weights
+from written import left_nothing, ok, weights
 
 from attention import load
 from attention.caps import keep_caps
@@ -362,14 +362,6 @@ def test_what_it_does_not_do_is_refused_before_weights_are_read(
     source = made(checkpoint, model_type, **changes)
     (source / "model.safetensors").unlink()
     left_nothing(convert("mla", source, tmp_path / "out", *sized(24, 4)), 2, message, tmp_path / "out")
-
-
-def test_a_float16_source_is_sent_to_the_stock_class_if_that_can_hold_it(checkpoint: Make, convert: Convert) -> None:
-    for source, shown in (
-        (checkpoint(name="plain"), "mla: deepseek_v3, loads in transformers (only with --dtype bfloat16)"),
-        (checkpoint(name="biased", mlp_bias=True), f"mla: {MODEL_TYPE}, loads in transformers, with kvfold's code"),
-    ):
-        assert shown in convert("inspect", edit(source, dtype="float16")).stdout
 
 
 def test_a_rope_key_is_for_what_rotates(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
-// Writes the logits that llama.cpp computes, with a cache in float32: llama_logits MODEL.gguf IDS OUTPUT
-// IDS are int32, OUTPUT gets float32 [tokens, words]. The exit status says what failed.
+// Writes the logits that llama.cpp computes: llama_logits MODEL.gguf IDS OUTPUT exact|default
+// IDS are int32, OUTPUT gets float32 [tokens, words]. "exact" has a cache in float32 and no flash attention; "default" has what
+// llama.cpp chooses, a cache in float16 and flash attention where it can. The exit status says what failed.
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <vector>
 
 #include "llama.h"
 
 int main(int argc, char ** argv) {
-    if (argc != 4) return 2;
+    if (argc != 5) return 2;
     std::vector<llama_token> ids;
     FILE * in = fopen(argv[2], "rb");
     for (int32_t id; in && fread(&id, sizeof id, 1, in) == 1;) ids.push_back(id);
@@ -19,8 +21,10 @@ int main(int argc, char ** argv) {
     if (!model) return 3;
     llama_context_params params = llama_context_default_params();
     params.n_ctx = params.n_batch = params.n_ubatch = 512;
-    params.type_k = params.type_v = GGML_TYPE_F32;
-    params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    if (!strcmp(argv[4], "exact")) {
+        params.type_k = params.type_v = GGML_TYPE_F32;
+        params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    }
     llama_context * context = llama_init_from_model(model, params);
     if (!context) return 4;
 

@@ -64,7 +64,7 @@ def same_tokens(model: Path, dtype: str, prompts: list[list[int]]) -> None:
     """vLLM's tokens are those of transformers, and its cache has the bytes that were planned."""
     done = served(model, dtype, prompts)
     assert done.returncode == 0, done.stderr[-2000:]
-    near, off = {"float32": (0.01, 5e-4), "bfloat16": (0.1, 0.1)}[dtype]
+    near, off = {"float32": (0.01, 5e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}[dtype]
     for ids, steps in zip(prompts, json.loads(tokens_of(model).read_text()), strict=True):
         assert len(steps) == TOKENS
         known = expected(model, dtype, ids, steps)
@@ -86,7 +86,8 @@ def prompts_of(model: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype"), [("MQA", "float32"), ("GQA-4", "float32"), ("MLA-512+64", "float32"), ("MLA-512+64", "bfloat16")]
+    ("target", "dtype"),
+    [("MQA", "float32"), ("GQA-4", "float32"), *(("MLA-512+64", dtype) for dtype in ("float32", "bfloat16", "float16"))],
 )
 def test_tokens_are_those_of_transformers(target: str, dtype: str, convert: Convert, tmp_path: Path) -> None:
     command, *options = TARGETS[target]
@@ -95,17 +96,24 @@ def test_tokens_are_those_of_transformers(target: str, dtype: str, convert: Conv
 
 
 @pytest.mark.parametrize(
-    ("model_type", "target"), [("gptj", ("gqa", "--groups", 2)), ("gpt2", ("mqa",)), ("qwen2", LATENT)], ids=str
+    ("model_type", "target", "dtype"),
+    [
+        ("gptj", ("gqa", "--groups", 2), "float32"),
+        ("gpt2", ("mqa",), "float32"),
+        ("qwen2", LATENT, "float32"),
+        ("qwen2", LATENT, "float16"),
+    ],
+    ids=str,
 )
 def test_other_output_classes_run_too(
-    model_type: str, target: tuple[Any, ...], checkpoint: Make, convert: Convert, tmp_path: Path
+    model_type: str, target: tuple[Any, ...], dtype: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     """Stock Phi and GPTBigCode, and a latent of queries that carries biases; random weights."""
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "rotary_dim": 16}
     source = checkpoint(model_type, **sizes, max_position_embeddings=256)
     command, *options = target
     ok(convert(command, source, tmp_path / "out", *options, "--engine", "vllm"))
-    same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
+    same_tokens(tmp_path / "out", dtype, [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
 
 
 @pytest.mark.parametrize(("tied", "more"), [(True, ()), (False, ()), (False, ("--q-lora-rank", 256))], ids=str)
