@@ -15,7 +15,7 @@ from convert.engines import running
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.planning.base import Plan, host_of, readable
-from convert.planning.latent import full_rank, latent_for_budget, smallest_latent
+from convert.planning.room import full_rank, latent_for_budget, smallest_latent
 from eval.tables import bytes_text, table
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from convert.engines import engine_of
 from convert.hosts import HOSTS, PORTABLE
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
-from convert.planning.budget import check_fold, default_fold, layer_ranks, served_rank, split_budget
+from convert.planning.budget import check_fold, default_fold, layer_ranks, served_rank
 from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.portable import portable_calibration, portable_hint
+from convert.planning.room import full_rank, latent_for_budget, most_rotary_dims, rotary_dim, smallest_latent, with_reserved
 from eval.device import require_device
 
 if TYPE_CHECKING:
@@ -157,8 +158,8 @@ def _target(
     spec = replace(before.latent(rank, rope_dim), q_lora_rank=_query_rank(source, host, size.q_lora_rank))
     if size.per_layer_ranks:
         spec = replace(spec, layer_ranks=(rank,) * before.num_layers)
-    if rope_dim > (most := _most_rotary_dims(source, family, before, host)):
-        why = f"of each key's {before.head_dim} dims only {_rotary_dim(family, source)} have RoPE, which makes {most}"
+    if rope_dim > (most := most_rotary_dims(source, family, before, host)):
+        why = f"of each key's {before.head_dim} dims only {rotary_dim(family, source)} have RoPE, which makes {most}"
         if host.portable:
             why = f"a portable result keeps each of its {most // 2} frequencies once, which makes at most {most}"
         raise Refusal(f"cannot keep {rope_dim} rotary dims of {source.reference}: {why}")
@@ -174,7 +175,7 @@ def _target(
             f"dims, which with {added} makes {whole}",
             hint=f"use --kv-lora-rank {whole}, or --pad-rank for channels of zeros",
         )
-    rotary = _rotary_dim(family, source)
+    rotary = rotary_dim(family, source)
     if host.portable and method.folds and rotary % rope_dim:
         raise Refusal(
             f"method {method.name} spreads {rope_dim} rotary dims evenly over {rotary}, which is no geometric ladder of "
@@ -204,14 +205,9 @@ def _target(
     return replace(target, notes=tuple(notes))
 
 
-def smallest_latent(source: Source, family: Family, before: AttentionSpec) -> AttentionSpec:
-    """The smallest latent that the source's attention can become, to ask an output class whether it carries any."""
-    return before.latent(1, min(2, _rotary_dim(family, source)))
-
-
 def _check_rotary(source: Source, family: Family, rope_dim: int) -> None:
     """Refuse a RoPE key where nothing rotates, and none where something does."""
-    rotates = _rotary_dim(family, source) > 0
+    rotates = rotary_dim(family, source) > 0
     if rope_dim and not rotates:
         raise Refusal(
             f"{source.reference} has no RoPE, so it has no RoPE key of {rope_dim} dims: all of its keys go into the latent",
@@ -224,31 +220,6 @@ def _check_rotary(source: Source, family: Family, rope_dim: int) -> None:
         )
 
 
-def full_rank(source: Source, family: Family, rope_dim: int) -> int:
-    """The rank beyond which nothing is gained: nope dims of keys plus dims of values, or the model's width if that is less.
-
-    What is behind QK-norm or a clamp is no linear function of the layer's input, so its width does not bound that.
-    """
-    dims = family.latent_dims(source.config, rope_dim)
-    return dims if family.needs_projections(source.config) else min(source.decoder.hidden_size, dims)
-
-
-def with_reserved(host: Host, channels: int) -> int:
-    """The smallest rank that leaves `channels` besides those that the output class reserves."""
-    return next(rank for rank in range(channels, channels + 9) if rank - host.reserved(rank) >= channels)
-
-
-def latent_for_budget(source: Source, family: Family, before: AttentionSpec, host: Host, values: int) -> tuple[int, int]:
-    """Rank and rotary dims for `values` cached values per layer and token (see `budget.split_budget`)."""
-    return split_budget(
-        values,
-        _rotary_dim(family, source),
-        _rotary_keys(before, host),
-        lambda rope_dim: with_reserved(host, full_rank(source, family, rope_dim)),
-        with_reserved(host, 1),
-    )
-
-
 def _latent_size(
     source: Source,
     family: Family,
@@ -259,7 +230,7 @@ def _latent_size(
     engine: Engine | None,
 ) -> tuple[int, int]:
     given = (size.kv_lora_rank, size.qk_rope_head_dim)
-    rotates = _rotary_dim(family, source) > 0
+    rotates = rotary_dim(family, source) > 0
     if size.kv_share is None and size.kv_bytes is None:
         if size.kv_lora_rank is None or (rotates and size.qk_rope_head_dim is None):
             raise Refusal(f"give --kv-lora-rank{' and --qk-rope-head-dim' if rotates else ''}, or --kv-budget")
@@ -295,25 +266,9 @@ def _splits(source: Source, family: Family, before: AttentionSpec, target: Atten
     for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
         rank, full = values - rope_dim, full_rank(source, family, rope_dim)
         channels = rank - host.reserved(rank) if rank > 0 else 0
-        if 2 <= rope_dim <= _most_rotary_dims(source, family, before, host) and 1 <= channels <= full:
+        if 2 <= rope_dim <= most_rotary_dims(source, family, before, host) and 1 <= channels <= full:
             found.append(LatentRequest(served_rank(rank, with_reserved(host, full), values), rope_dim))
     return found
-
-
-def _most_rotary_dims(source: Source, family: Family, before: AttentionSpec, host: Host) -> int:
-    """The most rotary dims that a latent can keep: those that have RoPE, of all different keys; of one on a ladder."""
-    return min(before.most_rotary_dims, _rotary_keys(before, host) * _rotary_dim(family, source))
-
-
-def _rotary_keys(before: AttentionSpec, host: Host) -> int:
-    """How many keys may keep one frequency."""
-    return 1 if host.portable else before.rotary_keys
-
-
-def _rotary_dim(family: Family, source: Source) -> int:
-    """Rotary dims of one head in layers with RoPE; 0 if there are none."""
-    rotaries = (family.rotary(source.config, layer) for layer in range(source.decoder.num_hidden_layers))
-    return next((rotary.dims for rotary in rotaries if rotary), 0)
 
 
 def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, rotary_dim: int) -> int:

@@ -73,7 +73,7 @@ def made(checkpoint: Make, case: str, **changes: Any) -> Path:
 
 def full(source: Path) -> list[Any]:
     """The options of full size: every rotary component, and all the rest in the latent."""
-    from convert.planning.latent import full_rank
+    from convert.planning.room import full_rank
 
     read = Source.parse(str(source))
     family = FAMILIES[read.model_type]

@@ -16,7 +16,8 @@ from convert.hosts.deepseek_v3 import HOST
 from convert.methods import load_latent
 from convert.planning.base import Output, Plan
 from convert.planning.calibration import CalibrationOptions
-from convert.planning.latent import LatentRequest, full_rank, latent_for_budget, plan_latent, with_reserved
+from convert.planning.latent import LatentRequest, plan_latent
+from convert.planning.room import full_rank, latent_for_budget, with_reserved
 from convert.planning.targets import LatentTarget
 from eval.source import Source
 
