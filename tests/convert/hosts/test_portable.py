@@ -191,7 +191,7 @@ def test_it_decodes_with_the_latent_alone_and_is_saved_again(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    source = checkpoint(tie_word_embeddings=True)
+    source = checkpoint(num_hidden_layers=2, tie_word_embeddings=True)
     ok(convert("mla", source, tmp_path / "out", "--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "-q"))
     assert "MLA-40+8" in ok(convert("inspect", tmp_path / "out")).stdout
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -232,7 +232,7 @@ def test_queries_behind_a_norm_of_their_own_are_the_same(
     dtype: str, checkpoint: Make, convert: Any, logits: Any, words: Path, tmp_path: Path
 ) -> None:
     options = ("--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "--dtype", dtype, "-q")
-    source = checkpoint()
+    source = checkpoint(num_hidden_layers=2)
     ok(convert("mla", source, tmp_path / "plain", *options))
     ok(convert("mla", source, tmp_path / "out", *options, "--engine", "llama.cpp"))
     raw, tensors = json.loads((tmp_path / "out" / "config.json").read_text()), weights(tmp_path / "out")
@@ -263,7 +263,7 @@ def test_what_another_norm_of_queries_would_undo_is_refused(
     """Embeddings so small that the norm's epsilon leaves tokens of different sizes. A channel without a gain does no harm."""
     from safetensors.torch import load_file, save_file
 
-    source = checkpoint(vocab_size=96)
+    source = checkpoint(num_hidden_layers=2, vocab_size=96)
     options = ("--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "-q")
     file = source / "model.safetensors"
     tensors = load_file(file)
@@ -288,7 +288,7 @@ def test_what_another_norm_of_queries_would_undo_is_refused(
 
 def test_refinement_leaves_queries_behind_their_norm(checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
     options = ("--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "--refine", 5, "-q")
-    ok(convert("mla", checkpoint(), tmp_path / "out", *options, "--engine", "llama.cpp"))
+    ok(convert("mla", checkpoint(num_hidden_layers=2), tmp_path / "out", *options, "--engine", "llama.cpp"))
     down = weights(tmp_path / "out")[f"{PREFIX}q_a_proj.weight"]
     assert torch.equal(down, down.diag().diag())
 
@@ -297,7 +297,7 @@ def test_a_ladder_between_the_sources_frequencies_is_written_as_it_was_made(
     checkpoint: Make, convert: Any, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The result's attention outputs differ from the source's as much as the conversion measured, and no more."""
-    source = checkpoint("llama", num_attention_heads=1, num_key_value_heads=1, head_dim=64)
+    source = checkpoint("llama", num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, head_dim=64)
     options = ("--kv-lora-rank", 65, "--qk-rope-head-dim", 32, "--text", words, "--calibration-tokens", 1024, "-q")
     found = {}
     for name, step in (("halves", 0.5), ("whole", 2)):
@@ -319,7 +319,7 @@ def test_the_published_method_can_be_portable(checkpoint: Make, convert: Any, wo
     ok(
         convert(
             "mla",
-            checkpoint(),
+            checkpoint(num_hidden_layers=2),
             tmp_path / "out",
             "--portable",
             *SIZE,
