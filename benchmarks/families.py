@@ -45,7 +45,7 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 1.0},
     "falcon": {"multi_query": False, "new_decoder_architecture": False},
     "gemma": {"query_pre_attn_scalar": 32},
-    "gpt_bigcode": {"multi_query": False, "n_inner": 384},
+    "gpt_bigcode": {"multi_query": False, "n_head": 4, "n_inner": 384},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 64},
     "mpt": {"expansion_ratio": 3},
     "minicpm3": {"scale_emb": 1.0},
