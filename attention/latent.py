@@ -261,7 +261,7 @@ class StockLatentAttention(LatentAttention):
         """`[B, H, T, N + P]`, not rotated."""
         if self.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
-        elif self.bias_channel is not None and type(self.q_b_proj) is nn.Linear:  # an adapter may have come since
+        elif self.bias_channel is not None and type(self.q_a_proj) is type(self.q_b_proj) is nn.Linear:  # no adapter has come
             weight, inputs = self.q_b_proj.weight, self.q_a_proj.weight[0, 0] * hidden_states
             queries = nn.functional.linear(inputs, weight[:, : inputs.shape[-1]], weight[:, self.bias_channel].contiguous())
         else:
@@ -316,7 +316,8 @@ def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
 
     Converted checkpoints switch the stock class's RMSNorm off with one or more constant channels: zero weight rows
     with biases so large that they alone determine the norm, √(Σ b² / R) = w; the norm weight is w on true channels, which
-    undoes the division, and 0 on the constants. Earlier ones overflow in fp16; then only the pattern is checked.
+    undoes the division, and 0 on the constants. Those of 2²⁰, which kvfold once wrote, overflow in fp16; then only
+    the pattern is checked.
 
     Returns:
         None if the norm has an effect and has to run.
@@ -362,8 +363,6 @@ def query_bias_channel(module: LatentAttention) -> int | None:
         return None
     kept = bool(level.isinf()) or bool(((torch.stack((true[0], bias[riding][0])) / level - 1).abs() < 2**-8).all())
     if not kept or bool((true != true[0]).any()) or not bool(true[0] >= _NEUTRAL_WEIGHT) or bool((weight != identity).any()):
-        return None
-    if not bool(weight[0, 0] > 0):
         return None
     return int(riding.nonzero())
 

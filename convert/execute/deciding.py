@@ -22,7 +22,7 @@ from convert.calibration.refit import refitted
 from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
 from convert.families.neutral import query_channels
-from convert.methods.latent import Allocation, LatentMethod, balanced, small
+from convert.methods.latent import Allocation, LatentMethod, balanced, sized
 from convert.methods.query_latent import behind_norm, expected_met, truncated
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
@@ -249,16 +249,16 @@ def _refitting(job: Job, change: Change) -> Change:
 
 
 def _scaling(target: LatentTarget, change: Change) -> Change:
-    """The same change, followed by scales of the latent's channels that can be trained, and that the class computes exactly."""
-    most = target.host.latent_size(target.spec.kv_lora_rank or 0)
+    """The same change, followed by scales of the latent: of each channel to be balanced, and of all for the class's norm."""
+    size = target.host.latent_size(target.spec.kv_lora_rank or 0)
 
     def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
         before, after = change(before, layer, known)
         assert isinstance(after, FactoredAttention)
-        if after.normalised:  # by its own size, so that it has no other scale
+        if after.normalised:  # the norm divides it by its size, so that scales cancel
             return before, after
         after = balanced(after)
-        return before, after if most is None else small(after, known.second, most)
+        return before, after if size is None else sized(after, known.second, size)
 
     return changed
 

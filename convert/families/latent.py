@@ -25,9 +25,12 @@ from convert.families.neutral import (
     is_neutral,
     is_query_latent,
     join_query_bias,
+    latent_size,
     level,
+    query_constants,
     query_latent,
     query_rank,
+    query_scale,
     split_query_bias,
 )
 from convert.families.projections import or_zeros
@@ -130,6 +133,7 @@ class LatentProjections(Family):
             weight, query_bias = local["q_proj.weight"], None
         elif is_query_latent(local):
             weight, query_bias = split_query_bias(local["q_b_proj.weight"], config.hidden_size)
+            weight = local["q_a_proj.weight"][0, 0] * weight
         else:
             raise self._not_ours(f"the latent of layer {layer}'s queries is not its input and constants")
         queries = weight.unflatten(0, (spec.num_heads, nope + rope))
@@ -173,11 +177,14 @@ class LatentProjections(Family):
             biases = (torch.cat((a.q_nope_bias, a.q_rope_bias), 1) * scale).flatten()
         if a.q_down is not None:
             assert spec.q_lora_rank is not None, "whoever makes a latent of queries says its rank"
-            of_queries = beside_constants(a.q_down, spec.q_lora_rank)
-            tensors = of_queries | {"q_b_proj.weight": join_query_bias(queries, biases, spec.q_lora_rank)}
+            values = query_constants(spec.q_lora_rank)
+            size = latent_size(values)  # of channels that are about one
+            of_queries = beside_constants(size * a.q_down, spec.q_lora_rank, level(values))
+            tensors = of_queries | {"q_b_proj.weight": join_query_bias(queries / size, biases, spec.q_lora_rank)}
         elif a.q_nope_bias is not None or spec.q_lora_rank is not None:
-            width = queries.shape[1]
-            tensors = query_latent(width, queries) | {"q_b_proj.weight": join_query_bias(queries, biases, query_rank(width))}
+            width, size = queries.shape[1], query_scale(queries)
+            joined = join_query_bias(queries / size, biases, query_rank(width))
+            tensors = query_latent(width, size, queries) | {"q_b_proj.weight": joined}
         tensors |= {
             "kv_a_proj_with_mqa.weight": torch.cat((a.down, padding, a.k_rope)),
             "kv_a_proj_with_mqa.bias": torch.cat((zeros, constant, or_zeros(a.k_rope_bias, a.k_rope[:, 0]))),

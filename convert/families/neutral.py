@@ -3,8 +3,8 @@
 A constant is a zero row of the projection with a bias of 2^k times its value. All other channels are true: they come out as
 they went in, up to an exponent shift.
 
-2^k is as large as float16 allows. A latent has to be small beside it: one whose root mean square is 2^k / 2^12 changes the norm
-by less than one ulp of float32. In float16, it is divided by 2^12 before its gain, where numbers that small lose few bits.
+2^k is as large as float16 allows, and a latent's root mean square should be about 2^k / 2^12 (`latent_size`). A larger one
+changes the norm by more than one ulp of float32. A smaller one, divided by 2^k, has few bits left in float16.
 
 Two latents need this. That of keys and values caches all of its channels, so it has as few constants as possible. That of
 queries is not cached. kvfold uses it where queries have biases, for which DeepSeek-V3's class has no place: the latent is the
@@ -49,7 +49,7 @@ def level(values: Sequence[float]) -> float:
 
 
 def latent_size(values: Sequence[float]) -> float:
-    """The root mean square of a latent that is small beside constants of these values, a power of two."""
+    """The root mean square, a power of two, that a latent should have beside constants of these values."""
     return level(values) / _RATIO
 
 
@@ -91,48 +91,62 @@ def query_channels(rank: int) -> int:
     return rank - len(query_constants(rank))
 
 
-def query_latent(width: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`q_a_proj` and `q_a_layernorm` of a latent that is the input, scaled, and constants; dtype and device as of `like`."""
+def query_latent(width: int, scale: float, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`q_a_proj` and `q_a_layernorm` of a latent of the input times `scale` and constants; dtype and device as of `like`."""
     rank, weight = query_rank(width), like.new_zeros(query_channels(query_rank(width)), width)
-    weight.fill_diagonal_(1)
-    return beside_constants(weight, rank)
+    weight.fill_diagonal_(scale)
+    return beside_constants(weight, rank, level(query_constants(rank)))
 
 
-def beside_constants(weight: torch.Tensor, rank: int) -> dict[str, torch.Tensor]:
-    """`q_a_proj` and `q_a_layernorm` of a latent of what `weight [channels, E]` makes of the input, scaled, and the constants.
+def query_scale(weight: torch.Tensor) -> float:
+    """The scale for inputs of `weight [n, E]`, a power of two: `latent_size`, if they make queries of about one."""
+    size = float(weight.double().square().sum(1).mean().sqrt())
+    wanted = latent_size(query_constants(query_rank(weight.shape[1]))) * size
+    return 2.0 ** max(-12, min(12, round(math.log2(wanted)))) if 0 < wanted < math.inf else 1.0
 
-    It is scaled to `latent_size`, as if its channels were about one.
+
+def beside_constants(weight: torch.Tensor, rank: int, large: float) -> dict[str, torch.Tensor]:
+    """`q_a_proj` and `q_a_layernorm` of a latent of what `weight [channels, E]` makes of the input, and the constants.
+
+    Args:
+        weight: Its channels.
+        rank: How many there are with the constants.
+        large: 2^k.
     """
     import torch
 
-    values = query_constants(rank)
-    constant, large = weight.new_tensor(values), level(values)
+    constant = weight.new_tensor(query_constants(rank))
     gain, bias = weight.new_full((rank,), large), weight.new_zeros(rank)
     gain[-len(constant) :] = 0
     gain[-len(constant)] = 1  # 1 · 2^k divided by 2^k
     bias[-len(constant) :] = constant * large
-    weight = torch.nn.functional.pad(weight * latent_size(values), (0, 0, 0, len(constant)))
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, len(constant)))
     return {"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": gain}
 
 
 def is_query_latent(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether these `q_a_proj` and `q_a_layernorm` are what `query_latent` makes."""
-    expected = query_latent(tensors["q_a_proj.weight"].shape[1], tensors["q_a_proj.weight"])
-    return all(bool((tensors[name] == tensor).all()) for name, tensor in expected.items())
+    """Whether these `q_a_proj` and `q_a_layernorm` are the input times a scale, and constants that are large enough."""
+    weight, gain = tensors["q_a_proj.weight"], tensors["q_a_layernorm.weight"]
+    channels, width = query_channels(query_rank(weight.shape[1])), weight.shape[1]
+    identity = weight.new_zeros(channels, width).fill_diagonal_(float(weight[0, 0]))
+    expected = beside_constants(identity, query_rank(width), float(gain[0]))
+    same = all(
+        tensors[name].shape == tensor.shape and bool((tensors[name] == tensor).all()) for name, tensor in expected.items()
+    )
+    return same and float(gain[0]) >= _LARGE and float(weight[0, 0]) > 0
 
 
 def join_query_bias(weight: torch.Tensor, bias: torch.Tensor, rank: int) -> torch.Tensor:
-    """`q_b_proj.weight [n, rank]` of queries with `weight [n, E]`, or `[n, channels]` of a lower rank, and `bias [n]`."""
-    values, joined = query_constants(rank), weight.new_zeros(len(weight), rank)
-    joined[:, : weight.shape[1]] = weight / latent_size(values)
-    joined[:, -len(values)] = bias
+    """`q_b_proj.weight [n, rank]` of queries that read a latent by `weight [n, channels]`, and have `bias [n]`."""
+    joined = weight.new_zeros(len(weight), rank)
+    joined[:, : weight.shape[1]] = weight
+    joined[:, -len(query_constants(rank))] = bias
     return joined
 
 
 def split_query_bias(joined: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of `join_query_bias`: `[n, E]` and `[n]`."""
-    values = query_constants(joined.shape[1])
-    return joined[:, :width] * latent_size(values), joined[:, -len(values)]
+    """The inverse of `join_query_bias` where the latent is an input of `width` dims, as views: `[n, E]` and `[n]`."""
+    return joined[:, :width], joined[:, -len(query_constants(joined.shape[1]))]
 
 
 def _squares(total: int, count: int) -> list[int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Host(ABC):
         return 0
 
     def latent_size(self, kv_lora_rank: int) -> float | None:
-        """How large the root mean square of a latent may be for the class to compute exactly; None for any size."""
+        """The root mean square of latents with which the class rounds least; None if their size does not matter."""
         return None
 
     def full_query_rank(self, width: int) -> int | None:
@@ -90,6 +90,24 @@ class Host(ABC):
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**self.config(raw, config, target, None))
+
+
+# The activations that are a GELU, exact or not.
+GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+
+
+def architecture(name: str, activation: str, computed: Sequence[str] = GELUS) -> str:
+    """What config.json names as the architecture of a stock class: `name`, if engines' own classes compute its activation.
+
+    Some of them compute one activation, whatever the config says. By the other name, vLLM runs transformers' modules or
+    refuses, and software that does not know it refuses.
+
+    Args:
+        name: The class of transformers.
+        activation: Of the MLP.
+        computed: What engines' classes compute.
+    """
+    return name if activation in computed else "TransformersForCausalLM"
 
 
 def carried(raw: Mapping[str, Any], config: Any, fields: Iterable[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
-from convert.hosts.base import Host, carried
+from convert.hosts.base import Host, architecture, carried
 from convert.hosts.latent import LISTED_ROPE, rope_parameters
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Falcon(Host):
 
     name = "falcon"
     loads_in = "transformers"
-    served_by = "no engine was tried"
+    served_by = "vLLM serves it if the activation is gelu and the MLP four times as wide as the model, and refuses others"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches one KV head."
     replaces = "became query_key_value and dense"
     families: frozenset[str] = frozenset({"gpt_neox"})
@@ -64,7 +64,7 @@ class Falcon(Host):
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         return {
-            "architectures": ["FalconForCausalLM"],
+            "architectures": [architecture("FalconForCausalLM", config.hidden_act, ("gelu",))],
             "model_type": "falcon",
             **carried(raw, config, _CARRIED),
             "layer_norm_epsilon": config.layer_norm_eps,

@@ -14,7 +14,7 @@ from attention.record import Attention, Record
 from convert.families import FAMILIES
 from convert.families.base import WINDOWS
 from convert.families.multi_query import MultiQueryProjections
-from convert.hosts.base import Host, carried
+from convert.hosts.base import Host, architecture, carried
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,6 @@ _CARRIED = (
 )  # fmt: skip
 # Where a source has no such setting.
 _DEFAULTS = {"layer_norm_epsilon": 1e-5, "embd_pdrop": 0.0}
-# The activations that llama.cpp may run such a class with: it has one, whatever the config says.
-_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 class _Scaled(MultiQueryProjections):
@@ -106,10 +104,8 @@ class GPTBigCode(Host):
         )
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
-        # Software that does not read the activation refuses this name; vLLM then runs transformers' modules.
-        architecture = "GPTBigCodeForCausalLM" if config.activation_function in _GELU else "TransformersForCausalLM"
         return {
-            "architectures": [architecture],
+            "architectures": [architecture("GPTBigCodeForCausalLM", config.activation_function)],
             "model_type": self.name,
             **carried(raw, config, _CARRIED),
             **_DEFAULTS,

@@ -25,7 +25,7 @@ class MiniCPM3(StockLatent):
     name = _MODEL_TYPE
     blocks = "Gemma's"
     like = ("gemma", _MODEL_TYPE)  # each is tested to be exact
-    served_by = "no engine was tried"
+    served_by = "vLLM and llama.cpp refuse it"
     remarks = (
         *StockLatent.remarks,
         "The model needs the biases of `kv_a_proj_with_mqa`, `o_proj` and, if it has one, `q_a_proj`, which MiniCPM3's own\n"

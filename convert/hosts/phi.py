@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families import FAMILIES
-from convert.hosts.base import Host, carried
+from convert.hosts.base import Host, architecture, carried
 
 if TYPE_CHECKING:
     from attention.rope import Rotary
@@ -65,7 +65,7 @@ class Phi(Host):
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
         return {
-            "architectures": ["PhiForCausalLM"],
+            "architectures": [architecture("PhiForCausalLM", config.activation_function)],
             "model_type": _MODEL_TYPE,
             **carried(raw, config, _CARRIED),
             "intermediate_size": 4 * config.hidden_size if config.n_inner is None else config.n_inner,

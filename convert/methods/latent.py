@@ -253,7 +253,7 @@ def balanced(a: FactoredAttention) -> FactoredAttention:
     so that nothing is rounded.
 
     Args:
-        a: Its latent is read as it is made.
+        a: There is no norm between its `down` and what reads it.
     """
     made = a.down.double().square().mean(1).sqrt()
     read = torch.cat((a.up_k, a.up_v), 1).double().square().mean((0, 1)).sqrt()
@@ -263,17 +263,17 @@ def balanced(a: FactoredAttention) -> FactoredAttention:
     return replace(a, down=scale[:, None] * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale)
 
 
-def small(a: FactoredAttention, second: torch.Tensor, most: float) -> FactoredAttention:
-    """The same function, the latent's root mean square at most `most`, by a power of two.
+def sized(a: FactoredAttention, second: torch.Tensor, size: float) -> FactoredAttention:
+    """The same function with a latent whose root mean square is `size` or down to half of it: a power of two scales it.
 
     Args:
-        a: Its latent is read as it is made.
+        a: There is no norm between its `down` and what reads it.
         second: `[E, E]`, the second moment of what makes the latent.
-        most: How large it may be.
+        size: How large it should be.
     """
     down = a.down.double()
-    size = float(((down @ second.to(down)) * down).sum(1).mean().clamp_min(0).sqrt())
-    scale = 2.0 ** min(0, math.floor(math.log2(most / size))) if size else 1.0
+    now = float(((down @ second.to(down)) * down).sum(1).mean().clamp_min(0).sqrt())
+    scale = 2.0 ** math.floor(math.log2(size / now)) if now else 1.0
     return replace(a, down=scale * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale)
 
 

@@ -412,14 +412,15 @@ def test_queries_of_another_latent_keep_it(spoil: Any) -> None:
     assert error(logits(absorb(model), ids), expected) < 1e-5
 
 
-def test_an_adapter_that_comes_later_is_not_passed_over() -> None:
+@pytest.mark.parametrize("adapted", ["q_a_proj", "q_b_proj"])
+def test_an_adapter_that_comes_later_is_not_passed_over(adapted: str) -> None:
     class Adapted(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + 1
 
     model, ids = absorb(mla_model(q_lora_rank=80)), tokens(2, 12)
     for layer in model.model.layers:
-        layer.self_attn.q_b_proj.__class__ = Adapted
+        getattr(layer.self_attn, adapted).__class__ = Adapted
     assert error(logits(model, ids), logits(restore(model), ids)) < 1e-5
 
 

@@ -12,16 +12,18 @@ from convert.families.neutral import (
     is_query_latent,
     join_query_bias,
     latent_size,
+    level,
     query_channels,
     query_constants,
     query_latent,
     query_rank,
+    query_scale,
     split_query_bias,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 0.0, torch.float16: 2.0**-10, torch.float64: 2.0**-22}
-SMALL = {torch.float16: 2.0**-11}  # numbers are divided by 2¹² there, and lose bits
+SMALL = {torch.float16: 2.0**-11}  # inputs of about one become 2⁻¹² there, and lose bits
 
 
 def test_ranks_are_multiples_of_16_and_squares_of_constants_sum_to_them() -> None:
@@ -41,15 +43,16 @@ def test_ranks_are_multiples_of_16_and_squares_of_constants_sum_to_them() -> Non
 def test_inputs_come_out_bit_for_bit_beside_a_one(width: int, dtype: torch.dtype) -> None:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
-    tensors, rank = query_latent(width, torch.zeros((), dtype=dtype)), query_rank(width)
+    rank = query_rank(width)
+    scale = latent_size(query_constants(rank))
+    tensors = query_latent(width, scale, torch.zeros((), dtype=dtype))
     norm = DeepseekV3RMSNorm(rank).to(dtype)
     with torch.no_grad():
         norm.weight.copy_(tensors["q_a_layernorm.weight"])
     x = torch.randn(50, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     latent = norm(torch.nn.functional.linear(x, tensors["q_a_proj.weight"], tensors["q_a_proj.bias"])).detach()
     # float64 goes through float32 in this norm.
-    found = latent[:, :width] / latent_size(query_constants(rank))
-    torch.testing.assert_close(found, x, rtol=ROUNDING[dtype], atol=SMALL.get(dtype, 0))
+    torch.testing.assert_close(latent[:, :width] / scale, x, rtol=ROUNDING[dtype], atol=SMALL.get(dtype, 0))
     one = rank - len(query_constants(rank))
     assert float((latent[:, one] - 1).abs().max()) <= ROUNDING[dtype]
     assert not latent[:, width:one].any()
@@ -62,22 +65,17 @@ def test_channels_of_a_lower_rank_come_out_bit_for_bit_beside_a_one(rank: int, d
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
     generator = torch.Generator().manual_seed(0)
-    channels = query_channels(rank)
-    weight = torch.randn(channels, 20, generator=generator).to(dtype)
-    tensors, norm = beside_constants(weight, rank), DeepseekV3RMSNorm(rank).to(dtype)
+    channels, values = query_channels(rank), query_constants(rank)
+    weight = (latent_size(values) * torch.randn(channels, 16, generator=generator) / 4).to(dtype)
+    tensors, norm = beside_constants(weight, rank, level(values)), DeepseekV3RMSNorm(rank).to(dtype)
     with torch.no_grad():
         norm.weight.copy_(tensors["q_a_layernorm.weight"])
-    x = torch.randn(50, 20, generator=generator).to(dtype)
+    x = torch.randn(50, 16, generator=generator).to(dtype)
     latent = norm(torch.nn.functional.linear(x, tensors["q_a_proj.weight"], tensors["q_a_proj.bias"])).detach()
-    expected = torch.nn.functional.linear(x, tensors["q_a_proj.weight"])[:, :channels]
-    # A product of another shape may be summed in another order; and without training, channels are not of size one.
-    torch.testing.assert_close(
-        latent[:, :channels],
-        expected,
-        rtol=max(ROUNDING[dtype], 2.0**-19 * (dtype != torch.bfloat16)),
-        atol=4 * SMALL.get(dtype, 0),
-    )
-    assert float((latent[:, channels] - 1).abs().max()) <= max(ROUNDING[dtype], 2.0**-19)
+    expected = torch.nn.functional.linear(x, tensors["q_a_proj.weight"])[:, :channels]  # it may be summed in another order
+    small = latent_size(values) * SMALL.get(dtype, 0)
+    torch.testing.assert_close(latent[:, :channels], expected, rtol=2 * ROUNDING[dtype], atol=small)
+    assert float((latent[:, channels] - 1).abs().max()) <= ROUNDING[dtype]
     assert not latent[:, channels + 1 :].any()
 
 
@@ -91,9 +89,22 @@ def test_queries_and_their_biases_come_back(rows: int, width: int, dtype: torch.
     found = split_query_bias(joined, width)
     assert torch.equal(found[0], weight)
     assert torch.equal(found[1], bias)
-    latent = query_latent(width, weight)
+    latent = query_latent(width, 0.5, weight)
     assert is_query_latent(latent)
+    if dtype != torch.float16:
+        identity = latent["q_a_proj.weight"][: query_channels(query_rank(width))] * 2
+        assert is_query_latent(beside_constants(identity, query_rank(width), 2.0**20)), "as kvfold wrote it first"
     for name, tensor in latent.items():
         changed = tensor.clone()
         changed.view(-1)[-1] = 7
         assert not is_query_latent(latent | {name: changed}), name
+
+
+@pytest.mark.parametrize("gain", [1e-3, 1.0, 1e3])
+def test_queries_say_how_large_their_inputs_are(gain: float) -> None:
+    """If they are about one: the latent then has the size that constants leave it."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = gain * torch.randn(99, 64, generator=generator), torch.randn(48, 64, generator=generator) / (8 * gain)
+    size = float((query_scale(weight) * x).square().mean().sqrt()) / latent_size(query_constants(query_rank(64)))
+    assert 0.5 < size < 2
+    assert query_scale(torch.zeros(3, 4)) == 1

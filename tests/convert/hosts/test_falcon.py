@@ -122,3 +122,10 @@ def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, t
     assert "opt does not have Falcon's decoder blocks" in str(
         HOST.refuses(family_of("opt"), tiny_config("opt"), family_of("opt").spec(tiny_config("opt")).grouped(1))
     )
+
+
+def test_engines_that_do_not_read_the_activation_do_not_know_the_architecture() -> None:
+    for activation, name in (("relu", "TransformersForCausalLM"), ("gelu", "FalconForCausalLM")):
+        config = tiny_config("gpt_neox", hidden_act=activation, use_parallel_residual=False)
+        target = family_of("gpt_neox").spec(config).grouped(1)
+        assert HOST.config({}, config, target, None)["architectures"] == [name]

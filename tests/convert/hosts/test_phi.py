@@ -210,3 +210,10 @@ def test_kvfolds_class_is_built_around_it() -> None:
     assert (found["dtype"], found["qkv_bias"], found["scaling"], found["rope_pairs"]) == ("bfloat16", False, 8**-0.5, [0, 1])
     assert found["text_config"]["model_type"] == "phi"
     assert not {"architectures", "dtype", "n_head"} & found["text_config"].keys()
+
+
+def test_engines_that_do_not_read_the_activation_do_not_know_the_architecture() -> None:
+    for activation, name in (("relu", "TransformersForCausalLM"), ("gelu_new", "PhiForCausalLM")):
+        config = tiny_config("gptj", activation_function=activation)
+        target = family_of("gptj").spec(config).grouped(1)
+        assert HOST.config({}, config, target, None)["architectures"] == [name]
