@@ -38,7 +38,8 @@ class Conversion:
 
     Attributes:
         plan: The plan of the conversion.
-        record: The content of conversion.json; None after a dry run.
+        record: The content of conversion.json; None after a dry run, and empty in processes that only work on the text
+            (`accelerate launch`).
     """
 
     plan: Plan

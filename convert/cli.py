@@ -77,7 +77,8 @@ def _converted(convert: Any, given: dict[str, Any]) -> None:
     """Call a conversion of the API with a command's options, and print its result."""
     as_json, progress = given.pop("as_json"), _console(given)
     done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
-    _show(done.as_dict(), str(done), as_json)
+    if done.record != {}:  # of several processes, one reports
+        _show(done.as_dict(), str(done), as_json)
 
 
 @main.command()

@@ -26,6 +26,7 @@ from convert.planning.base import Output, Plan, readable
 from convert.planning.calibration import CalibrationOptions, CalibrationText, require_consistent
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent
+from convert.processes import launched_count
 from eval import report
 from eval.device import require_device
 from eval.evaluation import EvaluationSettings, prepare, report_of
@@ -124,6 +125,11 @@ def sweep(
     Raises:
         KvfoldError: Finished results stay, for a resumed sweep.
     """
+    if (count := launched_count()) > 1:
+        raise Refusal(
+            f"a sweep runs in one process, not in {count}",
+            hint="several can share gqa, mqa, mla and heal; launch these one by one",
+        )
     directory, source = plans[0].output.path.parent, plans[0].source
     prepare([source], evaluate_on, settings)  # errors in a text should come before the work
     try:

@@ -15,6 +15,7 @@ from convert.calibration.stream import LayerStream
 from convert.checkpoint.reader import TensorInfo
 from convert.families import FAMILIES
 from convert.methods.blocks import Blocks
+from convert.processes import ALONE
 
 CPU = torch.device("cpu")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,4 +91,5 @@ def model_of(case: str = "llama") -> Any:
 
 def of_blocks(count: int, context: int, width: int) -> Any:
     """As much of a stream as sums have to know."""
-    return types.SimpleNamespace(text=Blocks.whole(torch.zeros(count, context)), width=width, device=CPU)
+    text = Blocks.whole(torch.zeros(count, context))
+    return types.SimpleNamespace(text=text, width=width, device=CPU, processes=ALONE, rows_before=range(0))

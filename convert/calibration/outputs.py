@@ -12,6 +12,7 @@ import torch
 
 from attention.record import Record
 from attention.spread import evenly_spread
+from convert.processes import ALONE, Processes
 
 _RIDGES = (1e-3, 1e-2, 1e-1)  # of the mean square of what a dim of a head reads; 1 was chosen everywhere, and lost more
 _JUDGED = 1024  # outputs, by which ridges are compared: solving for all outputs of a wide model takes long
@@ -27,21 +28,33 @@ class _Sums:
         cross: `[H D, E]`, Σ r mᵀ.
         read: `[H D]`, Σ r.
         missing: `[E]`, Σ m.
-        missing_energy: Σ |m|².
-        target_energy: Σ |m + what is there|².
-        count: Tokens.
+        missing_energy: Σ |m|², a scalar.
+        target_energy: Σ |m + what is there|², a scalar.
+        count: Tokens, a scalar.
     """
 
     square: torch.Tensor
     cross: torch.Tensor
     read: torch.Tensor
     missing: torch.Tensor
-    missing_energy: float
-    target_energy: float
-    count: int
+    missing_energy: torch.Tensor
+    target_energy: torch.Tensor
+    count: torch.Tensor
+
+    @classmethod
+    def none(cls, record: Record) -> _Sums:
+        """Of no tokens."""
+        outputs, inputs = record.o.flatten(1).shape
+        shapes = (inputs, inputs), (inputs, outputs), (inputs,), (outputs,), (), (), ()
+        return cls(*(torch.zeros(shape, dtype=torch.float64, device=record.o.device) for shape in shapes))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [getattr(self, name) for name in self.__dataclass_fields__]
 
     def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        return _Sums(*(one + more for one, more in zip(self.tensors, other.tensors, strict=True)))
 
     def of(self, outputs: list[int]) -> _Sums:
         """Of some outputs only. Both energies stay those of all, which shifts errors by a constant."""
@@ -62,7 +75,7 @@ class _Sums:
         """Σ |m − changeᵀ r − bias|²."""
         explained = 2 * ((change * self.cross).sum() + bias @ self.missing)
         added = ((self.square @ change) * change).sum() + 2 * bias @ (self.read @ change) + self.count * bias.square().sum()
-        return self.missing_energy + float(added - explained)
+        return float(self.missing_energy + added - explained)
 
 
 class OutputFit:
@@ -70,20 +83,20 @@ class OutputFit:
 
     Args:
         record: Its `o`, and `o_bias` if it has one, are what is fitted.
+        processes: Those that share the text.
+        before: The blocks of the text before those that this process sees.
     """
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._halves: dict[int, _Sums] = {}  # of the blocks with even numbers, and of those with odd ones
-        self._blocks = 0
+    def __init__(self, record: Record, processes: Processes = ALONE, before: int = 0) -> None:
+        self._record, self._processes, self._blocks = record, processes, before
+        self._halves = [_Sums.none(record)] * 2  # of the blocks with even numbers, and of those with odd ones
 
     def see(self, read: torch.Tensor, target: torch.Tensor) -> None:
         """Add what the heads read `[b, T, H D]` and what should come out of it `[b, T, E]`."""
         for half in (0, 1):
             rows = slice((half + self._blocks) % 2, None, 2)
             if len(read[rows]):
-                sums = self._sums(read[rows].flatten(0, 1), target[rows].flatten(0, 1))
-                self._halves[half] = self._halves[half] + sums if half in self._halves else sums
+                self._halves[half] += self._sums(read[rows].flatten(0, 1), target[rows].flatten(0, 1))
         self._blocks += len(read)
 
     def _sums(self, read: torch.Tensor, target: torch.Tensor) -> _Sums:
@@ -96,15 +109,16 @@ class OutputFit:
             cross=cross.double(),
             read=of_read.double(),
             missing=of_missing.double(),
-            missing_energy=float(missing.square().sum()),
-            target_energy=float(target.square().sum()),
-            count=len(read),
+            missing_energy=missing.square().sum().double(),
+            target_energy=target.square().sum().double(),
+            count=torch.tensor(float(len(read)), dtype=torch.float64, device=read.device),
         )
 
     def record(self) -> Record:
-        """The record with its output projection fitted."""
-        a, (first, *rest) = self._record, self._halves.values()
-        total = sum(rest, first)
+        """The record with its output projection fitted to what all processes have seen. Called once."""
+        for sums in self._halves:
+            self._processes.add(*sums.tensors)
+        a, total = self._record, self._halves[0] + self._halves[1]
         if total.missing_energy <= _ROUNDING * total.target_energy:
             return a
         change, bias = total.fitted(self._ridge(), a.o_bias is not None)
@@ -113,10 +127,10 @@ class OutputFit:
 
     def _ridge(self) -> float:
         """The ridge with the least error on the half that it was not fitted on; the largest if there is but one block."""
-        if len(self._halves) < 2:
+        if not all(sums.count for sums in self._halves):
             return _RIDGES[-1]
         width, biased = self._record.o.shape[0], self._record.o_bias is not None
         outputs = evenly_spread(min(width, _JUDGED), width)
-        halves = [self._halves[0].of(outputs), self._halves[1].of(outputs)]
+        halves = [sums.of(outputs) for sums in self._halves]
         errors = [sum(other.error(*one.fitted(ridge, biased)) for one, other in (halves, halves[::-1])) for ridge in _RIDGES]
         return _RIDGES[min(range(len(_RIDGES)), key=errors.__getitem__)]

@@ -77,6 +77,7 @@ class _Fit:
 
     def __init__(self, run: Run, write: Write, student: LayerStream, teacher: LayerStream, layer: int) -> None:
         self._run, self._write, self._student, self._teacher, self._layer = run, write, student, teacher, layer
+        self._processes = student.processes
         text = student.text
         self.rows = list(range(len(text.rows)))
         self.fitted, others = text.parted()
@@ -87,7 +88,9 @@ class _Fit:
         """The error on rows that no step of a trial sees."""
         parts = [self._others[start : start + self._count] for start in range(0, len(self._others), self._count)]
         with torch.no_grad():
-            return sum(float(self._error(record, part)) * len(part) for part in parts) / len(self._others)
+            error = torch.stack([self._error(record, part).double() * len(part) for part in parts]).sum()
+        self._processes.add(error)
+        return float(error) / len(self._others)
 
     def descended(self, record: Record, rate: float, steps: int, seed: int, rows: list[int]) -> Record:
         """The record that steps at this rate on these rows lead to."""
@@ -96,21 +99,27 @@ class _Fit:
         schedule = [torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _share(step, steps)) for optimiser in optimisers]
         order = _shuffled(rows, steps * count, seed * 100_003 + self._layer)
         for step in range(steps):
-            loss = self._error(weights.record(), order[step * count : (step + 1) * count])
             for optimiser in optimisers:
-                optimiser.zero_grad()
-            loss.backward()
+                optimiser.zero_grad(set_to_none=False)
+            error = self._error(weights.record(), order[step * count : (step + 1) * count])
+            if error.requires_grad:  # not if all rows are those of other processes
+                error.backward()
+            self._processes.add(*weights.gradients)
             for optimiser, rates in zip(optimisers, schedule, strict=True):
                 optimiser.step()
                 rates.step()
         return weights.detached()
 
     def _error(self, record: Record, rows: Sequence[int]) -> torch.Tensor:
+        """This process's share of the error on these rows, which is the sum over all processes."""
         tensors, sums = self._write(record), torch.zeros(2, device=self._student.device)
-        inputs, expected = self._student.select(self._layer, rows), self._teacher.select(self._layer + 1, rows)
+        own = [rows[i] for i in self._processes.part(len(rows))]
+        inputs, expected = self._student.select(self._layer, own), self._teacher.select(self._layer + 1, own)
         for x, y in zip(inputs, expected, strict=True):
             sums = sums + _energies(self._run(x, tensors) - y, y - x, x, y)
-        return sums[0] / sums[1]
+        energy = sums[1].detach().clone()
+        self._processes.add(energy)
+        return sums[0] / energy
 
 
 def _energies(missing: torch.Tensor, added: torch.Tensor, inputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -144,6 +153,9 @@ class _Weights:
             del found["q_down"]  # the norm behind it changes nothing only as it is (`convert.methods.query_latent.behind_norm`)
         self._values = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         self.parameters = {name: _stacked(name, value) for name, value in self._values.items()}
+        self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters.values()]
+        for parameter, gradient in zip(self.parameters.values(), self.gradients, strict=True):
+            parameter.grad = gradient
 
     def record(self) -> Record:
         """The record with the current weights; differentiable."""

@@ -2,7 +2,7 @@
 
 The model is built without weights and takes them from the checkpoint as transformers' own loading would. A probing pass
 through its own forward, with recorders in place of the layers, shows the arguments of each layer (masks, rotary tables,
-…), so that any class works, of a source or of a result.
+…), so that any class works, of a source or of a result. Several processes run a part of the text each, and share the files.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from accelerate.utils import set_module_tensor_to_device
 
+from attention.errors import Refusal
 from attention.padding import pad_values
 from convert.checkpoint.loading import ClassTensors, Read, empty_model
 from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.writer import require_finite
 from convert.methods.blocks import Blocks
+from convert.processes import ALONE, Processes
 from eval.memory import release
 
-_TOKENS = 4096  # tokens per forward pass, unless one row is longer
+_TOKENS = 4096  # tokens per forward pass of all processes together, unless one row is longer
 _CHECKSUM = 4  # bytes at the end of a file of inputs
-_CHUNK = 2**24  # bytes
 
 Observe = Callable[[torch.Tensor], None]
 Attended = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -41,10 +42,15 @@ class LayerStream:
         read: Maps the name of a tensor in the model's checkpoint to the tensor.
         infos: The infos of all tensors of that checkpoint.
         text: Token ids, `[n, T]`.
-        spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32, and their checksum. It appears when it is
-            complete, and replaces the one before it, so that an interrupted run can continue there.
+        spool: `{spool}-{layer}` holds the inputs `[n, T, E]` of the next layer, fp32, and a checksum of the rows' checksums. It
+            appears when it is complete, and replaces the one before it, so that an interrupted run can continue there.
         device: The device on which layers run.
         trust_remote_code: As in transformers.
+        processes: Those that share the work. Each calls the same methods; the callbacks of `observe` and `advance` get its own
+            part of the text.
+
+    Raises:
+        Refusal: There are more processes than rows of text.
     """
 
     def __init__(
@@ -57,13 +63,21 @@ class LayerStream:
         spool: Path,
         device: torch.device,
         trust_remote_code: bool = False,
+        processes: Processes = ALONE,
     ) -> None:
         model = pad_values(empty_model(config, trust_remote_code))
         self._model, self._read, self.text, self._spool, self.device = model, read, text, spool, device
         self._tensors = ClassTensors(model, infos)
         self._attentions = list(attentions)
         self.width = int(config.get_text_config(decoder=True).hidden_size)
-        self._batches = text.batches(_TOKENS)
+        self.processes, rows = processes, len(text.rows)
+        if rows < processes.count:
+            raise Refusal(
+                f"{processes.count} processes cannot share a calibration text of {rows} blocks of {text.context} tokens",
+                hint=f"launch at most {rows}, or give more --calibration-tokens",
+            )
+        self._batches = text.batches(min(_TOKENS, text.rows.numel()) // processes.count)
+        self._own = processes.part(len(self._batches))
         self._arguments: dict[tuple[int, int], list[_Call]] = {}  # by blocks and their length
         self._trusted: set[int] = set()  # layers whose inputs this object has written or checked
         embeddings = model.get_input_embeddings()
@@ -76,6 +90,16 @@ class LayerStream:
     @property
     def num_layers(self) -> int:
         return len(self._attentions)
+
+    @property
+    def rows_before(self) -> range:
+        """The rows of the text before this process's own."""
+        return range(self._batches[self._own.start][0])
+
+    @property
+    def blocks_before(self) -> int:
+        """The blocks of the text before this process's own."""
+        return sum(self.text.cuts[: len(self.rows_before)])
 
     @property
     def ready(self) -> set[int]:
@@ -92,7 +116,7 @@ class LayerStream:
         require_finite(self._embedding, embeddings.weight)
         try:
             with self._loaded(self._around()), self._writing(0) as write:
-                for rows in self._batches:
+                for rows in (self._batches[batch] for batch in self._own):
                     embedded = embeddings(self.text.shaped(rows, ids[rows])).to(self.device)
                     write(self._calls(embedded, first_only=True)[0].hidden)
         finally:
@@ -107,7 +131,7 @@ class LayerStream:
             raise _EnoughError
 
         with self._loaded(self._within(layer, attention=False)), self._watched(layer, see_and_stop):
-            for batch in range(self.num_batches):
+            for batch in self._own:
                 with contextlib.suppress(_EnoughError):
                     self._forward(layer, self.batch(layer, batch))
 
@@ -137,15 +161,16 @@ class LayerStream:
         note = None if attended is None else out.append
         loaded = self._loaded(self._within(layer), weights)
         with loaded, self._watched(layer, see, note, output), self._writing(layer + 1) as write:
-            for batch in range(self.num_batches):
+            for batch in self._own:
                 inputs = self.batch(layer, batch)
                 write(self._forward(layer, inputs))
                 if attended:
                     attended(batch, inputs, out.pop())
             if then:
                 then()
-        for earlier in self.ready - {layer + 1, *([layer] if keep else [])}:
-            self._inputs(earlier).unlink()
+        if self.processes.leads:
+            for earlier in self.ready - {layer + 1, *([layer] if keep else [])}:
+                self._inputs(earlier).unlink()
         release()
 
     @contextlib.contextmanager
@@ -155,10 +180,6 @@ class LayerStream:
         attention = [name for name, _ in self._model.get_submodule(path).named_parameters(path)]
         with self._loaded(self._within(layer, attention=False)):
             yield OpenLayer(partial(self._forward, layer), self._model, self._path(layer), attention, self._tensors)
-
-    @property
-    def num_batches(self) -> int:
-        return len(self._batches)
 
     def batch(self, layer: int, batch: int) -> torch.Tensor:
         """The layer's inputs of one batch, `[b, t, E]`; for `num_layers`, the outputs of the last layer."""
@@ -174,6 +195,8 @@ class LayerStream:
 
     def discard(self) -> None:
         """Remove the spooled inputs."""
+        if not self.processes.leads:
+            return
         for path in self._spool.parent.glob(f"{self._spool.name}-*"):
             path.unlink()
 
@@ -184,19 +207,36 @@ class LayerStream:
 
     @contextlib.contextmanager
     def _writing(self, layer: int) -> Iterator[Callable[[torch.Tensor], None]]:
-        temporary, checksum = self._spool.with_name(f"{self._spool.name}-unfinished"), 0
-        with temporary.open("wb") as file:
+        temporary = self._spool.with_name(f"{self._spool.name}-unfinished")
+        if self.processes.leads:
+            temporary.write_bytes(b"")
+        self.processes.wait()
+        checksums, row = torch.zeros(len(self.text.rows), dtype=torch.int64), len(self.rows_before)
+        with temporary.open("r+b") as file:
+            file.seek(row * self._row_bytes)
 
             def write(hidden: torch.Tensor) -> None:
-                nonlocal checksum
-                data = hidden.float().cpu().contiguous().numpy().data
-                checksum = zlib.crc32(data, checksum)
-                file.write(data)
+                nonlocal row
+                for data in hidden.float().cpu().reshape(-1, self.text.context * self.width).numpy():
+                    checksums[row] = zlib.crc32(data.data)
+                    file.write(data.data)
+                    row += 1
 
             yield write
-            file.write(checksum.to_bytes(_CHECKSUM))
-        temporary.replace(self._inputs(layer))
+        checksums = checksums.to(self.device)
+        self.processes.add(checksums)
+        if self.processes.leads:
+            with temporary.open("r+b") as file:
+                file.seek(len(checksums) * self._row_bytes)
+                file.write(_combined(checksums.tolist()))
+            temporary.replace(self._inputs(layer))
+        self.processes.wait()
         self._trusted.add(layer)
+
+    @property
+    def _row_bytes(self) -> int:
+        """The bytes of a row in a file of inputs."""
+        return self.text.context * self.width * 4
 
     def _whole(self, layer: int) -> bool:
         """Whether the layer's inputs exist. A file of an earlier run is compared with its checksum."""
@@ -204,14 +244,12 @@ class LayerStream:
         if not path.is_file():
             return False
         if layer not in self._trusted:
-            size = self.text.rows.numel() * self.width * 4
-            if path.stat().st_size != size + _CHECKSUM:
+            rows = range(len(self.text.rows))
+            if path.stat().st_size != len(rows) * self._row_bytes + _CHECKSUM:
                 return False
-            checksum = 0
             with path.open("rb") as file:
-                while size and (data := file.read(min(size, _CHUNK))):
-                    checksum, size = zlib.crc32(data, checksum), size - len(data)
-                if file.read() != checksum.to_bytes(_CHECKSUM):
+                checksums = [zlib.crc32(file.read(self._row_bytes)) for _ in rows]
+                if file.read() != _combined(checksums):
                     return False
             self._trusted.add(layer)
         return True
@@ -364,6 +402,11 @@ class OpenLayer:
         finally:
             handle.remove()
         return seen[0]
+
+
+def _combined(checksums: list[int]) -> bytes:
+    """One checksum of all."""
+    return zlib.crc32(b"".join(checksum.to_bytes(_CHECKSUM) for checksum in checksums)).to_bytes(_CHECKSUM)
 
 
 def _below(path: str, names: Iterable[str]) -> list[str]:

@@ -19,6 +19,7 @@ from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import EXCERPT, Attended, Statistics
+from convert.processes import ALONE, Processes
 from eval.progress import Progress, silent, stage
 
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
@@ -49,10 +50,14 @@ class Moments:
     def __init__(
         self, layer: int, stream: LayerStream, attention: Attention, sample: int = EXCERPT, shown: bool = True
     ) -> None:
-        self._layer, self._tokens, self._seen, self._attention, self._text = layer, 0, 0, attention, stream.text
+        self._layer, self._attention, self._text, self._processes = layer, attention, stream.text, stream.processes
         self.sampled = spread_blocks(sample, len(stream.text.rows), stream.text.context)
-        self._sample: list[torch.Tensor] = []
+        self._places = {row: place for place, row in enumerate(self.sampled)}
+        self._seen = len(stream.rows_before)
+        shape = len(self.sampled), self._text.context, stream.width
+        self._sample = torch.zeros(shape, dtype=torch.bfloat16, device=stream.device)
         width = attention.k.shape[-1]
+        self._tokens = torch.zeros((), dtype=torch.int64, device=stream.device)
         self._sum = torch.zeros(width, dtype=torch.float64, device=stream.device)
         self._second = torch.outer(self._sum, self._sum)
         self._queries = torch.zeros((), dtype=torch.float64, device=stream.device)  # of projections
@@ -65,7 +70,9 @@ class Moments:
             Failure: `x` is not finite.
         """
         rows = x.reshape(-1, self._text.context, x.shape[-1])
-        self._sample += [row.bfloat16() for i, row in enumerate(rows, self._seen) if i in self.sampled]
+        for row, found in enumerate(rows, self._seen):
+            if row in self._places:
+                self._sample[self._places[row]] = found.bfloat16()
         self._seen += len(rows)
         blocks, x = x, x.flatten(0, 1)
         if projections := self._attention.projections:
@@ -86,26 +93,27 @@ class Moments:
                 self._attended.add(self._attention, block)
 
     def statistics(self) -> Statistics:
-        """The statistics of everything seen.
+        """The statistics of everything that the processes have seen. Called once.
 
         Raises:
             Failure: Every input was zero.
         """
+        self._processes.add(self._sample, self._tokens, self._sum, self._second, self._queries)
         if not self._second.any():
             raise Failure(
                 f"the input of layer {self._layer}'s attention is zero on the whole calibration text",
                 hint="the layers before it overflow in float32, or its norm is zero: the source's weights are damaged",
             )
-        sample = replace(self._text.of(self.sampled), rows=torch.stack(self._sample))
-        second, mean = self._second / self._tokens, self._sum / self._tokens
-        attended = self._attended.moments() if self._attended else Attended.assumed(second, mean)
+        sample, tokens = replace(self._text.of(self.sampled), rows=self._sample), int(self._tokens)
+        second, mean = self._second / tokens, self._sum / tokens
+        attended = self._attended.moments(self._processes) if self._attended else Attended.assumed(second, mean)
         if not (torch.isfinite(attended.seen).all() and torch.isfinite(attended.read).all()):
             raise Failure(
                 f"the attention of layer {self._layer} is not finite on the calibration text",
                 hint="the source's weights are damaged, or overflow even in float32; does `convert eval` of it work?",
             )
-        queries = self._queries / self._tokens if self._attention.projections else None
-        return Statistics(second, mean, self._tokens, attended, sample, queries=queries)
+        queries = self._queries / tokens if self._attention.projections else None
+        return Statistics(second, mean, tokens, attended, sample, queries=queries)
 
 
 def _with_constant(queries: torch.Tensor) -> torch.Tensor:
@@ -118,7 +126,8 @@ class _AttendedSums:
     """Sums over sampled queries and all heads."""
 
     def __init__(self, width: int, device: torch.device) -> None:
-        self._count, self._mean = 0, torch.zeros(width, dtype=torch.float64, device=device)
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._mean = torch.zeros(width, dtype=torch.float64, device=device)
         self._seen, self._read = (torch.outer(self._mean, self._mean) for _ in range(2))
 
     def add(self, attention: Attention, block: torch.Tensor) -> None:
@@ -135,7 +144,8 @@ class _AttendedSums:
         self._mean += read.sum(0, dtype=torch.float64)
         self._count += len(read)
 
-    def moments(self) -> Attended:
+    def moments(self, processes: Processes = ALONE) -> Attended:
+        processes.add(self._count, self._mean, self._seen, self._read)
         return Attended.measured(self._seen / self._count, self._read / self._count, self._mean / self._count)
 
 
@@ -154,11 +164,11 @@ def survey(
     Returns:
         Maps a layer to its statistics.
     """
-    layers = stream.num_layers
-    done = next((layer for layer in range(layers) if not shelf.has(layer)), layers)
+    layers, first = stream.num_layers, stream.processes.first
+    done = first(lambda: next((layer for layer in range(layers) if not shelf.has(layer)), layers))
     if done == layers:
         return partial(_get, shelf)
-    ready = max(stream.ready, default=None)
+    ready = first(lambda: max(stream.ready, default=None))
     if ready is None or ready > done:  # inputs are missing that later layers need
         stream.discard()
         stream.embed()
@@ -168,7 +178,7 @@ def survey(
             moments = Moments(layer, stream, records(layer), shown=shown)
             if layer + 1 < layers:
                 stream.advance(layer, moments.see, partial(_put, shelf, stream, layer, moments))
-            elif not shelf.has(layer):
+            elif not first(partial(shelf.has, layer)):
                 stream.observe(layer, moments.see)
                 _put(shelf, stream, layer, moments)
             done_layers(1)
@@ -178,6 +188,8 @@ def survey(
 
 def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> None:
     found = moments.statistics()
+    if not stream.processes.leads:
+        return
     blocks = stream.select(layer, moments.sampled)
     squares = torch.cat([block.double().square().sum(-1).flatten() for block in blocks])
     least = (_LEAST_ENERGY * squares.median()).clamp_min(torch.finfo(torch.float64).tiny)

@@ -185,13 +185,7 @@ class WorkDirectory:
     """
 
     def __init__(self, output: Path, plan: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-        self._output = output
-        self._root = partial_path(output)
-        self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
-        self._kept = False
-        self.path, self._notes, self.survey, self.training = (
-            self._root / part for part in (_CHECKPOINT, _NOTES, _SURVEY, _TRAINING)
-        )
+        self._place(output)
         plan = json.loads(json.dumps(plan))  # as read back from a file
         known = self._known_plan() if resume else None
         if known != plan and overwrite:
@@ -220,6 +214,22 @@ class WorkDirectory:
             part.mkdir(exist_ok=True)
         sync_directory(self._root)
         sync_directory(self._root.parent)
+
+    @classmethod
+    def of_another(cls, output: Path) -> WorkDirectory:
+        """The work directory that another process has opened, and that this one only reads."""
+        work = cls.__new__(cls)
+        work._place(output)
+        return work
+
+    def _place(self, output: Path) -> None:
+        self._output = output
+        self._root = partial_path(output)
+        self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
+        self._kept = False
+        self.path, self._notes, self.survey, self.training = (
+            self._root / part for part in (_CHECKPOINT, _NOTES, _SURVEY, _TRAINING)
+        )
 
     @classmethod
     @contextlib.contextmanager

@@ -18,6 +18,7 @@ from convert.families.base import hides_logits
 from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
+from convert.processes import ALONE, Processes
 from eval.progress import Progress
 
 
@@ -33,6 +34,7 @@ class Job:
         device: The device on which layers run and are converted.
         progress: Called with the progress of each stage.
         statistics_in: The directory for statistics of the source.
+        processes: Those that share the work on the text.
     """
 
     plan: Plan
@@ -42,6 +44,7 @@ class Job:
     device: torch.device
     progress: Progress
     statistics_in: Path
+    processes: Processes = ALONE
 
     def assumed(self, layer: int) -> Statistics:
         """The statistics of a layer's input that are assumed without text, from the gains of its norm."""
@@ -119,4 +122,4 @@ class Job:
         """
         modules = [module(layer) for layer in range(self.plan.before.num_layers)]
         trusted = self.plan.source.trust_remote_code
-        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, trusted)
+        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, trusted, self.processes)

@@ -5,7 +5,6 @@ It knows the order of the work, but no heads, names or formulas: those belong to
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -17,14 +16,11 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from attention.record import Attention
-from convert.calibration.survey import survey
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader, TensorInfo
-from convert.checkpoint.shelf import Shelf
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
 from convert.execute.card import model_card
-from convert.execute.deciding import Decision, StatisticsOf, decide
+from convert.execute.deciding import Decision, decide
 from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.loadable import require_loadable
@@ -32,12 +28,14 @@ from convert.execute.manifest import Manifest, manifest_of
 from convert.execute.publish import Clock, copy_code, copy_companions, write_config, write_record
 from convert.execute.record import record_of, versions
 from convert.execute.sequence import in_sequence
+from convert.execute.surveyed import Surveyed
 from convert.execute.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
 from convert.planning.targets import GroupedTarget, LatentTarget
+from convert.processes import ALONE, Processes
 from eval.device import compute_device, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.overlap import WARN_ABOVE
@@ -54,7 +52,7 @@ class Executed:
 
     Attributes:
         plan: The plan, with the choices that the text decided.
-        record: The content of conversion.json.
+        record: The content of conversion.json; empty in processes of `accelerate launch` that only work on the text.
     """
 
     plan: Plan
@@ -71,6 +69,8 @@ def execute(
 ) -> Executed:
     """Write the plan's checkpoint.
 
+    Under `accelerate launch`, every process calls this: all run models over the text, and the first one does everything else.
+
     Args:
         plan: From `convert.planning`.
         calibrate_on: The text that `plan.calibration` refers to.
@@ -82,16 +82,22 @@ def execute(
     Raises:
         KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
     """
-    where = plan.output
+    where, processes = plan.output, Processes.launched(_device(plan))
+    text = CalibrationText.of(plan.source, plan.calibration, calibrate_on) if plan.calibration and calibrate_on else None
+    if not processes.leads:
+        if text is not None:
+            _follow(plan, text, processes)
+        return Executed(plan, {})
     with exclusive(where.path):
         check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # again, now that no other run writes
-        return _execute(plan, calibrate_on, evaluate_on, progress, statistics_in, published)
+        return _execute(plan, text, evaluate_on, processes if text else ALONE, progress, statistics_in, published)
 
 
 def _execute(
     plan: Plan,
-    calibrate_on: Text | None,
+    text: CalibrationText | None,
     evaluate_on: Text | None,
+    processes: Processes,
     progress: Progress,
     statistics_in: Path | None,
     published: Callable[[], None],
@@ -99,9 +105,9 @@ def _execute(
     clock, settings = Clock(), EvaluationSettings(device=plan.device)
     if evaluate_on:
         prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
-    text = CalibrationText.of(plan.source, plan.calibration, calibrate_on) if plan.calibration and calibrate_on else None
     reader = Reader(plan.source.files, plan.family.renamed)
     if done := _finished_already(plan, reader, text):
+        processes.first(lambda: None)
         published()
         return done
     for remark in text.remarks(plan.channels) if text else ():
@@ -111,10 +117,12 @@ def _execute(
     try:
         with WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite) as work:
             if work.published:  # an earlier run was stopped after OUTPUT appeared
+                processes.first(lambda: None)
                 done = carried_out(plan, recorded(plan.output.path))
             else:
                 kept = _statistics_directory(plan, reader, work, text, statistics_in)
-                job = Job(plan, reader, work, text, _device(plan), progress, kept)
+                processes.first(lambda: kept)
+                job = Job(plan, reader, work, text, _device(plan), progress, kept, processes)
                 decided, record = _convert(job, manifest)
                 if evaluate_on:
                     record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
@@ -192,10 +200,12 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
     try:
         require_space(job, manifest)
         named = tokenizer_class(job.plan)
-        statistics = _statistics(job)
-        decision = decide(job, statistics)
+        surveyed = Surveyed(job, job.text) if job.text else None
+        decision = decide(job, surveyed or job.assumed)
         manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
-        layers = write_weights(job, manifest, _layers(job, manifest, decision, statistics))
+        layers = write_weights(job, manifest, _layers(job, manifest, decision, surveyed))
+        if surveyed:
+            surveyed.done()
         config = decision.plan.target.config(job.plan.source, decision.rotary)
         write_config(job.work.path, config, job.plan.output.dtype)
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
@@ -264,30 +274,31 @@ def _statistics_directory(
     return directory
 
 
-def _statistics(job: Job) -> StatisticsOf:
-    """Maps a layer to the statistics of its input: assumed without text, else of a survey that the first call begins."""
-    if (text := job.text) is None:
-        return job.assumed
-
-    @functools.cache
-    def surveyed() -> StatisticsOf:
-        plan, spool = job.plan, job.statistics_in / "source-inputs"
-        read, infos = job.reader.__getitem__, job.reader.infos
-        stream = job.stream(text, plan.source.config, plan.family.module, read, infos, spool)
-
-        def record(layer: int) -> Attention:
-            return job.read_layer(layer)[1]
-
-        return survey(stream, Shelf(job.statistics_in, "source"), record, job.shows_attention, job.progress)
-
-    return lambda layer: replace(surveyed()(layer), context=text.plan.max_context)
+def _follow(plan: Plan, text: CalibrationText, processes: Processes) -> None:
+    """What the other processes do: run models over their part of the text, if there is anything to do."""
+    if (statistics_in := processes.first(_of_the_first)) is None:
+        return
+    reader, work = Reader(plan.source.files, plan.family.renamed), WorkDirectory.of_another(plan.output.path)
+    job = Job(plan, reader, work, text, _device(plan), silent, statistics_in, processes)
+    Surveyed(job, text).follow()
+    if text.plan.in_sequence and not plan.target.copies:
+        choices, rotary = processes.first(_of_the_first)
+        chosen = carried_out(plan, choices).plan
+        in_sequence(job, text, manifest_of(chosen, reader), Decision(chosen, _of_the_first, rotary))
 
 
-def _layers(job: Job, manifest: Manifest, decision: Decision, statistics: StatisticsOf) -> MakeLayer:
+def _of_the_first(*_: object) -> Any:
+    raise AssertionError("only the first process makes this")
+
+
+def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Surveyed | None) -> MakeLayer:
     """Maps a layer's index to the converted layer."""
-    change = decision.change
-    if job.text is not None and job.text.plan.in_sequence and change is not None:
-        return in_sequence(job, job.text, manifest, decision, change)
+    change, statistics = decision.change, surveyed or job.assumed
+    if job.text and surveyed and job.text.plan.in_sequence and change is not None:
+        surveyed.done()
+        choices = {"recipe": decision.plan.recipe(), **decision.found}
+        job.processes.first(lambda: (choices, decision.rotary))
+        return in_sequence(job, job.text, manifest, decision)
 
     def make(index: int) -> Layer:
         assert change is not None, "where nothing changes, no unit is an attention"

@@ -20,7 +20,7 @@ from convert.calibration.refit import normed_sample_for, sample_for
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
-from convert.execute.deciding import Change, Decision
+from convert.execute.deciding import Decision
 from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest
@@ -31,36 +31,35 @@ from convert.planning.calibration import CalibrationText
 from eval.progress import stage
 
 
-def in_sequence(
-    job: Job, text: CalibrationText, manifest: Manifest, decision: Decision, change: Change
-) -> Callable[[int], Layer]:
-    """Convert all layers.
+def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> Callable[[int], Layer]:
+    """Convert all layers. Every process of the job calls this.
 
     Args:
         job: The conversion; its work directory keeps finished layers.
         text: The calibration: whether statistics come from behind converted layers, and the number of refinement steps.
         manifest: The other tensors of the result.
         decision: How to change all layers.
-        change: The change of one layer.
 
     Returns:
         Maps a layer's index to the converted layer.
     """
     shelf = Shelf(job.work.survey, "layer")
     layers = job.plan.before.num_layers
-    missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
+    first = job.processes.first
+    missing = first(lambda: next((layer for layer in range(layers) if not shelf.has(layer)), None))
     if missing is None:
         return partial(_get, shelf)
     pair = _Pair.of(job, text, manifest, decision)
     begin = pair.begin(missing)
     with stage(job.progress, "fit", layers - begin, "layer") as done:
         for layer in range(begin, layers):
-            if shelf.has(layer):
+            if first(partial(shelf.has, layer)):
                 converted = _get(shelf, layer)
                 pair.skip(layer)
             else:
-                converted = _converted(job, pair, change, layer)
-                shelf.put(layer, converted.tensors, converted.note)
+                converted = _converted(job, pair, decision, layer)
+                if job.processes.leads:
+                    shelf.put(layer, converted.tensors, converted.note)
             if layer + 1 < layers:
                 pair.student.advance(layer, weights=converted.tensors)
             done(1)
@@ -115,7 +114,7 @@ class _Pair:
 
         A layer may be missing although later ones exist, because its file was damaged.
         """
-        ready = set.intersection(*(stream.ready for stream in self._running))
+        ready = self.student.processes.first(lambda: set.intersection(*(stream.ready for stream in self._running)))
         if there := {layer for layer in ready if layer <= missing}:
             return max(there)
         for stream in self._running:
@@ -160,7 +159,8 @@ class _Pair:
         return refined(after, write, self.student, self.teacher, layer, self.text.plan.refine, self.plan.seed)
 
     def _refitted(self, layer: int, after: Record) -> Record:
-        fit, weights = OutputFit(after), self.write(layer, after)
+        fit = OutputFit(after, self.teacher.processes, self.teacher.blocks_before)
+        weights = self.write(layer, after)
         lacking = self.plan.family.traits(self.plan.source.config).adds_output
         with self.student.opened(layer) as run:
 
@@ -173,10 +173,13 @@ class _Pair:
         return fit.record()
 
 
-def _converted(job: Job, pair: _Pair, change: Change, layer: int) -> Layer:
-    tensors, before = job.read_layer(layer)
-    before, after = change(before, layer, pair.observed(layer, before, job.shows_attention))
+def _converted(job: Job, pair: _Pair, decision: Decision, layer: int) -> Layer:
+    change = decision.change
+    assert change is not None, "where nothing changes, there is no sequence"
+    tensors, source = job.read_layer(layer)
+    known = pair.observed(layer, source, job.shows_attention)
+    before, after = job.processes.first(lambda: change(source, layer, known))
     more: dict[str, Any] = {}
     if pair.text.plan.fitted:
         after, more = pair.fitted(layer, after)
-    return Layer.of(pair.plan, layer, tensors, before, after, **more)
+    return job.processes.first(lambda: Layer.of(pair.plan, layer, tensors, before, after, **more))

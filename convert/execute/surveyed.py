@@ -1,0 +1,57 @@
+"""The statistics of the source's layers on the calibration text: surveyed once, when the first layer is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from attention.record import Attention
+from convert.calibration.survey import survey
+from convert.checkpoint.shelf import Shelf
+from convert.execute.job import Job
+from convert.methods.statistics import Statistics
+from convert.planning.calibration import CalibrationText
+
+
+class Surveyed:
+    """Maps a layer to its statistics. All processes of a job run the survey, if the first one begins it.
+
+    Args:
+        job: The conversion.
+        text: Its text.
+    """
+
+    def __init__(self, job: Job, text: CalibrationText) -> None:
+        self._job, self._text = job, text
+        self._found: Callable[[int], Statistics] | None = None
+        self._said = False  # whether the other processes know if there is a survey
+
+    def __call__(self, layer: int) -> Statistics:
+        if self._found is None:
+            self._say(True)
+            self._found = self._run()
+        return replace(self._found(layer), context=self._text.plan.max_context)
+
+    def done(self) -> None:
+        """Say that no survey will begin any more."""
+        if not self._said:
+            self._say(False)
+
+    def follow(self) -> None:
+        """Run the survey, if the first process begins it."""
+        if self._say(False):
+            self._run()
+
+    def _say(self, begins: bool) -> bool:
+        self._said = True
+        return self._job.processes.first(lambda: begins)
+
+    def _run(self) -> Callable[[int], Statistics]:
+        job, plan = self._job, self._job.plan
+        spool, read, infos = job.statistics_in / "source-inputs", job.reader.__getitem__, job.reader.infos
+        stream = job.stream(self._text, plan.source.config, plan.family.module, read, infos, spool)
+
+        def record(layer: int) -> Attention:
+            return job.read_layer(layer)[1]
+
+        return survey(stream, Shelf(job.statistics_in, "source"), record, job.shows_attention, job.progress)

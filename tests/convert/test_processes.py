@@ -1,0 +1,94 @@
+"""Conversions by several processes: the result of one, but for the order of sums."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import convert
+from attention.errors import Refusal
+from convert.processes import ALONE, Processes
+
+Make = Callable[..., Path]
+SIZES = {"calibration_tokens": 1280, "calibration_context": 64, "device": "cpu"}
+LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "refined behind converted layers": ("llama", "mla", LATENT | {"refine": 4, "propagate": True}),
+    "of a size that the text chooses": ("llama", "mla", {"kv_budget": "25%"}),
+    "behind QK-norm": ("qwen3", "mla", LATENT),
+    "one layer after the other": ("llama", "mqa", {"refit": False}),
+    "without text": ("llama", "mqa", {"text": None, "method": "mean"}),
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "train.txt"
+    letters = torch.randint(32, 126, (6000,), generator=torch.Generator().manual_seed(3)).tolist()
+    path.write_text("".join(map(chr, letters)), encoding="utf-8")
+    return path
+
+
+def launch(*command: Any, count: int = 2, stop_at: int | None = None) -> subprocess.CompletedProcess[str]:
+    """So many processes of a Python module or file."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+    stopped = {} if stop_at is None else {"STOP_AT": str(stop_at)}
+    parts = [str(part) for part in (*torchrun, *command)]
+    return subprocess.run(parts, capture_output=True, text=True, timeout=120, env=os.environ | stopped)
+
+
+def test_two_processes_do_what_one_does(
+    checkpoint: Make, text: Path, tmp_path: Path, logits: Callable[..., torch.Tensor]
+) -> None:
+    """Logits and errors are the same, but for the order of sums. The first case is stopped at its last layer, and resumed."""
+    given, sources = {}, {model_type: checkpoint(model_type, name=model_type) for model_type in ("llama", "qwen3")}
+    for name, (model_type, command, options) in CASES.items():
+        common = {} if "text" in options else SIZES | {"text": str(text)}
+        given[name] = [command, str(sources[model_type]), str(tmp_path / "two" / name), common | options | {"resume": True}]
+    (tmp_path / "cases.json").write_text(json.dumps(list(given.values())), encoding="utf-8")
+    script = Path(__file__).with_name("conversions.py"), tmp_path / "cases.json"
+    stopped = launch(*script, stop_at=2)
+    assert "interrupted" in stopped.stderr
+    assert [path.name for path in (tmp_path / "two").iterdir() if path.is_dir()] == [f"{next(iter(given))}.partial"]
+    launched = launch(*script)
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stderr.count("fit: 1 layer") == 1  # by one process, of one layer
+    for name, (command, source, output, options) in given.items():
+        one = getattr(convert, command)(source, tmp_path / "one" / name, **options)
+        found = json.loads(Path(output, "conversion.json").read_text(encoding="utf-8"))["layers"]
+        for layer, expected in zip(found, one.layers, strict=True):
+            assert layer == pytest.approx(expected, rel=1e-3, abs=1e-6), name
+        torch.testing.assert_close(logits(output), logits(one.output), rtol=1e-3, atol=1e-3, msg=name)
+        assert not Path(f"{output}.partial").exists()
+
+
+def test_a_refusal_ends_all_processes(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    given = source, tmp_path / "out", "--text", text, "--calibration-context", 128, "--calibration-tokens", 128
+    launched = launch("-m", "convert.cli", "mqa", *given)
+    assert launched.returncode != 0
+    assert "2 processes cannot share a calibration text of 1 blocks of 128 tokens" in launched.stderr
+    assert "Traceback" not in launched.stderr.partition("torch")[0]
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_sweep_takes_one_process(checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refusal, match="a sweep runs in one process, not in 2"):
+        convert.sweep(checkpoint("llama"), tmp_path / "out", evaluate=text, groups=[2])
+
+
+def test_parts_are_all_of_it_in_order() -> None:
+    for count in range(1, 5):
+        for things in range(12):
+            parts = [Processes(index, count).part(things) for index in range(count)]
+            assert [thing for part in parts for thing in part] == list(range(things))
+    assert ALONE.first(lambda: 5) == 5
