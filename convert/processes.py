@@ -6,14 +6,17 @@ a disk that all of them see.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
+
+from attention.errors import Interrupted, Refusal
 
 _T = TypeVar("_T")
 _PATIENCE = timedelta(days=1)  # others wait while the first one changes a layer
@@ -26,7 +29,7 @@ class Processes:
     Attributes:
         index: Which one this is.
         count: How many there are.
-        device: Where it computes.
+        device: Where it computes. Set only if there are several.
     """
 
     index: int = 0
@@ -39,12 +42,24 @@ class Processes:
 
         Args:
             device: Where they compute. On GPUs, each process has its own.
+
+        Raises:
+            Refusal: They cannot all compute there.
         """
         if launched_count() == 1:
             return ALONE
+        if ":" in str(device):
+            raise Refusal(
+                f"{launched_count()} processes cannot share {device}", hint="give --device cuda: each takes a GPU of its own"
+            )
         from accelerate import PartialState
 
         state = PartialState(cpu=device.type == "cpu", timeout=_PATIENCE)
+        if state.device.type != device.type:  # accelerate keeps one state for a process
+            raise Refusal(
+                f"these processes share work on {state.device.type} already, not on {device.type}",
+                hint="give the same --device to all of it, or launch a command for each",
+            )
         state.wait_for_everyone()
         return cls(state.process_index, state.num_processes, str(state.device))
 
@@ -60,13 +75,15 @@ class Processes:
     def wait(self) -> None:
         """Wait for the others."""
         if self.count > 1:
-            torch.distributed.barrier()
+            with _together():
+                torch.distributed.barrier()
 
     def add(self, *tensors: torch.Tensor) -> None:
         """Add the other processes' tensors to these, in place. They have the same shapes, and are on `device`."""
         if self.count > 1:
-            for tensor in tensors:
-                torch.distributed.all_reduce(tensor)
+            with _together():
+                for tensor in tensors:
+                    torch.distributed.all_reduce(tensor)
 
     def first(self, make: Callable[[], _T]) -> _T:
         """What the first process makes. Tensors that are on its GPU are on that of each process."""
@@ -79,7 +96,8 @@ class Processes:
             made = make()
             torch.save(made, written)
         sent = [written.getvalue()]
-        broadcast_object_list(sent)
+        with _together():
+            broadcast_object_list(sent)
         if not self.leads:
             made = torch.load(io.BytesIO(sent[0]), map_location={"cuda:0": self.device}, weights_only=False)
         return cast("_T", made)
@@ -90,4 +108,16 @@ ALONE = Processes()
 
 def launched_count() -> int:
     """How many processes torchrun or `accelerate launch` started together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """What all processes do at once; an error means that one has ended, and says why itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Interrupted(
+            f"another process has ended: {' '.join(str(error).split())[:120]}",
+            hint="mend what that one says, then repeat the command with --resume",
+        ) from error

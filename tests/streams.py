@@ -92,4 +92,4 @@ def model_of(case: str = "llama") -> Any:
 def of_blocks(count: int, context: int, width: int) -> Any:
     """As much of a stream as sums have to know."""
     text = Blocks.whole(torch.zeros(count, context))
-    return types.SimpleNamespace(text=text, width=width, device=CPU, processes=ALONE, rows_before=range(0))
+    return types.SimpleNamespace(text=text, width=width, device=CPU, processes=ALONE, rows_before=0)

@@ -34,6 +34,7 @@ from convert.methods.blocks import Blocks
 from convert.methods.grouped import Draw, reordered
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
+from convert.processes import ALONE
 
 X = inputs(20, tokens=6)
 SURVEYED, ASSUMED = measured(X), Statistics.assumed(20)  # on the CPU, as they come from the disk and from gains
@@ -294,7 +295,7 @@ class Stream:
     text = Blocks.whole(torch.zeros(4, 6))
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.processes = device, ALONE
 
     def select(self, layer: int, rows: Sequence[int]) -> list[torch.Tensor]:
         return [X[[row % len(X) for row in rows]].to(self.device)]
@@ -307,13 +308,6 @@ class Stream:
 @pytest.fixture
 def without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are taken along zeros: fakes have no gradients."""
-
-    def zero_grad(self: torch.optim.Optimizer) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-
-    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", zero_grad)
     monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
 
 

@@ -75,7 +75,7 @@ class _Sums:
         """Σ |m − changeᵀ r − bias|²."""
         explained = 2 * ((change * self.cross).sum() + bias @ self.missing)
         added = ((self.square @ change) * change).sum() + 2 * bias @ (self.read @ change) + self.count * bias.square().sum()
-        return float(self.missing_energy + added - explained)
+        return float(self.missing_energy) + float(added - explained)
 
 
 class OutputFit:
@@ -89,7 +89,7 @@ class OutputFit:
 
     def __init__(self, record: Record, processes: Processes = ALONE, before: int = 0) -> None:
         self._record, self._processes, self._blocks = record, processes, before
-        self._halves = [_Sums.none(record)] * 2  # of the blocks with even numbers, and of those with odd ones
+        self._halves = [_Sums.none(record) for _ in range(2)]  # of the blocks with even numbers, and of those with odd ones
 
     def see(self, read: torch.Tensor, target: torch.Tensor) -> None:
         """Add what the heads read `[b, T, H D]` and what should come out of it `[b, T, E]`."""

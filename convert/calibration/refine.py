@@ -25,7 +25,7 @@ from convert.calibration.stream import LayerStream
 
 _RATES = (0.03, 0.003)  # first step, as a share of a matrix's root mean square; chosen on text that no reported figure uses
 _WARM = 0.05  # share of all steps
-_TOKENS = 2048  # tokens per step
+_TOKENS = 2048  # tokens per step, but at least one row for each process
 _JUDGED = 8192  # tokens of a trial that no step sees
 _TOLERATED = 1.1  # times the error there: whole models still gain from steps on all blocks
 _NOTHING = 1e-12  # share of the input's energy
@@ -81,14 +81,16 @@ class _Fit:
         text = student.text
         self.rows = list(range(len(text.rows)))
         self.fitted, others = text.parted()
-        self._count = min(len(self.fitted), max(1, _TOKENS // text.context))  # rows per step
+        # Rows per step; processes would have nothing to do with fewer of them.
+        self._count = min(len(self.fitted), max(self._processes.count, _TOKENS // text.context))
         self._others = [others[i] for i in spread_blocks(_JUDGED, len(others), text.context)]
 
     def judged(self, record: Record) -> float:
         """The error on rows that no step of a trial sees."""
         parts = [self._others[start : start + self._count] for start in range(0, len(self._others), self._count)]
         with torch.no_grad():
-            error = torch.stack([self._error(record, part).double() * len(part) for part in parts]).sum()
+            own = sum(float(self._error(record, part)) * len(part) for part in parts)
+        error = torch.tensor(own, dtype=torch.float64, device=self._student.device)
         self._processes.add(error)
         return float(error) / len(self._others)
 
@@ -99,8 +101,8 @@ class _Fit:
         schedule = [torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _share(step, steps)) for optimiser in optimisers]
         order = _shuffled(rows, steps * count, seed * 100_003 + self._layer)
         for step in range(steps):
-            for optimiser in optimisers:
-                optimiser.zero_grad(set_to_none=False)
+            for gradient in weights.gradients:
+                gradient.zero_()
             error = self._error(weights.record(), order[step * count : (step + 1) * count])
             if error.requires_grad:  # not if all rows are those of other processes
                 error.backward()

@@ -12,12 +12,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from accelerate.utils import set_module_tensor_to_device
 
-from attention.errors import Refusal
 from attention.padding import pad_values
 from convert.checkpoint.loading import ClassTensors, Read, empty_model
 from convert.checkpoint.reader import TensorInfo
@@ -26,8 +25,9 @@ from convert.methods.blocks import Blocks
 from convert.processes import ALONE, Processes
 from eval.memory import release
 
-_TOKENS = 4096  # tokens per forward pass of all processes together, unless one row is longer
+_TOKENS = 4096  # tokens per forward pass, unless one row is longer
 _CHECKSUM = 4  # bytes at the end of a file of inputs
+_CHUNK = 2**24  # bytes
 
 Observe = Callable[[torch.Tensor], None]
 Attended = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -48,9 +48,6 @@ class LayerStream:
         trust_remote_code: As in transformers.
         processes: Those that share the work. Each calls the same methods; the callbacks of `observe` and `advance` get its own
             part of the text.
-
-    Raises:
-        Refusal: There are more processes than rows of text.
     """
 
     def __init__(
@@ -70,13 +67,8 @@ class LayerStream:
         self._tensors = ClassTensors(model, infos)
         self._attentions = list(attentions)
         self.width = int(config.get_text_config(decoder=True).hidden_size)
-        self.processes, rows = processes, len(text.rows)
-        if rows < processes.count:
-            raise Refusal(
-                f"{processes.count} processes cannot share a calibration text of {rows} blocks of {text.context} tokens",
-                hint=f"launch at most {rows}, or give more --calibration-tokens",
-            )
-        self._batches = text.batches(min(_TOKENS, text.rows.numel()) // processes.count)
+        assert len(text.rows) >= processes.count, "each process has a part of the text"
+        self.processes, self._batches = processes, text.batches(min(_TOKENS, text.rows.numel() // processes.count))
         self._own = processes.part(len(self._batches))
         self._arguments: dict[tuple[int, int], list[_Call]] = {}  # by blocks and their length
         self._trusted: set[int] = set()  # layers whose inputs this object has written or checked
@@ -92,14 +84,14 @@ class LayerStream:
         return len(self._attentions)
 
     @property
-    def rows_before(self) -> range:
+    def rows_before(self) -> int:
         """The rows of the text before this process's own."""
-        return range(self._batches[self._own.start][0])
+        return self._batches[self._own.start][0]
 
     @property
     def blocks_before(self) -> int:
         """The blocks of the text before this process's own."""
-        return sum(self.text.cuts[: len(self.rows_before)])
+        return sum(self.text.cuts[: self.rows_before])
 
     @property
     def ready(self) -> set[int]:
@@ -207,11 +199,12 @@ class LayerStream:
 
     @contextlib.contextmanager
     def _writing(self, layer: int) -> Iterator[Callable[[torch.Tensor], None]]:
-        temporary = self._spool.with_name(f"{self._spool.name}-unfinished")
+        temporary = self._spool.with_name(f"{self._spool.name}-{layer}-unfinished")  # which no other layer's file ever was
         if self.processes.leads:
-            temporary.write_bytes(b"")
+            temporary.unlink(missing_ok=True)
+            temporary.touch()
         self.processes.wait()
-        checksums, row = torch.zeros(len(self.text.rows), dtype=torch.int64), len(self.rows_before)
+        checksums, row = torch.zeros(len(self.text.rows), dtype=torch.int64), self.rows_before
         with temporary.open("r+b") as file:
             file.seek(row * self._row_bytes)
 
@@ -244,11 +237,11 @@ class LayerStream:
         if not path.is_file():
             return False
         if layer not in self._trusted:
-            rows = range(len(self.text.rows))
-            if path.stat().st_size != len(rows) * self._row_bytes + _CHECKSUM:
+            count = len(self.text.rows)
+            if path.stat().st_size != count * self._row_bytes + _CHECKSUM:
                 return False
             with path.open("rb") as file:
-                checksums = [zlib.crc32(file.read(self._row_bytes)) for _ in rows]
+                checksums = [_checksum(file, self._row_bytes) for _ in range(count)]
                 if file.read() != _combined(checksums):
                     return False
             self._trusted.add(layer)
@@ -402,6 +395,14 @@ class OpenLayer:
         finally:
             handle.remove()
         return seen[0]
+
+
+def _checksum(file: BinaryIO, size: int) -> int:
+    """That of the next bytes of a file."""
+    checksum = 0
+    while size and (data := file.read(min(size, _CHUNK))):
+        checksum, size = zlib.crc32(data, checksum), size - len(data)
+    return checksum
 
 
 def _combined(checksums: list[int]) -> bytes:

@@ -53,7 +53,7 @@ class Moments:
         self._layer, self._attention, self._text, self._processes = layer, attention, stream.text, stream.processes
         self.sampled = spread_blocks(sample, len(stream.text.rows), stream.text.context)
         self._places = {row: place for place, row in enumerate(self.sampled)}
-        self._seen = len(stream.rows_before)
+        self._seen = stream.rows_before
         shape = len(self.sampled), self._text.context, stream.width
         self._sample = torch.zeros(shape, dtype=torch.bfloat16, device=stream.device)
         width = attention.k.shape[-1]
@@ -64,11 +64,7 @@ class Moments:
         self._attended = _AttendedSums(width, stream.device) if shown else None
 
     def see(self, x: torch.Tensor) -> None:
-        """Add `x [b, t, E]`, blocks of one length that make up whole rows.
-
-        Raises:
-            Failure: `x` is not finite.
-        """
+        """Add `x [b, t, E]`, blocks of one length that make up whole rows."""
         rows = x.reshape(-1, self._text.context, x.shape[-1])
         for row, found in enumerate(rows, self._seen):
             if row in self._places:
@@ -79,14 +75,8 @@ class Moments:
             queries, both = projections(blocks)
             self._queries = self._queries + _with_constant(queries)
             x = both.flatten(0, 1)
-        second, total = x.T @ x, x.sum(0, dtype=torch.float64)
-        if not (torch.isfinite(second).all() and torch.isfinite(total).all()):
-            raise Failure(
-                f"the input of layer {self._layer}'s attention is not finite on the calibration text",
-                hint="the source's weights are damaged, or overflow even in float32; does `convert eval` of it work?",
-            )
-        self._second += second
-        self._sum += total
+        self._second += x.T @ x
+        self._sum += x.sum(0, dtype=torch.float64)
         self._tokens += len(x)
         if self._attended:
             for block in blocks:
@@ -96,9 +86,14 @@ class Moments:
         """The statistics of everything that the processes have seen. Called once.
 
         Raises:
-            Failure: Every input was zero.
+            Failure: An input was not finite, or every input was zero.
         """
         self._processes.add(self._sample, self._tokens, self._sum, self._second, self._queries)
+        if not (torch.isfinite(self._second).all() and torch.isfinite(self._sum).all()):
+            raise Failure(
+                f"the input of layer {self._layer}'s attention is not finite on the calibration text",
+                hint="the source's weights are damaged, or overflow even in float32; does `convert eval` of it work?",
+            )
         if not self._second.any():
             raise Failure(
                 f"the input of layer {self._layer}'s attention is zero on the whole calibration text",

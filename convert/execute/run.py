@@ -5,10 +5,11 @@ It knows the order of the work, but no heads, names or formulas: those belong to
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,19 +84,38 @@ def execute(
         KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
     """
     where, processes = plan.output, Processes.launched(_device(plan))
-    text = CalibrationText.of(plan.source, plan.calibration, calibrate_on) if plan.calibration and calibrate_on else None
-    if not processes.leads:
-        if text is not None:
-            _follow(plan, text, processes)
-        return Executed(plan, {})
-    with exclusive(where.path):
-        check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # again, now that no other run writes
-        return _execute(plan, text, evaluate_on, processes if text else ALONE, progress, statistics_in, published)
+    if processes.leads:
+        with exclusive(where.path):
+            # Again, now that no other run writes.
+            check_output(where.path, plan.source.directory, where.overwrite, where.resume)
+            done = _execute(plan, calibrate_on, evaluate_on, processes, progress, statistics_in, published)
+    else:
+        if text := _calibration_text(plan, calibrate_on, processes):
+            with _explained(plan):
+                _follow(plan, text, processes)
+        done = Executed(plan, {})
+    processes.wait()  # until OUTPUT is there
+    return done
+
+
+def _calibration_text(plan: Plan, given: Text | None, processes: Processes) -> CalibrationText | None:
+    """The plan's text, if it calibrates.
+
+    Raises:
+        Refusal: There are more processes than blocks.
+    """
+    text = CalibrationText.of(plan.source, plan.calibration, given) if plan.calibration and given else None
+    if text and processes.count > (count := len(text.blocks.rows)):
+        raise Refusal(
+            f"{processes.count} processes cannot share a calibration text of {count} blocks of {text.blocks.context} tokens",
+            hint=f"launch at most {count}, or give more --calibration-tokens",
+        )
+    return text
 
 
 def _execute(
     plan: Plan,
-    text: CalibrationText | None,
+    calibrate_on: Text | None,
     evaluate_on: Text | None,
     processes: Processes,
     progress: Progress,
@@ -105,6 +125,8 @@ def _execute(
     clock, settings = Clock(), EvaluationSettings(device=plan.device)
     if evaluate_on:
         prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
+    text = _calibration_text(plan, calibrate_on, processes)
+    processes = processes if text else ALONE
     reader = Reader(plan.source.files, plan.family.renamed)
     if done := _finished_already(plan, reader, text):
         processes.first(lambda: None)
@@ -114,26 +136,33 @@ def _execute(
         _log.warning(remark)
     manifest = _checked(plan, reader)
     inputs = inputs_of(plan, reader, text)
+    opened = WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite)
+    with _explained(plan), opened as work:
+        if work.published:  # an earlier run was stopped after OUTPUT appeared
+            processes.first(lambda: None)
+            done = carried_out(plan, recorded(plan.output.path))
+        else:
+            kept = _statistics_directory(plan, reader, work, text, statistics_in)
+            processes.first(lambda: kept)
+            job = Job(plan, reader, work, text, _device(plan), progress, kept, processes)
+            decided, record = _convert(job, manifest)
+            if evaluate_on:
+                record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
+            card = model_card(decided, record, plan.source.files)
+            record |= {"run": clock.run(plan.output.path, reader.fingerprint())}
+            write_record(work.path, record, card)
+            work.publish()
+            done = Executed(decided, record)
+        published()
+        work.discard()
+        return done
+
+
+@contextlib.contextmanager
+def _explained(plan: Plan) -> Iterator[None]:
+    """What an interrupt or a disk's error in the block means for the conversion."""
     try:
-        with WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite) as work:
-            if work.published:  # an earlier run was stopped after OUTPUT appeared
-                processes.first(lambda: None)
-                done = carried_out(plan, recorded(plan.output.path))
-            else:
-                kept = _statistics_directory(plan, reader, work, text, statistics_in)
-                processes.first(lambda: kept)
-                job = Job(plan, reader, work, text, _device(plan), progress, kept, processes)
-                decided, record = _convert(job, manifest)
-                if evaluate_on:
-                    record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
-                card = model_card(decided, record, plan.source.files)
-                record |= {"run": clock.run(plan.output.path, reader.fingerprint())}
-                write_record(work.path, record, card)
-                work.publish()
-                done = Executed(decided, record)
-            published()
-            work.discard()
-            return done
+        yield
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the conversion") from None
     except OSError as error:

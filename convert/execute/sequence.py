@@ -178,8 +178,9 @@ def _converted(job: Job, pair: _Pair, decision: Decision, layer: int) -> Layer:
     assert change is not None, "where nothing changes, there is no sequence"
     tensors, source = job.read_layer(layer)
     known = pair.observed(layer, source, job.shows_attention)
-    before, after = job.processes.first(lambda: change(source, layer, known))
+    changed = [change(source, layer, known)] if job.processes.leads else []
+    after = job.processes.first(lambda: changed[0][1])
     more: dict[str, Any] = {}
     if pair.text.plan.fitted:
         after, more = pair.fitted(layer, after)
-    return job.processes.first(lambda: Layer.of(pair.plan, layer, tensors, before, after, **more))
+    return job.processes.first(lambda: Layer.of(pair.plan, layer, tensors, changed[0][0], after, **more))

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "of a size that the text chooses": ("llama", "mla", {"kv_budget": "25%"}),
     "behind QK-norm": ("qwen3", "mla", LATENT),
     "one layer after the other": ("llama", "mqa", {"refit": False}),
+    "on blocks of two lengths": ("mistral", "mqa", {"refine": 2, "calibration_tokens": 4096, "calibration_context": 1024}),
     "without text": ("llama", "mqa", {"text": None, "method": "mean"}),
 }
 
@@ -49,7 +50,8 @@ def test_two_processes_do_what_one_does(
     checkpoint: Make, text: Path, tmp_path: Path, logits: Callable[..., torch.Tensor]
 ) -> None:
     """Logits and errors are the same, but for the order of sums. The first case is stopped at its last layer, and resumed."""
-    given, sources = {}, {model_type: checkpoint(model_type, name=model_type) for model_type in ("llama", "qwen3")}
+    given, sources = {}, {name: checkpoint(name, name=name) for name in ("llama", "qwen3")}
+    sources["mistral"] = checkpoint("mistral", name="mistral", max_position_embeddings=1024)
     for name, (model_type, command, options) in CASES.items():
         common = {} if "text" in options else SIZES | {"text": str(text)}
         given[name] = [command, str(sources[model_type]), str(tmp_path / "two" / name), common | options | {"resume": True}]
@@ -82,6 +84,7 @@ def test_a_refusal_ends_all_processes(checkpoint: Make, text: Path, tmp_path: Pa
 
 def test_a_sweep_takes_one_process(checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(Refusal, match="a sweep runs in one process, not in 2"):
         convert.sweep(checkpoint("llama"), tmp_path / "out", evaluate=text, groups=[2])
 

@@ -168,8 +168,10 @@ def test_attention_that_is_not_finite_fails_with_its_layer() -> None:
 def test_moments_that_are_not_finite_fail_with_their_layer(value: float) -> None:
     x = torch.ones(2, 3, 4)
     x[1, 2, 3] = value
+    moments = Moments(17, of_blocks(2, 3, 4), random_record(1, 2, pairs=1, nope=0, width=4, biased=False))
+    moments.see(x)
     with pytest.raises(Failure, match="the input of layer 17's attention is not finite on the calibration text"):
-        Moments(17, of_blocks(2, 3, 4), random_record(1, 2, pairs=1, nope=0, width=4, biased=False)).see(x)
+        moments.statistics()
 
 
 def test_a_survey_knows_how_large_the_residual_stream_is(tmp_path: Path) -> None:
