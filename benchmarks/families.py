@@ -1,6 +1,6 @@
 """What calibration text gains in every family: a small model of each type is trained for a minute, converted and evaluated.
 
-    python benchmarks/families.py TOKENIZER --text FILE [--seconds 60] [--types gpt2,opt,…]
+    python benchmarks/families.py TOKENIZER --text FILE [--seconds 60] [--rate 3e-3] [--types gpt2,opt,…]
 
 Each model has 4 layers of width 128 with 4 KV heads of 32 dims, or a latent of 64 + 32. It is trained on the text's first
 half, for so many seconds of CPU time, so that its steps depend on the machine. 8,192 tokens of that half calibrate; losses are
@@ -27,7 +27,7 @@ from attention.errors import KvfoldError
 from convert.families import FAMILIES
 from eval import evaluate
 
-CONTEXT, BATCH, RATE = 256, 8, 3e-3
+CONTEXT, BATCH = 256, 8
 CALIBRATION = {"calibration_tokens": 8192, "calibration_context": CONTEXT}
 EVALUATED = 16384
 NOTHING = 0.0005  # nats: the model hardly uses its attention, or nothing is lost
@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("tokenizer", help="a checkpoint or directory with a tokenizer of few words")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--rate", type=float, default=3e-3, help="the learning rate, which is too high for some types")
     parser.add_argument("--types", default=",".join(sorted(FAMILIES)))
     args = parser.parse_args(arguments)
     types = [name.strip() for name in args.types.split(",")]
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.getLogger("kvfold").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     threads, versions = torch.get_num_threads(), f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{platform.platform()}, {threads} threads, {versions}, {args.seconds:g} s each, {args.text.name}\n")
+    print(f"{platform.platform()}, {threads} threads, {versions}, {args.seconds:g} s each at {args.rate:g}, {args.text.name}\n")
     tokenizer, text = transformers.AutoTokenizer.from_pretrained(args.tokenizer), args.text.read_text(encoding="utf-8")
     halves = text[: len(text) // 2], text[len(text) // 2 :]
     print("Nats over the source, without text → with it:\n")
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     for model_type in types:
         with tempfile.TemporaryDirectory() as work:
             source = Path(work, model_type)
-            steps = train(model_type, source, tokenizer, halves[0], args.seconds)
+            steps = train(model_type, source, tokenizer, halves[0], args.seconds, args.rate)
             perplexity, nats = losses(source, *halves)
         cells = [" → ".join(f"{value:.4f}" for value in nats[target]) if target in nats else "-" for target in TARGETS]
         print(f"| {model_type} | {steps} | {perplexity:.2f} | {' | '.join(cells)} |", flush=True)
@@ -104,25 +105,27 @@ def config(model_type: str, tokenizer: Any) -> Any:
     return transformers.AutoConfig.for_model(model_type, **values, **special)
 
 
-def train(model_type: str, path: Path, tokenizer: Any, text: str, seconds: float) -> int:
+def train(model_type: str, path: Path, tokenizer: Any, text: str, seconds: float, rate: float) -> int:
     """Train a model of the type on `text` for so much CPU time and save it at `path`; returns the number of steps."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config(model_type, tokenizer), dtype=torch.float32).train()
+    tokenizer.save_pretrained(path)
+    model.config.save_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)  # the config may choose another class, which splits otherwise
     ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     start, steps = time.process_time(), 0
     while (passed := (time.process_time() - start) / seconds) < 1:
         at = torch.randint(len(ids) - CONTEXT, (BATCH,)).tolist()
         rows = torch.stack([ids[first : first + CONTEXT] for first in at])
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (steps + 1) / 20) * max(0.02, 1 - passed)
+            group["lr"] = rate * min(1.0, (steps + 1) / 20) * max(0.02, 1 - passed)
         optimizer.zero_grad()
         model(rows, labels=rows).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         steps += 1
     model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
     return steps
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import logging
 import sys
 from typing import Any
@@ -21,9 +19,6 @@ def console(verbose: bool, quiet: bool) -> Progress:
 
         of_transformers.set_verbosity_error()
         of_transformers.disable_progress_bar()
-    if importlib.util.find_spec("deepspeed"):  # accelerate imports it, and it logs to what is stdout then
-        with contextlib.redirect_stdout(sys.stderr):
-            importlib.import_module("deepspeed")
     logger = logging.getLogger("kvfold")
     logger.handlers = [_Handler(logging.ERROR if quiet else logging.INFO)]
     logger.setLevel(logging.INFO)

@@ -17,6 +17,7 @@ from typing import TypeVar, cast
 import torch
 
 from attention.errors import Interrupted, Refusal
+from eval.device import out_of_memory
 
 _T = TypeVar("_T")
 _PATIENCE = timedelta(days=1)  # others wait while the first one changes a layer
@@ -117,6 +118,8 @@ def _together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if out_of_memory(error):
+            raise
         raise Interrupted(
             f"another process has ended: {' '.join(str(error).split())[:120]}",
             hint="mend what that one says, then repeat the command with --resume",

@@ -85,4 +85,4 @@ def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teache
         compute_layers_again(student)
     schedule = Schedule(plan.steps, plan.batch, plan.at_once, plan.options.lr or 0.0, plan.seed)
     module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary)
-    return team.trainer(team.accelerator, module, text, schedule, what)
+    return Trainer(team.accelerator, module, text, schedule, what)

@@ -11,12 +11,9 @@ import torch
 
 from attention.errors import Refusal
 from convert.healing.plan import HealPlan
-from convert.healing.training import Trainer
-from convert.healing.zero import ZeroTrainer, zero_plugin
 from eval.device import compute_device
 
-# accelerate's kinds of launches: one process, DDP, FSDP, and ZeRO by its name.
-_TRIED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_TRIED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # accelerate's kinds of launches: one process, DDP or FSDP
 _UNTRIED = {
     "fsdp_activation_checkpointing": "give --checkpointing to convert heal",
     "fsdp_offload_params": "set it to false",
@@ -73,15 +70,15 @@ class Team:
         device = compute_device(plan.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # accelerate takes the current one
-        bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        plugin, zero = fsdp_plugin(), zero_plugin(bfloat16)
-        mixed = "bf16" if bfloat16 and zero is None else "no"  # DeepSpeed has an autocast of its own
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":  # which accelerate ignores on CPUs
+            raise Refusal("healing does not support DeepSpeed", hint="launch it with FSDP 2, which shares as much as ZeRO 3")
+        plugin = fsdp_plugin()
+        mixed = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "no"
         try:
             accelerator = Accelerator(
                 cpu=device.type == "cpu",
                 mixed_precision=mixed,
                 fsdp_plugin=plugin,
-                deepspeed_plugin=zero,
                 log_with=plan.options.track,
                 project_dir=plan.logs,
             )
@@ -94,7 +91,7 @@ class Team:
         if kind not in _TRIED:
             raise Refusal(
                 f"healing under {kind} was not tried, and could change constants of latents without an error",
-                hint="launch it with one process, with several that hold a whole model each (DDP, ZeRO 1 or 2), or with FSDP 2",
+                hint="launch it with one process, with several that hold a whole model each (DDP), or with FSDP 2",
             )
         if plan.batch % accelerator.num_processes:
             raise Refusal(
@@ -112,11 +109,6 @@ class Team:
     def shards(self) -> bool:
         """Whether each process holds a part of the weights only (FSDP)."""
         return bool(self.accelerator.is_fsdp2)
-
-    @property
-    def trainer(self) -> type[Trainer]:
-        """What trains under such a launch."""
-        return ZeroTrainer if str(self.accelerator.distributed_type).endswith("DEEPSPEED") else Trainer
 
     @property
     def on_gpu(self) -> bool:

@@ -59,7 +59,7 @@ def same_logits(model: Path, settings: str = "exact") -> None:
     found = torch.frombuffer(raw, dtype=torch.float32).view(len(IDS), -1)
     with torch.inference_mode():
         expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()(IDS[None]).logits[0]
-    cached, limit = {"exact": (4, 5e-4), "default": (2, 0.05)}[settings]
+    cached, limit = {"exact": (4, 5e-4), "default": (2, 0.1)}[settings]  # nats: what a cache in float16 rounds
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=limit)
     said = re.search(r"size = +([\d.]+) MiB \( *(\d+) cells", done.stderr)
     assert said
