@@ -99,8 +99,8 @@ def config(model_type: str, tokenizer: Any) -> Any:
         values |= LATENT
     elif not family.shares_heads:
         del values["num_key_value_heads"], values["head_dim"]
-    if "moe" in model_type or model_type in ("mixtral", "deepseek_v2", "deepseek_v3"):
-        values |= EXPERTS
+    default = transformers.AutoConfig.for_model(model_type)
+    values |= {name: value for name, value in EXPERTS.items() if hasattr(default, name)}
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     return transformers.AutoConfig.for_model(model_type, **values, **special)
 

@@ -11,6 +11,7 @@ import torch
 
 from attention.errors import Refusal
 from convert.healing.plan import HealPlan
+from convert.processes import Processes
 from eval.device import compute_device
 
 _TRIED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # accelerate's kinds of launches: one process, DDP or FSDP
@@ -123,18 +124,12 @@ class Team:
 
     def tell(self, states: Path | None) -> None:
         """Tell the others where states are, and so to train; or None, that there is nothing to do."""
-        self._shared(None if states is None else str(states))
+        self._processes.first(lambda: states)
 
     def told(self) -> Path | None:
         """What the first process tells."""
-        found = self._shared(None)
-        return None if found is None else Path(found)
+        return self._processes.first(lambda: None)
 
-    def _shared(self, value: str | None) -> str | None:
-        if self.accelerator.num_processes == 1:
-            return value
-        from accelerate.utils import broadcast_object_list
-
-        values = [value]
-        broadcast_object_list(values)
-        return values[0]
+    @property
+    def _processes(self) -> Processes:
+        return Processes(self.accelerator.process_index, self.accelerator.num_processes, str(self.accelerator.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -19,7 +20,8 @@ from attention.spec import dtype_bytes
 ROOT = Path(__file__).parents[2]
 BUILT = ROOT / ".venv-engines" / "llama.cpp"
 LOGITS = BUILT / "logits"
-SOURCE, TEXT = ROOT / "convert" / "demo" / "python-5m-mha", ROOT / "convert" / "api.py"
+SOURCE = ROOT / "convert" / "demo" / "python-5m-mha"
+TEXT = argparse.__file__  # Python code that does not change with this repository
 CELLS = 512  # tokens that the program's cache holds
 IDS = torch.randint(4, 90, (200,), generator=torch.Generator().manual_seed(0))
 PORTABLE = ("mla", "--kv-lora-rank", 48, "--qk-rope-head-dim", 16, "--portable", "--text", TEXT, "--calibration-tokens", 4096)
@@ -49,7 +51,7 @@ def computed(model: Path, settings: str = "exact") -> Done:
     return run(LOGITS, *(model.with_suffix(suffix) for suffix in (".gguf", ".ids", ".logits")), settings)
 
 
-def same_logits(model: Path, settings: str = "exact") -> None:
+def same_logits(model: Path, settings: str = "exact", rounding: float = 0.05) -> None:
     """llama.cpp's log-probabilities are those of transformers, and its cache has the bytes that were planned."""
     from transformers import AutoModelForCausalLM
 
@@ -59,7 +61,7 @@ def same_logits(model: Path, settings: str = "exact") -> None:
     found = torch.frombuffer(raw, dtype=torch.float32).view(len(IDS), -1)
     with torch.inference_mode():
         expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()(IDS[None]).logits[0]
-    cached, limit = {"exact": (4, 5e-4), "default": (2, 0.1)}[settings]  # nats: what a cache in float16 rounds
+    cached, limit = {"exact": (4, 5e-4), "default": (2, rounding)}[settings]
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=limit)
     said = re.search(r"size = +([\d.]+) MiB \( *(\d+) cells", done.stderr)
     assert said
@@ -74,7 +76,8 @@ def same_logits(model: Path, settings: str = "exact") -> None:
 def test_logits_are_those_of_transformers(target: tuple[Any, ...], settings: str, convert: Convert, tmp_path: Path) -> None:
     command, *options = target
     ok(convert(command, SOURCE, tmp_path / "out", *options, *FOR_LLAMA_CPP))
-    same_logits(tmp_path / "out", settings)
+    # Nats that a cache in float16 rounds. A portable latent is divided by its norm, and was off by up to 0.077.
+    same_logits(tmp_path / "out", settings, rounding=0.1 if target is PORTABLE else 0.05)
 
 
 @pytest.mark.parametrize(
