@@ -21,7 +21,7 @@ BEYOND_OLDEST := --ignore tests/convert/hosts/test_latent.py \
 	--deselect 'tests/convert/test_hosts.py::test_small_sizes_run_alike_in_every_way[bloom]' \
 	--deselect tests/convert/hosts/test_kvfold.py::test_results_run_where_kvfold_is_not_installed
 
-.PHONY: demo test test-oldest test-engines lint bench clean
+.PHONY: demo test test-oldest test-deepspeed test-engines lint bench clean
 
 demo: .venv/installed
 	$(BIN)/convert demo
@@ -31,6 +31,9 @@ test: .venv/installed-test
 
 test-oldest: .venv-oldest/installed-test
 	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal $(BEYOND_OLDEST) $(WITH_TRANSFORMERS)
+
+test-deepspeed: .venv-deepspeed/installed-test
+	HF_HUB_OFFLINE=1 .venv-deepspeed/bin/python -m pytest -q -rs tests/convert/healing/test_team.py
 
 test-engines: .venv-engines/installed-test .venv-engines/llama.cpp/logits
 	HF_HUB_OFFLINE=1 .venv-engines/bin/python -m pytest -q -rs tests/engines
@@ -45,7 +48,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/convert_io.py
 
 clean:
-	rm -rf .venv .venv-oldest .venv-engines kvfold-demo kvfold-demo.lock
+	rm -rf .venv .venv-oldest .venv-deepspeed .venv-engines kvfold-demo kvfold-demo.lock
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -70,6 +73,13 @@ clean:
 	sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
 		--constraint .venv-oldest/constraints.txt --editable '.[test]'
+	@touch $@
+
+.venv-deepspeed/installed-test: pyproject.toml constraints.txt Makefile
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
+		--constraint constraints.txt --editable '.[test,deepspeed]'
 	@touch $@
 
 # torchvision, torchaudio and torchcodec, which come with vLLM, fail to import beside a CPU build of torch.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -61,15 +63,19 @@ _method = click.option(
 
 
 def _show(facts: Any, text: str, as_json: bool) -> None:
-    click.echo(json.dumps(facts, indent=2) if as_json else printable_lines(text))
+    stdout = click.get_current_context().meta.get("kvfold.stdout")
+    click.echo(json.dumps(facts, indent=2) if as_json else printable_lines(text), file=stdout)
 
 
 def _console(given: dict[str, Any]) -> Any:
-    """Remove the options for stderr from `given`, and return the progress callback."""
+    """Remove the options for stderr from `given`, and return the progress callback. Libraries print to stderr from here on."""
+    context = click.get_current_context()
+    context.meta["kvfold.stdout"] = sys.stdout
+    context.with_resource(contextlib.redirect_stdout(sys.stderr))
     from convert.console import console
 
     verbose, quiet = given.pop("verbose"), given.pop("quiet")
-    click.get_current_context().meta["kvfold.verbose"] = verbose  # shared with the group, which handles errors
+    context.meta["kvfold.verbose"] = verbose  # shared with the group, which handles errors
     return console(verbose, quiet)
 
 

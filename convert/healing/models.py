@@ -58,7 +58,7 @@ def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, pro
         cache.require_space(len(missing) * group.num_processes, plan.context, plan.options.top_k)
         device = str(group.device)
         asking = stage(progress, "ask the teacher", len(missing), "block")
-        with running(plan, device) as teacher, asking as done, group.autocast():
+        with running(plan, device) as teacher, asking as done, team.autocast():
             for start in range(0, len(missing), plan.at_once):
                 places = missing[start : start + plan.at_once]
                 cache.add(teacher, text, places, plan.teacher.vocabulary, device)
@@ -74,7 +74,7 @@ def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, pro
 
 def opened(plan: HealPlan, directory: Path, text: TrainingText, team: Team) -> TeacherCache:
     """The cache of a plan, made if it is not there."""
-    return TeacherCache.of(plan, directory, text, f"{team.accelerator.device.type}, {team.accelerator.mixed_precision}")
+    return TeacherCache.of(plan, directory, text, f"{team.accelerator.device.type}, {'bf16' if team.bfloat16 else 'no'}")
 
 
 def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teacher, names: list[str], team: Team) -> Trainer:
@@ -85,4 +85,4 @@ def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teache
         compute_layers_again(student)
     schedule = Schedule(plan.steps, plan.batch, plan.at_once, plan.options.lr or 0.0, plan.seed)
     module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary)
-    return Trainer(team.accelerator, module, text, schedule, what)
+    return team.trainer(team.accelerator, module, text, schedule, what)

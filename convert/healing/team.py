@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 
 from attention.errors import Refusal
 from convert.healing.plan import HealPlan
+from convert.healing.training import Trainer
+from convert.healing.zero import ZeroTrainer, zero_plugin
 from convert.processes import Processes
 from eval.device import compute_device
 
-_TRIED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # accelerate's kinds of launches: one process, DDP or FSDP
+_ZERO = "DEEPSPEED"
+_TRIED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", _ZERO)  # accelerate's kinds of launches: one process, DDP, FSDP, ZeRO
 _UNTRIED = {
     "fsdp_activation_checkpointing": "give --checkpointing to convert heal",
     "fsdp_offload_params": "set it to false",
@@ -55,9 +59,11 @@ class Team:
 
     Attributes:
         accelerator: Of accelerate.
+        bfloat16: Whether autocast computes in it.
     """
 
     accelerator: Any
+    bfloat16: bool
 
     @classmethod
     def of(cls, plan: HealPlan) -> Team:
@@ -66,20 +72,23 @@ class Team:
         Raises:
             Refusal: They cannot share its steps, or were launched in a way that healing does not support.
         """
-        from accelerate import Accelerator
+        from accelerate import Accelerator, InitProcessGroupKwargs
 
         device = compute_device(plan.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # accelerate takes the current one
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":  # which accelerate ignores on CPUs
-            raise Refusal("healing does not support DeepSpeed", hint="launch it with FSDP 2, which shares as much as ZeRO 3")
-        plugin = fsdp_plugin()
-        mixed = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "no"
+        bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        plugin, zero = fsdp_plugin(), zero_plugin(bfloat16)
+        mixed = "bf16" if bfloat16 and zero is None else "no"  # DeepSpeed has an autocast of its own
+        on_cpu = device.type == "cpu"
         try:
             accelerator = Accelerator(
-                cpu=device.type == "cpu",
+                # Told to take CPUs, accelerate ignores DeepSpeed. It takes them where there is nothing else.
+                cpu=on_cpu and zero is None,
+                kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu and zero is not None else [],
                 mixed_precision=mixed,
                 fsdp_plugin=plugin,
+                deepspeed_plugin=zero,
                 log_with=plan.options.track,
                 project_dir=plan.logs,
             )
@@ -89,17 +98,21 @@ class Team:
                 hint="this process has used accelerate in another way already; heal in a process of its own",
             ) from error
         kind = str(accelerator.distributed_type).rpartition(".")[-1]
-        if kind not in _TRIED:
+        if kind not in _TRIED or (zero is not None) != (kind == _ZERO):
             raise Refusal(
                 f"healing under {kind} was not tried, and could change constants of latents without an error",
-                hint="launch it with one process, with several that hold a whole model each (DDP), or with FSDP 2",
+                hint="launch it with one process, with several that hold a whole model each (DDP, ZeRO 1 or 2), or with FSDP 2",
+            )
+        if accelerator.device.type != device.type:
+            raise Refusal(
+                f"accelerate computes on {accelerator.device}, not on {device}", hint="give --device cuda, or hide GPUs from it"
             )
         if plan.batch % accelerator.num_processes:
             raise Refusal(
                 f"{accelerator.num_processes} processes cannot share steps of {plan.batch} blocks of {plan.context} tokens",
                 hint=f"give --batch-tokens {accelerator.num_processes * plan.context} or a multiple of it",
             )
-        return cls(accelerator)
+        return cls(accelerator, bfloat16)
 
     @property
     def leads(self) -> bool:
@@ -110,6 +123,15 @@ class Team:
     def shards(self) -> bool:
         """Whether each process holds a part of the weights only (FSDP)."""
         return bool(self.accelerator.is_fsdp2)
+
+    @property
+    def trainer(self) -> type[Trainer]:
+        """What trains under such a launch."""
+        return ZeroTrainer if str(self.accelerator.distributed_type).endswith(_ZERO) else Trainer
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which models compute as they do while they train."""
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.bfloat16)
 
     @property
     def on_gpu(self) -> bool:

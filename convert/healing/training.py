@@ -23,7 +23,8 @@ from convert.healing.sharded import like, part, reshard, whole
 from convert.healing.teacher import Teacher
 from convert.healing.trainable import Trainable
 
-_BETAS, _DECAY, _CLIP = (0.9, 0.95), 0.01, 1.0
+CLIP = 1.0  # of the norm of all gradients
+_BETAS, _DECAY = (0.9, 0.95), 0.01
 _WARM = 0.01  # share of all steps
 
 
@@ -174,6 +175,10 @@ class Trainer:
         with torch.no_grad():
             for name, p in self._weights.items():
                 p.copy_(like(weights[name], p))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what the optimiser knows."""
         self.optimiser.optimizer.state.clear()
 
     def written(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -242,21 +247,33 @@ class Trainer:
             last = index == len(parts) - 1
             # FSDP would keep whole gradients until the last part.
             together = last or self.accelerator.is_fsdp2
-            with contextlib.nullcontext() if together else self.accelerator.no_sync(self.module):
+            with contextlib.nullcontext() if together else self._apart():
                 loss = self._forward(some)
                 total += loss.detach().double().cpu()
-                self.accelerator.backward(loss * (world / tokens))  # processes' gradients are averaged
+                self._backward(loss * (world / tokens), last)  # processes' gradients are averaged
         mean = float(self._summed(total)) / tokens
         if not math.isfinite(mean):
             raise NotFinite(f"the loss is {mean} at step {step + 1}", hint="begin again with a smaller --lr and --overwrite")
+        self._update(step)
+        return mean
+
+    def _apart(self) -> Any:
+        """A context in which processes keep their gradients to themselves."""
+        return self.accelerator.no_sync(self.module)
+
+    def _backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Add the gradients of a part of a step, or of its last part."""
+        self.accelerator.backward(loss)
+
+    def _update(self, step: int) -> None:
+        """Let the optimiser take a step by the gradients, and forget them."""
         for name, mask in self._masks.items():
             grad = self._weights[name].grad
             assert grad is not None
             part(grad).masked_fill_(mask, 0)
-        self.accelerator.clip_grad_norm_(list(self._weights.values()), _CLIP)
+        self.accelerator.clip_grad_norm_(list(self._weights.values()), CLIP)
         self.optimiser.step()
         self.optimiser.zero_grad()
-        return mean
 
     def measure(self) -> Sums:
         """Sums over the held-out blocks.

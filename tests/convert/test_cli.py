@@ -45,6 +45,18 @@ def test_gqa_prints_what_it_did_on_stdout_alone(checkpoint: Make, convert: Conve
     assert convert("gqa", tmp_path / "source", tmp_path / "out", "--groups", 2, "--overwrite", "-q").stderr == ""
 
 
+def test_what_libraries_print_is_not_on_stdout(
+    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed does, once accelerate imports it."""
+    from transformers.utils import logging
+
+    monkeypatch.setattr(logging, "set_verbosity_error", lambda: print("noise"))
+    result = convert("mqa", checkpoint(), tmp_path / "out", "--json")
+    assert json.loads(result.stdout)["kv_heads_after"] == 1
+    assert "noise\n" in result.stderr
+
+
 def test_a_dry_run_writes_nothing_and_reads_no_weights(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint()
     (source / "model.safetensors").write_bytes(b"garbage")

@@ -1,16 +1,13 @@
-"""The command line under FSDP 2 on CPUs, where torch shards as well; accelerate offers that for accelerators alone.
-
-With STOP_AT in the environment, the run is interrupted before that step.
-"""
+"""The command line under FSDP 2 on CPUs, where torch shards as well; accelerate offers that for accelerators alone."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+import stopping
 from accelerate.state import AcceleratorState, DistributedType
 
-from convert.cli import main
 from convert.healing.sharded import part, whole
 from convert.healing.training import Schedule, Trainer
 
@@ -27,14 +24,12 @@ def _sharded(state: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **opt
 _step = Trainer.step
 
 
-def _stopping(trainer: Trainer, step: int, schedule: Schedule) -> float:
-    if step == int(os.environ.get("STOP_AT", "-1")):
-        raise KeyboardInterrupt
+def _sharding(trainer: Trainer, step: int, schedule: Schedule) -> float:
     assert all(
         2 * part(weight).numel() == whole(weight).numel() for weight in trainer.weights().values() if len(weight) % 2 == 0
     )
     return _step(trainer, step, schedule)
 
 
-AcceleratorState.__init__, Trainer.step = _sharded, _stopping
-main(prog_name="convert")
+AcceleratorState.__init__, Trainer.step = _sharded, _sharding
+stopping.main()

@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,18 @@ from safetensors.torch import load_file, save_file
 from attention.errors import Refusal
 from convert import Healing, heal, mla, mqa
 from convert.healing.team import fsdp_plugin
+from convert.healing.training import NotFinite
+from convert.healing.zero import ZeroTrainer, zero_plugin
 
 OPTIONS: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "device": "cpu"}
-KINDS = {"ddp": ["-m", "convert.cli"], "fsdp": [Path(__file__).with_name("fsdp_on_cpu.py")]}
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
+KINDS: dict[str, tuple[str, dict[str, str]]] = {
+    "ddp": ("stopping.py", {}),
+    "fsdp": ("fsdp_on_cpu.py", {}),
+    "zero 1": ("zero_shared.py", ZERO),
+    "zero 2": ("zero_shared.py", ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
+}
+zero = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 Make = Callable[..., Path]
 
 
@@ -28,14 +39,18 @@ def launch(
     kind: str, converted: Path, output: Path, *options: Any, stop_at: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Heal with two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *KINDS[kind]]
+    script, settings = KINDS[kind]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     given = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", value)]
     return subprocess.run(
-        [str(part) for part in (*command, "heal", converted, output, *given, *options, "--json")],
+        [
+            str(part)
+            for part in (*command, Path(__file__).with_name(script), "heal", converted, output, *given, *options, "--json")
+        ],
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | ({} if stop_at is None else {"STOP_AT": str(stop_at)}),
+        env=os.environ | settings | ({} if stop_at is None else {"STOP_AT": str(stop_at)}),
     )
 
 
@@ -50,17 +65,24 @@ def assert_same(launched: subprocess.CompletedProcess[str], two: Path, one: Heal
         torch.testing.assert_close(found[name], weight, rtol=0, atol=3e-4, msg=name)
 
 
-def test_two_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("zero 2", marks=zero)])
+def test_two_processes_are_one_with_the_same_batch(kind: str, checkpoint: Make, text: Path, tmp_path: Path) -> None:
     """Both fill the teacher's cache, and LoRA trains."""
     mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
     given = ("--lr", "3e-3", "--train", "lora", "--top-k", 16)
-    launched = launch("ddp", tmp_path / "mqa", tmp_path / "two", "--text", text, *given, "--teacher-cache", tmp_path / "said")
+    launched = launch(kind, tmp_path / "mqa", tmp_path / "two", "--text", text, *given, "--teacher-cache", tmp_path / "said")
     assert launched.stderr.count("info: step 20:") == 1
     one = heal(tmp_path / "mqa", tmp_path / "one", text=text, lr=3e-3, train="lora", top_k=16, **OPTIONS)
     assert_same(launched, tmp_path / "two", one)
 
 
-def test_sharded_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "then"),
+    [("fsdp", "fsdp"), pytest.param("zero 1", "zero 2", marks=zero), pytest.param("zero 2", "fsdp", marks=zero)],
+)
+def test_sharded_processes_are_one_with_the_same_batch(
+    kind: str, then: str, checkpoint: Make, text: Path, tmp_path: Path
+) -> None:
     """All weights train, at a rate of three: a tied head, a latent with constants and padding. It is stopped and resumed."""
     source = checkpoint("llama", tie_word_embeddings=True)
     mla(source, tmp_path / "mla", kv_lora_rank=80, qk_rope_head_dim=8, pad_rank=True, method="svd")
@@ -68,11 +90,11 @@ def test_sharded_processes_are_one_with_the_same_batch(checkpoint: Make, text: P
     for name in (name for name in before if name.endswith("o_proj.weight")):
         before[name] *= 1.3  # something to heal
     save_file(before, tmp_path / "mla" / "model.safetensors")
-    given = ("--text", text, "--train", "all", "--checkpointing")
-    stopped = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, stop_at=12)  # behind the trials
+    given = ("--text", text, "--train", "all", "--checkpointing", "--micro-batch-tokens", 16)  # steps in two parts
+    stopped = launch(kind, tmp_path / "mla", tmp_path / "two", *given, stop_at=12)  # behind the trials
     assert stopped.returncode != 0
     assert "--resume goes on from the last state" in stopped.stderr
-    resumed = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, "--resume")
+    resumed = launch(then, tmp_path / "mla", tmp_path / "two", *given, "--resume")
     assert "info: step 2:" not in resumed.stderr
     one = heal(tmp_path / "mla", tmp_path / "one", text=text, train="all", checkpointing=True, **OPTIONS)
     assert_same(resumed, tmp_path / "two", one)
@@ -101,10 +123,11 @@ def test_documented_configs_launch_what_they_say(tmp_path: Path, monkeypatch: py
             for name, value in prepare_multi_gpu_env(read).items():
                 patch.setenv(name, value)
             plugin = fsdp_plugin()
-        found.append(
-            (plugin and (plugin.fsdp_version, plugin.cpu_ram_efficient_loading), read.num_processes, read.num_machines)
-        )
-    assert found == [((2, False), 8, 1), ((2, False), 16, 2), (None, 1, 1)]
+        kind = plugin and (plugin.fsdp_version, plugin.cpu_ram_efficient_loading)
+        if read.use_deepspeed:
+            kind = f"ZeRO {read.zero_stage}"
+        found.append((kind, read.num_processes, read.num_machines))
+    assert found == [((2, False), 8, 1), ("ZeRO 2", 8, 1), ((2, False), 16, 2), (None, 1, 1)]
 
 
 def test_what_was_not_tried_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +142,29 @@ def test_what_was_not_tried_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(setting.upper())
 
 
-def test_deepspeed_is_refused(converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_tried_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert zero_plugin(bfloat16=False) is None
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(Refusal, match="healing does not support DeepSpeed"):
-        heal(converted, tmp_path / "out", text=text, **OPTIONS)
+    for setting, value, error in (
+        ("CONFIG_FILE", "zero.json", "healing makes DeepSpeed's config itself"),
+        ("ZERO_STAGE", "3", "healing does not support ZeRO 3"),
+        ("OFFLOAD_OPTIMIZER_DEVICE", "cpu", "healing does not support offload_optimizer_device cpu"),
+        ("OFFLOAD_PARAM_DEVICE", "nvme", "healing does not support offload_param_device nvme"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"ACCELERATE_DEEPSPEED_{setting}", value)
+            with pytest.raises(Refusal, match=error):
+                zero_plugin(bfloat16=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    installed = find_spec("deepspeed") is not None
+    with pytest.raises(Refusal, match="DeepSpeed needs a launcher" if installed else "DeepSpeed is not installed"):
+        zero_plugin(bfloat16=False)
+
+
+def test_steps_that_deepspeed_leaves_out_are_errors() -> None:
+    trainer = object.__new__(ZeroTrainer)
+    trainer._zero = SimpleNamespace(overflow=False)
+    trainer._update(3)
+    trainer._zero.overflow = True
+    with pytest.raises(NotFinite, match="gradients are not finite at step 4"):
+        trainer._update(3)
