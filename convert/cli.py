@@ -63,8 +63,8 @@ _method = click.option(
 
 
 def _show(facts: Any, text: str, as_json: bool) -> None:
-    stdout = click.get_current_context().meta.get("kvfold.stdout")
-    click.echo(json.dumps(facts, indent=2) if as_json else printable_lines(text), file=stdout)
+    with contextlib.redirect_stdout(click.get_current_context().meta.get("kvfold.stdout", sys.stdout)):
+        click.echo(json.dumps(facts, indent=2) if as_json else printable_lines(text))
 
 
 def _console(given: dict[str, Any]) -> Any:

@@ -201,8 +201,8 @@ def _healed(
 
             outcome = healed(plan, trainer, States(work.training, trainer), _stored(reader, where), kept, progress)
             kept(outcome.progressed)  # also of a run that took no step
-            team.accelerator.free_memory()
             del trainer
+            team.accelerator.free_memory()
     write(work.path, plan.converted.files, reader, outcome.weights, where, progress)
     shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
     copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")))

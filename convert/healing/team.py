@@ -92,20 +92,27 @@ class Team:
                 log_with=plan.options.track,
                 project_dir=plan.logs,
             )
-        except ValueError as error:  # accelerate keeps one state for a process
+        except (ValueError, NotImplementedError) as error:  # accelerate keeps one state for a process
             raise Refusal(
                 f"accelerate does not take {device} with mixed precision {mixed!r}: {' '.join(str(error).split())[:160]}",
                 hint="this process has used accelerate in another way already; heal in a process of its own",
             ) from error
         kind = str(accelerator.distributed_type).rpartition(".")[-1]
-        if kind not in _TRIED or (zero is not None) != (kind == _ZERO):
+        if zero is not None and kind != _ZERO:
+            raise Refusal(
+                f"ACCELERATE_USE_DEEPSPEED is set, but accelerate takes {kind}",
+                hint="unset ACCELERATE_USE_CPU, or, if this process has used accelerate already, heal in a process of its own",
+            )
+        if kind not in _TRIED:
             raise Refusal(
                 f"healing under {kind} was not tried, and could change constants of latents without an error",
                 hint="launch it with one process, with several that hold a whole model each (DDP, ZeRO 1 or 2), or with FSDP 2",
             )
         if accelerator.device.type != device.type:
             raise Refusal(
-                f"accelerate computes on {accelerator.device}, not on {device}", hint="give --device cuda, or hide GPUs from it"
+                f"accelerate computes on {accelerator.device}, not on {device}",
+                hint=f"give --device {accelerator.device.type}"
+                + (", or set CUDA_VISIBLE_DEVICES to nothing" if on_cpu else ", or unset ACCELERATE_USE_CPU"),
             )
         if plan.batch % accelerator.num_processes:
             raise Refusal(

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 1 and 2, which share what AdamW knows between processes; every process holds whole models."""
+"""DeepSpeed's ZeRO 1 and 2, which divide AdamW's moments among processes; ZeRO 2 divides gradients, too."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from convert.healing.training import CLIP, NotFinite, State, Trainer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 _PREFIX = "ACCELERATE_DEEPSPEED_"
+_SET_HERE = {"GRADIENT_CLIPPING": CLIP, "GRADIENT_ACCUMULATION_STEPS": 1}
 _BUCKET = 50_000_000  # numbers that travel at once
 
 
@@ -39,10 +40,16 @@ def zero_plugin(bfloat16: bool) -> Any:
     for what in ("offload_optimizer_device", "offload_param_device"):
         if (device := asked.get(what, "none")) != "none":
             raise Refusal(f"healing does not support {what} {device} of DeepSpeed", hint="set it to none")
+    for what, value in _SET_HERE.items():
+        if (given := os.environ.get(f"ACCELERATE_{what}", "auto")) not in ("auto", "none") and float(given) != value:
+            raise Refusal(f"healing does not support {what.lower()} {given}", hint=f"set it to {value:g}, or leave it out")
     if find_spec("deepspeed") is None:
         raise Refusal("DeepSpeed is not installed", hint="pip install 'kvfold[deepspeed]', or launch with FSDP 2")
     if "LOCAL_RANK" not in os.environ:
-        raise Refusal("DeepSpeed needs a launcher", hint="launch it with accelerate launch")
+        raise Refusal(
+            "ACCELERATE_USE_DEEPSPEED is set, but no launcher started this process",
+            hint="launch it with accelerate launch, or unset that",
+        )
     from accelerate import DeepSpeedPlugin
 
     plugin = DeepSpeedPlugin(gradient_accumulation_steps=1, gradient_clipping=CLIP, zero_stage=int(stage))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,6 +56,12 @@ def test_what_libraries_print_is_not_on_stdout(
     result = convert("mqa", checkpoint(), tmp_path / "out", "--json")
     assert json.loads(result.stdout)["kv_heads_after"] == 1
     assert "noise\n" in result.stderr
+
+
+def test_results_reach_a_stdout_that_takes_ascii_alone(checkpoint: Make, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "convert.cli", "mqa", str(checkpoint()), str(tmp_path / "out"), "--dry-run"]
+    done = subprocess.run(command, capture_output=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert "GQA-4 → MQA" in done.stdout.decode("utf-8"), done.stderr
 
 
 def test_a_dry_run_writes_nothing_and_reads_no_weights(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "zero 1": ("zero_shared.py", ZERO),
     "zero 2": ("zero_shared.py", ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
 }
-zero = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+INSTALLED = find_spec("deepspeed") is not None
+zero = pytest.mark.skipif(not INSTALLED, reason="DeepSpeed is not installed")
 Make = Callable[..., Path]
 
 
@@ -111,21 +112,26 @@ def test_sharded_processes_are_one_with_the_same_batch(
 
 def test_documented_configs_launch_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     page = (Path(__file__).parents[3] / "docs/healing.md").read_text(encoding="utf-8")
     found = []
     for config in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
         (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
         given = ["--config_file", str(tmp_path / "config.yaml"), "--no_python", "convert", "heal"]
-        read, _, _ = _validate_launch_command(launch_command_parser().parse_args(given))
+        read, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(given))
+        read.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        settings = prepare_deepspeed_cmd_env(read)[1] if read.use_deepspeed else prepare_multi_gpu_env(read)
         with monkeypatch.context() as patch:
-            for name, value in prepare_multi_gpu_env(read).items():
+            for name, value in settings.items():
                 patch.setenv(name, value)
             plugin = fsdp_plugin()
+            if read.use_deepspeed:  # nothing else is wrong
+                with pytest.raises(Refusal, match="no launcher started" if INSTALLED else "DeepSpeed is not installed"):
+                    zero_plugin(bfloat16=False)
         kind = plugin and (plugin.fsdp_version, plugin.cpu_ram_efficient_loading)
         if read.use_deepspeed:
-            kind = f"ZeRO {read.zero_stage}"
+            kind = f"ZeRO {settings['ACCELERATE_DEEPSPEED_ZERO_STAGE']}"
         found.append((kind, read.num_processes, read.num_machines))
     assert found == [((2, False), 8, 1), ("ZeRO 2", 8, 1), ((2, False), 16, 2), (None, 1, 1)]
 
@@ -150,14 +156,15 @@ def test_what_was_not_tried_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPa
         ("ZERO_STAGE", "3", "healing does not support ZeRO 3"),
         ("OFFLOAD_OPTIMIZER_DEVICE", "cpu", "healing does not support offload_optimizer_device cpu"),
         ("OFFLOAD_PARAM_DEVICE", "nvme", "healing does not support offload_param_device nvme"),
+        ("GRADIENT_CLIPPING", "0.5", "healing does not support gradient_clipping 0.5"),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", "healing does not support gradient_accumulation_steps 4"),
     ):
         with monkeypatch.context() as patch:
-            patch.setenv(f"ACCELERATE_DEEPSPEED_{setting}", value)
+            patch.setenv(f"ACCELERATE_{'' if setting.startswith('GRADIENT') else 'DEEPSPEED_'}{setting}", value)
             with pytest.raises(Refusal, match=error):
                 zero_plugin(bfloat16=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    installed = find_spec("deepspeed") is not None
-    with pytest.raises(Refusal, match="DeepSpeed needs a launcher" if installed else "DeepSpeed is not installed"):
+    with pytest.raises(Refusal, match="no launcher started" if INSTALLED else "DeepSpeed is not installed"):
         zero_plugin(bfloat16=False)
 
 
