@@ -250,7 +250,7 @@ import convert.execute.weights as execute
 from convert.cli import main
 go, write = Path(sys.argv[1]), execute.write_shard
 def slow(*given):
-    print("held", flush=True)
+    print("held", file=sys.__stdout__, flush=True)
     while not go.exists():
         time.sleep(0.02)
     return write(*given)
