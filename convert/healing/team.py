@@ -97,7 +97,7 @@ class Team:
                 f"accelerate does not take {device} with mixed precision {mixed!r}: {' '.join(str(error).split())[:160]}",
                 hint="this process has used accelerate in another way already; heal in a process of its own",
             ) from error
-        kind = str(accelerator.distributed_type).rpartition(".")[-1]
+        kind = accelerator.distributed_type.value
         if zero is not None and kind != _ZERO:
             raise Refusal(
                 f"ACCELERATE_USE_DEEPSPEED is set, but accelerate takes {kind}",
@@ -134,7 +134,7 @@ class Team:
     @property
     def trainer(self) -> type[Trainer]:
         """What trains under such a launch."""
-        return ZeroTrainer if str(self.accelerator.distributed_type).endswith(_ZERO) else Trainer
+        return ZeroTrainer if self.accelerator.distributed_type.value == _ZERO else Trainer
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which models compute as they do while they train."""

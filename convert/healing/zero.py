@@ -17,7 +17,7 @@ from convert.healing.training import CLIP, NotFinite, State, Trainer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 _PREFIX = "ACCELERATE_DEEPSPEED_"
-_SET_HERE = {"GRADIENT_CLIPPING": CLIP, "GRADIENT_ACCUMULATION_STEPS": 1}
+_SET_HERE: dict[str, Any] = {"gradient_clipping": CLIP, "gradient_accumulation_steps": 1}
 _BUCKET = 50_000_000  # numbers that travel at once
 
 
@@ -41,8 +41,8 @@ def zero_plugin(bfloat16: bool) -> Any:
         if (device := asked.get(what, "none")) != "none":
             raise Refusal(f"healing does not support {what} {device} of DeepSpeed", hint="set it to none")
     for what, value in _SET_HERE.items():
-        if (given := os.environ.get(f"ACCELERATE_{what}", "auto")) not in ("auto", "none") and float(given) != value:
-            raise Refusal(f"healing does not support {what.lower()} {given}", hint=f"set it to {value:g}, or leave it out")
+        if (given := os.environ.get(f"ACCELERATE_{what.upper()}", "auto")) not in ("auto", "none") and float(given) != value:
+            raise Refusal(f"healing does not support {what} {given}", hint=f"set it to {value:g}, or leave it out")
     if find_spec("deepspeed") is None:
         raise Refusal("DeepSpeed is not installed", hint="pip install 'kvfold[deepspeed]', or launch with FSDP 2")
     if "LOCAL_RANK" not in os.environ:
@@ -52,7 +52,7 @@ def zero_plugin(bfloat16: bool) -> Any:
         )
     from accelerate import DeepSpeedPlugin
 
-    plugin = DeepSpeedPlugin(gradient_accumulation_steps=1, gradient_clipping=CLIP, zero_stage=int(stage))
+    plugin = DeepSpeedPlugin(zero_stage=int(stage), **_SET_HERE)
     plugin.deepspeed_config |= {
         "train_micro_batch_size_per_gpu": 1,  # unused: steps are cut into parts here
         # Gradients travel in fp32, as they do without DeepSpeed.

@@ -1,4 +1,4 @@
-"""The command line under DeepSpeed. Before each step, it sees whether two processes share what AdamW knows."""
+"""The command line under DeepSpeed. Before each step, it sees whether each of two processes holds half of AdamW's moments."""
 
 from __future__ import annotations
 
