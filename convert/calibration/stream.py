@@ -73,6 +73,7 @@ class LayerStream:
         self._arguments: dict[tuple[int, int], list[_Call]] = {}  # by blocks and their length
         self._trusted: set[int] = set()  # layers whose inputs this object has written or checked
         embeddings = model.get_input_embeddings()
+        embeddings.padding_idx = None  # matters to gradients alone, and `embed` leaves out the rows of tokens that are not read
         self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embeddings)
         for module in model.modules():  # buffers that no checkpoint holds, such as rotary tables
             if module is embeddings:  # its weights stay mapped
