@@ -4,6 +4,13 @@ PYTHON ?= $(shell for p in python3 python python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 
+# Compiled once, with all cores: where PYTHONDONTWRITEBYTECODE is set, as in most containers, every start would compile all
+# modules anew. Some packages hold files for newer Pythons, which do not compile.
+INSTALL := -m pip install --disable-pip-version-check --no-compile --quiet
+define compile
+	$(1)/bin/python -m compileall -qq -j 0 $(1)/lib convert attention eval tests benchmarks || true
+endef
+
 # The oldest transformers that pyproject.toml allows: vLLM 0.32 takes none newer.
 OLDEST := 5.19.0
 # What the version of transformers can change: loading, decoding and writing models.
@@ -56,39 +63,42 @@ clean:
 
 # pip's resolver is given the whole set at once, so that torch cannot be chosen apart from its constraint.
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet --constraint constraints.txt --editable .
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable .
+	$(call compile,.venv)
 	@touch $@
 
 .venv/installed-test: .venv/installed
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[test]'
+	$(call compile,.venv)
 	@touch $@
 
 .venv/installed-lint: .venv/installed
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet --constraint constraints.txt --editable '.[lint]'
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[lint]'
+	$(call compile,.venv)
 	@touch $@
 
 .venv-oldest/installed-test: pyproject.toml constraints.txt Makefile
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv-oldest
 	sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
-		--constraint .venv-oldest/constraints.txt --editable '.[test]'
+	.venv-oldest/bin/python $(INSTALL) --constraint .venv-oldest/constraints.txt --editable '.[test]'
+	$(call compile,.venv-oldest)
 	@touch $@
 
 .venv-deepspeed/installed-test: pyproject.toml constraints.txt Makefile
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv-deepspeed
-	.venv-deepspeed/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
-		--constraint constraints.txt --editable '.[test,deepspeed]'
+	.venv-deepspeed/bin/python $(INSTALL) --constraint constraints.txt --editable '.[test,deepspeed]'
+	$(call compile,.venv-deepspeed)
 	@touch $@
 
 # torchvision, torchaudio and torchcodec, which come with vLLM, fail to import beside a CPU build of torch.
 .venv-engines/installed-test: pyproject.toml constraints.txt Makefile
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv-engines
-	.venv-engines/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
-		$(shell grep '^torch==' constraints.txt) $(ENGINES) --editable '.[test]'
+	.venv-engines/bin/python $(INSTALL) $(shell grep '^torch==' constraints.txt) $(ENGINES) --editable '.[test]'
 	.venv-engines/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(call compile,.venv-engines)
 	@touch $@
 
 # -O1 compiles fast, and tests read a few hundred tokens.

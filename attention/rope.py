@@ -42,16 +42,23 @@ class Rotation:
         rope, nope = states[..., : 2 * pairs], states[..., 2 * pairs :]
         axis = -2 if self.pairing == "half" else -1
         first, second = rope.unflatten(-1, _shape(pairs, self.pairing)).unbind(axis)  # [..., T, P/2] each
-        rotated = torch.stack((first * self.cos - second * self.sin, second * self.cos + first * self.sin), axis).flatten(-2)
-        return torch.cat((rotated, nope), -1)
+        rotated = first * self.cos - second * self.sin, second * self.cos + first * self.sin
+        if self.pairing == "half":  # one copy
+            return torch.cat((*rotated, nope), -1)
+        pairwise = torch.stack(rotated, axis).flatten(-2)
+        return torch.cat((pairwise, nope), -1) if nope.shape[-1] else pairwise
 
     @property
     def adjoint(self) -> Rotation:
         """The adjoint: it rotates back, and multiplies by the attention factor again."""
         return replace(self, sin=-self.sin)
 
-    def of(self, tokens: slice) -> Rotation:
-        """The rotation for a slice of the tokens."""
+    def to(self, dtype: torch.dtype) -> Rotation:
+        """The same rotation of states in `dtype`."""
+        return replace(self, cos=self.cos.to(dtype), sin=self.sin.to(dtype))
+
+    def of(self, tokens: slice | torch.Tensor) -> Rotation:
+        """The rotation for some of the tokens."""
         return replace(self, cos=self.cos[tokens], sin=self.sin[tokens])
 
 

@@ -26,6 +26,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from eval.threads import wait_passively
+
+wait_passively()
+
 import torch
 from random_llama import HEAD_DIM, IMPORTS, Watch, build, layer_parameters, run
 

@@ -19,6 +19,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from eval.threads import wait_passively
+
+wait_passively()
+
 import torch
 import transformers
 from torch import nn

@@ -18,6 +18,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from eval.threads import wait_passively
+
+wait_passively()
+
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache

@@ -19,6 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from eval.threads import wait_passively
+
+wait_passively()
+
 import torch
 from random_llama import run
 

@@ -33,6 +33,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from eval.threads import wait_passively
+
+wait_passively()
+
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig

@@ -184,7 +184,7 @@ def gqa(
         grouping: Which heads share a group: "contiguous" or "similar".
         text: Calibration text: a UTF-8 file, or a list of strings.
         dataset: Instead of `text`: a named dataset, whose training split is used.
-        calibration_tokens: Tokens to use, in blocks spread evenly over the text; None for 131072.
+        calibration_tokens: Tokens to use, in blocks spread evenly over the text; None for 32768.
         calibration_context: Tokens per block; None for min(2048, the model's limit).
         max_context: Tokens of the longest context that the result is for; None for the calibration context.
         propagate: Calibrate each layer on the outputs of the converted layers before it.

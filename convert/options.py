@@ -171,7 +171,7 @@ calibration = _all(
         "--calibration-tokens",
         type=click.IntRange(1),
         metavar="N",
-        help="Calibrate on N tokens from all over the text.  [default: 131072]",
+        help="Calibrate on N tokens from all over the text.  [default: 32768]",
     ),
     click.option(
         "--calibration-context",

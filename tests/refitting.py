@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import inputs, measured, record
 
+from attention.forward import Heads, heads_of
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.queries import fitted_queries
 from convert.calibration.refit import _Search
@@ -46,7 +47,12 @@ def latent(a: Attention, rank: int, pairs: tuple[int, ...], method: str = "weigh
 
 
 def refitted_queries(before: Attention, after: Record, x: torch.Tensor) -> Record:
-    return _Search(before, x).closer(after, fitted_queries(before, after, x))
+    return _Search(before, x).closer(after, fitted_queries(before, after, x, sources(before, x)))
+
+
+def sources(before: Attention, x: torch.Tensor) -> list[Heads]:
+    """What the source's heads make of each block."""
+    return [heads_of(before, block) for block in x]
 
 
 def changed(one: Record, other: Record) -> set[str]:

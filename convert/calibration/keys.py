@@ -13,29 +13,39 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.forward import Heads, heads_of
-from attention.record import Attention, FactoredAttention, Record
+from attention.record import FactoredAttention, Record
 from attention.rope import Rotation
-from convert.calibration.least_squares import TOKENS, centred, conjugate_gradients, fitted_spans, grouped, missing, ridged
+from convert.calibration.least_squares import (
+    TOKENS,
+    centred,
+    conjugate_gradients,
+    fitted_spans,
+    grouped,
+    missing,
+    ridged,
+    rough,
+)
 
 _LEAST = 1e-3  # of the queries' mean power: a dim that they hardly use
 
 
 def fitted_keys(
-    before: Attention, after: Record, blocks: Sequence[torch.Tensor], seen: torch.Tensor
+    after: Record, blocks: Sequence[torch.Tensor], sources: Sequence[Heads], seen: torch.Tensor
 ) -> Callable[[float], Record]:
     """The result with a share of the change of its keys that fits, by that share.
 
     Args:
-        before: The source's record.
-        after: The result's, whose heads are in the same order.
+        after: The result's record, whose heads are in the source's order.
         blocks: The layer's inputs, `[t, E]` each, from position 0, fp32.
+        sources: What the source's heads make of each.
         seen: `[E, E]`, E_t E_{s ~ p_t}[x_s x_sᵀ].
     """
     if isinstance(after, FactoredAttention) and not len(after.k_rope):
         return lambda share: after
     groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
-    parts = fitted_spans(len(before.q), list(map(len, blocks)), TOKENS)
-    fits = [_Fit.of(heads_of(before, x), heads_of(after, x), groups, part) for x, part in zip(blocks, parts, strict=True)]
+    parts = fitted_spans(len(sources[0].plain), list(map(len, blocks)), TOKENS)
+    every = zip(sources, blocks, parts, strict=True)
+    fits = [_Fit.of(source, heads_of(after, x), groups, part) for source, x, part in every]
     change = _solved(fits, seen.float())
     if isinstance(after, FactoredAttention):
         return lambda share: replace(after, k_rope=after.k_rope.float() + share * change[0])
@@ -71,11 +81,17 @@ class _Fit:
         fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
         queries = [grouped(result.scale * fitted[:, tokens], groups) for tokens in parts]
         fit = cls(result.inputs, result.rotation, parts, queries, weights, result.inputs.new_zeros(()))
-        return replace(fit, wanted=fit._gradient(pulls))
+        fit = fit.to(rough(result.inputs.device))
+        return replace(fit, wanted=fit._gradient(pull.to(fit.x.dtype) for pull in pulls))
+
+    def to(self, dtype: torch.dtype) -> _Fit:
+        """The same with all factors of products in another dtype."""
+        queries, weights = ([part.to(dtype) for part in every] for every in (self.queries, self.weights))
+        return _Fit(self.x.to(dtype), self.rotation.to(dtype), self.spans, queries, weights, self.wanted)
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[G, D', E]`, the gradient of half the squared error less that where keys are not changed."""
-        keys = self.rotation(self.x @ change.mT)
+        keys = self.rotation(self.x @ change.mT.to(self.x.dtype))
         logits = (queries @ keys[:, : tokens.stop].mT for queries, tokens in zip(self.queries, self.spans, strict=True))
         return self._gradient(map(centred, logits, self.weights))
 
@@ -84,12 +100,12 @@ class _Fit:
         of_keys = self.x.new_zeros(len(self.queries[0]), len(self.x), self.queries[0].shape[-1])
         for tokens, queries, pull in zip(self.spans, self.queries, pulls, strict=True):
             of_keys[:, : tokens.stop] += pull.mT @ queries
-        return self.rotation.adjoint(of_keys).mT @ self.x
+        return (self.rotation.adjoint(of_keys).mT @ self.x).float()
 
     def power(self) -> torch.Tensor:
         """`[G, D']`, Σ q̂² of each dim, averaged over the two dims of a rotary pair: all angles are alike."""
-        power = torch.stack([queries.square().sum(1) for queries in self.queries]).sum(0)
-        first = self.rotation.of(slice(0, 1))
+        power = torch.stack([queries.float().square().sum(1) for queries in self.queries]).sum(0)
+        first = self.rotation.of(slice(0, 1)).to(power.dtype)
         right_angle = replace(first, cos=torch.zeros_like(first.cos), sin=torch.ones_like(first.sin))
         swapped = right_angle(power[:, None])[:, 0].abs()  # it gives each dim the other one of its pair; nope dims stay
         return (power + swapped) / 2

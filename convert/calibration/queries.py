@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -25,6 +26,7 @@ from convert.calibration.least_squares import (
     fitted_spans,
     inverse,
     missing,
+    rough,
 )
 from convert.methods.query_latent import joined_met
 
@@ -32,15 +34,19 @@ _TOGETHER = 2**20  # logits of one span of a block, of as many heads as are fitt
 _SAMPLED = 64  # tokens, spread evenly, for which keys are rotated back
 
 
-def fitted_queries(before: Attention, after: Record, blocks: Sequence[torch.Tensor]) -> Callable[[float], Record]:
+def fitted_queries(
+    before: Attention, after: Record, blocks: Sequence[torch.Tensor], sources: Sequence[Heads]
+) -> Callable[[float], Record]:
     """The result with a share of the change of its queries that fits, by that share.
 
     Args:
         before: The source's record.
         after: The result's, whose heads are in the same order.
         blocks: The layer's inputs, `[t, E]` each, from position 0, fp32.
+        sources: What the source's heads make of each.
     """
-    lengths, pairs = list(map(len, blocks)), [(heads_of(before, x), heads_of(after, x)) for x in blocks]
+    lengths = list(map(len, blocks))
+    pairs = [(source, heads_of(after, x)) for source, x in zip(sources, blocks, strict=True)]
     free, changes = _free(before, after), []
     for heads in _together(len(before.q), max(lengths)):
         parts = fitted_spans(heads.stop - heads.start, lengths, TOKENS)
@@ -78,47 +84,59 @@ class _Met:
     """What the queries of some heads meet in one block.
 
     Attributes:
-        queries: `[h, T, D]`, the source's, before they are rotated.
+        queries: `[h, n, D]`, the source's of the fitted tokens, before they are rotated.
         nope: `[h, T, N]`, or `[1, T, N]` where heads share it: what is kept and not rotated, times the scale of logits.
         rope: `[h, T, P]` or `[1, T, P]`: what is kept and rotated, times the scale of logits.
-        rotation: Rotates rows by the tokens' positions.
+        rotation: Rotates rows by the positions of the fitted tokens.
+        places: Of each span of these its place among them, and the token behind its last.
     """
 
     queries: torch.Tensor
     nope: torch.Tensor
     rope: torch.Tensor
     rotation: Rotation
+    places: list[tuple[slice, int]]
 
     @classmethod
-    def of(cls, source: Heads, result: Heads) -> _Met:
-        return cls(source.plain, result.scale * result.kept_nope, result.scale * result.kept_rope, result.rotation)
+    def of(cls, source: Heads, result: Heads, spans: list[slice]) -> _Met:
+        tokens = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(source.plain.device)
+        ends = list(accumulate(span.stop - span.start for span in spans))
+        places = [(slice(start, end), span.stop) for start, end, span in zip([0, *ends], ends, spans, strict=False)]
+        kept = result.scale * result.kept_nope, result.scale * result.kept_rope
+        return cls(source.plain[:, tokens], *kept, result.rotation.of(tokens), places)
+
+    def to(self, dtype: torch.dtype) -> _Met:
+        """The same up to a constant for each query, which no variance sees: what is kept loses its mean before rounding."""
+        nope, rope = (rows - rows.mean(1, keepdim=True) for rows in (self.nope, self.rope))
+        return _Met(self.queries.to(dtype), nope.to(dtype), rope.to(dtype), self.rotation.to(dtype), self.places)
 
     @property
     def lifts(self) -> bool:
         """Whether what is kept is taken through A to the queries, because it has more dims than they."""
         return self.nope.shape[-1] > self.queries.shape[-1]
 
-    def logits(self, change: torch.Tensor, parts: Iterable[slice]) -> Iterator[torch.Tensor]:
-        """`[h, t, s]` of each part, which a change of A `[h, D, N + P]` adds."""
+    def logits(self, change: torch.Tensor) -> Iterator[torch.Tensor]:
+        """`[h, t, s]` of each span, which a change of A `[h, D, N + P]` adds."""
         nope, rope = change.tensor_split([self.nope.shape[-1]], -1)
         queries, kept = (self.queries, self.nope @ nope.mT) if self.lifts else (self.queries @ nope, self.nope)
         queries, kept = joined(queries, self.rotation(self.queries @ rope)), joined(kept, self.rope)
-        for tokens in parts:
-            yield queries[:, tokens] @ kept[:, : tokens.stop].mT
+        for rows, stop in self.places:
+            yield queries[:, rows] @ kept[:, :stop].mT
 
-    def gradient(self, pulls: Iterable[torch.Tensor], parts: Iterable[slice]) -> torch.Tensor:
-        """`[h, D, N + P]`, by A, of the sum over all logits, each times its pull `[h, t, s]`."""
+    def gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
+        """`[h, D, N + P]` fp32, by A, of the sum over all logits, each times its pull `[h, t, s]`."""
         queries, lifts = self.queries, self.lifts
-        of_nope = torch.zeros_like(queries) if lifts else queries.new_zeros(*queries.shape[:2], self.nope.shape[-1])
+        rows_of, columns_of = (self.nope, queries) if lifts else (queries, self.nope)
+        of_nope = queries.new_zeros(len(queries), rows_of.shape[1], columns_of.shape[2])
         of_rope = queries.new_zeros(*queries.shape[:2], self.rope.shape[-1])
-        for tokens, pull in zip(parts, pulls, strict=True):
-            of_rope[:, tokens] = pull @ self.rope[:, : tokens.stop]
+        for (rows, stop), pull in zip(self.places, pulls, strict=True):
+            of_rope[:, rows] = pull @ self.rope[:, :stop]
             if lifts:
-                of_nope[:, : tokens.stop] += pull.mT @ queries[:, tokens]
+                of_nope[:, :stop] += pull.mT @ queries[:, rows]
             else:
-                of_nope[:, tokens] = pull @ self.nope[:, : tokens.stop]
+                of_nope[:, rows] = pull @ self.nope[:, :stop]
         nope = of_nope.mT @ self.nope if lifts else queries.mT @ of_nope
-        return torch.cat((nope, queries.mT @ self.rotation.adjoint(of_rope)), -1)
+        return torch.cat((nope, queries.mT @ self.rotation.adjoint(of_rope)), -1).float()
 
 
 @dataclass(frozen=True)
@@ -127,30 +145,33 @@ class _Fit:
 
     Attributes:
         met: What the heads meet.
-        spans: Tokens that are fitted.
-        weights: `[h, t, s]` of each span, the source's attention p.
+        rough: The same as products of many numbers take it.
+        weights: `[h, t, s]` of each span of fitted tokens, the source's attention p, as these products take it.
         wanted: `[h, D, N + P]`, the descent of half the squared error where A is not changed.
     """
 
     met: _Met
-    spans: list[slice]
+    rough: _Met
     weights: list[torch.Tensor]
     wanted: torch.Tensor
 
     @classmethod
-    def of(cls, source: Heads, result: Heads, parts: list[slice]) -> _Fit:
-        """The problem of a block's heads, of some of its spans."""
-        met, (weights, pulls) = _Met.of(source, result), missing(source, result, parts)
-        return cls(met, parts, weights, met.gradient(pulls, parts))
+    def of(cls, source: Heads, result: Heads, spans: list[slice]) -> _Fit:
+        """The problem of a block's heads, of some of its tokens."""
+        met, (weights, pulls) = _Met.of(source, result, spans), missing(source, result, spans)
+        dtype = rough(met.queries.device)
+        fast = met.to(dtype)
+        return cls(met, fast, [part.to(dtype) for part in weights], fast.gradient(part.to(dtype) for part in pulls))
 
     @property
     def count(self) -> int:
         """Tokens that are fitted."""
-        return sum(tokens.stop - tokens.start for tokens in self.spans)
+        return self.met.queries.shape[1]
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[h, D, N + P]`, the gradient of half the squared error less that where A is not changed."""
-        return self.met.gradient(map(centred, self.met.logits(change, self.spans), self.weights), self.spans)
+        logits = self.rough.logits(change.to(self.rough.queries.dtype))
+        return self.rough.gradient(map(centred, logits, self.weights))
 
     def moments(self, sampled: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ_t q qᵀ `[h, D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[h, N + P, N + P]`, of parts with and without positions apart.
@@ -160,34 +181,33 @@ class _Fit:
         Args:
             sampled: Of how many tokens to rotate keys back.
         """
-        queries = torch.cat([self.met.queries[:, tokens] for tokens in self.spans], 1)
-        nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.spans)))
+        nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.weights)))
         split = nope.shape[-1]
         spread = nope.new_zeros(len(nope), split + rope.shape[-1], split + rope.shape[-1])
         spread[:, :split, :split], spread[:, split:, split:] = nope, rope
-        return queries.mT @ queries, spread
+        return self.met.queries.mT @ self.met.queries, spread
 
     def _nope_spread(self) -> torch.Tensor:
         nope = self.met.nope
         seen = nope.new_zeros(len(self.weights[0]), nope.shape[1])
         of_means = nope.new_zeros(())
-        for tokens, weights in zip(self.spans, self.weights, strict=True):
-            seen[:, : tokens.stop] += weights.sum(1)
-            means = weights @ nope[:, : tokens.stop]
+        for (_, stop), weights in zip(self.met.places, self.weights, strict=True):
+            seen[:, :stop] += weights.sum(1, dtype=nope.dtype)
+            means = weights.to(nope.dtype) @ nope[:, :stop]
             of_means = of_means + means.mT @ means
         return nope.mT @ (seen[..., None] * nope) - of_means
 
     def _rope_spread(self, sampled: int) -> torch.Tensor:
         """Of keys as queries see them that are not rotated: rotated back, for some tokens of each span in place of all."""
         total = self.met.rope.new_zeros(())
-        for tokens, weights in zip(self.spans, self.weights, strict=True):
+        for (place, stop), weights in zip(self.met.places, self.weights, strict=True):
             length = weights.shape[1]
             count = min(length, sampled)
             rows = evenly_spread(count, length)
-            back = self.met.rotation.of(tokens).adjoint
+            back = self.met.rotation.of(place).adjoint
             back = replace(back, cos=back.cos[rows, None], sin=back.sin[rows, None])
-            keys = back(self.met.rope[:, None, : tokens.stop].expand(-1, count, -1, -1))  # [h or 1, rows, s, P]
-            weighted = weights[:, rows, :, None] * keys
+            keys = back(self.met.rope[:, None, :stop].expand(-1, count, -1, -1))  # [h or 1, rows, s, P]
+            weighted = weights[:, rows, :, None].to(keys.dtype) * keys
             means = weighted.sum(2)
             spread = keys.flatten(1, 2).mT @ weighted.flatten(1, 2) - means.mT @ means
             total = total + length / count * spread

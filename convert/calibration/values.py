@@ -13,7 +13,16 @@ import torch
 
 from attention.forward import attention_output, heads_of
 from attention.record import Attention
-from convert.calibration.least_squares import RIDGE, conjugate_gradients, fitted_spans, grouped, inverse, logits_of, ridged
+from convert.calibration.least_squares import (
+    RIDGE,
+    conjugate_gradients,
+    fitted_spans,
+    grouped,
+    inverse,
+    logits_of,
+    ridged,
+    rough,
+)
 
 
 def fitted_values(
@@ -60,7 +69,13 @@ class _Fit:
         weights = [grouped(heads.weights(logits), groups) for logits in every]
         outputs = after.o.float().unflatten(1, (groups, -1))
         fit = cls(x, outputs, parts, weights, x.new_zeros(()))
-        return replace(fit, wanted=fit._gradient([lacking[tokens] for tokens in parts]))
+        fit = fit.to(rough(x.device))
+        return replace(fit, wanted=fit._gradient([lacking[tokens].to(fit.x.dtype) for tokens in parts]))
+
+    def to(self, dtype: torch.dtype) -> _Fit:
+        """The same with all factors of products in another dtype."""
+        weights = [part.to(dtype) for part in self.weights]
+        return _Fit(self.x.to(dtype), self.outputs.to(dtype), self.spans, weights, self.wanted)
 
     @property
     def count(self) -> int:
@@ -69,7 +84,7 @@ class _Fit:
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[G, D, E]`, the gradient of half the squared error less that where values are not changed."""
-        values, made = self.x @ change.mT, []
+        values, made = self.x @ change.mT.to(self.x.dtype), []
         for tokens, weights in zip(self.spans, self.weights, strict=True):
             read = (weights @ values[:, : tokens.stop]).unflatten(1, (self.outputs.shape[2], -1))  # [G, n, t, D]
             made.append(read.permute(2, 0, 1, 3).flatten(1) @ self.outputs.flatten(1).T)
@@ -81,12 +96,12 @@ class _Fit:
         for tokens, weights, pull in zip(self.spans, self.weights, pulls, strict=True):
             of_heads = (pull @ self.outputs.flatten(1)).unflatten(-1, self.outputs.shape[1:])  # [t, G, n, D]
             of_values[:, : tokens.stop] += weights.mT @ of_heads.permute(1, 2, 0, 3).flatten(1, 2)
-        return of_values.mT @ self.x
+        return (of_values.mT @ self.x).float()
 
 
 def _solved(fits: list[_Fit], read: torch.Tensor) -> torch.Tensor:
     """`[G, D, E]`, the change of the values after a few steps of conjugate gradients, over tokens of all blocks."""
-    outputs = fits[0].outputs.permute(1, 2, 0, 3).flatten(1, 2)  # [G, n E, D]
+    outputs = fits[0].outputs.float().permute(1, 2, 0, 3).flatten(1, 2)  # [G, n E, D]
     left = outputs.mT @ outputs
     least = (RIDGE * left.diagonal(dim1=1, dim2=2).mean(-1)).clamp_min(torch.finfo(torch.float32).tiny)
     left = left + least[:, None].expand(-1, left.shape[-1]).diag_embed()
@@ -97,4 +112,5 @@ def _solved(fits: list[_Fit], read: torch.Tensor) -> torch.Tensor:
         return torch.stack([fit.curvature(change) for fit in fits]).sum(0) + count * ridge * left @ change
 
     wanted = torch.stack([fit.wanted for fit in fits]).sum(0)
-    return conjugate_gradients(wanted, applied, lambda residual: left_inverse @ residual @ right / count)
+    # One problem: the outputs of all heads are added.
+    return conjugate_gradients(wanted, applied, lambda residual: left_inverse @ residual @ right / count, apart=False)

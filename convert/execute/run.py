@@ -142,7 +142,7 @@ def _execute(
             processes.first(lambda: None)
             done = carried_out(plan, recorded(plan.output.path))
         else:
-            kept = _statistics_directory(plan, reader, work, text, statistics_in)
+            kept = _statistics_directory(plan, reader, work, text and text.surveyed(processes.count), statistics_in)
             processes.first(lambda: kept)
             job = Job(plan, reader, work, text, _device(plan), progress, kept, processes)
             decided, record = _convert(job, manifest)

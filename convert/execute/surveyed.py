@@ -22,7 +22,7 @@ class Surveyed:
     """
 
     def __init__(self, job: Job, text: CalibrationText) -> None:
-        self._job, self._text = job, text
+        self._job, self._text = job, text.surveyed(job.processes.count)
         self._found: Callable[[int], Statistics] | None = None
         self._told = False  # whether the other processes know if there is a survey
 

@@ -17,6 +17,7 @@ of E × E, one QR of (H + G) D × R and the attention of the sample.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,10 +50,23 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     trial = sample.of(range(0, len(sample.rows), 2)).blocks  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 
-    def error(result: FactoredAttention) -> float:
-        return float((attention_output(result, trial) - expected).square().sum())
+    def tried(place: int) -> tuple[float, FactoredAttention]:
+        result = latent.result(attention, rope, _BALANCES[place])
+        return float((attention_output(result, trial) - expected).square().sum()), result
 
-    return min((latent.result(attention, rope, balance) for balance in _BALANCES), key=error)
+    return _downhill(tried, len(_BALANCES))
+
+
+def _downhill(tried: Callable[[int], tuple[float, FactoredAttention]], count: int) -> FactoredAttention:
+    """The result with the least error of `count`, from the middle on: errors have one valley."""
+    place, best = count // 2, tried(count // 2)
+    for step in (1, -1):
+        start = place
+        while 0 <= place + step < count and (further := tried(place + step))[0] < best[0]:
+            place, best = place + step, further
+        if place != start:
+            break
+    return best[1]
 
 
 @dataclass(frozen=True)

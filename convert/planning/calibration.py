@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from eval.source import Source
     from eval.text import Text, Tokens
 
-_TOKENS = 131072
+_TOKENS = 32768
 _TOKENS_PER_CHANNEL = 8
+_DECIDED_ON = 8192  # tokens: what all layers share is chosen alike on four times as many
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,16 @@ class CalibrationText:
         from convert.methods.blocks import Blocks
 
         return Blocks.mixed(self.tokens.blocks(self.plan.context))
+
+    def surveyed(self, parts: int = 1) -> CalibrationText:
+        """What a survey of the source reads: all of it, or a spread part where layers then see all of it in sequence.
+
+        Args:
+            parts: The processes that share it, which need a block each.
+        """
+        if not self.plan.in_sequence:
+            return self
+        return replace(self, tokens=self.tokens.spread(max(_DECIDED_ON, parts * self.plan.context), self.plan.context))
 
     def remarks(self, width: int) -> list[str]:
         """A remark if the text is short for a model of width `width`."""

@@ -1,11 +1,19 @@
-"""Sizes of batches."""
+"""Sizes of batches, and the dtype of products."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 
 @pytest.fixture(params=[48, 4096, 5], ids=["7 blocks by 4", "all at once", "blocks longer than a batch"])
 def batched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr("convert.calibration.stream._TOKENS", request.param)
     return int(request.param)
+
+
+@pytest.fixture
+def in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits multiply in fp32, whatever the machine does faster."""
+    for part in ("queries", "keys", "values"):
+        monkeypatch.setattr(f"convert.calibration.{part}.rough", lambda device: torch.float32)

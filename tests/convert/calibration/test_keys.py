@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from records import random, record
-from refitting import SEEN, X, changed, latent, merged
+from refitting import SEEN, X, changed, latent, merged, sources
 
 from attention.forward import heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
@@ -19,7 +19,7 @@ from convert.calibration.refit import _Search
 
 
 def with_fitted_keys(before: Attention, after: Record) -> Record:
-    return _Search(before, X).closer(after, fitted_keys(before, after, X, SEEN.seen))
+    return _Search(before, X).closer(after, fitted_keys(after, X, sources(before, X), SEEN.seen))
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
@@ -45,6 +45,7 @@ def test_the_rope_key_of_mla_that_was_spoilt_is_restored() -> None:
 
 
 @pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "gqa, ALiBi", "mla", "mla, ALiBi", "mqa"])
+@pytest.mark.usefixtures("in_full")
 def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """½ Σ_h Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one head after another."""
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
@@ -72,6 +73,7 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
+@pytest.mark.usefixtures("in_full")
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_both_dims_of_a_rotary_pair_count_alike(pairing: str) -> None:
     a = record(2, 2, 3, 2, 20, pairing)  # type: ignore[arg-type]

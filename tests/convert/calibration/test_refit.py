@@ -58,9 +58,9 @@ def test_what_is_exact_stays_exact_in_a_refit(biased: bool) -> None:
 
 @pytest.mark.parametrize("norm", ["shared", "head", "all", "after"])
 def test_behind_a_norm_of_queries_and_keys_only_values_are_fitted(norm: str) -> None:
-    a = record(4, 1, 3, 0, 20, norm=norm)
+    a, x = record(4, 1, 3, 0, 20, norm=norm), inputs(20, tokens=64, blocks=24)
     after = merged(a, 2)
-    assert changed(all_refitted(a, after), after) == {"v"}
+    assert changed(refitted(a, after, Blocks.whole(x), measured(x).attended), after) == {"v"}
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])

@@ -34,6 +34,7 @@ def test_values_that_were_spoilt_are_restored(biased: bool, groups: int) -> None
     assert changed(fitted, spoilt) == {"v"}
 
 
+@pytest.mark.usefixtures("in_full")
 def test_the_gradient_by_values_is_that_of_the_squared_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
     a = record(4, 2, 2, 2, 20)
@@ -48,3 +49,13 @@ def test_the_gradient_by_values_is_that_of_the_squared_error(monkeypatch: pytest
     assert fit.count == X.shape[1]
     found = fit.curvature(leaf.detach()) - fit.wanted
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("norm", [None, "shared", "all"])
+def test_a_fit_brings_the_outputs_that_it_sees_closer(norm: str | None) -> None:
+    """All groups together: each by itself, they would compensate for the same loss again and again."""
+    a = record(4, 1, 3, 0, 20, norm=norm)
+    after = merged(a, 2)
+    assert isinstance(after, Attention)
+    fitted = fitted_values(a, after, X, SEEN.read)(1.0)
+    assert output_error(a, fitted, X) < 0.9 * output_error(a, after, X)

@@ -62,7 +62,7 @@ def test_options_come_apart_into_text_and_steps() -> None:
 @pytest.mark.parametrize(("method", "refit"), [("weighted", True), ("aligned", True), ("pca", False)])
 def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refit: bool, source: Sources) -> None:
     found = decided(source(), method, given=TEXT)
-    assert found == Calibration(TEXT, 131072, 128, False, refit, 0, 128), "blocks are no longer than the model's positions"
+    assert found == Calibration(TEXT, 32768, 128, False, refit, 0, 128), "blocks are no longer than the model's positions"
     assert decided(source(max_position_embeddings=8192), method, given=TEXT).context == 2048
 
 
