@@ -16,7 +16,6 @@ from typing import Any
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from eval.capacity import without_weights
-from eval.clock import timed
 
 _log = logging.getLogger("kvfold")
 _MOMENT = 5.0  # seconds: what takes less is not worth a line
@@ -110,6 +109,8 @@ def _measured(name: str, width: int, dtype: str) -> Machine:
 
 def _seconds(device: Any, run: Callable[[], object]) -> float:
     """Of the fastest run: other processes slow down some."""
+    from eval.clock import timed
+
     timed(device, run, _nothing, 2)
     end, taken = time.monotonic() + _PROBE, list[float]()
     while time.monotonic() < end or len(taken) < 3:
