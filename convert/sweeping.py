@@ -19,7 +19,6 @@ from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import check_output, partial_path, read_object, recorded
 from convert.checkpoint.writer import write_whole
 from convert.execute.run import carried_out, execute, expected_duration, inputs_of, works_of
-
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from attention.spec import AttentionSpec
 from convert.calibration.refit import sample_for
 from convert.methods.blocks import Blocks
@@ -28,10 +30,9 @@ _QUERIES = 64  # of each block, whose attention is measured
 # The refit of one layer: fits of queries, keys and values, each of passes over the logits of its tokens.
 _FITS = {GroupedTarget: 8, LatentTarget: 7}
 _PASSES = 9  # of a fit: conjugate gradients, and the two logits before
-_PASS_VALUES = 4  # of elementwise operations, for each logit
+_PASS_VALUES = 3  # of elementwise operations, for each logit
 _FITTED_TOKENS = 8192  # at most
-_FITTED, _JUDGED = 7 / 8, 1 / 8  # shares of the sample
-_JUDGEMENTS = 3  # attention outputs of the other share, of each fit
+_JUDGEMENTS = 3  # attention outputs of the rows to judge by, of each fit
 # The choice of a latent's layout.
 _OFFERS, _TRIED_LAYERS = 2, 4
 _TRIED_TOKENS = EXCERPT // 2
@@ -87,22 +88,33 @@ class _Layer:
 
     def refit(self, tokens: int) -> Work:
         """The fits of queries, keys and values on a sample of so many tokens."""
-        spec, fits = self.spec, _FITS[type(self.plan.target)]
-        lengths = self._lengths(max(1, tokens // self.context))
-        mean = sum(length**2 for length in lengths) / sum(lengths)  # the length of a token's block
-        fitted = min(_FITTED_TOKENS, _FITTED * tokens)
-        logits = spec.num_heads * fitted * mean / 2
-        dims = spec.key_dim if spec.kv_lora_rank is None else spec.kv_lora_rank + spec.qk_rope_head_dim
-        one_pass = logits * Work(4 * dims, _PASS_VALUES)
-        judged = max(1, int(_JUDGED * tokens))
-        share = self.passes(_JUDGEMENTS, judged, self.context)
-        return fits * (_PASSES * one_pass + share)
+        fitted, judged = self._parted(max(1, tokens // self.context))
+        count, pairs = sum(fitted), sum(length**2 for length in fitted) / 2
+        logits = self.spec.num_heads * pairs * min(1, _FITTED_TOKENS / count)
+        one_fit = _PASSES * logits * Work(4 * self._fitted_dims, _PASS_VALUES)
+        return _FITS[type(self.plan.target)] * (one_fit + _JUDGEMENTS * self._attention(judged))
 
-    def _lengths(self, rows: int) -> list[int]:
-        """Of the blocks of a sample of so many rows."""
-        import torch
+    def _attention(self, lengths: list[int]) -> Work:
+        """The attention's outputs of blocks of these lengths."""
+        spec, pairs = self.spec, sum(length**2 for length in lengths) / 2
+        weights = self.width * (spec.key_dim + spec.head_dim) * (spec.num_heads + spec.num_kv_heads)
+        scored = spec.num_heads * pairs * Work(2 * (spec.key_dim + spec.head_dim), 1)
+        return scored + Work(2 * weights * sum(lengths))
 
-        return [len(block) for block in Blocks.mixed(torch.empty(rows, self.context)).blocks]
+    @property
+    def _fitted_dims(self) -> float:
+        """Of what queries and keys meet, on average over the fits."""
+        target = self.plan.target.spec
+        return self.spec.key_dim if target.kv_lora_rank is None else target.kv_lora_rank / 2 + target.qk_rope_head_dim
+
+    def _parted(self, rows: int) -> tuple[list[int], list[int]]:
+        """The lengths of the blocks of a sample of so many rows: those to fit, and those to judge by."""
+        blocks = Blocks.mixed(torch.empty(rows, self.context, device="meta"))
+        fitted, others = ([blocks.cuts[row] for row in part] for part in blocks.parted())
+        return self._lengths(fitted), self._lengths(others)
+
+    def _lengths(self, cuts: list[int]) -> list[int]:
+        return [self.context // parts for parts in cuts for _ in range(parts)]
 
     def fit(self, calibration: Calibration) -> Work:
         """Everything that is done to the layer in sequence."""
