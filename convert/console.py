@@ -48,21 +48,22 @@ class Lines:
         now, said = self._clock(), self._said.get(stage)
         if done == 0 or said is None:
             click.echo(f"{printable(stage)}: {total:,} {unit}{'' if total == 1 else 's'}", err=True)
-            self._said[stage] = _Said(now, done)
-        elif now - said.at < _AT_ONCE:
-            self._said[stage] = _Said(said.at, done)  # what an earlier run has done says nothing about the speed
+            self._said[stage] = _Said(now, done, done)
+        elif now - said.at < _AT_ONCE and said.done == said.first:
+            self._said[stage] = _Said(said.at, done, done)  # what an earlier run has done says nothing about the speed
         elif said.done < done < total:
             pace = (now - said.at) / (done - said.done)
-            if now - said.at >= max(_QUIET, pace * total / _PARTS):
+            if now - said.at >= max(_QUIET, pace * (total - said.first) / _PARTS):
                 click.echo(f"{printable(stage)}: {done / total:.0%}, about {duration(pace * (total - done))} left", err=True)
-                self._said[stage] = _Said(now, done)
+                self._said[stage] = said._replace(at=now, done=done)
 
 
 class _Said(NamedTuple):
-    """When a line of a stage was printed, and how much of it was done then."""
+    """When the last line of a stage was printed, how much of it was done then, and how much at the first line."""
 
     at: float
     done: int
+    first: int
 
 
 class Bars:

@@ -22,6 +22,8 @@ _MOMENT = 5.0  # seconds: what takes less is not worth a line
 _PROBE = 0.15  # seconds that each rate is measured for
 _WIDTHS = 64, 4096  # of the matrices that rates are measured with
 _ROWS = {"cpu": 512, "cuda": 8192}  # of inputs, in such a measurement
+_MANY = {"cpu": 2**20, "cuda": 2**26}  # values of an elementwise operation
+_LARGE = {"cpu": 2**25, "cuda": 2**28}  # values of a matrix that no cache holds
 # Of one forward pass, measured on CPUs.
 _ELEMENTWISE = 1.5  # values that norms, activations and rotations go through, for each row and column of a matrix and token
 _OPERATORS = 150  # calls per layer
@@ -93,14 +95,15 @@ def _measured(name: str, width: int, dtype: str) -> Machine:
     import torch
 
     device, kind = torch.device(name), getattr(torch, dtype)
-    rows = _ROWS.get(device.type, _ROWS["cuda"])
-    inputs, matrix = torch.ones(rows, width, device=device, dtype=kind), torch.ones(width, width, device=device, dtype=kind)
-    values = torch.ones(2**20 if device.type == "cpu" else 2**26, device=device)
-    weights, few = torch.ones(2**25 if device.type == "cpu" else 2**27, device=device), torch.ones(64, device=device)
+    rows = _ROWS[device.type]
+    inputs, matrix = (torch.ones(count, width, device=device, dtype=kind) for count in (rows, width))
+    values = torch.ones(_MANY[device.type], device=device)
+    weights = torch.ones(_LARGE[device.type] // width, width, device=device, dtype=kind)
+    few = torch.ones(64, device=device)
     rates = (
         (2 * rows * width * width, lambda: inputs @ matrix),
         (values.numel(), values.exp),
-        (weights.nbytes, weights.sum),
+        (weights.nbytes, lambda: inputs[:1] @ weights.mT),
         (100, lambda: [few.add(1) for _ in range(100)]),
     )
     with torch.inference_mode():
