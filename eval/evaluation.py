@@ -104,9 +104,9 @@ def report_of(
     """
     protocols, whole = prepare(sources, text, settings)
     tokens = replace(whole, ids=whole.ids[: settings.max_tokens])
+    models = _Models(sources, settings, tokens, lambda source: _overlap(source, tokens, whole, calibrated_on), progress)
     if not foretold:
         _foretell(sources, len(tokens.ids), settings)
-    models = _Models(sources, settings, tokens, lambda source: _overlap(source, tokens, whole, calibrated_on), progress)
     scores = [[Score() for _ in sources] for _ in protocols]
     jobs = [
         Job(batch, row)

@@ -71,8 +71,9 @@ def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
-        (0.01, "1 second"), (1, "1 second"), (7.26, "7.3 seconds"), (42.4, "42 seconds"), (99.6, "100 seconds"), (120, "2 minutes"),
-        (725, "12 minutes"), (6000, "1.7 hours"), (86400, "24 hours"), (200_000, "2.3 days"), (2e7, "231 days"),
+        (0.01, "1 second"), (1, "1 second"), (7.26, "7.3 seconds"), (42.4, "42 seconds"), (99.6, "100 seconds"),
+        (120, "2 minutes"), (725, "12 minutes"), (6000, "1.7 hours"), (86400, "24 hours"), (200_000, "2.3 days"),
+        (2e7, "231 days"),
     ],
 )  # fmt: skip
 def test_durations_have_two_digits(seconds: float, said: str) -> None:
@@ -99,3 +100,29 @@ def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         assert foretell(Work(flops=4e11), torch.device("cpu"), 64) == 4  # quick on this machine
     said = [record.getMessage() for record in caplog.records]
     assert said == ["takes about 12 minutes on cpu", "takes about 12 minutes on cpu, without the tasks"]
+
+
+def test_evaluations_and_benchmarks_say_what_they_take(
+    checkpoint: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from eval import bench, evaluate
+
+    def slow(name: str, width: int, dtype: str) -> Machine:
+        return Machine(name, 1e5, 1e4, 1e5, 1e3)
+
+    monkeypatch.setattr(forecast, "_measured", slow)
+    monkeypatch.setattr(forecast, "_SLOW", slow("", 0, ""))
+    source, strings = (
+        checkpoint(max_position_embeddings=256),
+        ["Once there was a cat. It sat on the mat, and the mat was flat.\n" * 20],
+    )
+    found = []
+    with caplog.at_level(logging.INFO, "kvfold"):
+        for more in ({}, {"recall": True}, {"context": [64, 128]}):
+            monkeypatch.setattr(forecast, "duration", lambda seconds: found.append(seconds) or "long")
+            evaluate(source, text=strings, device="cpu", **more)
+        bench(source, context=[16], steps=2, rounds=2, device="cpu")
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("takes")]
+    assert said == 4 * ["takes about long on cpu"]
+    assert found[1] > found[0]
+    assert found[2] > 1.3 * found[0]
