@@ -16,6 +16,7 @@ from typing import Any
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from eval.capacity import without_weights
+from eval.device import out_of_memory
 
 _log = logging.getLogger("kvfold")
 _MOMENT = 5.0  # seconds: what takes less is not worth a line
@@ -23,7 +24,7 @@ _PROBE = 0.15  # seconds that each rate is measured for
 _WIDTHS = 64, 4096  # of the matrices that rates are measured with
 _ROWS = {"cpu": 512, "cuda": 8192}  # of inputs, in such a measurement
 _MANY = {"cpu": 2**20, "cuda": 2**26}  # values of an elementwise operation
-_LARGE = {"cpu": 2**25, "cuda": 2**28}  # values of a matrix that no cache holds
+_LARGE = {"cpu": 2**25, "cuda": 2**26}  # values of a matrix that no cache holds
 # Of one forward pass, measured on CPUs.
 _ELEMENTWISE = 1.5  # values that norms, activations and rotations go through, for each row and column of a matrix and token
 _OPERATORS = 150  # calls per layer
@@ -229,7 +230,12 @@ def foretell(work: Work, device: Any, width: int, dtype: str = "float32", withou
     """
     if _SLOW.seconds(work) < _MOMENT:
         return None
-    seconds = expected_seconds(work, device, width, dtype)
+    try:
+        seconds = expected_seconds(work, device, width, dtype)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return None  # the work itself says what it lacks
     if seconds >= _MOMENT:
         _log.info("takes about %s on %s%s", duration(seconds), device, f", without {without}" if without else "")
     return seconds

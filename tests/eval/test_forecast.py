@@ -102,6 +102,14 @@ def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert said == ["takes about 12 minutes on cpu", "takes about 12 minutes on cpu, without the tasks"]
 
 
+def test_a_device_without_memory_is_left_to_the_work_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str, width: int, dtype: str) -> Machine:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(forecast, "_measured", full)
+    assert foretell(Work(flops=72e12), torch.device("cpu"), 64) is None
+
+
 def test_evaluations_and_benchmarks_say_what_they_take(
     checkpoint: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
