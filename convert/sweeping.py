@@ -33,7 +33,7 @@ from eval.evaluation import EvaluationSettings, evaluation_work, prepare, report
 from eval.forecast import Decoder, Work, foretell
 from eval.progress import Progress, silent
 from eval.source import Source
-from eval.text import Text
+from eval.text import Text, about_tokens
 
 _log = logging.getLogger("kvfold")
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is given
@@ -192,7 +192,7 @@ def _works(plans: Sequence[Plan], tokens: int, evaluated: int, settings: Evaluat
 def _foretell(plans: Sequence[Plan], calibrate_on: Text | None, evaluated: int, settings: EvaluationSettings) -> None:
     """Say how long a sweep takes from its beginning."""
     source, text = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
-    tokens = len(CalibrationText.of(source, text, calibrate_on).tokens.ids) if text and calibrate_on else 0
+    tokens = about_tokens([calibrate_on.text], text.tokens) if text and calibrate_on else 0
     work = sum(_works(plans, tokens, evaluated, settings), Work())
     foretell(work, compute_device(settings.device), source.decoder.hidden_size)
 

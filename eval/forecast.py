@@ -1,6 +1,6 @@
 """How long work will take on this machine: its size, from shapes alone, times rates that a short calibration measures.
 
-Commands sum up their own work (`eval.expected`, and beside the plans of `convert`), and say the result before it begins.
+Commands sum up their own work beside what carries it out, and say how long it takes before it begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger("kvfold")
 _MOMENT = 5.0  # seconds: what takes less is not worth a line
 _PROBE = 0.15  # seconds that each rate is measured for
 _WIDTHS = 64, 4096  # of the matrices that rates are measured with
-_ROWS = {"cpu": 512, "cuda": 8192}  # of inputs, in such a measurement
+_ROWS = {"cpu": 256, "cuda": 8192}  # of inputs, in such a measurement
 _MANY = {"cpu": 2**20, "cuda": 2**26}  # values of an elementwise operation
 _LARGE = {"cpu": 2**25, "cuda": 2**26}  # values of a matrix that no cache holds
 # Of one forward pass, measured on CPUs.
@@ -115,9 +115,9 @@ def _seconds(device: Any, run: Callable[[], object]) -> float:
     """Of the fastest run: other processes slow down some."""
     from eval.clock import timed
 
-    timed(device, run, _nothing, 2)
+    timed(device, run, _nothing, 1)
     end, taken = time.monotonic() + _PROBE, list[float]()
-    while time.monotonic() < end or len(taken) < 3:
+    while time.monotonic() < end or not taken:
         taken += timed(device, run, _nothing, 1)
     return max(min(taken), 1e-9)
 
@@ -152,14 +152,16 @@ class Decoder:
 
     @classmethod
     def of(cls, config: Any, trust_remote_code: bool = False) -> Decoder:
-        """That of a config of transformers.
-
-        Raises:
-            Refusal: transformers cannot build a model from it.
-        """
+        """That of a config of transformers; of a usual one of its size where its class builds no model without weights."""
         from torch import nn
 
-        model, text = without_weights(config, trust_remote_code), config.get_text_config(decoder=True)
+        text = config.get_text_config(decoder=True)
+        layers, width, vocabulary = int(text.num_hidden_layers), int(text.hidden_size), int(text.vocab_size)
+        try:
+            model = without_weights(config, trust_remote_code)
+        except Refusal:
+            usual = 12 * layers * width**2, 16 * layers * width
+            return cls(layers, width, vocabulary, usual[0] + 2 * width * vocabulary, *usual, *_heads(config, layers, width))
         outputs = model.get_output_embeddings()
         around = {id(module) for module in model.modules() if module is outputs or isinstance(module, nn.Embedding)}
         weights = dims = 0.0
@@ -169,8 +171,7 @@ class Decoder:
                 weights += share * matrix.numel()
                 dims += share * matrix.numel() / matrix.shape[-1] / matrix.shape[-2] * sum(matrix.shape[-2:])
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        sizes = int(text.num_hidden_layers), int(text.hidden_size), int(text.vocab_size)
-        return cls(*sizes, parameters, weights, dims, *_heads(config, *sizes[:2]))
+        return cls(layers, width, vocabulary, parameters, weights, dims, *_heads(config, layers, width))
 
     def forward(self, tokens: int, context: int, logits: int | None = None, passes: int | None = None) -> Work:
         """A forward pass of causal attention, or several.

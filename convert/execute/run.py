@@ -189,10 +189,10 @@ def expected_duration(plan: Plan, work: Work) -> float:
 
 def _foretell(job: Job, evaluated: int) -> float | None:
     """Say how long a conversion takes. Evaluation runs in one process, everything else that takes long in all."""
-    tokens = len(job.text.tokens.ids) if job.text else 0
-    (own,), (whole,) = works_of([job.plan], tokens), works_of([job.plan], tokens, evaluated)
-    work = whole + (1 / job.processes.count - 1) * own
-    return foretell(work, job.device, job.plan.source.decoder.hidden_size)
+    source, tokens = job.plan.source, len(job.text.tokens.ids) if job.text else 0
+    decoder = Decoder.of(source.config, source.trust_remote_code)
+    alone, whole = (work_of(job.plan, decoder, tokens, count) for count in (0, evaluated))
+    return foretell(whole + (1 / job.processes.count - 1) * alone, job.device, decoder.width)
 
 
 @contextlib.contextmanager

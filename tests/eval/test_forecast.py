@@ -11,6 +11,7 @@ import torch
 from tiny import tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from attention.errors import Refusal
 from eval import forecast
 from eval.forecast import Decoder, Machine, Work, duration, foretell
 
@@ -52,6 +53,20 @@ def test_a_token_meets_its_own_experts_alone() -> None:
     one, two = (Decoder.of(tiny_config("mixtral", num_experts_per_tok=count)) for count in (1, 2))
     assert two.parameters == one.parameters
     assert two.weights - one.weights == pytest.approx(3 * 3 * 64 * 32)  # another expert of three matrices in each layer
+
+
+def test_a_class_that_builds_nothing_without_weights_is_a_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(config: Any, trust_remote_code: bool) -> Any:
+        raise Refusal("no")
+
+    config = tiny_config("llama", intermediate_size=171)
+    found = Decoder.of(config)
+    monkeypatch.setattr(forecast, "without_weights", refused)
+    usual = Decoder.of(config)
+    assert (usual.layers, usual.width, usual.vocabulary, usual.heads) == (3, 64, 96, 24)
+    assert usual.weights == pytest.approx(found.weights, rel=0.2)
+    assert usual.parameters == pytest.approx(found.parameters, rel=0.2)
+    assert usual.dims == pytest.approx(found.dims, rel=0.3)
 
 
 def test_work_adds_up() -> None:
