@@ -7,8 +7,9 @@ and warn through the logger "kvfold".
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent
 from eval.api import contexts_of, read_text
 from eval.progress import Progress, silent
 from eval.source import Source
+from eval.text import about_tokens
 
 if TYPE_CHECKING:
     from convert.healing.plan import HealPlan
@@ -40,10 +42,12 @@ class Conversion:
         plan: The plan of the conversion.
         record: The content of conversion.json; None after a dry run, and empty in processes that only work on the text
             (`accelerate launch`).
+        expected_seconds: After a dry run, how long the conversion will take here.
     """
 
     plan: Plan
     record: dict[str, Any] | None
+    expected_seconds: float | None = None
 
     @property
     def output(self) -> Path:
@@ -72,12 +76,14 @@ class Conversion:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan's facts and, where the conversion was done, its record."""
+        if self.record is None:
+            return self.plan.as_dict() | {"expected_seconds": self.expected_seconds}
         return self.plan.as_dict() | ({"conversion": self.record} if self.record else {})
 
     def __str__(self) -> str:
         from convert.planning.describe import conversion_text, plan_text
 
-        return plan_text(self.plan) if self.record is None else conversion_text(self.plan, self.record)
+        return plan_text(self.plan, self.expected_seconds) if self.record is None else conversion_text(self.plan, self.record)
 
 
 @dataclass(frozen=True)
@@ -89,11 +95,13 @@ class Healing:
         passes: How often the steps go over the text.
         record: The content of conversion.json; None after a dry run, and empty in processes that only train (`accelerate
             launch`).
+        expected_seconds: After a dry run, how long the healing will take here in one process.
     """
 
     plan: HealPlan
     passes: float
     record: dict[str, Any] | None
+    expected_seconds: float | None = None
 
     @property
     def output(self) -> Path:
@@ -114,12 +122,16 @@ class Healing:
         """The plan's facts and, where the healing was done, its record."""
         from convert.healing.describe import facts
 
+        if self.record is None:
+            return facts(self.plan, self.passes) | {"expected_seconds": self.expected_seconds}
         return facts(self.plan, self.passes) | ({"conversion": self.record} if self.record else {})
 
     def __str__(self) -> str:
         from convert.healing.describe import healed_text, plan_text
 
-        return plan_text(self.plan, self.passes) if self.record is None else healed_text(self.plan, self.passes, self.record)
+        if self.record is None:
+            return plan_text(self.plan, self.passes, self.expected_seconds)
+        return healed_text(self.plan, self.passes, self.record)
 
 
 @dataclass(frozen=True)
@@ -130,21 +142,27 @@ class Sweep:
         plans: The plan of each result, with the choices made on the way.
         report: The evaluation of the source and all results; None after `dry_run=True`.
         report_directory: The directory of report.json, report.md, report.html and curve.svg.
+        expected_seconds: After a dry run, how long each result will take here with its evaluation; the first one also the
+            source's.
     """
 
     plans: list[Plan]
     report: dict[str, Any] | None
     report_directory: Path
+    expected_seconds: list[float] = field(default_factory=list)
 
     def as_dict(self) -> Any:
         """The report; after a dry run, the plans."""
-        return [plan.as_dict() for plan in self.plans] if self.report is None else self.report
+        if self.report is not None:
+            return self.report
+        each = zip(self.plans, self.expected_seconds, strict=True)
+        return [plan.as_dict() | {"expected_seconds": seconds} for plan, seconds in each]
 
     def __str__(self) -> str:
         from convert.planning.describe import plans_text
         from eval.report import to_markdown
 
-        return plans_text(self.plans) if self.report is None else to_markdown(self.report)
+        return plans_text(self.plans, sum(self.expected_seconds)) if self.report is None else to_markdown(self.report)
 
 
 def gqa(
@@ -425,7 +443,9 @@ def heal(
     planned = plan_heal(source, None if teacher is None else str(teacher), options, where, device, seed)
     train_on = read_text(text, dataset, "train")
     if dry_run:
-        return Healing(planned, run.training_text(planned, train_on).passes(planned.steps, planned.batch), None)
+        blocks = run.training_text(planned, train_on)
+        seconds = run.expected_duration(planned, blocks, about_tokens(evaluate))
+        return Healing(planned, blocks.passes(planned.steps, planned.batch), None, seconds)
     held_out = None if evaluate is None else read_text(evaluate, None, "test")
     done = run.execute(planned, train_on, held_out, progress)
     return Healing(done.plan, done.record["healing"]["passes"], done.record) if done.record else Healing(planned, 0.0, {})
@@ -488,9 +508,12 @@ def sweep(
     chosen = (None if groups is None else tuple(dict.fromkeys(groups)), latents, None if methods is None else tuple(methods))
     plans = sweeping.plans_for(source, sweeping.Wanted(*chosen, calibration, where, device, seed))
     directory = where.path / sweeping.REPORT
-    if dry_run:
-        return Sweep(plans, None, directory)
     settings = EvaluationSettings(protocol, contexts_of(context), max_tokens, "auto", device)
+    if dry_run:
+        tokens = next((plan.calibration.tokens for plan in plans if plan.calibration), 0)
+        evaluated = min(about_tokens(evaluate), max_tokens or sys.maxsize)
+        seconds = sweeping.expected_durations(plans, about_tokens(text, tokens), evaluated, settings)
+        return Sweep(plans, None, directory, seconds)
     done: list[Plan] = []
 
     def finished(plan: Plan) -> None:
@@ -616,9 +639,12 @@ def _calibration_text(text: TextGiven | None, dataset: str | None) -> Text | Non
 def _carried_out(
     planned: Plan, text: TextGiven | None, dataset: str | None, evaluate: TextGiven | None, dry_run: bool, progress: Progress
 ) -> Conversion:
+    from convert.execute.run import execute, expected_duration, works_of
+
     if dry_run:
-        return Conversion(planned, None)
-    from convert.execute.run import execute
+        tokens = about_tokens(text, planned.calibration.tokens) if planned.calibration else 0
+        (work,) = works_of([planned], tokens, about_tokens(evaluate))
+        return Conversion(planned, None, expected_duration(planned, work))
 
     held_out = None if evaluate is None else read_text(evaluate, None, "test")
     given = _calibration_text(text, dataset) if planned.calibration else None

@@ -298,7 +298,9 @@ healing = _all(
     device,
     click.option("--seed", type=_seed, default=0, show_default=True, help="For the order of blocks."),
     _begun,
-    click.option("--dry-run", is_flag=True, help="Print the plan and stop. Reads the text, but no weights."),
+    click.option(
+        "--dry-run", is_flag=True, help="Print the plan and how long it takes here, and stop. Reads the text, but no weights."
+    ),
     common,
 )
 
@@ -317,7 +319,7 @@ writing = _all(
         "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Start a new weight file beyond this size."
     ),
     _begun,
-    click.option("--dry-run", is_flag=True, help="Print the plan and stop. Reads no weights."),
+    click.option("--dry-run", is_flag=True, help="Print the plan and how long it takes here, and stop. Reads no weights."),
 )
 
 conversion = _all(

@@ -18,7 +18,7 @@ from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import check_output, partial_path, read_object, recorded
 from convert.checkpoint.writer import write_whole
-from convert.execute.run import carried_out, execute, inputs_of
+from convert.execute.run import carried_out, execute, expected_duration, inputs_of, works_of
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
@@ -28,11 +28,12 @@ from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent
 from convert.processes import launched_count
 from eval import report
-from eval.device import require_device
-from eval.evaluation import EvaluationSettings, prepare, report_of
+from eval.device import compute_device, require_device
+from eval.evaluation import EvaluationSettings, evaluation_work, prepare, report_of
+from eval.forecast import Decoder, Work, foretell
 from eval.progress import Progress, silent
 from eval.source import Source
-from eval.text import Text
+from eval.text import Text, about_tokens
 
 _log = logging.getLogger("kvfold")
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is given
@@ -131,7 +132,8 @@ def sweep(
             hint="several can share gqa, mqa, mla and heal; launch these one by one",
         )
     directory, source = plans[0].output.path.parent, plans[0].source
-    prepare([source], evaluate_on, settings)  # errors in a text should come before the work
+    _, held_out = prepare([source], evaluate_on, settings)  # errors in a text should come before the work
+    _foretell(plans, calibrate_on, len(held_out.ids[: settings.max_tokens]), settings)
     try:
         with exclusive(directory):
             return _swept(directory, plans, calibrate_on, evaluate_on, settings, progress, made)
@@ -159,12 +161,40 @@ def _swept(
             made(carried_out(plan, recorded(plan.output.path)).plan)
             continue
         text = calibrate_on if plan.calibration else None
-        made(execute(plan, text, None, progress, directory / "survey", partial(ledger.note, plan)).plan)
+        made(execute(plan, text, None, progress, directory / "survey", partial(ledger.note, plan), foretold=True).plan)
     results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
-    found = report_of([source, *results], evaluate_on, settings, progress=progress)
+    found = report_of([source, *results], evaluate_on, settings, progress=progress, foretold=True)
     report.write(found, directory / REPORT)
     shutil.rmtree(directory / "survey", ignore_errors=True)
     return found
+
+
+def expected_durations(plans: Sequence[Plan], tokens: int, evaluated: int, settings: EvaluationSettings) -> list[float]:
+    """The seconds that each result of a sweep takes with its evaluation; the first one also those of the source.
+
+    Args:
+        plans: From `plans_for`.
+        tokens: Of the calibration text.
+        evaluated: Of the held-out text.
+        settings: How it is evaluated.
+    """
+    return [expected_duration(plan, work) for plan, work in zip(plans, _works(plans, tokens, evaluated, settings), strict=True)]
+
+
+def _works(plans: Sequence[Plan], tokens: int, evaluated: int, settings: EvaluationSettings) -> list[Work]:
+    source = plans[0].source
+    decoder = Decoder.of(source.config, source.trust_remote_code)
+    one = evaluation_work([decoder], source, evaluated, settings.contexts, settings.protocol)
+    first, *others = works_of(plans, tokens)
+    return [first + 2 * one, *(work + one for work in others)]
+
+
+def _foretell(plans: Sequence[Plan], calibrate_on: Text | None, evaluated: int, settings: EvaluationSettings) -> None:
+    """Say how long a sweep takes from its beginning."""
+    source, text = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
+    tokens = about_tokens([calibrate_on.text], text.tokens) if text and calibrate_on else 0
+    work = sum(_works(plans, tokens, evaluated, settings), Work())
+    foretell(work, compute_device(settings.device), source.decoder.hidden_size)
 
 
 class _Candidate(NamedTuple):

@@ -43,8 +43,8 @@ class Fit:
     fits: dict[str, bool]
 
 
-def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
-    """Count the parameters of the causal LM that `config` describes, tied ones once, without allocating memory.
+def without_weights(config: Any, trust_remote_code: bool = False) -> Any:
+    """The causal LM that `config` describes, on the meta device, without allocating memory.
 
     Raises:
         Refusal: transformers cannot build a model from `config`.
@@ -60,7 +60,16 @@ def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise Refusal(f"transformers cannot build a model from this config of type {config.model_type!r}: {reason}") from error
     model.tie_weights()
-    return sum(parameter.numel() for parameter in model.parameters())
+    return model
+
+
+def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
+    """Count the parameters of the causal LM that `config` describes, tied ones once, without allocating memory.
+
+    Raises:
+        Refusal: transformers cannot build a model from `config`.
+    """
+    return sum(parameter.numel() for parameter in without_weights(config, trust_remote_code).parameters())
 
 
 def fit(

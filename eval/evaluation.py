@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,19 +16,22 @@ from attention.caps import keep_caps
 from attention.errors import Failure, GateMissed, Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.cost import cache_figures
-from eval.device import require_device
+from eval.device import compute_device, require_device
+from eval.forecast import Decoder, Work, foretell
 from eval.lockstep import Job, score_all
 from eval.overlap import shared_share
 from eval.perplexity import Score, batches, protocol_record
 from eval.probes import PROBES
 from eval.progress import Progress, silent
 from eval.protocol import Protocol
+from eval.recall import work_of as recall_work
 from eval.source import Source, position_limit
 from eval.tasks import TaskSettings
 from eval.text import Text, Tokens, tokenize
 
 _log = logging.getLogger("kvfold")
 _DEFAULT_CONTEXT = 2048
+_SCORED = 8  # values that scoring goes through for each logit, of a model that is compared with its source
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ def report_of(
     settings: EvaluationSettings,
     calibrated_on: Tokens | None = None,
     progress: Progress = silent,
+    foretold: bool = False,
 ) -> dict[str, Any]:
     """Evaluate the first model as the source, and compare the others with it.
 
@@ -88,6 +93,7 @@ def report_of(
         calibrated_on: The text that the others were calibrated on, if known. Otherwise their own conversion.json tells
             whether it was the start of this text.
         progress: Called with the progress of each stage.
+        foretold: Whether the caller has said how long it takes, as part of its own work.
 
     Returns:
         The report, the content of report.json: `{"kvfold", "protocol", "models", "other_contexts"}` and a key for each probe.
@@ -99,6 +105,8 @@ def report_of(
     protocols, whole = prepare(sources, text, settings)
     tokens = replace(whole, ids=whole.ids[: settings.max_tokens])
     models = _Models(sources, settings, tokens, lambda source: _overlap(source, tokens, whole, calibrated_on), progress)
+    if not foretold:
+        _foretell(sources, len(tokens.ids), settings)
     scores = [[Score() for _ in sources] for _ in protocols]
     jobs = [
         Job(batch, row)
@@ -121,6 +129,38 @@ def report_of(
         ],
         **models.probed(),
     }
+
+
+def evaluation_work(
+    decoders: Sequence[Decoder], source: Source, tokens: int, contexts: Sequence[int] = (), protocol: str = "paper"
+) -> Work:
+    """The work of an evaluation, without probes.
+
+    Args:
+        decoders: Of the models; the source comes first.
+        source: Its positions decide the default context.
+        tokens: Of the text.
+        contexts: As of `EvaluationSettings`.
+        protocol: One of `eval.protocol.PROTOCOLS`.
+    """
+    total = Work()
+    for one in (Protocol.named(protocol, context) for context in require_contexts([source], contexts)):
+        run = math.ceil(tokens * one.context / one.stride)  # blocks may overlap
+        for decoder in decoders:
+            total += decoder.forward(run, min(run, one.context), tokens) + Work(values=_SCORED * tokens * decoder.vocabulary)
+    return sum((decoder.load() for decoder in decoders), total)
+
+
+def _foretell(sources: Sequence[Source], tokens: int, settings: EvaluationSettings) -> None:
+    """Say how long an evaluation takes."""
+    decoders = [Decoder.of(source.config, source.trust_remote_code) for source in sources]
+    contexts = require_contexts(sources, settings.contexts)
+    work = evaluation_work(decoders, sources[0], tokens, contexts, settings.protocol)
+    if settings.recall:
+        limit = position_limit(sources)
+        work += sum((recall_work(decoder, tokens, limit) for decoder in decoders), Work())
+    dtype, without = _compute_dtype(sources[0], settings), "the tasks" if settings.tasks else ""
+    foretell(work, compute_device(settings.device), decoders[0].width, dtype, without)
 
 
 class _Models:

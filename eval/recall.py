@@ -20,6 +20,7 @@ from torch.nn.functional import nll_loss
 
 from attention.errors import Refusal
 from eval.device import input_device, memory_for
+from eval.forecast import Decoder, Work
 from eval.perplexity import finite
 from eval.progress import Progress, stage
 from eval.source import Source, position_limit
@@ -67,10 +68,7 @@ class Recall:
     def of(cls, ids: torch.Tensor, positions: int, bos: int | None = None) -> Recall:
         """The probe on a text's `ids [n]` for models of so many positions. The same arguments give the same tokens."""
         opening = ids.new_tensor([] if bos is None else [bos])
-        distances, distance = [], _NEAREST
-        while distance <= _FARTHEST and distance + COPY <= min(positions - len(opening), len(ids) + 2 * COPY):
-            distances.append(distance)
-            distance *= 2
+        distances = _distances(min(positions - len(opening), len(ids) + 2 * COPY))
         if not distances:
             raise Refusal(
                 f"recall needs models of at least {_NEAREST + COPY} positions and a text of {_NEAREST - COPY} tokens, "
@@ -121,6 +119,25 @@ class Recall:
         """The loss `[COPY − 1]`, fp64, of all but the first token of `copy`, with which `ids [T]` ends."""
         logits = finite(_last_logits(model, torch.cat((self.opening, ids)), len(copy))[:-1], model)
         return nll_loss(logits.float().log_softmax(-1), copy[1:].to(logits.device), reduction="none").double().cpu()
+
+
+def work_of(decoder: Decoder, tokens: int, positions: int | None) -> Work:
+    """The work of the probe on one model of so many positions (None: of any number), with a text of so many tokens."""
+    work = decoder.forward(_sequences(_NEAREST) * COPY, COPY)  # of first copies
+    room = tokens + 2 * COPY
+    for distance in _distances(room if positions is None else min(positions, room)):
+        count, length = _sequences(distance), distance + COPY
+        work += decoder.forward(count * length, length, count * COPY)
+    return work
+
+
+def _distances(room: int) -> list[int]:
+    """From a token to its copy, in sequences of at most so many tokens."""
+    distances, distance = [], _NEAREST
+    while distance <= _FARTHEST and distance + COPY <= room:
+        distances.append(distance)
+        distance *= 2
+    return distances
 
 
 def _sequences(distance: int) -> int:

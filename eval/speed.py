@@ -21,12 +21,14 @@ from eval.clock import hardware, spread, timed
 from eval.device import compute_device, free_memory, memory_for, require_device
 from eval.entrant import Entrant, describe, entrants, loaded
 from eval.evaluation import require_causal, require_contexts
+from eval.forecast import Decoder, Work, foretell
 from eval.largest import Largest, search
 from eval.progress import Progress, silent, stage
 from eval.source import Source
 from eval.workload import Workload, weight_bytes
 
 _WARM_UP = 3  # steps; the second one records CUDA graphs
+_CACHE_READ = 4  # times that a decode step goes through the cache: to widen it, too, and to copy it
 _NO_PEAK = "not measured on a CPU"
 _NO_LARGEST = "not searched for on a CPU, where memory that is not there is lent and the process killed"
 
@@ -94,6 +96,7 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
     _require_memory(entered, cases, device)
     together = len(entered) > 1 and not settings.compile and _fit_together(entered, cases, device)
     groups = [entered] if together else [[entrant] for entrant in entered]
+    _foretell(entered, cases, settings, device)
     total = len(entered) * len(cases) * settings.rounds
     found: list[dict[str, Any]] = []
     with stage(progress, "bench", total, "round") as done:
@@ -110,6 +113,29 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
     order = None if len(entered) == 1 else "alternating" if together else "one after another"
     asked = {"rounds": settings.rounds, "steps": settings.steps, "compile": settings.compile, "order": order}
     return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
+
+
+def work_of(entrant: Entrant, decoder: Decoder, cases: Sequence[Case], settings: BenchSettings) -> Work:
+    """The work of measuring a model in one runtime: without compilation, and without the search for the largest batch."""
+    total, rounds = decoder.load(), settings.rounds
+    for case in cases:
+        prefill = decoder.forward(case.batch * case.context, case.context, case.batch, 1)
+        step = decoder.forward(case.batch, case.context, passes=1)
+        step += Work(bytes=entrant.weight_bytes + _CACHE_READ * entrant.cache_bytes(*case))
+        total += (rounds + 1) * prefill + (1 + _WARM_UP + rounds * (1 + settings.steps)) * step
+    return total
+
+
+def _foretell(entered: Sequence[Entrant], cases: Sequence[Case], settings: BenchSettings, device: torch.device) -> None:
+    """Say how long it takes."""
+    work, width = Work(), 0
+    for entrant in entered:
+        decoder = Decoder.of(entrant.source.config, entrant.source.trust_remote_code)
+        work, width = work + work_of(entrant, decoder, cases, settings), decoder.width
+    searched = settings.largest_batch and device.type != "cpu"
+    named = [("compilation", settings.compile), ("the search for the largest batch", searched)]
+    without = " and ".join(name for name, there in named if there)
+    foretell(work, device, width, entered[0].dtype, without)
 
 
 def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Entrant], list[Case]]:

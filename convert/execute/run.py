@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
 from convert.execute.card import model_card
 from convert.execute.deciding import Decision, decide
+from convert.execute.forecast import needs_survey, work_of
 from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.loadable import require_loadable
@@ -39,6 +40,7 @@ from convert.planning.targets import GroupedTarget, LatentTarget
 from convert.processes import ALONE, Processes
 from eval.device import compute_device, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
+from eval.forecast import Decoder, Work, expected_seconds, foretell
 from eval.overlap import WARN_ABOVE
 from eval.progress import Progress, silent
 from eval.source import Source
@@ -67,6 +69,7 @@ def execute(
     progress: Progress = silent,
     statistics_in: Path | None = None,
     published: Callable[[], None] = lambda: None,
+    foretold: bool = False,
 ) -> Executed:
     """Write the plan's checkpoint.
 
@@ -79,6 +82,7 @@ def execute(
         progress: Called with the progress of each stage.
         statistics_in: A directory that keeps statistics of the source for other conversions; None to keep none.
         published: Called when OUTPUT is complete, before the work directory, by which `--resume` recognises it, is removed.
+        foretold: Whether the caller has said how long it takes, as part of its own work.
 
     Raises:
         KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
@@ -88,7 +92,7 @@ def execute(
         with exclusive(where.path):
             # Again, now that no other run writes.
             check_output(where.path, plan.source.directory, where.overwrite, where.resume)
-            done = _execute(plan, calibrate_on, evaluate_on, processes, progress, statistics_in, published)
+            done = _execute(plan, calibrate_on, evaluate_on, processes, progress, statistics_in, published, foretold)
     else:
         if text := _calibration_text(plan, calibrate_on, processes):
             with _explained(plan):
@@ -121,10 +125,12 @@ def _execute(
     progress: Progress,
     statistics_in: Path | None,
     published: Callable[[], None],
+    foretold: bool,
 ) -> Executed:
-    clock, settings = Clock(), EvaluationSettings(device=plan.device)
+    clock, settings, evaluated = Clock(), EvaluationSettings(device=plan.device), 0
     if evaluate_on:
-        prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
+        _, held_out = prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
+        evaluated = len(held_out.ids)
     text = _calibration_text(plan, calibrate_on, processes)
     processes = processes if text else ALONE
     reader = Reader(plan.source.files, plan.family.renamed)
@@ -145,17 +151,48 @@ def _execute(
             kept = _statistics_directory(plan, reader, work, text and text.surveyed(processes.count), statistics_in)
             processes.first(lambda: kept)
             job = Job(plan, reader, work, text, _device(plan), progress, kept, processes)
+            expected = None if foretold else _foretell(job, evaluated)
             decided, record = _convert(job, manifest)
             if evaluate_on:
                 record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
             card = model_card(decided, record, plan.source.files)
-            record |= {"run": clock.run(plan.output.path, reader.fingerprint())}
+            record |= {"run": clock.run(plan.output.path, reader.fingerprint(), expected)}
             write_record(work.path, record, card)
             work.publish()
             done = Executed(decided, record)
         published()
         work.discard()
         return done
+
+
+def works_of(plans: Sequence[Plan], tokens: int, evaluated: int = 0) -> list[Work]:
+    """The work of conversions of one source, which is surveyed once.
+
+    Args:
+        plans: From `convert.planning`.
+        tokens: Of the calibration text.
+        evaluated: Tokens of held-out text that each is evaluated on, beside the source; 0 for none.
+    """
+    decoder = Decoder.of(plans[0].source.config, plans[0].source.trust_remote_code)
+    works, surveyed = [], set[bool]()
+    for plan in plans:
+        works.append(work_of(plan, decoder, tokens, evaluated, surveyed=plan.reads_projections in surveyed))
+        if needs_survey(plan):
+            surveyed.add(plan.reads_projections)
+    return works
+
+
+def expected_duration(plan: Plan, work: Work) -> float:
+    """The seconds that the work takes on the plan's device."""
+    return expected_seconds(work, _device(plan), plan.source.decoder.hidden_size)
+
+
+def _foretell(job: Job, evaluated: int) -> float | None:
+    """Say how long a conversion takes. Evaluation runs in one process, everything else that takes long in all."""
+    source, tokens = job.plan.source, len(job.text.tokens.ids) if job.text else 0
+    decoder = Decoder.of(source.config, source.trust_remote_code)
+    alone, whole = (work_of(job.plan, decoder, tokens, count) for count in (0, evaluated))
+    return foretell(whole + (1 / job.processes.count - 1) * alone, job.device, decoder.width)
 
 
 @contextlib.contextmanager
@@ -345,7 +382,7 @@ def _evaluate(
     result = replace(Source.parse(str(work.path), plan.source.trust_remote_code), label="converted")
     try:
         report = report_of(
-            [replace(plan.source, label="source"), result], on, settings, text.tokens if text else None, progress
+            [replace(plan.source, label="source"), result], on, settings, text.tokens if text else None, progress, True
         )
     except (Refusal, Failure) as error:
         raise Failure(

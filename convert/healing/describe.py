@@ -6,6 +6,7 @@ from typing import Any
 
 from convert.healing.memory import expected
 from convert.healing.plan import HealPlan
+from convert.planning.describe import expected_lines
 
 _TRAINS = {
     "attention": "the attention and the norms before it",
@@ -43,11 +44,12 @@ def facts(plan: HealPlan, passes: float) -> dict[str, Any]:
     }
 
 
-def plan_text(plan: HealPlan, passes: float) -> str:
-    """The plan, for a terminal."""
+def plan_text(plan: HealPlan, passes: float, seconds: float | None = None) -> str:
+    """The plan, for a terminal, and how long it will take in one process."""
     parts = {name: size / 1e9 for name, size in expected(plan).items()}
     listed = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
-    return "\n".join([*_lines(plan, passes), f"memory: about {sum(parts.values()):.2f} GB ({listed})"])
+    lines = [*_lines(plan, passes), *expected_lines(seconds)]
+    return "\n".join([*lines, f"memory: about {sum(parts.values()):.2f} GB ({listed})"])
 
 
 def healed_text(plan: HealPlan, passes: float, record: dict[str, Any]) -> str:

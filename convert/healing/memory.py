@@ -58,7 +58,12 @@ def expected(plan: HealPlan, parts: int = 1) -> dict[str, int]:
 
 def disk(plan: HealPlan) -> int:
     """Bytes on disk while it runs, besides the result."""
-    return _FP32 * _KEPT * _trained(plan, *_model(plan))
+    return _FP32 * _KEPT * trained_numbers(plan)
+
+
+def trained_numbers(plan: HealPlan) -> int:
+    """How many numbers train."""
+    return _trained(plan, *_model(plan))
 
 
 def _model(plan: HealPlan) -> tuple[Any, set[str]]:

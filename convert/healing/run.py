@@ -21,6 +21,7 @@ from convert.execute.publish import Clock, copy_companions, write_record
 from convert.execute.record import versions
 from convert.healing.batches import TrainingText, encoded
 from convert.healing.card import card
+from convert.healing.forecast import work_of
 from convert.healing.loop import healed
 from convert.healing.memory import disk, expected
 from convert.healing.models import opened, student_of, teacher_of, trainer_of
@@ -34,6 +35,7 @@ from convert.healing.training import Trainer
 from convert.healing.weights import places, write
 from eval.device import compute_device, free_memory, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
+from eval.forecast import Work, expected_seconds, foretell
 from eval.overlap import WARN_ABOVE, shared_share
 from eval.progress import Progress, silent
 from eval.source import Source
@@ -104,8 +106,10 @@ def training_text(plan: HealPlan, text: Text) -> TrainingText:
 
 def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, progress: Progress) -> Healed:
     clock, settings = Clock(), EvaluationSettings(contexts=(plan.context,), device=plan.device)
+    evaluated = 0
     if evaluate_on:
         _, held_out = prepare([plan.teacher, plan.converted], evaluate_on, settings)
+        evaluated = len(held_out.ids)
     text = training_text(plan, given)
     if evaluate_on:
         _warn_of_overlap(evaluate_on, held_out, text.tokens)
@@ -125,12 +129,13 @@ def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, 
                 team.tell(None)
                 record = recorded(plan.output.path)
             else:
+                expected = _foretell(plan, text, evaluated, team)
                 record = _healed(plan, text, reader, work, team, progress)
                 if evaluate_on:
                     work.keep()
                     record |= {"evaluation": _evaluate(plan, record, work, evaluate_on, settings, progress)}
                 page = card(plan, record)
-                record |= {"run": clock.run(plan.output.path, reader.fingerprint() | _teacher_files(plan))}
+                record |= {"run": clock.run(plan.output.path, reader.fingerprint() | _teacher_files(plan), expected)}
                 write_record(work.path, record, page)
                 work.publish()
             work.discard()
@@ -141,6 +146,29 @@ def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, 
         raise Failure(
             f"healing to {plan.output.path} stopped: {error}", hint="mend that, then repeat the command with --resume"
         ) from None
+
+
+def expected_duration(plan: HealPlan, text: TrainingText, evaluated: int) -> float:
+    """The seconds that a healing takes in one process, with an evaluation on so many tokens; 0 without."""
+    device = compute_device(plan.device)
+    width = plan.converted.decoder.hidden_size
+    return expected_seconds(_work(plan, text, evaluated), device, width, _dtype(device.type == "cuda"))
+
+
+def _foretell(plan: HealPlan, text: TrainingText, evaluated: int, team: Team) -> float | None:
+    """Say how long it takes. Evaluation runs in one process, everything else that takes long in all."""
+    alone, whole = _work(plan, text, 0), _work(plan, text, evaluated)
+    work = whole + (1 / team.accelerator.num_processes - 1) * alone
+    return foretell(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(team.bfloat16))
+
+
+def _work(plan: HealPlan, text: TrainingText, evaluated: int) -> Work:
+    return work_of(plan, len(text.tokens.ids), len(text.held_out) * plan.context, evaluated)
+
+
+def _dtype(bfloat16: bool) -> str:
+    """That forward passes compute in."""
+    return "bfloat16" if bfloat16 else "float32"
 
 
 def _teacher_files(plan: HealPlan) -> dict[str, list[int]]:
@@ -278,7 +306,7 @@ def _evaluate(
     result = replace(Source.parse(str(work.path), trusted), label="healed")
     sources = [replace(plan.teacher, label="source"), replace(plan.converted, label="converted"), result]
     try:
-        report = report_of(sources, on, settings, None, progress)
+        report = report_of(sources, on, settings, None, progress, True)
     except (Refusal, Failure) as error:
         raise Failure(
             f"the healing is done, its evaluation failed: {error}",

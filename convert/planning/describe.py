@@ -16,6 +16,7 @@ from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.planning.base import Plan, host_of, readable
 from convert.planning.room import full_rank, latent_for_budget, smallest_latent
+from eval.forecast import duration
 from eval.tables import bytes_text, table
 
 if TYPE_CHECKING:
@@ -267,9 +268,15 @@ def support_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join([f"| from | {' | '.join(kinds)} |", f"| --- |{' --- |' * len(kinds)}", *lines, "", *reasons])
 
 
-def plan_text(plan: Plan) -> str:
-    """A planned conversion, for a terminal."""
-    return "\n".join([*_plan_lines(plan), f"would be written to {_where(plan)}"])
+def plan_text(plan: Plan, seconds: float | None = None) -> str:
+    """A planned conversion, for a terminal, and how long it will take."""
+    lines = [*_plan_lines(plan), *expected_lines(seconds), f"would be written to {_where(plan)}"]
+    return "\n".join(lines)
+
+
+def expected_lines(seconds: float | None) -> list[str]:
+    """How long something will take on this machine, if that is known."""
+    return [] if seconds is None else [f"would take about {duration(seconds)} on this machine"]
 
 
 def conversion_text(plan: Plan, record: Mapping[str, Any]) -> str:
@@ -310,12 +317,12 @@ def _quality_lines(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def plans_text(plans: Sequence[Plan]) -> str:
-    """A planned sweep, one row per result."""
+def plans_text(plans: Sequence[Plan], seconds: float | None = None) -> str:
+    """A planned sweep, one row per result, and how long all of it will take."""
     rows = []
     for plan in plans:
         spec = plan.target.spec
         before, after = plan.before.bytes_per_token(plan.source.dtype), spec.bytes_per_token(plan.cache_dtype)
         rows.append([plan.output.path.name, spec.kind, plan.target.method.name, str(after), f"{after / before:.1%}"])
-    where = f"would be written to {plans[0].output.path.parent}, with a report"
+    where = "\n".join([*expected_lines(seconds), f"would be written to {plans[0].output.path.parent}, with a report"])
     return table(["result", "attention", "method", "KV bytes/token", "of the source's"], rows, right=(3, 4)) + f"\n\n{where}"

@@ -14,7 +14,7 @@ import torch
 from tiny import save_tokenizer
 
 from attention.errors import Failure, Refusal
-from eval.text import Text, Tokens, load_dataset, read_file, tokenize
+from eval.text import Text, Tokens, about_tokens, load_dataset, read_file, tokenize
 
 
 @pytest.fixture
@@ -230,3 +230,11 @@ def test_a_megabyte_is_encoded_whole_in_seconds_by_a_sentencepiece_style_tokeniz
     assert time.perf_counter() - started < 20
     assert tokens.per_byte < 0.6
     assert tokenizer.decode(tokens.ids) == text
+
+
+def test_the_size_of_a_text_tells_about_how_many_tokens_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("1234" * 100)
+    assert about_tokens(path) == about_tokens(["1234" * 60, "1234" * 40]) == 100
+    assert about_tokens(path, 30) == about_tokens(None, 30) == 30
+    assert about_tokens(None) == about_tokens(tmp_path / "none.txt") == 0

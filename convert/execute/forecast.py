@@ -1,0 +1,179 @@
+"""How long a conversion takes: the work of its stages, from sizes alone.
+
+Passes over the text and the fits are most of it. What is counted here is what the stages of `convert.execute` and
+`convert.calibration` do; the constants below are all that has to change with them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from attention.spec import AttentionSpec
+from convert.calibration.refit import sample_for
+from convert.methods.blocks import Blocks
+from convert.methods.latent import LatentMethod
+from convert.methods.ranks import measured_ranks
+from convert.methods.statistics import EXCERPT
+from convert.planning.base import Plan
+from convert.planning.calibration import Calibration
+from convert.planning.targets import GroupedTarget, LatentTarget
+from eval.evaluation import evaluation_work
+from eval.forecast import Decoder, Work
+
+# Passes of a layer over the text.
+_SURVEYED = 1.0  # by the source
+_IN_SEQUENCE = 2.4  # by the source, by the result, and by the result's attention alone
+_QUERIES = 64  # of each block, whose attention is measured
+# The refit of one layer: fits of queries, keys and values, each of passes over the logits of its tokens.
+_FITS = {GroupedTarget: 8, LatentTarget: 7}
+_PASSES = 9  # of a fit: conjugate gradients, and the two logits before
+_PASS_VALUES = 3  # of elementwise operations, for each logit
+_FITTED_TOKENS = 8192  # at most
+_JUDGEMENTS = 3  # attention outputs of the rows to judge by, of each fit
+# The choice of a latent's layout.
+_OFFERS, _TRIED_LAYERS = 2, 4
+_TRIED_TOKENS = EXCERPT // 2
+# Refinement: a trial and the steps themselves, each with a backward pass.
+_DESCENTS, _PASSES_OF_STEP, _STEP_TOKENS = 2, 3, 2048
+_MUON = 30  # flops of a matrix's step, for each of its values and the shorter side
+# Decompositions and solutions in fp64.
+_DECOMPOSED = 25  # flops in fp32 that take as long, for n³
+_DECOMPOSITIONS = {GroupedTarget: 2, LatentTarget: 4}  # of the method, of size E
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The sizes of one layer, and what it does to `tokens` in blocks of `context`."""
+
+    plan: Plan
+    decoder: Decoder
+    tokens: int
+    context: int
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.plan.before
+
+    @property
+    def width(self) -> int:
+        return self.decoder.width
+
+    @property
+    def heads_width(self) -> int:
+        """H D, what the output projection reads."""
+        return self.spec.num_heads * self.spec.head_dim
+
+    def passes(self, count: float, tokens: int, context: int) -> Work:
+        """Forward passes of the layer."""
+        return count / self.decoder.layers * self.decoder.forward(tokens, context, logits=0)
+
+    def moments(self) -> Work:
+        """The moments of the layer's inputs, also as attention sees them."""
+        spec, width, queries = self.spec, self.width, min(_QUERIES, self.context)
+        projected = 2 * width * spec.key_dim * (spec.num_heads + spec.num_kv_heads)
+        attended = 2 * queries * spec.num_heads * (spec.key_dim + width * (1 + width / self.context))
+        values = 4 * queries * spec.num_heads
+        return self.tokens * Work(4 * width**2 + projected + attended, values)
+
+    def decomposed(self, count: float, size: int) -> Work:
+        return Work(flops=count * _DECOMPOSED * size**3)
+
+    def method(self) -> Work:
+        """The method's change of the layer's weights."""
+        size = min(self.width, self.heads_width)
+        return self.decomposed(_DECOMPOSITIONS[type(self.plan.target)], size)
+
+    def refit(self, tokens: int) -> Work:
+        """The fits of queries, keys and values on a sample of so many tokens."""
+        fitted, judged = self._parted(max(1, tokens // self.context))
+        count, pairs = sum(fitted), sum(length**2 for length in fitted) / 2
+        logits = self.spec.num_heads * pairs * min(1, _FITTED_TOKENS / count)
+        one_fit = _PASSES * logits * Work(4 * self._fitted_dims, _PASS_VALUES)
+        return _FITS[type(self.plan.target)] * (one_fit + _JUDGEMENTS * self._attention(judged))
+
+    def _attention(self, lengths: list[int]) -> Work:
+        """The attention's outputs of blocks of these lengths."""
+        spec, pairs = self.spec, sum(length**2 for length in lengths) / 2
+        weights = self.width * (spec.key_dim + spec.head_dim) * (spec.num_heads + spec.num_kv_heads)
+        scored = spec.num_heads * pairs * Work(2 * (spec.key_dim + spec.head_dim), 1)
+        return scored + Work(2 * weights * sum(lengths))
+
+    @property
+    def _fitted_dims(self) -> float:
+        """Of what queries and keys meet, on average over the fits."""
+        target = self.plan.target.spec
+        return self.spec.key_dim if target.kv_lora_rank is None else target.kv_lora_rank / 2 + target.qk_rope_head_dim
+
+    def _parted(self, rows: int) -> tuple[list[int], list[int]]:
+        """The lengths of the blocks of a sample of so many rows: those to fit, and those to judge by."""
+        blocks = Blocks.mixed(torch.empty(rows, self.context, device="meta"))
+        fitted, others = ([blocks.cuts[row] for row in part] for part in blocks.parted())
+        return self._lengths(fitted), self._lengths(others)
+
+    def _lengths(self, cuts: list[int]) -> list[int]:
+        return [self.context // parts for parts in cuts for _ in range(parts)]
+
+    def fit(self, calibration: Calibration) -> Work:
+        """Everything that is done to the layer in sequence."""
+        work = self.passes(_IN_SEQUENCE if calibration.fitted else 1, self.tokens, self.context) + self.moments()
+        if calibration.refit:
+            work += self.refit(min(self.tokens, sample_for(self.width)))
+            work += self.tokens * Work(2 * self.heads_width * (self.heads_width + self.width))
+            work += self.decomposed(1, self.heads_width)
+        if calibration.refine:
+            rows = max(1, _STEP_TOKENS // self.context) * self.context
+            step = self.passes(_PASSES_OF_STEP, rows, self.context)
+            step += Work(_MUON * 4 * self.width * self.heads_width * min(self.width, self.heads_width))
+            work += _DESCENTS * calibration.refine * step
+        return work
+
+
+def work_of(plan: Plan, decoder: Decoder, tokens: int = 0, evaluated: int = 0, surveyed: bool = False) -> Work:
+    """The work of a conversion.
+
+    Args:
+        plan: The conversion.
+        decoder: The source's.
+        tokens: Of the calibration text; 0 without.
+        evaluated: Tokens of held-out text, for source and result; 0 without.
+        surveyed: Whether statistics of the source are there already.
+    """
+    target, text, layers = plan.target, plan.calibration, plan.before.num_layers
+    work = 2 * decoder.load()  # and writing
+    if evaluated:
+        work += evaluation_work([decoder, decoder], plan.source, evaluated)
+    if target.copies:
+        return work
+    layer = _Layer(plan, decoder, tokens, min(text.context, tokens) if text and tokens else 1)
+    work += layers * layer.method()
+    if text is None or not tokens:
+        return work
+    if needs_survey(plan) and not surveyed:
+        work += layers * (layer.passes(_SURVEYED, tokens, layer.context) + layer.moments())
+    if isinstance(target, LatentTarget):
+        work += _decision(target, layer)
+    return work + layers * layer.fit(text) if text.in_sequence else work
+
+
+def needs_survey(plan: Plan) -> bool:
+    """Whether the source's statistics are needed before layers are converted."""
+    text = plan.calibration
+    return text is not None and (isinstance(plan.target.method, LatentMethod) or not text.in_sequence)
+
+
+def _decision(target: LatentTarget, layer: _Layer) -> Work:
+    """What all layers share: frequencies, sizes and ranks."""
+    measured = target.method.measure is not None and target.spec.qk_rope_head_dim > 0
+    work = layer.decoder.layers * layer.method() if measured else Work()
+    offers = _OFFERS * len(target.splits or (target,)) if measured else 1
+    if offers > 1:
+        sample = min(_TRIED_TOKENS, math.ceil(layer.tokens / 2))
+        one = layer.method() + (layer.refit(sample) if layer.plan.calibration and layer.plan.calibration.refit else Work())
+        work += offers * min(_TRIED_LAYERS, layer.decoder.layers) * one
+    if target.ranks:
+        one = layer.method() + layer.passes(1, min(EXCERPT, layer.tokens), layer.context)
+        work += layer.decoder.layers * len(measured_ranks(target.ranks)) * one
+    return work

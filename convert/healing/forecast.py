@@ -1,0 +1,45 @@
+"""How long a healing takes: the work of its steps and of what it measures between them, from sizes alone."""
+
+from __future__ import annotations
+
+from convert.healing.memory import trained_numbers
+from convert.healing.plan import HealPlan
+from eval.evaluation import evaluation_work
+from eval.forecast import Decoder, Work
+
+_COMPARED = 10  # values that the distance goes through for each logit, both models' and the gradient's
+_UPDATED = 12  # values of a step of AdamW, and of the norm of gradients, for each number that trains
+_SAVED = 8  # as long as writing a byte takes, in bytes that are read from memory
+_KEPT = 12  # bytes of a state, for each number that trains
+
+
+def work_of(plan: HealPlan, text_tokens: int, held_out: int, evaluated: int = 0) -> Work:
+    """The work of a healing that takes all its steps; it may stop earlier.
+
+    Args:
+        plan: The healing.
+        text_tokens: Of the text to train on.
+        held_out: Of the blocks to judge by.
+        evaluated: Of the text to evaluate on; 0 without.
+    """
+    student, teacher = (Decoder.of(source.config, source.trust_remote_code) for source in (plan.converted, plan.teacher))
+    trained, rates = trained_numbers(plan), len(plan.rates(1.0))
+    steps = plan.steps + (rates * plan.trial_steps if rates > 1 else 0)
+    points = 2 + -(-plan.steps // plan.every) + (rates if rates > 1 else 0)
+    measured, cached = points * held_out, plan.options.teacher_cache is not None
+    tokens = steps * plan.batch * plan.context
+    taught = min(plan.tokens, text_tokens) + held_out if cached else tokens + measured
+    work = student.load() + teacher.load() + teacher.forward(taught, plan.context)
+    work += student.forward(tokens + measured, plan.context) + _backward(plan, student, tokens, trained)
+    work += Work(values=_COMPARED * student.vocabulary * (tokens + measured) + _UPDATED * trained * steps)
+    work += Work(bytes=_SAVED * _KEPT * trained * -(-plan.steps // plan.every))
+    if evaluated:
+        work += evaluation_work([teacher, student, student], plan.converted, evaluated, (plan.context,))
+    return work
+
+
+def _backward(plan: HealPlan, student: Decoder, tokens: int, trained: int) -> Work:
+    """As much as a forward pass by the activations, and as much again by the weights that train."""
+    layers = student.forward(tokens, plan.context, logits=0)
+    again = layers if plan.options.checkpointing else Work()
+    return student.forward(tokens, plan.context) + min(1.0, trained / student.parameters) * layers + again

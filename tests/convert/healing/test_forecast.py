@@ -1,0 +1,67 @@
+"""The work of healings: what adds to it, what a dry run shows of it, and that a run says it once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from convert import heal
+from convert.healing.forecast import work_of
+from eval import forecast
+from eval.forecast import Decoder, Machine
+from eval.source import Source
+
+SIZES: dict[str, Any] = {"tokens": 2048, "context": 32, "batch_tokens": 128, "device": "cpu", "lr": 1e-3}
+
+
+def flops(converted: Path, output: Path, text: Path, **changes: Any) -> float:
+    plan = heal(converted, output, text=text, dry_run=True, **(SIZES | changes)).plan
+    return work_of(plan, 6000, 128).flops
+
+
+def test_training_everything_is_three_forward_passes_beside_the_teachers(converted: Path, text: Path, tmp_path: Path) -> None:
+    """Points of the curve come on top: ten, and one before and after, of 128 tokens each."""
+    source = Source.parse(str(converted))
+    student = Decoder.of(source.config)
+    teacher = Decoder.of(Source.parse(str(tmp_path / "source")).config)
+    mine, theirs = (one.forward(2048, 32).flops for one in (student, teacher))
+    measured = 12 * 128 / 2048
+    found = flops(converted, tmp_path / "out", text, train="all")
+    assert found == pytest.approx((3 + measured) * mine + (1 + measured) * theirs, rel=0.1)  # the head's weights are one less
+
+
+def test_what_a_healing_does_adds_to_its_work(converted: Path, text: Path, tmp_path: Path) -> None:
+    def given(**changes: Any) -> float:
+        return flops(converted, tmp_path / "out", text, **changes)
+
+    plain = given()
+    assert plain < given(train="all")
+    assert plain < given(checkpointing=True)
+    assert plain < given(lr="auto")
+    assert plain < given(eval_every=128)
+    assert given(tokens=4096) == pytest.approx(2 * plain, rel=0.3)
+
+
+def test_a_dry_run_has_the_figure_and_a_run_says_it_once(
+    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow(name: str, width: int, dtype: str) -> Machine:
+        return Machine(name, 1e5, 1e4, 1e5, 1e3)
+
+    monkeypatch.setattr(forecast, "_measured", slow)
+    monkeypatch.setattr(forecast, "_SLOW", slow("", 0, ""))
+    planned = heal(converted, tmp_path / "out", text=text, dry_run=True, **SIZES)
+    assert json.loads(json.dumps(planned.as_dict()))["expected_seconds"] == planned.expected_seconds
+    assert "\nwould take about " in str(planned)
+    with caplog.at_level(logging.INFO, "kvfold"):
+        done = heal(converted, tmp_path / "out", text=text, evaluate=text, **SIZES)
+    said = [record.getMessage() for record in caplog.records]
+    assert (
+        len([line for line in said if line.startswith("takes about ") and line.endswith(" on cpu") and "GB" not in line]) == 1
+    )
+    assert done.record is not None
+    assert done.record["run"]["expected_seconds"] > planned.expected_seconds
