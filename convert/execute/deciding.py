@@ -31,6 +31,7 @@ from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.progress import stage
 
 _TRIED_LAYERS = 4
+_TIE = 1.1  # times the error of components: a pursuit has to be better than that, for whole models lost more with it below
 _SILENT = 1e-30  # the energy of an output that is nothing
 _UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
 
@@ -145,7 +146,7 @@ def _choose(job: Job, splits: Sequence[LatentTarget], rotary: Rotary, statistics
             f"attention outputs overflow on the calibration text: the relative errors of {len(errors)} candidates are {errors}",
             hint="the source's weights are extreme; does `convert eval` of it work?",
         )
-    best = min(range(len(offers)), key=errors.__getitem__)
+    best = min(range(len(offers)), key=lambda i: errors[i] * (_TIE if offers[i][1].pursued else 1))
     rows = [
         {"rank": offer.rank, "frequencies": list(offer.pairs), "output_error": error}
         for (_, offer), error in zip(offers, errors, strict=True)

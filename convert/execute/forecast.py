@@ -7,19 +7,21 @@ Passes over the text and the fits are most of it. What is counted here is what t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from attention.spec import AttentionSpec
+from convert.calibration.least_squares import TOKENS, rough
 from convert.calibration.refit import sample_for
 from convert.methods.blocks import Blocks
 from convert.methods.latent import LatentMethod
 from convert.methods.ranks import measured_ranks
 from convert.methods.statistics import EXCERPT
 from convert.planning.base import Plan
-from convert.planning.calibration import Calibration
+from convert.planning.calibration import Calibration, surveyed_tokens
 from convert.planning.targets import GroupedTarget, LatentTarget
+from eval.device import compute_device
 from eval.evaluation import evaluation_work
 from eval.forecast import Decoder, Work
 
@@ -28,10 +30,10 @@ _SURVEYED = 1.0  # by the source
 _IN_SEQUENCE = 2.4  # by the source, by the result, and by the result's attention alone
 _QUERIES = 64  # of each block, whose attention is measured
 # The refit of one layer: fits of queries, keys and values, each of passes over the logits of its tokens.
-_FITS = {GroupedTarget: 8, LatentTarget: 7}
-_PASSES = 9  # of a fit: conjugate gradients, and the two logits before
+_FITS = {GroupedTarget: 6, LatentTarget: 5}
+_EXACT_PASSES, _ROUGH_PASSES = 2, 7  # of a fit: the logits that it begins with, and the steps of conjugate gradients
+_ROUGH = {torch.float32: 1.0, torch.bfloat16: 0.25}  # of the time of a pass in fp32
 _PASS_VALUES = 3  # of elementwise operations, for each logit
-_FITTED_TOKENS = 8192  # at most
 _JUDGEMENTS = 3  # attention outputs of the rows to judge by, of each fit
 # The choice of a latent's layout.
 _OFFERS, _TRIED_LAYERS = 2, 4
@@ -90,8 +92,9 @@ class _Layer:
         """The fits of queries, keys and values on a sample of so many tokens."""
         fitted, judged = self._parted(max(1, tokens // self.context))
         count, pairs = sum(fitted), sum(length**2 for length in fitted) / 2
-        logits = self.spec.num_heads * pairs * min(1, _FITTED_TOKENS / count)
-        one_fit = _PASSES * logits * Work(4 * self._fitted_dims, _PASS_VALUES)
+        logits = self.spec.num_heads * pairs * min(1, TOKENS / count)
+        exact = _EXACT_PASSES + _ROUGH_PASSES * _ROUGH[rough(torch.device(compute_device(self.plan.device)))]
+        one_fit = logits * Work(exact * 4 * self._fitted_dims, (_EXACT_PASSES + _ROUGH_PASSES) * _PASS_VALUES)
         return _FITS[type(self.plan.target)] * (one_fit + _JUDGEMENTS * self._attention(judged))
 
     def _attention(self, lengths: list[int]) -> Work:
@@ -152,7 +155,8 @@ def work_of(plan: Plan, decoder: Decoder, tokens: int = 0, evaluated: int = 0, s
     if text is None or not tokens:
         return work
     if needs_survey(plan) and not surveyed:
-        work += layers * (layer.passes(_SURVEYED, tokens, layer.context) + layer.moments())
+        seen = replace(layer, tokens=surveyed_tokens(text, tokens))
+        work += layers * (seen.passes(_SURVEYED, seen.tokens, layer.context) + seen.moments())
     if isinstance(target, LatentTarget):
         work += _decision(target, layer)
     return work + layers * layer.fit(text) if text.in_sequence else work

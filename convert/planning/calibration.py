@@ -160,14 +160,9 @@ class CalibrationText:
         return Blocks.mixed(self.tokens.blocks(self.plan.context))
 
     def surveyed(self, parts: int = 1) -> CalibrationText:
-        """What a survey of the source reads: all of it, or a spread part where layers then see all of it in sequence.
-
-        Args:
-            parts: The processes that share it, which need a block each.
-        """
-        if not self.plan.in_sequence:
-            return self
-        return replace(self, tokens=self.tokens.spread(max(_DECIDED_ON, parts * self.plan.context), self.plan.context))
+        """What a survey of the source reads, which `parts` processes share: see `surveyed_tokens`."""
+        count = max(surveyed_tokens(self.plan, len(self.tokens.ids)), parts * self.plan.context)
+        return replace(self, tokens=self.tokens.spread(count, self.plan.context))
 
     def remarks(self, width: int) -> list[str]:
         """A remark if the text is short for a model of width `width`."""
@@ -178,6 +173,11 @@ class CalibrationText:
             f"{len(self.tokens.ids)} tokens of calibration text are few for {width} channels, {wanted} or more are advised: "
             "correlations between channels are trusted less"
         ]
+
+
+def surveyed_tokens(plan: Calibration, tokens: int) -> int:
+    """Of a text's tokens those that a survey reads: all, or a part where layers then see all of them in sequence."""
+    return min(tokens, max(_DECIDED_ON, plan.context)) if plan.in_sequence else tokens
 
 
 def calibration_for(
