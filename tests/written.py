@@ -11,22 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-# The beginning of a script for `python -c`: as on a machine where kvfold is not installed.
-WITHOUT_KVFOLD = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("convert", "attention", "eval"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Absent())
-try:
-    import convert
-except ImportError:
-    pass
-else:
-    raise SystemExit("convert can be imported")
-"""
-
 
 def ok(result: Any) -> Any:
     assert result.exit_code == 0, result.output
@@ -39,6 +23,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
         part = load_file(file)
         assert not part.keys() & found.keys(), "a tensor is in two shards"
         found |= part
+    assert found, f"there are no weights in {path}"
     return found
 
 

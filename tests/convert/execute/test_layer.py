@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from latents import SMALL, WAYS, full_size, logits_of, method_options, same_logits, tokens, tolerance
+from rows import rows
 from safetensors.torch import load_file, save_file
 from tiny import SWITCHES, save_tokenizer
 from tiny_mla import mla_model
@@ -61,7 +62,7 @@ def spec_of(path: Path) -> AttentionSpec:
 # ---- fewer KV heads --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", WITH_KV_HEADS)
+@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS))
 def test_as_many_groups_as_heads_copies_every_bit(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint(model_type)
     for method in ("mean", "random"):
@@ -71,7 +72,7 @@ def test_as_many_groups_as_heads_copies_every_bit(model_type: str, checkpoint: M
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("model_type", WITH_KV_HEADS)
+@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS))
 def test_equal_heads_merge_without_loss(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
@@ -147,12 +148,25 @@ def parts_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("model_type", WITH_KV_HEADS)
-def test_every_family_is_calibrated_and_equal_heads_stay_lossless(
+def test_every_family_is_calibrated_as_published_and_equal_heads_stay_lossless(
+    model_type: str, checkpoint: Make, convert: Convert, logits: Logits, letters: Path, tmp_path: Path
+) -> None:
+    """The text has no token of most of the vocabulary, and not the one for padding."""
+    switches = dict.fromkeys(SWITCHES, True)
+    source = checkpoint(model_type, as_published=True, duplicated=2, num_hidden_layers=2, **switches)
+    few = ["--text", letters, "--calibration-tokens", 64, "--calibration-context", 16, "--dtype", "float32"]
+    ok(convert("gqa", source, tmp_path / "out", "--groups", spec_of(source).num_kv_heads // 2, *few))
+    assert distance(logits(tmp_path / "out"), logits(source)) < 1e-3
+    before, after = parts_of(source), parts_of(tmp_path / "out")
+    assert before.keys() - after.keys() <= {"padding_positions.weight"}
+    assert all(torch.equal(before[role].float(), after[role]) for role in after)
+
+
+@pytest.mark.parametrize("model_type", rows(WITH_KV_HEADS))
+def test_a_single_head_is_finite_and_refined(
     model_type: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
 ) -> None:
-    source = checkpoint(model_type, duplicated=2, num_hidden_layers=2, **dict.fromkeys(SWITCHES, True))
-    ok(convert("gqa", source, tmp_path / "out", "--groups", spec_of(source).num_kv_heads // 2, *on))
-    assert distance(logits(tmp_path / "out"), logits(source)) < 1e-3
+    source = checkpoint(model_type, num_hidden_layers=2, **dict.fromkeys(SWITCHES, True))
     ok(convert("mqa", source, tmp_path / "one", *on, "--refine", 1))
     assert torch.isfinite(logits(tmp_path / "one")).all()
     assert (logits(tmp_path / "one") - logits(source)).abs().max() > 1e-3

@@ -8,17 +8,15 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import run_forked
+from forked import run_forked, run_without_kvfold
 from latents import SMALL, WAYS, full_size, method_options
-from written import WITHOUT_KVFOLD, damage, edit, left_nothing, ok, same_but_for_the_run
+from written import damage, edit, left_nothing, ok, same_but_for_the_run
 
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
@@ -30,9 +28,7 @@ Convert = Callable[..., Any]
 Logits = Callable[..., torch.Tensor]
 
 
-STOCK = (
-    WITHOUT_KVFOLD
-    + """
+STOCK = """
 import json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 for path in sys.argv[1:]:
@@ -44,7 +40,6 @@ for path in sys.argv[1:]:
     cached = model(**ids).past_key_values.layers[0].keys
     print(json.dumps([type(model).__name__, said, cached.shape[1]]))
 """
-)
 
 
 def test_stock_classes_generate_as_the_source_does_where_kvfold_is_not_installed(
@@ -59,7 +54,7 @@ def test_stock_classes_generate_as_the_source_does_where_kvfold_is_not_installed
         for kind in ("gqa", "mla"):
             ok(convert(kind, tmp_path / f"{model_type}-source", tmp_path / f"{model_type}-{kind}", *kinds[kind]))
     paths = [str(tmp_path / f"{model_type}-{kind}") for model_type in classes for kind in kinds]
-    done = subprocess.run([sys.executable, "-I", "-c", STOCK, *paths], capture_output=True, text=True, cwd="/", check=False)
+    done = run_without_kvfold(STOCK, *paths)
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
     for expected, name, grouped, latent in zip(results[::3], classes.values(), results[1::3], results[2::3], strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import save_tokenizer, tiny_config, tiny_model
+from tiny import VOCABULARY, save_tokenizer, tiny_config, tiny_model
 
 from attention.errors import Refusal
 from convert import heal, mla, mqa
@@ -463,7 +463,7 @@ class TestRefusals:
 
     def test_another_vocabulary(self, converted: Path, text: Path, tmp_path: Path) -> None:
         tiny_model(tiny_config("llama", vocab_size=80)).save_pretrained(tmp_path / "other")
-        with pytest.raises(ValueError, match=r"\(96 tokens\) and its teacher .* \(80\) differ"):
+        with pytest.raises(ValueError, match=rf"\({VOCABULARY} tokens\) and its teacher .* \(80\) differ"):
             heal(converted, tmp_path / "out", teacher=tmp_path / "other", text=text, **SIZES)
 
     def test_a_source_that_is_gone(self, converted: Path, text: Path, tmp_path: Path) -> None:
@@ -502,7 +502,7 @@ class TestRefusals:
             ({"budget": "all", "tokens": None}, "no budget 'all'"),
             ({"train": "everything"}, "nothing trains 'everything'"),
             ({"lr": "fast"}, "lr is 'fast'"),
-            ({"top_k": 97}, "more than the 96 tokens"),
+            ({"top_k": VOCABULARY + 1}, f"more than the {VOCABULARY} tokens"),
         ):
             with pytest.raises(ValueError, match=says):
                 heal(converted, tmp_path / "out", **(SIZES | {"text": text} | changes))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_without_kvfold
 from tiny import NORMED, tiny_config
-from written import WITHOUT_KVFOLD, edit, left_nothing, ok, weights
+from written import edit, left_nothing, ok, weights
 
 from attention.models import CODE, MODEL_TYPE
 from attention.qk_norm import NormForm
@@ -60,12 +59,11 @@ def test_a_config_nests_the_sources() -> None:
     assert HOST.layout(layout) is layout
 
 
-REMOTE = (
-    WITHOUT_KVFOLD
-    + """
+REMOTE = """
 import json
-from transformers import AutoModelForCausalLM, AutoTokenizer
-for path in sys.argv[1:]:
+from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+dynamic_module_utils.HF_MODULES_CACHE, *paths = sys.argv[1:]
+for path in paths:
     own = {"trust_remote_code": True}
     model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **own)
     assert not any(info.values()), info
@@ -75,12 +73,9 @@ for path in sys.argv[1:]:
     cached = model(**ids).past_key_values.layers[0].keys
     print(json.dumps([type(model).__name__, said, cached.shape[1]]))
 """
-)
 
 
-def test_results_run_where_kvfold_is_not_installed(
-    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_run_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     paths = []
     for model_type in sorted(HOST.families | PHI.families):
         source, out = checkpoint(model_type, name=model_type, duplicated=2), tmp_path / f"{model_type}-4"
@@ -91,9 +86,7 @@ def test_results_run_where_kvfold_is_not_installed(
             assert not list(out.glob("*.py"))
         ok(convert("mla", source, tmp_path / f"{model_type}-mla", "--kv-budget", "100%"))
         paths += [str(source), str(out), str(tmp_path / f"{model_type}-mla")]
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    command = [sys.executable, "-I", "-c", REMOTE, *paths]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    done = run_without_kvfold(REMOTE, tmp_path / "modules", *paths)
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
     classes = {
@@ -117,9 +110,7 @@ def test_results_run_where_kvfold_is_not_installed(
         assert latent == ["KvfoldForCausalLM", expected[1], 1]
 
 
-def test_latents_run_where_kvfold_is_not_installed(
-    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latents_run_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """Of families that need more than projections: norms, caps, RoPE in neighbouring dims or in complex numbers, latents."""
     paths: list[str] = []
     for model_type in ("cohere2", "gemma2", "qwen3"):  # 4 KV heads of 8 dims: 64 numbers, of which 32 rotate
@@ -130,8 +121,7 @@ def test_latents_run_where_kvfold_is_not_installed(
         source, out = checkpoint(model_type, name=model_type, **own), tmp_path / f"{model_type}-mla"
         ok(convert("mla", source, out, "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--pad-rank", "--method", "svd"))
         paths += [str(source), str(out)]
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    done = subprocess.run([sys.executable, "-I", "-c", REMOTE, *paths], capture_output=True, text=True, cwd="/", check=False)
+    done = run_without_kvfold(REMOTE, tmp_path / "modules", *paths)
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
     for expected, latent in zip(results[::2], results[1::2], strict=True):
@@ -146,7 +136,7 @@ def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Conver
     ok(convert("gqa", tmp_path / "four", tmp_path / "four-one", *least))
     ok(convert("gqa", source, tmp_path / "one", *least))
     ok(convert("gqa", tmp_path / "four", tmp_path / "same", "--groups", 4))
-    twice, once = weights(tmp_path / "four-two"), weights(tmp_path / "two")
+    twice, once = weights(tmp_path / "four-one"), weights(tmp_path / "one")
     assert twice.keys() == once.keys()
     for name, tensor in once.items():
         torch.testing.assert_close(twice[name], tensor)
