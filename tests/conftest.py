@@ -20,7 +20,10 @@ import torch
 from click.testing import CliRunner, Result
 from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
 
-gc.freeze()  # what imports made stays: every collection would look through it again
+
+def pytest_collection_finish() -> None:
+    """What imports made stays: every collection of garbage would look through it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
