@@ -50,6 +50,11 @@ def run_forked(script: str, *arguments: object) -> Done:
     return _run(script, arguments, [{}])
 
 
+def run_file(script: Path, *arguments: object) -> Done:
+    """What `python SCRIPT ARGUMENTS` does."""
+    return _run(_file(script), arguments, [{}])
+
+
 def run_without_kvfold(script: str, *arguments: object) -> Done:
     """The same on a machine where kvfold is not installed."""
     return _run(_WITHOUT_KVFOLD + script, arguments, [{}])
@@ -61,8 +66,13 @@ def run_team(script: Path, *arguments: object, **environment: str) -> Done:
         free.bind(("127.0.0.1", 0))
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     team = [environment | shared | {"LOCAL_WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    beside = f"import runpy, sys; sys.path.insert(0, {str(script.parent)!r}); "
-    return _run(f"{beside}runpy.run_path({str(script)!r}, run_name='__main__')", arguments, team)
+    return _run(_file(script), arguments, team)
+
+
+def _file(script: Path) -> str:
+    return (
+        f"import runpy, sys; sys.path.insert(0, {str(script.parent)!r}); runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
 
 
 def _run(script: str, arguments: tuple[object, ...], environments: list[dict[str, str]]) -> Done:

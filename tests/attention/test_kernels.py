@@ -426,7 +426,7 @@ def test_a_mask_is_for_the_whole_cache(length: int, backend: Any) -> None:
 # Whole models
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("static", rows([False, True], [True]))
 def test_a_model_generates_the_same_tokens(static: bool) -> None:
     model = mla_model().to(DEVICE)
     with torch.no_grad():
@@ -441,7 +441,7 @@ def test_a_model_generates_the_same_tokens(static: bool) -> None:
     for backend in ("torch", "triton"):
         with absorbed(model, when="always", backend=backend):  # type: ignore[arg-type]
             found.append(model.generate(tokens(3, 12).to(DEVICE), attention_mask=padding, **options))
-    assert len(found[0][:, 12:].unique()) > 5
+    assert len(found[0][:, 12:].unique()) > 4
     assert torch.equal(*found)
 
 

@@ -19,14 +19,14 @@ from attention.errors import Refusal
 from convert.processes import ALONE, Processes
 
 Make = Callable[..., Path]
-SIZES = {"calibration_tokens": 1280, "calibration_context": 64, "device": "cpu"}
+SIZES = {"calibration_tokens": 640, "calibration_context": 64, "device": "cpu"}
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "refined behind converted layers": ("llama", "mla", LATENT | {"refine": 4, "propagate": True}),
+    "refined behind converted layers": ("llama", "mla", LATENT | {"refine": 2, "propagate": True}),
     "of a size that the text chooses": ("llama", "mla", {"kv_budget": "25%"}),
     "behind QK-norm": ("qwen3", "mla", LATENT),
     "one layer after the other": ("llama", "mqa", {"refit": False}),
-    "on blocks of two lengths": ("mistral", "mqa", {"refine": 2, "calibration_tokens": 4096, "calibration_context": 1024}),
+    "on blocks of two lengths": ("mistral", "mqa", {"refine": 2, "calibration_tokens": 2048, "calibration_context": 512}),
     "without text": ("llama", "mqa", {"text": None, "method": "mean"}),
 }
 
@@ -43,14 +43,14 @@ def test_two_processes_do_what_one_does(
     checkpoint: Make, text: Path, tmp_path: Path, logits: Callable[..., torch.Tensor]
 ) -> None:
     """Logits and errors are the same, but for the order of sums. The first case is stopped at its last layer, and resumed."""
-    given, sources = {}, {name: checkpoint(name, name=name) for name in ("llama", "qwen3")}
-    sources["mistral"] = checkpoint("mistral", name="mistral", max_position_embeddings=1024)
+    given, sources = {}, {name: checkpoint(name, name=name, num_hidden_layers=2) for name in ("llama", "qwen3")}
+    sources["mistral"] = checkpoint("mistral", name="mistral", max_position_embeddings=512, num_hidden_layers=2)
     for name, (model_type, command, options) in CASES.items():
         common = {} if "text" in options else SIZES | {"text": str(text)}
         given[name] = [command, str(sources[model_type]), str(tmp_path / "two" / name), common | options | {"resume": True}]
     (tmp_path / "cases.json").write_text(json.dumps(list(given.values())), encoding="utf-8")
     script = Path(__file__).with_name("conversions.py"), tmp_path / "cases.json"
-    stopped = run_team(*script, STOP_AT="2")
+    stopped = run_team(*script, STOP_AT="1")
     assert stopped.returncode != 0
     assert "interrupted" in stopped.stderr
     assert [path.name for path in (tmp_path / "two").iterdir() if path.is_dir()] == [f"{next(iter(given))}.partial"]

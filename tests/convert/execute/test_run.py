@@ -16,6 +16,7 @@ import pytest
 import torch
 from forked import run_forked, run_without_kvfold
 from latents import SMALL, WAYS, full_size, method_options
+from rows import rows
 from written import damage, edit, left_nothing, ok, same_but_for_the_run
 
 from convert.calibration.stream import LayerStream
@@ -101,8 +102,10 @@ main(sys.argv[2:], prog_name="convert")
 """
 
 
-@pytest.mark.parametrize("method", ["mean", "random"])
-@pytest.mark.parametrize(("kill", "code"), [("SIGINT", 130), ("SIGKILL", -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("kill", "code", "method"),
+    [("SIGINT", 130, "mean"), ("SIGKILL", -signal.SIGKILL, "random")],
+)
 def test_an_interrupted_run_leaves_nothing_loadable_and_resumes(
     kill: str, code: int, method: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
@@ -350,7 +353,7 @@ STOPPED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "count", "way"), KILLS)
+@pytest.mark.parametrize(("place", "count", "way"), rows(KILLS, [("statistics", 3, "pca"), ("layers", 2, "all")]))
 def test_a_killed_run_leaves_nothing_loadable_and_resumes(
     place: str, count: int, way: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
 ) -> None:
@@ -362,7 +365,10 @@ def test_a_killed_run_leaves_nothing_loadable_and_resumes(
     resumed(convert, source, out, options, tmp_path)
 
 
-@pytest.mark.parametrize(("place", "count", "way"), STOPPED)
+@pytest.mark.parametrize(
+    ("place", "count", "way"),
+    rows(STOPPED, [("inputs", 2, "pca"), ("shards", 3, "pca"), ("inputs", 5, "all"), ("layers", 2, "all")]),
+)
 def test_an_interrupted_run_says_how_to_go_on(
     place: str, count: int, way: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

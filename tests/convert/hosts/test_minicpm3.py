@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from forked import run_without_kvfold
 from latents import full_size, logits_of, method_options, same_logits, tokens, tolerance
+from rows import rows
 from tiny import tiny_config
 from written import ok, weights
 
@@ -43,8 +45,13 @@ def full(changes: dict[str, Any]) -> list[Any]:
     return full_size(4, changes.get("head_dim", 8), changes.get("hidden_size", 64))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["svd", "weighted with text"])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    rows(
+        product(["svd", "weighted with text"], KINDS),
+        [*(("svd", kind) for kind in KINDS), ("weighted with text", next(iter(KINDS)))],
+    ),
+)
 def test_full_size_gives_the_sources_logits(
     method: str, kind: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
 ) -> None:
