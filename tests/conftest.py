@@ -20,6 +20,9 @@ import torch
 from click.testing import CliRunner, Result
 from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
 
+# Nothing here is to outlive the machine, and a suite waits for disks for a minute; tests of what is synced watch the calls.
+os.fsync = lambda descriptor: None
+
 
 def pytest_collection_finish() -> None:
     """What imports made stays: every collection of garbage would look through it again."""

@@ -30,6 +30,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def same_but_for_the_run(a: Path, b: Path) -> None:
     names = sorted(path.name for path in a.iterdir())
     assert names == sorted(path.name for path in b.iterdir())
+    assert any(name.endswith(".safetensors") for name in names), f"there are no weights in {a}"
     records = [json.loads((path / "conversion.json").read_text()) for path in (a, b)]
     for record in records:
         del record["run"]
@@ -65,7 +66,9 @@ def damage(source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Pa
 
 def layer_notes(path: Path) -> list[dict[str, Any]]:
     """What conversion.json says of each layer."""
-    return list(json.loads((path / "conversion.json").read_text())["layers"])
+    found = list(json.loads((path / "conversion.json").read_text())["layers"])
+    assert found, f"no layer of {path} was converted"
+    return found
 
 
 def refused(result: Any, code: int, message: str) -> None:

@@ -80,7 +80,7 @@ def test_a_model_generates_the_same_tokens(backend: Any, way: str) -> None:
         found: torch.Tensor = model.generate(ids, cache_implementation=cache, **wanted)
         return found
 
-    for cache in ("dynamic", "static"):
+    for cache in ("dynamic", "static") if backend == "torch" else ("static",):
         expected = generated(restore(model), cache)
         with attention.kernels.watched() as seen:
             assert torch.equal(generated(pack(model, backend=backend), cache), expected)
@@ -95,7 +95,8 @@ def test_windows_shared_caches_and_prefills_in_pieces(backend: Any) -> None:
     sizes = {"head_dim": 16, "global_head_dim": 16, "num_key_value_heads": 2} | kinds
     for model_type, changes in (("gemma3_text", {}), ("gemma4_text", half_shared)):
         model, ids = grouped_model(model_type, **sizes, **changes), tokens(2, 12)
-        for make in (lambda: None, lambda model=model: StaticCache(config=model.config, max_cache_len=24)):
+        grows = () if backend == "triton" else (lambda: None,)  # an interpreter takes its time
+        for make in (*grows, lambda model=model: StaticCache(config=model.config, max_cache_len=24)):
             expected = logits(restore(model), ids, chunks=[7, 4], cache=make())
             assert error(logits(pack(model, backend=backend), ids, chunks=[7, 4], cache=make()), expected) < 1e-5
 

@@ -39,6 +39,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.launch
 def test_two_processes_do_what_one_does(
     checkpoint: Make, text: Path, tmp_path: Path, logits: Callable[..., torch.Tensor]
 ) -> None:

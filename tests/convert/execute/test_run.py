@@ -128,6 +128,7 @@ def test_an_interrupted_run_leaves_nothing_loadable_and_resumes(
     assert "groups: 2 then, 1 now" in different.stderr
 
     finished = {path.name: path.stat().st_mtime_ns for path in unfinished.glob("*.safetensors")}
+    assert finished
     ok(convert(*command, "--resume"))
     assert not partial.exists()
     assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items()), "a finished shard was written again"

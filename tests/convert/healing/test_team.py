@@ -53,6 +53,7 @@ def assert_same(launched: Done, two: Path, one: Healing) -> None:
         torch.testing.assert_close(found[name], weight, rtol=0, atol=3e-4, msg=name)
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("zero 2", marks=zero)])
 def test_two_processes_are_one_with_the_same_batch(kind: str, checkpoint: Make, text: Path, tmp_path: Path) -> None:
     """Both fill the teacher's cache, and LoRA trains."""
@@ -64,6 +65,7 @@ def test_two_processes_are_one_with_the_same_batch(kind: str, checkpoint: Make, 
     assert_same(launched, tmp_path / "two", one)
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("kind", "then"),
     [("fsdp", "fsdp"), pytest.param("zero 1", "zero 2", marks=zero), pytest.param("zero 2", "fsdp", marks=zero)],
