@@ -161,7 +161,7 @@ def test_generate_gives_the_tokens_of_stock(attention: str, options: dict[str, A
             layer.self_attn.q_proj.weight.mul_(3)
             layer.self_attn.o_proj.weight.mul_(3)
     expected = generated(model, **options)
-    assert len(expected[:, 12:].unique()) > 12
+    assert len(expected[:, 12:].unique()) > 11
     for when in ("auto", "always"):
         with absorbed(model, when=when):
             assert torch.equal(generated(model, **options), expected)

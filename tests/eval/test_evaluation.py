@@ -200,7 +200,7 @@ def test_a_context_that_predicts_nothing_is_refused(pair: list[Source], context:
 
 def test_different_vocabularies_are_refused_before_weights_are_read(pair: list[Source]) -> None:
     assert pair[1].directory is not None
-    rewrite(pair[1].directory, vocab_size=97)
+    rewrite(pair[1].directory, vocab_size=97, pad_token_id=0)
     for source in pair:
         forget_weights(source)
     with pytest.raises(Refusal, match=f"models with different vocabularies cannot be compared: source {VOCABULARY}, small 97"):
