@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from decoding import INTERPRETER, on_gpu
+from rows import rows
 from tiny import VOCABULARY, tiny_config, tiny_model
 from tiny_mla import error, logits, mla_model, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,7 +103,7 @@ def test_windows_shared_caches_and_prefills_in_pieces(backend: Any) -> None:
 
 
 @on_cpus
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", rows([False, True], [True]))
 def test_a_step_compiles_whole_around_the_kernel(dynamic: bool) -> None:
     model, ids = grouped_model(head_dim=16, num_hidden_layers=1), tokens(3, 11)
     expected = logits(model, ids, chunks=[10])[:, -1:]

@@ -57,7 +57,7 @@ def spelled_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.T
 # The kernel
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", rows(TOLERANCE, [torch.float32]), ids=str)
 @pytest.mark.parametrize(
     ("heads", "groups", "dim", "rank"), [(8, 4, 64, 64), (8, 1, 80, 80), (6, 2, 24, 48), (32, 2, 128, 128), (5, 5, 16, 32)]
 )
@@ -206,7 +206,7 @@ def as_on_a_fresh_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", rows(TOLERANCE, [torch.float16]), ids=str)
 @pytest.mark.parametrize(("groups", "mask"), [(None, None), (None, torch.bool), (2, torch.bool), (2, torch.float32)], ids=str)
 def test_a_trial_finds_the_kernel_right(dtype: torch.dtype, groups: int | None, mask: torch.dtype | None) -> None:
     before = torch.get_rng_state()

@@ -141,7 +141,7 @@ def logits_on(text: Path, model: Path) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", rows([True, False], [True]))
 def test_a_result_is_deepseeks_own_and_close_to_the_source(
     tied: bool, checkpoint: Make, convert: Any, words: Path, tmp_path: Path
 ) -> None:
