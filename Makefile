@@ -28,16 +28,20 @@ BEYOND_OLDEST := --ignore tests/convert/hosts/test_latent.py \
 	--deselect 'tests/convert/test_hosts.py::test_small_sizes_run_alike_in_every_way[bloom]' \
 	--deselect tests/convert/hosts/test_kvfold.py::test_results_run_where_kvfold_is_not_installed
 
-.PHONY: demo test test-oldest test-deepspeed test-engines lint bench clean
+.PHONY: demo test test-all test-oldest test-deepspeed test-engines lint bench clean
 
 demo: .venv/installed
 	$(BIN)/convert demo
 
 test: .venv/installed-test
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+
+# Every row of every test: what `slow` marks, too.
+test-all: .venv/installed-test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-oldest: .venv-oldest/installed-test
-	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal $(BEYOND_OLDEST) $(WITH_TRANSFORMERS)
+	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(BEYOND_OLDEST) $(WITH_TRANSFORMERS)
 
 test-deepspeed: .venv-deepspeed/installed-test
 	HF_HUB_OFFLINE=1 .venv-deepspeed/bin/python -m pytest -q -rs tests/convert/healing/test_team.py

@@ -63,6 +63,8 @@ def _label(axes: Axes, labels: list[str], points: list[tuple[float, float]]) -> 
         text.remove()
         best, offset, box, leader = math.inf, (0.0, 0.0), Bbox.null(), list[tuple[float, float]]()
         for reach, turn in itertools.product((8, 12, 18, 26, 36, 48, 62, 78, 96, 120, 150), range(24)):
+            if reach >= best:  # places further away cost more
+                break
             angle = turn * math.pi / 12
             shift = (reach + width / 2) * math.cos(angle), (reach + height / 2) * math.sin(angle)
             place = Bbox.from_bounds(x + shift[0] - width / 2, y + shift[1] - height / 2, width, height)

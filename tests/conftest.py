@@ -18,9 +18,15 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from tiny import duplicate_kv_heads, save_tokenizer, tiny_config, tiny_model
+from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
 
-gc.freeze()  # what imports made stays: every collection would look through it again
+# Nothing here is to outlive the machine, and a suite waits for disks for a minute; tests of what is synced watch the calls.
+os.fsync = lambda descriptor: None
+
+
+def pytest_collection_finish() -> None:
+    """What imports made stays: every collection of garbage would look through it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -34,14 +40,27 @@ def shared() -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """Save a tiny random checkpoint: `checkpoint("llama", duplicated=2, shard="20KB", num_attention_heads=4)`."""
+    """Save a tiny random checkpoint: `checkpoint("llama", duplicated=2, shard="20KB", num_attention_heads=4)`.
 
-    def make(model_type: str = "llama", name: str = "source", duplicated: int = 1, shard: str = "5GB", **changes: Any) -> Path:
-        model = tiny_model(tiny_config(model_type, **changes))
+    `as_published` gives it the config and the files that models on the Hub have.
+    """
+
+    def make(
+        model_type: str = "llama",
+        name: str = "source",
+        duplicated: int = 1,
+        shard: str = "5GB",
+        as_published: bool = False,
+        **changes: Any,
+    ) -> Path:
+        model = tiny_model(tiny_config(model_type, **(published(model_type) if as_published else {}), **changes))
         if duplicated > 1:
             duplicate_kv_heads(model, duplicated)
         path = tmp_path / name
-        model.save_pretrained(path, max_shard_size=shard)
+        if as_published:
+            save_published(model, path)
+        else:
+            model.save_pretrained(path, max_shard_size=shard)
         save_tokenizer(path)
         return path
 

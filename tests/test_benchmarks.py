@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_file
 from tiny import tiny_config, tiny_model
 
 import attention
@@ -76,13 +77,9 @@ def test_the_benchmark_steps_down_to_what_fits(
     assert ["does not fit" in row for row in rows] == [batch > most for batch in batches]
 
 
-def run(name: str, *arguments: str) -> list[list[str]]:
-    """Cells of the table that `name` prints, without its head."""
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line.startswith("|")]
+def table(said: str) -> list[list[str]]:
+    """Cells of the table that a benchmark prints, without its head."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines() if line.startswith("|")]
     return rows[2:]
 
 
@@ -102,9 +99,10 @@ def test_layers_are_timed_and_surveyed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_grouped_decoding_is_measured_both_ways() -> None:
-    rows = run(
-        "decode_grouped", "--groups", "16", "4", "--layers", "1", "--length", "64", "--rounds", "1", "--backend", "eager"
-    )
+    given = ["--groups", "16", "4", "--layers", "1", "--length", "64", "--rounds", "1", "--backend", "eager"]
+    done = run_file(BENCHMARKS / "decode_grouped.py", *given)
+    assert done.returncode == 0, done.stderr
+    rows = table(done.stdout)
     assert [row[0] for row in rows] == ["16", "4"]
     assert [bool(cell) for cell in rows[0]] == [True, True, False] + [True, False] * 2  # MHA is not packed
     assert all(float(cell.removesuffix(" ms")) > 0 for cell in rows[1])
@@ -133,9 +131,14 @@ def test_instructions_are_counted_by_what_they_move() -> None:
     assert code.cycles(loop, 4) == (moved / 128, 64 * (32 + 256) * 16 / 2048)
 
 
+@pytest.mark.slow
+@pytest.mark.kernels
 def test_the_compiler_says_what_it_made_of_the_kernel() -> None:
+    """In a process from its beginning: Triton compiles nothing after it was imported to be interpreted."""
     pytest.importorskip("triton")
-    (row,) = run("decode_code", "--heads", "32", "--ranks", "64")
+    command = [sys.executable, str(BENCHMARKS / "decode_code.py"), "--heads", "32", "--ranks", "64"]
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
+    (row,) = table(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout)
     assert row[:2] == ["32 × 64", "32 × 128, 4, swapped"]
     moved, products, arrival = (float(cell) for cell in row[-3:])
     assert 0 < products < moved < arrival

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,11 @@ import torch
 if TYPE_CHECKING:
     from convert.families import Family
 
+# As in published models: far more tokens than a text has, of no round number, and more than the tokenizer has.
+VOCABULARY, TOKENS = 331, 96
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 8, "vocab_size": 96, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
     "use_cache": True,
 }  # fmt: skip
 _EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
@@ -54,6 +57,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     from convert.families import FAMILIES
 
     values = _SIZES | changes
+    padding = 1 if model_type == "xglm" else values["vocab_size"] - 1  # xglm has a position for it
+    values = {"pad_token_id": padding} | values
     if "moe" in model_type or model_type == "mixtral":
         values = _EXPERTS | values
     if model_type in OF_LATENT:
@@ -77,6 +82,37 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     if model_type.startswith("gemma") or model_type == "vaultgemma":
         values = {"query_pre_attn_scalar": 4} | values
     return AutoConfig.for_model(model_type, **values)
+
+
+def published(model_type: str) -> dict[str, Any]:
+    """What configs of published models say of their tokens: each family has one kind of these, in turn."""
+    from convert.families import FAMILIES
+
+    number, last = list(FAMILIES).index(model_type), VOCABULARY - 1
+    kinds: list[dict[str, Any]] = [
+        {"eos_token_id": [2, last - 1]},
+        {"pad_token_id": None, "tie_word_embeddings": True},
+        {"pad_token_id": None, "bos_token_id": None, "eos_token_id": last},
+        {"bos_token_id": None, "eos_token_id": [last - 2, last - 1, 3], "tie_word_embeddings": True},
+    ]
+    found = kinds[number % len(kinds)]
+    needed = {"xglm": "pad_token_id", "cwm": "bos_token_id"}  # their classes do not do without
+    return {key: value for key, value in found.items() if key != needed.get(model_type)}
+
+
+def save_published(model: Any, path: Path) -> None:
+    """As published models lie on disk: bf16 in shards, a config of older years, and what tools for fine-tuning leave there."""
+    model.to(torch.bfloat16).save_pretrained(path, max_shard_size="40KB")
+    file = path / "config.json"
+    raw = json.loads(file.read_text())
+    rope = raw.get("rope_parameters") or {}
+    if rope.get("rope_type") == "default":
+        del raw["rope_parameters"]
+        del rope["rope_type"]
+        raw |= {"rope_scaling": None} | rope  # the base, and the share of dims that rotate
+    raw |= {"unsloth_version": "2026.1", "unsloth_fixed": True, "quantization_config": None, "use_cache": False,
+            "attention_dropout": 0.1, "torch_dtype": raw.pop("dtype"), "transformers_version": "4.41.2"}  # fmt: skip
+    file.write_text(json.dumps(raw))
 
 
 def switched(model_type: str, on: bool, **changes: Any) -> Any:
@@ -112,10 +148,13 @@ def random_model(config: Any, seed: int = 0) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator, unread = (torch.Generator().manual_seed(number) for number in (seed, seed + 1))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            # Tokens that no text has are drawn apart: whatever their number, all else is the same.
+            rows = TOKENS if len(parameter) == config.vocab_size else len(parameter)
+            for part, source in ((parameter[:rows], generator), (parameter[rows:], unread)):
+                part.copy_(torch.randn(part.shape, generator=source) * 0.3)
     return model
 
 
@@ -187,7 +226,7 @@ def duplicate_kv_heads(model: Any, times: int) -> None:
                     norm.weight.copy_(module.norms[head - head % times].weight)
 
 
-def save_tokenizer(path: Path, vocabulary: int = 96) -> None:
+def save_tokenizer(path: Path, vocabulary: int = TOKENS) -> None:
     """A character-level tokenizer with `vocabulary` ids, BOS 1, EOS 2."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

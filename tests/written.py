@@ -11,22 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-# The beginning of a script for `python -c`: as on a machine where kvfold is not installed.
-WITHOUT_KVFOLD = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("convert", "attention", "eval"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Absent())
-try:
-    import convert
-except ImportError:
-    pass
-else:
-    raise SystemExit("convert can be imported")
-"""
-
 
 def ok(result: Any) -> Any:
     assert result.exit_code == 0, result.output
@@ -39,12 +23,14 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
         part = load_file(file)
         assert not part.keys() & found.keys(), "a tensor is in two shards"
         found |= part
+    assert found, f"there are no weights in {path}"
     return found
 
 
 def same_but_for_the_run(a: Path, b: Path) -> None:
     names = sorted(path.name for path in a.iterdir())
     assert names == sorted(path.name for path in b.iterdir())
+    assert any(name.endswith(".safetensors") for name in names), f"there are no weights in {a}"
     records = [json.loads((path / "conversion.json").read_text()) for path in (a, b)]
     for record in records:
         del record["run"]
@@ -80,7 +66,9 @@ def damage(source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Pa
 
 def layer_notes(path: Path) -> list[dict[str, Any]]:
     """What conversion.json says of each layer."""
-    return list(json.loads((path / "conversion.json").read_text())["layers"])
+    found = list(json.loads((path / "conversion.json").read_text())["layers"])
+    assert found, f"no layer of {path} was converted"
+    return found
 
 
 def refused(result: Any, code: int, message: str) -> None:

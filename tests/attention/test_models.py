@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rows import rows
 from tiny import tiny_config
 from tiny_mla import checkpoint_activations, error, logits, tokens
 from transformers import AutoModelForCausalLM, StaticCache
@@ -304,16 +305,19 @@ def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None
 
 @pytest.mark.parametrize(
     "first",
-    [
-        "import attention",
-        "from transformers import AutoConfig; import attention",
-        "from transformers import AutoModelForCausalLM; import attention",
-        "import attention; import transformers.modeling_layers",
-        "import attention; from transformers.generation.watermarking import SynthIDTextWatermarkDetector",
-        "import attention; from transformers import pipeline",
-        "from attention.spec import AttentionSpec",
-        "import attention; from importlib.util import find_spec; find_spec('transformers.models.auto.configuration_auto')",
-    ],
+    rows(
+        [
+            "import attention",
+            "from transformers import AutoConfig; import attention",
+            "from transformers import AutoModelForCausalLM; import attention",
+            "import attention; import transformers.modeling_layers",
+            "import attention; from transformers.generation.watermarking import SynthIDTextWatermarkDetector",
+            "import attention; from transformers import pipeline",
+            "from attention.spec import AttentionSpec",
+            "import attention; from importlib.util import find_spec; find_spec('transformers.models.auto.configuration_auto')",
+        ],
+        ["from transformers import AutoConfig; import attention", "import attention; import transformers.modeling_layers"],
+    ),
 )
 def test_auto_classes_know_the_class_once_attention_is_imported(first: str, tmp_path: Path) -> None:
     own_model().save_pretrained(tmp_path)

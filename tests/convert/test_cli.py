@@ -42,7 +42,7 @@ def test_gqa_prints_what_it_did_on_stdout_alone(checkpoint: Make, convert: Conve
         "no calibration text: aligned uses weights and norm gains alone, and loses more than with --text",
         f"written to {tmp_path / 'out'}, loads in transformers as llama",
     ]
-    assert result.stderr == "convert: 247,552 bytes\n"
+    assert result.stderr == "convert: 367,872 bytes\n"
     assert convert("gqa", tmp_path / "source", tmp_path / "out", "--groups", 2, "--overwrite", "-q").stderr == ""
 
 

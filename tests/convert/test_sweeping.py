@@ -38,6 +38,13 @@ def written_text(path: Path, seed: int) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def drawings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn for one test; reports have tests of their own."""
+    if request.function is not test_all_targets_come_from_one_survey_into_one_report:
+        monkeypatch.setattr("eval.curve.draw", lambda *_: "")
+
+
 @pytest.fixture
 def on(tmp_path: Path) -> list[Any]:
     """What is calibrated on."""

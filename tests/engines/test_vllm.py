@@ -19,7 +19,10 @@ from written import edit, ok
 
 from attention.spec import dtype_bytes
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-engines)")
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-engines)"),
+]
 
 Convert = Callable[..., Any]
 Make = Callable[..., Path]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_config, tiny_model
+from tiny import VOCABULARY, tiny_config, tiny_model
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
@@ -86,7 +86,7 @@ def test_parameters_are_those_of_the_real_model(model_type: str, tied: bool) -> 
 
 def test_tied_embeddings_are_counted_once() -> None:
     counts = {tied: count_parameters(tiny_config("llama", tie_word_embeddings=tied)) for tied in (False, True)}
-    assert counts[False] - counts[True] == 96 * 64
+    assert counts[False] - counts[True] == VOCABULARY * 64
 
 
 def test_a_7b_model_is_counted_without_being_made() -> None:
@@ -98,7 +98,7 @@ def test_a_7b_model_is_counted_without_being_made() -> None:
 
 def test_a_model_larger_than_any_memory_is_counted() -> None:
     wide = tiny_config("llama", hidden_size=2**20, intermediate_size=2**20, num_hidden_layers=1)
-    assert count_parameters(wide) == 2**40 * 3 + 2**20 * (8 * 8 * 2 + 8 * 4 * 2 + 2 * 96 + 3)
+    assert count_parameters(wide) == 2**40 * 3 + 2**20 * (8 * 8 * 2 + 8 * 4 * 2 + 2 * VOCABULARY + 3)
 
 
 def test_a_model_that_transformers_cannot_build_is_refused_in_one_line() -> None:

@@ -135,8 +135,8 @@ def test_rope_parameters_that_break_a_rule_are_refused(parameters: dict[str, Any
 @pytest.mark.parametrize(
     ("model_type", "changes", "said"),
     [
-        ("llama", {"pad_token_id": 96}, "pad_token_id is 96; it must be below vocab_size, which is 96"),
-        ("llama", {"pad_token_id": -97}, "pad_token_id is -97; it must be below"),
+        ("llama", {"pad_token_id": 331}, "pad_token_id is 331; it must be below vocab_size, which is 331"),
+        ("llama", {"pad_token_id": -332}, "pad_token_id is -332; it must be below"),
         ("qwen2", {"head_dim": None, "num_attention_heads": 65}, "num_attention_heads is 65; it must be at most hidden_size"),
         ("llama", {"hidden_act": "swoosh"}, "hidden_act is 'swoosh'; it must be one of transformers' activations ("),
         ("gptj", {"activation_function": "swoosh"}, "activation_function is 'swoosh'; it must be one of"),

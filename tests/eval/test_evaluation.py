@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import VOCABULARY
 
 from attention.errors import Failure, GateMissed, Refusal
 from eval import evaluation as module
@@ -199,10 +200,10 @@ def test_a_context_that_predicts_nothing_is_refused(pair: list[Source], context:
 
 def test_different_vocabularies_are_refused_before_weights_are_read(pair: list[Source]) -> None:
     assert pair[1].directory is not None
-    rewrite(pair[1].directory, vocab_size=97)
+    rewrite(pair[1].directory, vocab_size=97, pad_token_id=0)
     for source in pair:
         forget_weights(source)
-    with pytest.raises(Refusal, match="models with different vocabularies cannot be compared: source 96, small 97"):
+    with pytest.raises(Refusal, match=f"models with different vocabularies cannot be compared: source {VOCABULARY}, small 97"):
         report_of(pair, TEXT, SHORT)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import VOCABULARY
 
 from attention.errors import Failure
 from eval import evaluation, lockstep
@@ -77,11 +78,11 @@ def test_a_report_does_not_depend_on_groups_and_spans(
     once = dict(read)
     monkeypatch.setattr(lockstep, "_SMALL", 0)
     assert report_of(models, TEXT, SHORT) == whole
-    monkeypatch.setattr("eval.perplexity._LOGITS_AT_ONCE", 64 * 96)  # several batches
+    monkeypatch.setattr("eval.perplexity._LOGITS_AT_ONCE", 64 * VOCABULARY)  # several batches
     batched = report_of(models, TEXT, SHORT)
     read.clear()
     assert warned() == []
-    monkeypatch.setattr(lockstep, "room_for_logits", lambda: 200 * 96 * 4)  # several spans
+    monkeypatch.setattr(lockstep, "room_for_logits", lambda: 200 * VOCABULARY * 4)  # several spans
     assert report_of(models, TEXT, SHORT) == batched
     assert read == once
     (warning,) = warned()

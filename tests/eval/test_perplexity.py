@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from scoring import compare
-from tiny import tiny_config, tiny_model
+from tiny import VOCABULARY, tiny_config, tiny_model
 
 from attention.errors import Failure
 from eval import perplexity
@@ -159,7 +159,7 @@ def test_no_more_blocks_go_through_together_than_their_logits_allow(
     hook = source.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    monkeypatch.setattr(perplexity, "_LOGITS_AT_ONCE", blocks_at_once * 8 * 96)
+    monkeypatch.setattr(perplexity, "_LOGITS_AT_ONCE", blocks_at_once * 8 * VOCABULARY)
     compare(source, [], Protocol.named("bos", 8).blocks(text(49)))
     hook.remove()
     assert len(seen) == calls

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
+from tiny import VOCABULARY, tiny_config, tiny_model
 from tiny_mla import error, mla_model
 
 from attention import absorb
@@ -129,7 +129,7 @@ def test_every_step_reads_the_last_token_over_all_others(name: str, chunk: int) 
         for _ in range(3):
             work.to_last()
             found = work.step()
-            assert found.shape == (3, 1, 96)
+            assert found.shape == (3, 1, VOCABULARY)
             assert error(found, expected) < 1e-5
             assert [int(layer.cumulative_length) for layer in work.cache.layers] == [20, 20, 20]
 
@@ -192,7 +192,7 @@ def test_logits_that_are_no_numbers_are_no_speed() -> None:
     absorb(work.model)
     work.fill()
     work.check_logits("it", "float16")
-    work.decode = lambda *_, **__: SimpleNamespace(logits=torch.full((1, 1, 96), torch.nan))  # compiled, and wrong
+    work.decode = lambda *_, **__: SimpleNamespace(logits=torch.full((1, 1, VOCABULARY), torch.nan))  # compiled, and wrong
     with pytest.raises(Failure, match=r"\(DeepseekV3ForCausalLM, compiled\) are not finite") as caught:
         work.check_logits("it", "float16")
     assert "--compile" in str(caught.value.hint)
@@ -440,7 +440,7 @@ def test_every_figure_follows_from_times_and_bytes(pair: list[Source], monkeypat
     assert (source["cache_bytes"], latent["cache_bytes"]) == (3 * 16 * 1536, 3 * 16 * 288)
     assert source["cache_gb_per_second"] == 3 * 16 * 1536 / 2.0 / 1e9
     weights = report["models"][0]["weight_bytes"]
-    read = weights - 96 * 64 * 4  # all but the embedding, which looks tokens up
+    read = weights - VOCABULARY * 64 * 4  # all but the embedding, which looks tokens up
     assert source["weights_and_cache_gb_per_second"] == pytest.approx((read + 3 * 16 * 1536) / 2.0 / 1e9)
     assert (source["prefill_ratio"], source["decode_ratio"]) == (1, 1)
     assert (latent["prefill_ratio"], latent["decode_ratio"]) == (4, 8)
@@ -548,7 +548,7 @@ def test_weights_that_a_step_reads() -> None:
     def size(**changes: Any) -> int | None:
         return bench._weights_read(tiny_model(tiny_config(changes.pop("model_type", "llama"), **changes)))
 
-    embedding = 96 * 64 * 4
+    embedding = VOCABULARY * 64 * 4
     whole = sum(p.nbytes for p in tiny_model(tiny_config("llama")).parameters())
     assert size() == whole - embedding
     assert size(tie_word_embeddings=True) == whole - embedding  # the head, which is read, is what is left

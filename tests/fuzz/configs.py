@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from click.testing import CliRunner
-from tiny import tiny_config
+from tiny import VOCABULARY, tiny_config
 from tiny_mla import LONGROPE, SIZES
 
 from convert.cli import main as convert
@@ -63,7 +63,7 @@ _KEYS: dict[str, list[Any]] = {
     "validate": [5], "get_text_config": [5], "to_dict": ["x"], "attribute_map": [{}, 5], "__class__": [5], "__dict__": [{}],
     "is_encoder_decoder": [True], "architectures": [5, ["Llama"]], "use_sliding_window": [True], "name_or_path": ["\x1b[31m"],
     "model_type": ["bert", "gpt2", "", "../x", "a\nb", "mixtral", "qwen2"], "kv_lora_rank": [4, 0, -1],
-    "pad_token_id": [96, -1, -97, 10**6],
+    "pad_token_id": [VOCABULARY, -1, -VOCABULARY - 1, 10**6],
 }  # fmt: skip
 
 

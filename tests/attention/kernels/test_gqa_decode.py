@@ -12,6 +12,7 @@ import torch
 from decoding import DEVICE, INTERPRETER, SCALE, SMALL, TOLERANCE, added, agree, on_gpu, ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows import rows
 
 pytest.importorskip("triton")  # there are no wheels for other systems than Linux
 
@@ -21,7 +22,10 @@ from attention.kernels import GROUPED, decode_grouped, split_kv, torch_decode, t
 from attention.kernels.gqa_decode import gqa_decode
 from attention.kernels.tiling import Shape, Tiling, choose, machine
 
-pytestmark = pytest.mark.skipif(not INTERPRETER and not torch.cuda.is_available(), reason="needs a GPU, or the interpreter")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(not INTERPRETER and not torch.cuda.is_available(), reason="needs a GPU, or the interpreter"),
+]
 
 
 def inputs(
@@ -53,7 +57,7 @@ def spelled_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.T
 # The kernel
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", rows(TOLERANCE, [torch.float32]), ids=str)
 @pytest.mark.parametrize(
     ("heads", "groups", "dim", "rank"), [(8, 4, 64, 64), (8, 1, 80, 80), (6, 2, 24, 48), (32, 2, 128, 128), (5, 5, 16, 32)]
 )
@@ -66,8 +70,8 @@ def test_every_shape_of_groups_and_heads(heads: int, groups: int, dim: int, rank
 @pytest.mark.parametrize("kind", ["bool", "additive", "additive fp16"])
 @pytest.mark.usefixtures("poison")
 def test_ragged_batches_with_holes(kind: str) -> None:
-    q, k, v = inputs(5, 6, 3, 90, 24, 32)
-    mask = ragged(5, 90, holes=0.4)
+    q, k, v = inputs(3, 6, 3, 70, 24, 32)
+    mask = ragged(3, 70, holes=0.4)
     if kind != "bool":
         mask = added(mask, torch.float16 if "fp16" in kind else torch.float32)
     for sizes in (None, SMALL, replace(SMALL, swap=True)):
@@ -75,7 +79,7 @@ def test_ragged_batches_with_holes(kind: str) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 def test_any_deal_of_tiles_gives_the_same(data: st.DataObject) -> None:
     """Fewer programs than KV heads, more than tiles; sequences that see nothing; shares that end within a sequence's heads."""
     batch, groups, cached = (data.draw(st.integers(1, most)) for most in (4, 5, 70))
@@ -90,7 +94,7 @@ def test_any_deal_of_tiles_gives_the_same(data: st.DataObject) -> None:
         assert agree(gqa_decode(q, k, v, given_mask, SCALE, sizes), spelled_out(q, k, v, given_mask))
 
 
-@pytest.mark.parametrize("programs", [1, 4, 30])
+@pytest.mark.parametrize("programs", rows([1, 4, 30], [4, 30]))
 @pytest.mark.usefixtures("poison")
 def test_sequences_that_see_nothing_are_zero(programs: int) -> None:
     q, k, v = inputs(4, 6, 3, 40, 16, 16)
@@ -202,7 +206,7 @@ def as_on_a_fresh_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", rows(TOLERANCE, [torch.float16]), ids=str)
 @pytest.mark.parametrize(("groups", "mask"), [(None, None), (None, torch.bool), (2, torch.bool), (2, torch.float32)], ids=str)
 def test_a_trial_finds_the_kernel_right(dtype: torch.dtype, groups: int | None, mask: torch.dtype | None) -> None:
     before = torch.get_rng_state()
@@ -218,7 +222,7 @@ def test_a_trial_finds_a_kernel_wrong(groups: int | None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(not INTERPRETER, reason="as on a GPU")
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", rows([False, True], [True]))
 def test_a_trial_is_no_part_of_what_is_exported(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Step(torch.nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config, tiny_model
+from tiny import VOCABULARY, tiny_config, tiny_model
 from written import ok
 
 from attention.errors import Failure
@@ -260,7 +260,7 @@ def test_no_weights_are_read_and_only_what_is_asked_for_is_made(saved: Callable[
 
 def test_what_is_stored_stays_as_it_is(saved: Callable[..., Path]) -> None:
     found, _ = tensors_of(saved("llama"))
-    given = torch.ones(96, 64, dtype=torch.bfloat16, requires_grad=True)
+    given = torch.ones(VOCABULARY, 64, dtype=torch.bfloat16, requires_grad=True)
     assert found.tensor("lm_head.weight", {"lm_head.weight": given}.__getitem__) is given
 
 
@@ -272,7 +272,7 @@ def test_missing_and_misshaped_parameters_are_not_given(saved: Callable[..., Pat
     found, reader = tensors_of(changed(saved("llama"), change))
     with pytest.raises(Failure, match=r"the checkpoint lacks tensor model\.norm\.weight"):
         found.tensor("model.norm.weight", reader.__getitem__)
-    with pytest.raises(Failure, match=r"lm_head\.weight is \[5, 64\], by the config it is \[96, 64\]"):
+    with pytest.raises(Failure, match=rf"lm_head\.weight is \[5, 64\], by the config it is \[{VOCABULARY}, 64\]"):
         found.tensor("lm_head.weight", reader.__getitem__)
     assert found.sources("model.norm.weight") == ()
 

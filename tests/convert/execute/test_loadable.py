@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import VOCABULARY, tiny_config
 from written import damage, edit, left_nothing, ok, weights
 
 from attention.errors import Failure
@@ -51,7 +51,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
     "a head of its own in the config alone": (
         lambda t: t.pop("lm_head.weight"), {"tie_word_embeddings": False}, "lacks lm_head.weight, which LlamaForCausalLM",
     ),
-    "another vocabulary": (lambda t: None, {"vocab_size": 100}, disagree("lm_head.weight", [96, 64], [100, 64])),
+    "another vocabulary": (lambda t: None, {"vocab_size": 400}, disagree("lm_head.weight", [VOCABULARY, 64], [400, 64])),
     "more layers in the weights": (
         lambda t: t.update({MLP.replace("1", "3"): t[MLP].clone()}), {}, "has tensor model.layers.3.mlp.up_proj.weight, which",
     ),

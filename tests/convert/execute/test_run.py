@@ -8,17 +8,16 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import run_forked
+from forked import run_forked, run_without_kvfold
 from latents import SMALL, WAYS, full_size, method_options
-from written import WITHOUT_KVFOLD, damage, edit, left_nothing, ok, same_but_for_the_run
+from rows import rows
+from written import damage, edit, left_nothing, ok, same_but_for_the_run
 
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
@@ -30,9 +29,7 @@ Convert = Callable[..., Any]
 Logits = Callable[..., torch.Tensor]
 
 
-STOCK = (
-    WITHOUT_KVFOLD
-    + """
+STOCK = """
 import json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 for path in sys.argv[1:]:
@@ -44,7 +41,6 @@ for path in sys.argv[1:]:
     cached = model(**ids).past_key_values.layers[0].keys
     print(json.dumps([type(model).__name__, said, cached.shape[1]]))
 """
-)
 
 
 def test_stock_classes_generate_as_the_source_does_where_kvfold_is_not_installed(
@@ -59,7 +55,7 @@ def test_stock_classes_generate_as_the_source_does_where_kvfold_is_not_installed
         for kind in ("gqa", "mla"):
             ok(convert(kind, tmp_path / f"{model_type}-source", tmp_path / f"{model_type}-{kind}", *kinds[kind]))
     paths = [str(tmp_path / f"{model_type}-{kind}") for model_type in classes for kind in kinds]
-    done = subprocess.run([sys.executable, "-I", "-c", STOCK, *paths], capture_output=True, text=True, cwd="/", check=False)
+    done = run_without_kvfold(STOCK, *paths)
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
     for expected, name, grouped, latent in zip(results[::3], classes.values(), results[1::3], results[2::3], strict=True):
@@ -106,8 +102,10 @@ main(sys.argv[2:], prog_name="convert")
 """
 
 
-@pytest.mark.parametrize("method", ["mean", "random"])
-@pytest.mark.parametrize(("kill", "code"), [("SIGINT", 130), ("SIGKILL", -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("kill", "code", "method"),
+    [("SIGINT", 130, "mean"), ("SIGKILL", -signal.SIGKILL, "random")],
+)
 def test_an_interrupted_run_leaves_nothing_loadable_and_resumes(
     kill: str, code: int, method: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
@@ -130,6 +128,7 @@ def test_an_interrupted_run_leaves_nothing_loadable_and_resumes(
     assert "groups: 2 then, 1 now" in different.stderr
 
     finished = {path.name: path.stat().st_mtime_ns for path in unfinished.glob("*.safetensors")}
+    assert finished
     ok(convert(*command, "--resume"))
     assert not partial.exists()
     assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items()), "a finished shard was written again"
@@ -355,7 +354,7 @@ STOPPED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "count", "way"), KILLS)
+@pytest.mark.parametrize(("place", "count", "way"), rows(KILLS, [("statistics", 3, "pca"), ("layers", 2, "all")]))
 def test_a_killed_run_leaves_nothing_loadable_and_resumes(
     place: str, count: int, way: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
 ) -> None:
@@ -367,7 +366,10 @@ def test_a_killed_run_leaves_nothing_loadable_and_resumes(
     resumed(convert, source, out, options, tmp_path)
 
 
-@pytest.mark.parametrize(("place", "count", "way"), STOPPED)
+@pytest.mark.parametrize(
+    ("place", "count", "way"),
+    rows(STOPPED, [("inputs", 2, "pca"), ("shards", 3, "pca"), ("inputs", 5, "all"), ("layers", 2, "all")]),
+)
 def test_an_interrupted_run_says_how_to_go_on(
     place: str, count: int, way: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

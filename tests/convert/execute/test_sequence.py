@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from latents import SMALL, full_size, same_logits
+from rows import rows
 from written import layer_notes, ok, same_but_for_the_run, silence, weights
 
 from convert.calibration.refine import _TOLERATED
@@ -47,10 +48,10 @@ def nats_lost(path: Path, source: Path, letters: Path) -> float:
 def test_each_step_brings_the_result_closer(
     command: str, checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
 ) -> None:
-    source, lost = checkpoint(num_key_value_heads=8), {}
-    on = [*on, "--calibration-tokens", 2048]
+    source, lost = checkpoint(num_key_value_heads=8, num_hidden_layers=2), {}
+    on = [*on, "--calibration-tokens", 1024]
     ways: dict[str, list[Any]] = {
-        "blind": [], "method": [*on, "--no-refit"], "refit": on, "refine": [*on, "--refine", 20],
+        "blind": [], "method": [*on, "--no-refit"], "refit": on, "refine": [*on, "--refine", 10],
     }  # fmt: skip
     for name, way in ways.items():
         ok(convert(command, source, tmp_path / name, *SIZES[command], *way))
@@ -63,9 +64,9 @@ def test_each_step_brings_a_latent_of_a_latent_closer(
     checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
 ) -> None:
     full, lost = tmp_path / "full", {}
-    on = [*on, "--calibration-tokens", 2048]
-    ok(convert("mla", checkpoint(), full, *full_size(4, 8)))
-    for name, way in {"blind": [], "refit": on, "refined": [*on, "--no-refit", "--refine", 15]}.items():
+    on = [*on, "--calibration-tokens", 1024]
+    ok(convert("mla", checkpoint(num_hidden_layers=2), full, *full_size(4, 8)))
+    for name, way in {"blind": [], "refit": on, "refined": [*on, "--no-refit", "--refine", 10]}.items():
         ok(convert("mla", full, tmp_path / name, "--kv-budget", "37.5%", *way))
         lost[name] = nats_lost(tmp_path / name, full, letters)
         record = json.loads((tmp_path / name / "conversion.json").read_text())
@@ -162,7 +163,10 @@ def test_a_layer_that_adds_nothing_is_left_alone_by_refinement(
 
 @pytest.mark.parametrize(
     ("owner", "name", "count"),
-    [(Layer, "of", 1), (Layer, "of", 2), (Layer, "of", 3), *((LayerStream, "advance", count) for count in range(1, 6))],
+    rows(
+        [(Layer, "of", 1), (Layer, "of", 2), (Layer, "of", 3), *((LayerStream, "advance", count) for count in range(1, 6))],
+        [(Layer, "of", 2), (LayerStream, "advance", 1), (LayerStream, "advance", 4)],
+    ),
 )
 def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
     owner: type, name: str, count: int, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path,

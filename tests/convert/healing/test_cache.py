@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import VOCABULARY
 
 from attention.errors import Failure, Interrupted, Refusal
 from convert import heal
@@ -91,7 +92,7 @@ def test_another_cache_is_named(converted: Path, text: Path, tmp_path: Path) -> 
         heal(converted, tmp_path / "two", text=tmp_path / "other.txt", teacher_cache=tmp_path / "cache", **SIZES)
     with pytest.raises(Refusal, match="is no cache of a teacher"):
         heal(converted, tmp_path / "two", text=text, teacher_cache=Path(__file__).parent, **SIZES)
-    with pytest.raises(Refusal, match="largest probabilities, not all 96 of each token"):
+    with pytest.raises(Refusal, match=f"largest probabilities, not all {VOCABULARY} of each token"):
         heal(converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "c", **(SIZES | {"top_k": None}), dry_run=True)
     for place in (tmp_path / "two" / "said", tmp_path, tmp_path / "source", tmp_path / "two.partial"):
         with pytest.raises(Refusal, match="overlaps"):

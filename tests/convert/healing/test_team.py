@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Done, run_team
 from safetensors.torch import load_file, save_file
 
 from attention.errors import Refusal
@@ -36,26 +34,15 @@ zero = pytest.mark.skipif(not INSTALLED, reason="DeepSpeed is not installed")
 Make = Callable[..., Path]
 
 
-def launch(
-    kind: str, converted: Path, output: Path, *options: Any, stop_at: int | None = None
-) -> subprocess.CompletedProcess[str]:
+def launch(kind: str, converted: Path, output: Path, *options: Any, **environment: str) -> Done:
     """Heal with two processes."""
     script, settings = KINDS[kind]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     given = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", value)]
-    return subprocess.run(
-        [
-            str(part)
-            for part in (*command, Path(__file__).with_name(script), "heal", converted, output, *given, *options, "--json")
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | settings | ({} if stop_at is None else {"STOP_AT": str(stop_at)}),
-    )
+    command = "heal", converted, output, *given, *options, "--json"
+    return run_team(Path(__file__).with_name(script), *command, **settings, **environment)
 
 
-def assert_same(launched: subprocess.CompletedProcess[str], two: Path, one: Healing) -> None:
+def assert_same(launched: Done, two: Path, one: Healing) -> None:
     """The curve and the weights are those of one process, but for the order of sums."""
     assert launched.returncode == 0, launched.stderr
     curve = json.loads(launched.stdout)["conversion"]["healing"]["curve"]  # one process reports
@@ -66,6 +53,7 @@ def assert_same(launched: subprocess.CompletedProcess[str], two: Path, one: Heal
         torch.testing.assert_close(found[name], weight, rtol=0, atol=3e-4, msg=name)
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("zero 2", marks=zero)])
 def test_two_processes_are_one_with_the_same_batch(kind: str, checkpoint: Make, text: Path, tmp_path: Path) -> None:
     """Both fill the teacher's cache, and LoRA trains."""
@@ -77,6 +65,7 @@ def test_two_processes_are_one_with_the_same_batch(kind: str, checkpoint: Make, 
     assert_same(launched, tmp_path / "two", one)
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("kind", "then"),
     [("fsdp", "fsdp"), pytest.param("zero 1", "zero 2", marks=zero), pytest.param("zero 2", "fsdp", marks=zero)],
@@ -92,7 +81,7 @@ def test_sharded_processes_are_one_with_the_same_batch(
         before[name] *= 1.3  # something to heal
     save_file(before, tmp_path / "mla" / "model.safetensors")
     given = ("--text", text, "--train", "all", "--checkpointing", "--micro-batch-tokens", 16)  # steps in two parts
-    stopped = launch(kind, tmp_path / "mla", tmp_path / "two", *given, stop_at=12)  # behind the trials
+    stopped = launch(kind, tmp_path / "mla", tmp_path / "two", *given, STOP_AT="12")  # behind the trials
     assert stopped.returncode != 0
     assert "--resume goes on from the last state" in stopped.stderr
     resumed = launch(then, tmp_path / "mla", tmp_path / "two", *given, "--resume")

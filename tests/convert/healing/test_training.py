@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny import tiny_config, tiny_model
+from tiny import VOCABULARY, tiny_config, tiny_model
 
 from convert.families import family_of
 from convert.healing.batches import TrainingText
@@ -30,7 +30,7 @@ def text(vocabulary: int = 96) -> TrainingText:
 def trainer(student: Any, teacher: Any, schedule: Schedule = SCHEDULE, part: str = "attention") -> Trainer:
     names = trained(student, family_of(student.config.model_type).for_config(student.config), 3, part)
     what = Trainable(student.requires_grad_(False), names)
-    module = Distillation(student, Running(teacher.requires_grad_(False), None), 0.0, 96)
+    module = Distillation(student, Running(teacher.requires_grad_(False), None), 0.0, VOCABULARY)
     return Trainer(Accelerator(cpu=True), module, text(), schedule, what)
 
 
@@ -41,7 +41,7 @@ def test_gradients_of_all_weights_are_those_of_plain_logits(tied: bool, ce: floa
     student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
     places = text().batch(0, 4, 0)
     ids = text().blocks[places]
-    Distillation(student, Running(teacher, None), ce, 96)(ids, places).backward()
+    Distillation(student, Running(teacher, None), ce, VOCABULARY)(ids, places).backward()
     found = {name: p.grad for name, p in student.named_parameters()}
     student.zero_grad()
     logits = student(ids, use_cache=False).logits[:, :-1].log_softmax(-1)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from latents import stock_module_computes
-from tiny import tiny_config
+from tiny import VOCABULARY, tiny_config
 
 from attention.record import FactoredAttention
 from attention.rope import Rotary, from_config
@@ -109,7 +109,7 @@ def test_a_latent_made_smaller_has_a_config_that_can_be_read() -> None:
         sized = HOST.sized({}, config, target)
         assert AttentionSpec.from_config(sized) == target
         assert FAMILIES["deepseek_v3"].unreadable(sized) is None
-        assert (sized.hidden_size, sized.num_hidden_layers, sized.vocab_size) == (64, 3, 96)
+        assert (sized.hidden_size, sized.num_hidden_layers, sized.vocab_size) == (64, 3, VOCABULARY)
 
 
 @pytest.mark.parametrize("rank", [16, 19, 512, 1000])

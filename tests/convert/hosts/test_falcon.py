@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_without_kvfold
 from tiny import tiny_config
-from written import WITHOUT_KVFOLD, ok
+from written import ok
 
 from convert.families import family_of
 from convert.hosts.falcon import HOST
@@ -50,9 +49,7 @@ def test_equal_heads_become_one_without_loss(
     assert (json.loads(again.stdout)["family"], json.loads(again.stdout)["attention"]) == ("falcon", "MQA")
 
 
-RUN = (
-    WITHOUT_KVFOLD
-    + """
+RUN = """
 import json, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
@@ -67,13 +64,11 @@ said += [eager.generate(ids, **asked)]
 assert all(torch.equal(one, said[0]) for one in said), said
 print(json.dumps([type(model).__name__, model(ids).past_key_values.layers[0].keys.shape[1]]))
 """
-)
 
 
 def test_a_result_runs_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     ok(convert("mqa", made(checkpoint), tmp_path / "out", "--method", "mean"))
-    command = [sys.executable, "-I", "-c", RUN, str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    done = run_without_kvfold(RUN, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["FalconForCausalLM", 1]
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_without_kvfold
 from latents import logits_of, same_logits, tokens
-from tiny import tiny_config
-from written import WITHOUT_KVFOLD, ok, weights
+from tiny import VOCABULARY, tiny_config
+from written import ok, weights
 
 from attention import load
 from convert.families import FAMILIES
@@ -91,9 +90,7 @@ def test_fits_run_through_it(checkpoint: Make, convert: Convert, words: Path, tm
     assert near < far
 
 
-STOCK = (
-    WITHOUT_KVFOLD
-    + """
+STOCK = """
 import json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 for path in sys.argv[1:]:
@@ -109,7 +106,6 @@ for path in sys.argv[1:]:
     assert both[:1] == said(["once"], cache_implementation="static")
     print(json.dumps([type(model).__name__, both]))
 """
-)
 
 
 def test_results_run_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -120,7 +116,7 @@ def test_results_run_where_kvfold_is_not_installed(checkpoint: Make, convert: Co
         ok(convert("mqa", source, out, "--method", "mean"))
         assert not list(out.glob("*.py"))
         paths += [str(source), str(out)] if model_type != "gpt_neo" else [str(out)]  # its class has no static cache
-    done = subprocess.run([sys.executable, "-I", "-c", STOCK, *paths], capture_output=True, text=True, cwd="/", check=False)
+    done = run_without_kvfold(STOCK, *paths)
     assert done.returncode == 0, done.stderr
     gpt2, gpt2_out, neo_out, opt, opt_out = map(json.loads, done.stdout.splitlines())
     assert (gpt2[0], opt[0]) == ("GPT2LMHeadModel", "OPTForCausalLM")
@@ -177,7 +173,7 @@ def test_settings_are_carried() -> None:
         expected = dropped | ({"embd_pdrop": 0.0} if model_type == "opt" else {})
         assert {name: getattr(sized, name) for name in dropped} == expected
         assert sized.layer_norm_epsilon == (1e-5 if model_type == "opt" else 1e-3)
-        assert (sized.n_inner, sized.vocab_size, sized.n_positions, sized.n_layer) == (32, 96, 128, 3)
+        assert (sized.n_inner, sized.vocab_size, sized.n_positions, sized.n_layer) == (32, VOCABULARY, 128, 3)
         assert not hasattr(sized, "own_key")
 
 

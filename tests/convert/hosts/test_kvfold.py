@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_without_kvfold
+from rows import rows
 from tiny import NORMED, tiny_config
-from written import WITHOUT_KVFOLD, edit, left_nothing, ok, weights
+from written import edit, left_nothing, ok, weights
 
 from attention.models import CODE, MODEL_TYPE
 from attention.qk_norm import NormForm
@@ -60,12 +61,11 @@ def test_a_config_nests_the_sources() -> None:
     assert HOST.layout(layout) is layout
 
 
-REMOTE = (
-    WITHOUT_KVFOLD
-    + """
+REMOTE = """
 import json
-from transformers import AutoModelForCausalLM, AutoTokenizer
-for path in sys.argv[1:]:
+from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+dynamic_module_utils.HF_MODULES_CACHE, *paths = sys.argv[1:]
+for path in paths:
     own = {"trust_remote_code": True}
     model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **own)
     assert not any(info.values()), info
@@ -75,51 +75,43 @@ for path in sys.argv[1:]:
     cached = model(**ids).past_key_values.layers[0].keys
     print(json.dumps([type(model).__name__, said, cached.shape[1]]))
 """
-)
 
 
-def test_results_run_where_kvfold_is_not_installed(
-    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = []
-    for model_type in sorted(HOST.families | PHI.families):
-        source, out = checkpoint(model_type, name=model_type, duplicated=2), tmp_path / f"{model_type}-4"
-        ok(convert("gqa", source, out, "--groups", 4))
-        if model_type in HOST.families:
-            assert all((out / file.name).read_bytes() == file.read_bytes() for file in CODE)
-        else:
-            assert not list(out.glob("*.py"))
-        ok(convert("mla", source, tmp_path / f"{model_type}-mla", "--kv-budget", "100%"))
-        paths += [str(source), str(out), str(tmp_path / f"{model_type}-mla")]
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    command = [sys.executable, "-I", "-c", REMOTE, *paths]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+CLASSES = {
+    "biogpt": ("BioGptForCausalLM", "KvfoldForCausalLM"),
+    "bloom": ("BloomForCausalLM", "KvfoldForCausalLM"),
+    "codegen": ("CodeGenForCausalLM", "PhiForCausalLM"),
+    "falcon": ("FalconForCausalLM", "KvfoldForCausalLM"),
+    "gpt2": ("GPT2LMHeadModel", "KvfoldForCausalLM"),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", "KvfoldForCausalLM"),
+    "gpt_neo": ("GPTNeoForCausalLM", "KvfoldForCausalLM"),
+    "gpt_neox": ("GPTNeoXForCausalLM", "KvfoldForCausalLM"),
+    "gptj": ("GPTJForCausalLM", "PhiForCausalLM"),
+    "mpt": ("MptForCausalLM", "KvfoldForCausalLM"),
+    "opt": ("OPTForCausalLM", "KvfoldForCausalLM"),
+    "xglm": ("XGLMForCausalLM", "KvfoldForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("model_type", rows(CLASSES, ["bloom", "codegen", "gpt_neo", "gpt_neox", "opt"]))
+def test_results_run_where_kvfold_is_not_installed(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, four, latent = checkpoint(model_type, duplicated=2), tmp_path / "four", tmp_path / "latent"
+    ok(convert("gqa", source, four, "--groups", 4))
+    if model_type in HOST.families:
+        assert all((four / file.name).read_bytes() == file.read_bytes() for file in CODE)
+    else:
+        assert not list(four.glob("*.py"))
+    ok(convert("mla", source, latent, "--kv-budget", "100%"))
+    done = run_without_kvfold(REMOTE, tmp_path / "modules", source, four, latent)
     assert done.returncode == 0, done.stderr
-    results = list(map(json.loads, done.stdout.splitlines()))
-    classes = {
-        "BioGptForCausalLM": "KvfoldForCausalLM",
-        "BloomForCausalLM": "KvfoldForCausalLM",
-        "CodeGenForCausalLM": "PhiForCausalLM",
-        "FalconForCausalLM": "KvfoldForCausalLM",
-        "GPT2LMHeadModel": "KvfoldForCausalLM",
-        "GPTBigCodeForCausalLM": "KvfoldForCausalLM",
-        "GPTNeoForCausalLM": "KvfoldForCausalLM",
-        "GPTNeoXForCausalLM": "KvfoldForCausalLM",
-        "GPTJForCausalLM": "PhiForCausalLM",
-        "MptForCausalLM": "KvfoldForCausalLM",
-        "OPTForCausalLM": "KvfoldForCausalLM",
-        "XGLMForCausalLM": "KvfoldForCausalLM",
-    }
-    assert [result[0] for result in results[::3]] == list(classes)
-    for expected, grouped, latent in zip(results[::3], results[1::3], results[2::3], strict=True):
-        assert expected[2] == 8
-        assert grouped == [classes[expected[0]], expected[1], 4]
-        assert latent == ["KvfoldForCausalLM", expected[1], 1]
+    own, grouped = CLASSES[model_type]
+    expected, *found = map(json.loads, done.stdout.splitlines())
+    said = expected[1]
+    assert expected == [own, said, 8]
+    assert found == [[grouped, said, 4], ["KvfoldForCausalLM", said, 1]]
 
 
-def test_latents_run_where_kvfold_is_not_installed(
-    checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latents_run_where_kvfold_is_not_installed(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     """Of families that need more than projections: norms, caps, RoPE in neighbouring dims or in complex numbers, latents."""
     paths: list[str] = []
     for model_type in ("cohere2", "gemma2", "qwen3"):  # 4 KV heads of 8 dims: 64 numbers, of which 32 rotate
@@ -130,8 +122,7 @@ def test_latents_run_where_kvfold_is_not_installed(
         source, out = checkpoint(model_type, name=model_type, **own), tmp_path / f"{model_type}-mla"
         ok(convert("mla", source, out, "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--pad-rank", "--method", "svd"))
         paths += [str(source), str(out)]
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    done = subprocess.run([sys.executable, "-I", "-c", REMOTE, *paths], capture_output=True, text=True, cwd="/", check=False)
+    done = run_without_kvfold(REMOTE, tmp_path / "modules", *paths)
     assert done.returncode == 0, done.stderr
     results = list(map(json.loads, done.stdout.splitlines()))
     for expected, latent in zip(results[::2], results[1::2], strict=True):
@@ -139,14 +130,14 @@ def test_latents_run_where_kvfold_is_not_installed(
         assert (expected[2], latent) == (heads, ["KvfoldForCausalLM", expected[1], 1])
 
 
-@pytest.mark.parametrize("model_type", sorted(HOST.families))
+@pytest.mark.parametrize("model_type", rows(sorted(HOST.families), ["bloom", "falcon", "gpt2", "mpt", "opt"]))
 def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
     source, least = checkpoint(model_type), ["--groups", 2, "--method", "mean"]  # one group may be a stock class
     ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
     ok(convert("gqa", tmp_path / "four", tmp_path / "four-one", *least))
     ok(convert("gqa", source, tmp_path / "one", *least))
     ok(convert("gqa", tmp_path / "four", tmp_path / "same", "--groups", 4))
-    twice, once = weights(tmp_path / "four-two"), weights(tmp_path / "two")
+    twice, once = weights(tmp_path / "four-one"), weights(tmp_path / "one")
     assert twice.keys() == once.keys()
     for name, tensor in once.items():
         torch.testing.assert_close(twice[name], tensor)
@@ -159,8 +150,13 @@ def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Conver
     assert (facts["family"], facts["attention"], facts["rope_type"]) == (MODEL_TYPE, "GQA-4", rope)
 
 
-@pytest.mark.parametrize("model_type", [*sorted(HOST.families), "gptj"])
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    rows(
+        product(("safetensors", "bin"), (*sorted(HOST.families), "gptj")),
+        [*(("safetensors", name) for name in ("bloom", "falcon", "gptj", "opt")), ("bin", "gpt2")],
+    ),
+)
 def test_a_base_model_that_was_saved_alone_is_read(
     kind: str, model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:

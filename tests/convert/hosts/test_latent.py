@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_without_kvfold
 from latents import full_size, logits_of, method_options, same_logits, tokens, tolerance
-from written import WITHOUT_KVFOLD, left_nothing, ok, weights
+from rows import rows
+from written import left_nothing, ok, weights
 
 from attention import load
 from convert import mla
@@ -37,9 +38,13 @@ def parameters(path: Path) -> int:
     return sum(math.prod(tensor.shape) for name, tensor in weights(path).items() if name.startswith(ATTENTION))
 
 
-@pytest.mark.parametrize("rank", [FULL, FULL - 8])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma"])
-@pytest.mark.parametrize("method", ["svd", "weighted with text"])
+@pytest.mark.parametrize(
+    ("method", "kind", "rank"),
+    rows(
+        product(["svd", "weighted with text"], ["llama", "qwen2", "gemma"], [FULL, FULL - 8]),
+        [("svd", "llama", FULL), ("svd", "qwen2", FULL - 8), ("weighted with text", "gemma", FULL - 8)],
+    ),
+)
 def test_a_rank_that_holds_the_input_loses_nothing(
     method: str, kind: str, rank: int, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
 ) -> None:
@@ -53,7 +58,7 @@ def test_a_rank_that_holds_the_input_loses_nothing(
     same_logits(logits_of(tmp_path / "out", ids), logits_of(source, ids), tolerance(method))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rows(KINDS, ["qwen2", "layers without RoPE"]))
 def test_less_is_lost_the_more_channels_there_are(
     kind: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
 ) -> None:
@@ -71,9 +76,7 @@ def test_less_is_lost_the_more_channels_there_are(
     assert parameters(tmp_path / "16") < parameters(tmp_path / "32") < parameters(tmp_path / "whole")
 
 
-RUN = (
-    WITHOUT_KVFOLD
-    + """
+RUN = """
 import json, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
@@ -87,15 +90,13 @@ assert all(torch.equal(one, said[0]) for one in said), said
 layer = model(ids).past_key_values.layers[0]
 print(json.dumps([model.config.q_lora_rank, layer.keys.shape[-1], layer.values.shape[-1]]))
 """
-)
 
 
 def test_a_result_runs_where_kvfold_is_not_installed_and_caches_no_more(
     checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     ok(convert("mla", checkpoint("qwen2"), tmp_path / "out", *SMALL, "--q-lora-rank", 24))
-    command = [sys.executable, "-I", "-c", RUN, str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    done = run_without_kvfold(RUN, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [24, 24, 16]
 

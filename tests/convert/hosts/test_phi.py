@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from latents import same_logits, tokens
 from safetensors.torch import save_file
-from tiny import layer_tensors, tiny_config, tiny_model
+from tiny import VOCABULARY, layer_tensors, tiny_config, tiny_model
 from written import edit, left_nothing, ok, weights
 
 from convert.families import FAMILIES, family_of
@@ -187,16 +187,16 @@ def test_what_the_class_would_compute_otherwise_is_refused(model_type: str) -> N
     assert reason(model_type) is None
     share = {"num_attention_heads": 4, "hidden_size": 4 * 47, "rotary_dim": 6}  # 47 · (6 / 47) is below 6
     assert "it has rotary_dim 6, and the class computes 5 from heads of 47 dims" in str(reason(model_type, **share))
-    for pad in (96, -97):
+    for pad in (VOCABULARY, -VOCABULARY - 1):
         assert f"pad_token_id is {pad}, and the class has no embedding" in str(reason(model_type, pad_token_id=pad))
     assert reason(model_type, pad_token_id=-1) is None
 
 
 def test_what_it_refuses_is_refused_inside_kvfolds_class_too(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = edit(checkpoint("gptj"), pad_token_id=96)
+    source = edit(checkpoint("gptj"), pad_token_id=VOCABULARY)
     done = convert("mla", source, tmp_path / "out", "--kv-budget", "50%")
-    left_nothing(done, 2, "kvfold: it is built around phi: pad_token_id is 96", tmp_path / "out")
-    left_nothing(convert("mqa", source, tmp_path / "out"), 2, "phi: pad_token_id is 96", tmp_path / "out")
+    left_nothing(done, 2, f"kvfold: it is built around phi: pad_token_id is {VOCABULARY}", tmp_path / "out")
+    left_nothing(convert("mqa", source, tmp_path / "out"), 2, f"phi: pad_token_id is {VOCABULARY}", tmp_path / "out")
 
 
 def test_kvfolds_class_is_built_around_it() -> None:
