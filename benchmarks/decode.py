@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from eval.threads import wait_passively
+from eval.threads import spin_briefly
 
-wait_passively()
+spin_briefly()
 
 import torch
 import transformers

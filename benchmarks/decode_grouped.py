@@ -18,9 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from eval.threads import wait_passively
+from eval.threads import spin_briefly
 
-wait_passively()
+spin_briefly()
 
 import torch
 import transformers

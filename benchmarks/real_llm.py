@@ -33,9 +33,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.threads import wait_passively
+from eval.threads import spin_briefly
 
-wait_passively()
+spin_briefly()
 
 import torch
 import transformers
