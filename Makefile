@@ -28,7 +28,7 @@ BEYOND_OLDEST := --ignore tests/convert/hosts/test_latent.py \
 	--deselect 'tests/convert/test_hosts.py::test_small_sizes_run_alike_in_every_way[bloom]' \
 	--deselect tests/convert/hosts/test_kvfold.py::test_results_run_where_kvfold_is_not_installed
 
-.PHONY: demo test test-all test-oldest test-deepspeed test-engines lint bench clean
+.PHONY: demo test test-all test-oldest test-deepspeed test-engines lint bench bench-all clean
 
 demo: .venv/installed
 	$(BIN)/convert demo
@@ -56,7 +56,10 @@ lint: .venv/installed-lint
 	$(BIN)/python scripts/write_docs.py --check
 
 bench: .venv/installed
-	$(BIN)/python benchmarks/convert_io.py
+	$(BIN)/python benchmarks/everyday.py
+
+bench-all: .venv/installed-test
+	$(BIN)/python benchmarks/everyday.py --all
 
 clean:
 	rm -rf .venv .venv-oldest .venv-deepspeed .venv-engines kvfold-demo kvfold-demo.lock

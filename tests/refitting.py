@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from hypothesis import given
@@ -11,6 +12,7 @@ from records import inputs, measured, record
 
 from attention.forward import Heads, heads_of
 from attention.record import Attention, FactoredAttention, Record
+from convert.calibration import keys, queries, values
 from convert.calibration.queries import fitted_queries
 from convert.calibration.refit import _Search
 from convert.calibration.survey import _AttendedSums
@@ -57,3 +59,9 @@ def sources(before: Attention, x: torch.Tensor) -> list[Heads]:
 
 def changed(one: Record, other: Record) -> set[str]:
     return {f.name for f in dataclasses.fields(one) if getattr(one, f.name) is not getattr(other, f.name)}
+
+
+def in_full(put: Callable[..., object] = setattr) -> None:
+    """Let fits multiply in fp32, whatever the machine does faster."""
+    for part in (keys, queries, values):
+        put(part, "rough", lambda device: torch.float32)

@@ -144,6 +144,7 @@ def test_the_compiler_says_what_it_made_of_the_kernel() -> None:
     assert 0 < products < moved < arrival
 
 
+@pytest.mark.slow
 def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from convert.demo.showcase import MODEL
 API = Path(__file__).parents[1] / "docs" / "api.md"
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_api_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

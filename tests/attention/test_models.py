@@ -303,6 +303,7 @@ def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None
     assert beside <= {file.name for file in models.CODE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     rows(

@@ -58,6 +58,7 @@ def test_what_libraries_print_is_not_on_stdout(
     assert "noise\n" in result.stderr
 
 
+@pytest.mark.slow
 def test_results_reach_a_stdout_that_takes_ascii_alone(checkpoint: Make, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "convert.cli", "mqa", str(checkpoint()), str(tmp_path / "out"), "--dry-run"]
     done = subprocess.run(command, capture_output=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": "ascii"})

@@ -13,6 +13,7 @@ import pytest
 import torch
 from forked import run_team
 from latents import same_logits
+from refitting import in_full
 
 import convert
 from attention.errors import Refusal
@@ -41,9 +42,10 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.mark.launch
 def test_two_processes_do_what_one_does(
-    checkpoint: Make, text: Path, tmp_path: Path, logits: Callable[..., torch.Tensor]
+    checkpoint: Make, text: Path, tmp_path: Path, logits: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits and errors are the same, but for the order of sums. The first case is stopped at its last layer, and resumed."""
+    in_full(monkeypatch.setattr)
     given, sources = {}, {name: checkpoint(name, name=name, num_hidden_layers=2) for name in ("llama", "qwen3")}
     sources["mistral"] = checkpoint("mistral", name="mistral", max_position_embeddings=512, num_hidden_layers=2)
     for name, (model_type, command, options) in CASES.items():

@@ -39,14 +39,14 @@ def test_the_flops_of_a_forward_pass_are_those_that_torch_counts(model_type: str
 
 
 def test_by_hand() -> None:
-    """Llama: 3 layers of width 64, 8 query heads and 4 KV heads of 8, an MLP of 32, 96 tokens in the vocabulary."""
+    """Llama: 3 layers of width 64, 8 query heads and 4 KV heads of 8, an MLP of 32, 331 tokens in the vocabulary."""
     decoder = Decoder.of(tiny_config("llama"))
     matrices = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 32
     assert decoder.weights == 3 * matrices
-    assert decoder.parameters == 3 * (matrices + 2 * 64) + 64 + 2 * 96 * 64
+    assert decoder.parameters == 3 * (matrices + 2 * 64) + 64 + 2 * 331 * 64
     of_attention = 3 * 8 * 10 * 10 / 2 * 2 * (8 + 8)
-    assert decoder.forward(10, 10).flops == 10 * 2 * 3 * matrices + of_attention + 10 * 2 * 64 * 96
-    assert decoder.forward(10, 10, logits=1).flops == decoder.forward(10, 10).flops - 9 * 2 * 64 * 96
+    assert decoder.forward(10, 10).flops == 10 * 2 * 3 * matrices + of_attention + 10 * 2 * 64 * 331
+    assert decoder.forward(10, 10, logits=1).flops == decoder.forward(10, 10).flops - 9 * 2 * 64 * 331
 
 
 def test_a_token_meets_its_own_experts_alone() -> None:
@@ -63,7 +63,7 @@ def test_a_class_that_builds_nothing_without_weights_is_a_usual_one(monkeypatch:
     found = Decoder.of(config)
     monkeypatch.setattr(forecast, "without_weights", refused)
     usual = Decoder.of(config)
-    assert (usual.layers, usual.width, usual.vocabulary, usual.heads) == (3, 64, 96, 24)
+    assert (usual.layers, usual.width, usual.vocabulary, usual.heads) == (3, 64, 331, 24)
     assert usual.weights == pytest.approx(found.weights, rel=0.2)
     assert usual.parameters == pytest.approx(found.parameters, rel=0.2)
     assert usual.dims == pytest.approx(found.dims, rel=0.3)

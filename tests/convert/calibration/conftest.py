@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from refitting import in_full
 
 
 @pytest.fixture(params=[48, 4096, 5], ids=["7 blocks by 4", "all at once", "blocks longer than a batch"])
@@ -12,8 +12,7 @@ def batched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return int(request.param)
 
 
-@pytest.fixture
-def in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fits multiply in fp32, whatever the machine does faster."""
-    for part in ("queries", "keys", "values"):
-        monkeypatch.setattr(f"convert.calibration.{part}.rough", lambda device: torch.float32)
+@pytest.fixture(name="in_full")
+def multiplied_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits multiply in fp32."""
+    in_full(monkeypatch.setattr)

@@ -284,6 +284,7 @@ print(json.dumps(said))
 )
 
 
+@pytest.mark.slow
 def test_of_ten_simultaneous_starts_one_wins_and_the_others_name_it(
     checkpoint: Make, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:

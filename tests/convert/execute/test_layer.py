@@ -670,6 +670,7 @@ def test_a_latent_of_the_same_size_is_copied_bit_for_bit(full: Path, convert: Co
     assert record["tensors"] == {"converted": [], "cast": [], "copied": sorted(before), "dropped": {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [way for way in WAYS if way != "pca"])
 def test_a_latent_of_a_latent_is_lossless_down_to_its_true_rank(
     method: str, full: Path, convert: Convert, logits: Logits, words: Path, tmp_path: Path

@@ -65,6 +65,7 @@ def test_two_processes_are_one_with_the_same_batch(kind: str, checkpoint: Make, 
     assert_same(launched, tmp_path / "two", one)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("kind", "then"),

@@ -110,6 +110,7 @@ def stock(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", rows(["llama", "gpt2", "qwen3", "gemma2", "olmo2", "cohere2", "qwen2"]))
 def test_results_run_alike_in_every_way(
     model_type: str, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
