@@ -32,6 +32,7 @@ from convert.methods.query_latent import joined_met
 
 _TOGETHER = 2**20  # logits of one span of a block, of as many heads as are fitted together
 _SAMPLED = 64  # tokens, spread evenly, for which keys are rotated back
+_MEASURED = 4  # blocks that show what preconditions the problem of all
 
 
 def fitted_queries(
@@ -233,15 +234,17 @@ def _solved(fits: list[_Fit], free: torch.Tensor) -> torch.Tensor:
 
     Entries that are not `free` stay zero: gradients and preconditioned steps are projected onto the others.
     """
-    moments = [fit.moments(-(-_SAMPLED // len(fits))) for fit in fits]
-    queries, kept = (torch.stack(parts).sum(0) for parts in zip(*moments, strict=True))
+    some = [fits[i] for i in evenly_spread(min(len(fits), _MEASURED), len(fits))]
+    moments, count = [fit.moments(-(-_SAMPLED // len(some))) for fit in some], sum(fit.count for fit in fits)
+    whole = count / sum(fit.count for fit in some)
+    queries, kept = (whole * torch.stack(parts).sum(0) for parts in zip(*moments, strict=True))
     used = queries.flatten(1).any(-1) & kept.flatten(1).any(-1)  # else a head without queries, or that meets nothing
     spread = diagonal(kept)
     rope = spread[:, fits[0].met.nope.shape[-1] :]
     rope[:] = rope.mean(-1, keepdim=True)
     spread = spread.maximum(1e-9 * spread.amax(-1, keepdim=True).clamp_min(1e-30))
     ridge = RIDGE * spread
-    queries = queries / sum(fit.count for fit in fits)
+    queries = queries / count
     queries = queries + (RIDGE * diagonal(queries).mean(-1, keepdim=True)).expand(-1, queries.shape[-1]).diag_embed()
     left, right = inverse(queries, used), inverse(kept + (ridge + 1e-9 * spread).diag_embed(), used)
 

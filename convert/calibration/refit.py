@@ -15,9 +15,7 @@ import torch
 
 from attention.forward import attention_output, heads_of
 from attention.record import Attention, Record
-from attention.spread import evenly_spread
 from convert.calibration.keys import fitted_keys
-from convert.calibration.least_squares import TOKENS
 from convert.calibration.queries import fitted_queries
 from convert.calibration.values import fitted_values
 from convert.methods.blocks import Blocks
@@ -46,13 +44,12 @@ def refitted(before: Attention, after: Record, sample: Blocks, attended: Attende
     fitted, others = ([block.float() for block in sample.of(part).blocks] for part in sample.parted())
     search, alone = _Search(before, others), len(sample.rows) == 1
     if before.k_norm is None:  # no change of queries or keys can pass a norm
-        some = _spread(fitted, TOKENS)
-        sources = [heads_of(before, x) for x in some]
-        after = search.closer(after, fitted_queries(before, after, some, sources))
+        sources = [heads_of(before, x) for x in fitted]
+        after = search.closer(after, fitted_queries(before, after, fitted, sources))
         for _ in range(0 if alone else _ROUNDS):
             error = search.error(after)
-            after = search.closer(after, fitted_keys(after, some, sources, attended.seen))
-            after = search.closer(after, fitted_queries(before, after, some, sources))
+            after = search.closer(after, fitted_keys(after, fitted, sources, attended.seen))
+            after = search.closer(after, fitted_queries(before, after, fitted, sources))
             if search.error(after) > _GAIN * error:
                 break
     if isinstance(after, Attention) and not alone:
@@ -68,12 +65,6 @@ def sample_for(width: int) -> int:
 def normed_sample_for(width: int) -> int:
     """The tokens that the norm of a latent is fitted on (`convert.methods.constant_norm`), for a model of that width."""
     return max(EXCERPT, min(_NORMED_TOKENS, _NUMBERS // width))
-
-
-def _spread(blocks: list[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """As many of the blocks as have about so many tokens, evenly spread, but at least one."""
-    count = max(1, tokens * len(blocks) // sum(map(len, blocks)))
-    return [blocks[i] for i in evenly_spread(min(count, len(blocks)), len(blocks))]
 
 
 class _Search:
