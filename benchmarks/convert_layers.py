@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from eval.threads import spin_briefly
+from eval.threads import wait_wisely
 
-spin_briefly()
+wait_wisely()
 
 import torch
 from random_llama import HEAD_DIM, IMPORTS, Watch, build, layer_parameters, run

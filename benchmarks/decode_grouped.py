@@ -18,9 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from eval.threads import spin_briefly
+from eval.threads import wait_wisely
 
-spin_briefly()
+wait_wisely()
 
 import torch
 import transformers

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.threads import spin_briefly
+from eval.threads import wait_wisely
 
-spin_briefly()
+wait_wisely()
 
 import torch
 import transformers

@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eval.threads import spin_briefly
+from eval.threads import wait_wisely
 
-spin_briefly()
+wait_wisely()
 
 import torch
 from random_llama import run

@@ -33,9 +33,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.threads import spin_briefly
+from eval.threads import wait_wisely
 
-spin_briefly()
+wait_wisely()
 
 import torch
 import transformers

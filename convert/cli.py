@@ -18,7 +18,7 @@ from convert.methods import GROUPED, LATENT
 from eval.escapes import printable, printable_lines, shell_line
 from eval.memory import keep_freed
 from eval.text import DATASETS
-from eval.threads import spin_briefly
+from eval.threads import wait_wisely
 
 
 class Commands(click.Group):
@@ -55,7 +55,7 @@ def main() -> None:
     MODEL is a checkpoint directory, a Hub id with an optional @revision, or a GGUF file, which is unpacked when it
     is first named.
     """
-    spin_briefly()
+    wait_wisely()
     keep_freed()
 
 

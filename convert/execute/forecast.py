@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.spec import AttentionSpec
-from convert.calibration.least_squares import TOKENS, rough
+from convert.calibration.least_squares import SPAN, TOKENS, rough
 from convert.calibration.refit import sample_for
 from convert.methods.blocks import Blocks
 from convert.methods.latent import LatentMethod
@@ -34,6 +34,7 @@ _FITS = {GroupedTarget: 6, LatentTarget: 5}
 _EXACT_PASSES, _ROUGH_PASSES = 2, 7  # of a fit: the logits that it begins with, and the steps of conjugate gradients
 _ROUGH = {torch.float32: 1.0, torch.bfloat16: 0.25}  # of the time of a pass in fp32
 _PASS_VALUES = 3  # of elementwise operations, for each logit
+_PASS_CALLS = 25  # of operators, for each span of tokens
 _JUDGEMENTS = 3  # attention outputs of the rows to judge by, of each fit
 # The choice of a latent's layout.
 _OFFERS, _TRIED_LAYERS = 2, 4
@@ -95,6 +96,7 @@ class _Layer:
         logits = self.spec.num_heads * pairs * min(1, TOKENS / count)
         exact = _EXACT_PASSES + _ROUGH_PASSES * _ROUGH[rough(torch.device(compute_device(self.plan.device)))]
         one_fit = logits * Work(exact * 4 * self._fitted_dims, (_EXACT_PASSES + _ROUGH_PASSES) * _PASS_VALUES)
+        one_fit += Work(calls=(_EXACT_PASSES + _ROUGH_PASSES) * _PASS_CALLS * min(count, TOKENS) / SPAN)
         return _FITS[type(self.plan.target)] * (one_fit + _JUDGEMENTS * self._attention(judged))
 
     def _attention(self, lengths: list[int]) -> Work:
