@@ -435,7 +435,7 @@ def demo(output: Path, as_json: bool, **given: Any) -> None:
     """Convert and evaluate the bundled model.
 
     Converts a small MHA checkpoint to GQA, MQA and MLA, evaluates the results and writes a report. Needs no network, and
-    takes a minute and a half.
+    takes a little over a minute.
 
     Example: convert demo
     """
