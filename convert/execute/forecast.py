@@ -29,8 +29,8 @@ from eval.forecast import Decoder, Work
 _SURVEYED = 1.0  # by the source
 _IN_SEQUENCE = 2.4  # by the source, by the result, and by the result's attention alone
 _QUERIES = 64  # of each block, whose attention is measured
-# The refit of one layer: fits of queries, keys and values, each of passes over the logits of its tokens. As many as made forecasts
-# of a real model hold; what fits do besides is in them.
+# The refit of one layer: fits of queries, keys and values, each of passes over the logits of its tokens.
+# As many as made forecasts of a real model hold; what fits do besides is in them.
 _FITS = {GroupedTarget: 12, LatentTarget: 8}
 _EXACT_PASSES, _ROUGH_PASSES = 2, 7  # of a fit: the logits that it begins with, and the steps of conjugate gradients
 _ROUGH = {torch.float32: 1.0, torch.bfloat16: 0.25}  # of the time of a pass in fp32
