@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-_SPINS = "1000"  # microseconds; libgomp's own default is about a millisecond
+_SPINS = "1000"  # turns of a waiting loop, which take some microseconds; libgomp's default is 300,000
 
 
 def wait_wisely() -> None:

@@ -65,11 +65,12 @@ def rough(device: torch.device) -> torch.dtype:
     """The dtype of the products of large matrices in a fit: bfloat16 where the machine multiplies that faster.
 
     What logits and outputs lack is computed in fp32 before it is rounded, so that nothing lacks where a result is exact. A few
-    steps of conjugate gradients do not reach the digits that bfloat16 has not.
+    steps of conjugate gradients are less exact than bfloat16.
     """
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    found = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    read = getattr(torch.cpu, "get_capabilities", dict)  # older versions of torch do not tell
+    found: dict[str, object] = read() if device.type == "cpu" else {}
     return torch.bfloat16 if found.get("avx512_bf16") or found.get("amx_bf16") else torch.float32
 
 

@@ -31,7 +31,7 @@ from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.progress import stage
 
 _TRIED_LAYERS = 4
-_TIE = 1.1  # times the error of components: a pursuit has to be better than that, for whole models lost more with it below
+_TIE = 1.1  # a pursuit is taken if components err more than this many times as much; below, whole models lost more with it
 _SILENT = 1e-30  # the energy of an output that is nothing
 _UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
 

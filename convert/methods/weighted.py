@@ -7,7 +7,7 @@ values by Σ_V = Cov_t(E_{s ~ p_t}[x_s]), with p_t the attention of token t: a c
 and the mean of what truncation removes from the values is added to the output bias. The latent is the truncated SVD of
 [α M_h^½ K_h ; (Σ_h O_hᵀ O_h)^½ V_g] Σ^½, with M_h = E[q_h q_hᵀ] and Σ the mean of Σ_K and Σ_V, both scaled to one trace. Keys
 and values are then regressed on the latent, each by its own Σ. α² times the ratio of both energies, κ, is the value in
-`_BALANCES` with the least error of attention outputs on a sample of the text.
+`_BALANCES` with the least error of attention outputs on a sample of the text, found downhill from the middle.
 
 Without text, inputs follow from the gains of their norm, attention falls off as one over the distance, and κ is 1.
 

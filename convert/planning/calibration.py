@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TOKENS = 32768
 _TOKENS_PER_CHANNEL = 8
-_DECIDED_ON = 8192  # tokens: what all layers share is chosen alike on four times as many
+_DECIDED_ON = 8192  # tokens: with four times as many, only choices between near ties differed
 
 
 @dataclass(frozen=True)

@@ -434,14 +434,14 @@ def test_a_model_generates_the_same_tokens(static: bool) -> None:
             layer.self_attn.q_proj.weight.mul_(3)
             layer.self_attn.o_proj.weight.mul_(3)
     padding = (torch.arange(12) >= torch.tensor([0, 5, 3])[:, None]).long().to(DEVICE)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "no_repeat_ngram_size": 2, "pad_token_id": 0}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "no_repeat_ngram_size": 2, "pad_token_id": 0}
     if static:
         options |= {"cache_implementation": "static", "disable_compile": True}
     found = []
     for backend in ("torch", "triton"):
         with absorbed(model, when="always", backend=backend):  # type: ignore[arg-type]
             found.append(model.generate(tokens(3, 12).to(DEVICE), attention_mask=padding, **options))
-    assert len(found[0][:, 12:].unique()) > 4
+    assert len(found[0][:, 12:].unique()) > 5
     assert torch.equal(*found)
 
 

@@ -137,7 +137,7 @@ def test_a_left_padded_row_is_the_row_alone(attention: str, static: bool, when: 
 def generated(model: Any, **options: Any) -> torch.Tensor:
     torch.manual_seed(3)
     lengths = [12, 7, 9]
-    options = {"max_new_tokens": 24, "no_repeat_ngram_size": 2, "pad_token_id": 0} | options  # greedy search loves loops
+    options = {"max_new_tokens": 28, "no_repeat_ngram_size": 2, "pad_token_id": 0} | options  # greedy search loves loops
     out: torch.Tensor = model.generate(tokens(3, 12), attention_mask=padding(lengths), **options)
     return out
 
@@ -161,7 +161,7 @@ def test_generate_gives_the_tokens_of_stock(attention: str, options: dict[str, A
             layer.self_attn.q_proj.weight.mul_(3)
             layer.self_attn.o_proj.weight.mul_(3)
     expected = generated(model, **options)
-    assert len(expected[:, 12:].unique()) > 11
+    assert len(expected[:, 12:].unique()) > 12
     for when in ("auto", "always"):
         with absorbed(model, when=when):
             assert torch.equal(generated(model, **options), expected)

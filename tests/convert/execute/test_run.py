@@ -102,10 +102,8 @@ main(sys.argv[2:], prog_name="convert")
 """
 
 
-@pytest.mark.parametrize(
-    ("kill", "code", "method"),
-    [("SIGINT", 130, "mean"), ("SIGKILL", -signal.SIGKILL, "random")],
-)
+@pytest.mark.parametrize("method", ["mean", "random"])
+@pytest.mark.parametrize(("kill", "code"), [("SIGINT", 130), ("SIGKILL", -signal.SIGKILL)])
 def test_an_interrupted_run_leaves_nothing_loadable_and_resumes(
     kill: str, code: int, method: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
