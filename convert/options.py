@@ -257,7 +257,11 @@ healing = _all(
     ),
     click.option("--micro-batch-tokens", type=Count(), metavar="N", help="Tokens per forward pass.  [default: 4096]"),
     click.option(
-        "--lr", type=Rate(), default="auto", show_default=True, help="The learning rate. auto tries three of them first."
+        "--lr",
+        type=Rate(),
+        default="auto",
+        show_default=True,
+        help="The learning rate. auto tries three of them first, if there are 150 steps or more.",
     ),
     click.option(
         "--train",

@@ -1,7 +1,7 @@
 """Recall: does a model still copy what it has read, over a distance? Needs no data set and no instruction tuning.
 
-A run of tokens, drawn independently with the frequencies that they have in the text, is read twice, with a part of the text in
-between. Nothing but the first copy can predict the second: its loss shows how well attention finds a token again. Perplexity
+Runs of tokens, drawn independently with the frequencies that they have in a text, stand in that text twice, at several
+distances. Nothing but the first copy can predict the second: its loss shows how well attention finds a token again. Perplexity
 hardly shows it, because most tokens are predicted from near ones.
 
 The second copy's loss rises from the first's value (nothing is found) towards 0 (all is found) with the model's skill at
@@ -11,12 +11,13 @@ induction: Olsson et al., "In-context learning and induction heads" (2022), meas
 from __future__ import annotations
 
 import inspect
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch.nn.functional import nll_loss
+from torch.nn.functional import cross_entropy
 
 from attention.errors import Refusal
 from eval.device import input_device, memory_for
@@ -31,8 +32,41 @@ if TYPE_CHECKING:
 
 COPY = 64  # tokens of a copy
 _NEAREST, _FARTHEST = 128, 8192  # distances from a token to its copy; each is twice the one before
-_TOKENS = 8192  # to read at each distance
-_FEWEST = 4  # sequences at each distance
+_PAIRS = 3  # of copies at each distance, at most, in one sequence
+_TOKENS = 16384  # to read, in as many sequences
+_FEWEST = 4  # sequences
+
+
+class Pair(NamedTuple):
+    """Two copies of a run in a sequence, which is counted in runs of `COPY` tokens.
+
+    Attributes:
+        first: Where the first copy stands.
+        second: Where the second copy stands.
+    """
+
+    first: int
+    second: int
+
+    @property
+    def distance(self) -> int:
+        """Tokens from a token to its copy."""
+        return (self.second - self.first) * COPY
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A sequence to read, and what to score in it.
+
+    Attributes:
+        ids: Its tokens, `[T]`.
+        copies: Places of each run's tokens in it, `[pairs, 2, COPY]`: first copy, second copy.
+        distances: Of each pair.
+    """
+
+    ids: torch.Tensor
+    copies: torch.Tensor
+    distances: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -40,17 +74,13 @@ class Recall:
     """The probe for some models.
 
     Attributes:
-        copies: Runs of tokens, `[S, COPY]`.
-        text: Tokens between them, `[n]`.
+        sequences: To read, each in one pass.
         distances: From a token to its copy.
-        opening: The BOS token if the tokenizer adds one, `[1 or 0]`; every sequence begins with it.
     """
 
     name: ClassVar[str] = "recall"
-    copies: torch.Tensor
-    text: torch.Tensor
+    sequences: tuple[Reading, ...]
     distances: tuple[int, ...]
-    opening: torch.Tensor
 
     @classmethod
     def asked(cls, settings: EvaluationSettings, sources: Sequence[Source], tokens: Tokens) -> Recall | None:
@@ -66,7 +96,10 @@ class Recall:
 
     @classmethod
     def of(cls, ids: torch.Tensor, positions: int, bos: int | None = None) -> Recall:
-        """The probe on a text's `ids [n]` for models of so many positions. The same arguments give the same tokens."""
+        """The probe on a text's `ids [n]` for models of so many positions. The same arguments give the same tokens.
+
+        Every sequence begins with the tokenizer's BOS token if it has one.
+        """
         opening = ids.new_tensor([] if bos is None else [bos])
         distances = _distances(min(positions - len(opening), len(ids) + 2 * COPY))
         if not distances:
@@ -76,13 +109,15 @@ class Recall:
                 hint="leave out --recall, or give more of a text",
             )
         generator = torch.Generator().manual_seed(0)
-        frequencies = torch.bincount(ids).double()
-        drawn = frequencies.multinomial(max(map(_sequences, distances)) * COPY, replacement=True, generator=generator)
-        return cls(drawn.view(-1, COPY), ids, tuple(distances), opening)
+        count, between = _count(distances), distances[-1] - COPY
+        starts = [number * (len(ids) - between) // count for number in range(count)]
+        texts = [ids[start : start + between] for start in starts]
+        return cls(tuple(_reading(opening, text, ids, distances, generator) for text in texts), tuple(distances))
 
     def record(self) -> dict[str, Any]:
         """What the figures depend on besides the model."""
-        return {"copy_tokens": COPY, "sequences": {str(distance): _sequences(distance) for distance in self.distances}}
+        pairs = Counter(distance for sequence in self.sequences for distance in sequence.distances)
+        return {"copy_tokens": COPY, "pairs": {str(distance): pairs[distance] for distance in self.distances}}
 
     def measure(self, model: Any, name: str, progress: Progress) -> dict[str, Any]:
         """Mean nats per token of the first copies, and of the second ones at each distance.
@@ -94,41 +129,26 @@ class Recall:
         Raises:
             Failure: Logits are not finite, or memory does not suffice.
         """
-        total = sum(_sequences(distance) for distance in self.distances)
+        first, second = list[torch.Tensor](), defaultdict[int, list[torch.Tensor]](list)
         room = memory_for("the recall probe", "free some, give --device cpu, or leave out --recall")
-        with torch.inference_mode(), room, stage(progress, f"recall of {name}", total, "sequence") as done:
-            first = torch.stack([self._nats(model, copy, copy) for copy in self.copies])
-            found = []
-            for distance in self.distances:
-                nats = []
-                for number in range(_sequences(distance)):
-                    copy = self.copies[number]
-                    nats.append(self._nats(model, torch.cat((copy, self._between(number, distance), copy)), copy))
-                    done(1)
-                scores = torch.cat(nats)
-                found.append({"distance": distance, "tokens": len(scores), "nats": scores.mean().item()})
-        return {"first_nats": first.mean().item(), "distances": found}
-
-    def _between(self, number: int, distance: int) -> torch.Tensor:
-        """The tokens of the text between the copies of a sequence: spread over the text."""
-        length = distance - COPY
-        start = number * (len(self.text) - length) // _sequences(distance)
-        return self.text[start : start + length]
-
-    def _nats(self, model: Any, ids: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-        """The loss `[COPY − 1]`, fp64, of all but the first token of `copy`, with which `ids [T]` ends."""
-        logits = finite(_last_logits(model, torch.cat((self.opening, ids)), len(copy))[:-1], model)
-        return nll_loss(logits.float().log_softmax(-1), copy[1:].to(logits.device), reduction="none").double().cpu()
+        with torch.inference_mode(), room, stage(progress, f"recall of {name}", len(self.sequences), "sequence") as done:
+            for sequence in self.sequences:
+                for distance, (read, again) in zip(sequence.distances, _nats(model, sequence), strict=True):
+                    first.append(read)
+                    second[distance].append(again)
+                done(1)
+        scores = {distance: torch.cat(second[distance]) for distance in self.distances}
+        found = [{"distance": distance, "tokens": len(nats), "nats": nats.mean().item()} for distance, nats in scores.items()]
+        return {"first_nats": torch.cat(first).mean().item(), "distances": found}
 
 
 def work_of(decoder: Decoder, tokens: int, positions: int | None) -> Work:
     """The work of the probe on one model of so many positions (None: of any number), with a text of so many tokens."""
-    work = decoder.forward(_sequences(_NEAREST) * COPY, COPY)  # of first copies
     room = tokens + 2 * COPY
-    for distance in _distances(room if positions is None else min(positions, room)):
-        count, length = _sequences(distance), distance + COPY
-        work += decoder.forward(count * length, length, count * COPY)
-    return work
+    if not (distances := _distances(room if positions is None else min(positions, room))):
+        return Work()
+    count, length = _count(distances), distances[-1] + COPY
+    return decoder.forward(count * length, length, count * len(_pairs(distances, torch.Generator())) * 2 * COPY)
 
 
 def _distances(room: int) -> list[int]:
@@ -140,12 +160,53 @@ def _distances(room: int) -> list[int]:
     return distances
 
 
-def _sequences(distance: int) -> int:
-    return max(_FEWEST, _TOKENS // distance)
+def _count(distances: list[int]) -> int:
+    """How many sequences."""
+    return max(_FEWEST, _TOKENS // (distances[-1] + COPY))
 
 
-def _last_logits(model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Logits `[count, vocabulary]` at the last positions of `ids [T]`; those of all would take gigabytes."""
-    few = {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    logits: torch.Tensor = model(input_ids=ids[None].to(input_device(model)), use_cache=False, **few).logits
-    return logits[0, -count:]
+def _reading(
+    opening: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, distances: list[int], generator: torch.Generator
+) -> Reading:
+    """A text with copies in it, at its ends and at random places, of tokens drawn from `ids`."""
+    pairs = _pairs(distances, generator)
+    drawn = torch.bincount(ids).double().multinomial(len(pairs) * COPY, replacement=True, generator=generator)
+    body = torch.cat((text.new_empty(COPY), text, text.new_empty(COPY)))
+    places = torch.tensor(pairs)[..., None] * COPY + torch.arange(COPY)
+    body[places] = drawn.view(-1, 1, COPY).to(body)
+    return Reading(torch.cat((opening, body)), places + len(opening), tuple(pair.distance for pair in pairs))
+
+
+def _pairs(distances: list[int], generator: torch.Generator) -> list[Pair]:
+    """Pairs of copies at each distance that do not overlap: as many as `_PAIRS` allows, and fewer where there is no room.
+
+    The farthest distance has one, at both ends.
+    """
+    free, pairs = set(range(distances[-1] // COPY + 1)), []
+    for _ in range(_PAIRS):
+        for distance in reversed(distances):
+            apart = distance // COPY
+            places = sorted(place for place in free if place + apart in free)
+            if places:
+                place = places[int(torch.randint(len(places), (), generator=generator))]
+                pairs.append(Pair(place, place + apart))
+                free -= set(pairs[-1])
+    return pairs
+
+
+def _nats(model: Any, sequence: Reading) -> torch.Tensor:
+    """The loss `[pairs, 2, COPY − 1]`, fp64, of all but the first token of each copy."""
+    places = sequence.copies[..., :-1]
+    wanted = sequence.ids[places + 1]
+    logits = finite(_logits(model, sequence.ids, places.flatten()), model)
+    losses = cross_entropy(logits.float(), wanted.flatten().to(logits.device), reduction="none")
+    return losses.view(wanted.shape).double().cpu()
+
+
+def _logits(model: Any, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Logits `[places, vocabulary]` at some places of `ids [T]`; those of all take gigabytes, where a class makes no others."""
+    device = input_device(model)
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return model(input_ids=ids[None].to(device), use_cache=False).logits[0, places]
+    logits: torch.Tensor = model(input_ids=ids[None].to(device), use_cache=False, logits_to_keep=places.to(device)).logits
+    return logits[0]

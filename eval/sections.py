@@ -154,7 +154,7 @@ def _recall(found: Report | None) -> Iterator[Section]:
     """The loss on second copies, over their distances."""
     if found is None:
         return
-    distances = [int(distance) for distance in found["sequences"]]
+    distances = [int(distance) for distance in found["pairs"]]
     header = ["loss (nats) on a copy", "the first", *(f"after {distance:,}" for distance in distances)]
     lines = [(printable(model["name"]), [place["nats"] for place in model["distances"]]) for model in found["models"]]
     rows = [
@@ -163,7 +163,7 @@ def _recall(found: Report | None) -> Iterator[Section]:
     ]
     chart = Lines("loss on the second copy (nats)", "tokens from a token to its copy", distances, lines)
     note = (
-        f"Runs of {found['copy_tokens']} random tokens, read twice, so many tokens apart with text in between. "
+        f"Runs of {found['copy_tokens']} random tokens stand twice in a text, so many tokens apart. "
         "Whoever finds the first copy predicts the second; whoever does not loses as much on it as on the first."
     )
     yield Section("recall", "Recall", header, rows, note=note, chart=chart, plain=True)

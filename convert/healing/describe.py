@@ -76,9 +76,15 @@ def _largest(top_k: int | None) -> str:
     return f" of the {top_k} largest probabilities" if top_k else ""
 
 
+def _chosen_rate(plan: HealPlan) -> str:
+    if plan.trial_steps:
+        return f"learning rate chosen among three, each tried for {plan.trial_steps} steps"
+    return "learning rate by the width and the loss: the steps are too few to try others"
+
+
 def _lines(plan: HealPlan, passes: float) -> list[str]:
     o = plan.options
-    rate = f"learning rate {o.lr:g}" if o.lr else f"learning rate chosen among three, each tried for {plan.trial_steps} steps"
+    rate = f"learning rate {o.lr:g}" if o.lr else _chosen_rate(plan)
     loss = "KL to the teacher" + (f"'s {o.top_k} largest probabilities" if o.top_k else "")
     again = f", which goes over the text {passes:.2g} times" if passes > 1 else f", {passes:.0%} of the text"
     return [

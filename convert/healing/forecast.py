@@ -24,7 +24,7 @@ def work_of(plan: HealPlan, text_tokens: int, held_out: int, evaluated: int = 0)
     """
     student, teacher = (Decoder.of(source.config, source.trust_remote_code) for source in (plan.converted, plan.teacher))
     trained, rates = trained_numbers(plan), len(plan.rates(1.0))
-    steps = plan.steps + (rates * plan.trial_steps if rates > 1 else 0)
+    steps = plan.steps + rates * plan.trial_steps
     points = 2 + -(-plan.steps // plan.every) + (rates if rates > 1 else 0)
     measured, cached = points * held_out, plan.options.teacher_cache is not None
     tokens = steps * plan.batch * plan.context

@@ -35,7 +35,9 @@ _STEPS = 1000  # with the default batch, if it is within these tokens
 _MOST_PER_STEP = 65536
 _AT_ONCE = 4096  # tokens of a forward pass
 _POINTS = 10  # of the curve
+_RATES = 3  # that are tried
 _TRIAL, _LEAST_TRIAL = 0.02, 10  # share of all steps that each rate is tried for; steps
+_TRIALS = 0.2  # share of all steps that trials may take together
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class HealOptions:
         context: Tokens per block.
         batch_tokens: Tokens per step, over all processes.
         micro_batch_tokens: Tokens per forward pass.
-        lr: The learning rate; None to choose among three.
+        lr: The learning rate; None to choose among three, where steps suffice to try them.
         train: One of `PARTS`.
         lora_rank: The rank of what trains beside a matrix; None where matrices themselves train.
         ce: The weight of the cross-entropy beside the KL.
@@ -118,8 +120,9 @@ class HealPlan:
 
     @property
     def trial_steps(self) -> int:
-        """Steps that each learning rate is tried for; none if the rate is given."""
-        return 0 if self.options.lr is not None else max(_LEAST_TRIAL, round(_TRIAL * self.steps))
+        """Steps that each learning rate is tried for; none if the rate is given, or if steps are too few to try any."""
+        wanted = max(_LEAST_TRIAL, round(_TRIAL * self.steps))
+        return wanted if self.options.lr is None and _RATES * wanted <= _TRIALS * self.steps else 0
 
     @property
     def logs(self) -> Path:
@@ -139,11 +142,11 @@ class HealPlan:
         )
 
     def rates(self, loss: float) -> list[float]:
-        """The learning rates to try, for a student that loses `loss` nats over its teacher."""
+        """The learning rate to take, or those to try, for a student that loses `loss` nats over its teacher."""
         if self.options.lr is not None:
             return [self.options.lr]
         middle = start_rate(loss, self.converted.decoder.hidden_size) * (1 if self.options.lora_rank is None else _LORA_RATE)
-        return [middle / 3, middle, 3 * middle]
+        return [middle / 3, middle, 3 * middle] if self.trial_steps else [middle]
 
     def recipe(self) -> dict[str, Any]:
         """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""

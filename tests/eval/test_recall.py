@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Callable
@@ -35,8 +34,8 @@ class Copier:
         self.reach, self.read = reach, 0
         self.forward = self.few if keeps else self.all
 
-    def few(self, input_ids: torch.Tensor, use_cache: bool, logits_to_keep: int = 0) -> Any:
-        return SimpleNamespace(logits=self.all(input_ids, use_cache).logits[:, -logits_to_keep:])
+    def few(self, input_ids: torch.Tensor, use_cache: bool, logits_to_keep: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=self.all(input_ids, use_cache).logits[:, logits_to_keep])
 
     def all(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
         ids = input_ids[0].tolist()
@@ -59,33 +58,45 @@ def test_one_that_copies_so_far_is_seen_to_do_so(keeps: bool) -> None:
     assert probe.distances == (128, 256, 512)
     found = probe.measure(Copier(256, keeps), "copier", silent)
     near, middle, far = found["distances"]
-    assert [place["tokens"] for place in found["distances"]] == [(COPY - 1) * count for count in (64, 32, 16)]
+    pairs = probe.record()["pairs"]
+    assert [place["tokens"] for place in found["distances"]] == [(COPY - 1) * pairs[str(d)] for d in probe.distances]
+    assert pairs["512"] == len(probe.sequences) == 16384 // (512 + COPY)
     assert near["nats"] < 0.5 > middle["nats"]
     assert far["nats"] == pytest.approx(math.log(WORDS), rel=0.05) == pytest.approx(found["first_nats"], rel=0.05)
 
 
-def test_a_sequence_begins_with_bos_if_the_tokenizer_adds_one() -> None:
-    seen: list[torch.Tensor] = []
-    model = Copier(256)
-    few = model.forward
-    model.forward = lambda input_ids, **kwargs: seen.append(input_ids[0]) or few(input_ids, **kwargs)
-    model.forward.__signature__ = inspect.signature(few)
-    Recall.of(IDS, 200, bos=7).measure(model, "copier", silent)
-    assert {int(ids[0]) for ids in seen} == {7}
-    assert {len(ids) for ids in seen} == {1 + COPY, 1 + 128 + COPY}
+def test_every_sequence_begins_with_bos_if_the_tokenizer_adds_one() -> None:
+    plain, opened = Recall.of(IDS, 512 + COPY), Recall.of(IDS, 512 + COPY + 1, bos=7)
+    for without, sequence in zip(plain.sequences, opened.sequences, strict=True):
+        assert torch.equal(sequence.ids, torch.cat((torch.tensor([7]), without.ids)))
+        assert torch.equal(sequence.ids[sequence.copies], without.ids[without.copies])
+    assert Recall.of(IDS, 512 + COPY, bos=7).distances == (128, 256), "BOS takes a position"
 
 
-def test_the_same_text_gives_the_same_tokens_and_another_part_between_each_pair() -> None:
-    probe, again = Recall.of(IDS, 8192), Recall.of(IDS, 8192)
-    assert torch.equal(probe.copies, again.copies)
-    assert probe.distances == again.distances == (128, 256, 512, 1024, 2048)
-    opened = Recall.of(IDS, 512 + COPY, bos=7)
-    assert opened.distances == (128, 256), "BOS takes a position"
-    between = [probe._between(number, 1024) for number in range(8)]
-    assert all(len(part) == 1024 - COPY for part in between)
-    assert len({tuple(part.tolist()) for part in between}) == 8
-    assert set(probe.copies.flatten().tolist()) <= set(IDS.tolist())
+def test_copies_are_equal_apart_and_lie_in_the_text() -> None:
+    probe = Recall.of(IDS, 8192)
+    assert probe.distances == (128, 256, 512, 1024, 2048)
+    text = {tuple(run.tolist()) for run in IDS.unfold(0, COPY, 1)}
+    kept = []
+    for sequence in probe.sequences:
+        first, second = sequence.copies.unbind(1)
+        assert torch.equal(sequence.ids[first], sequence.ids[second])
+        assert torch.equal(second - first, torch.tensor(sequence.distances)[:, None].expand(-1, COPY))
+        assert len(set(sequence.copies.flatten().tolist())) == sequence.copies.numel(), "no two overlap"
+        assert {0, 2048} <= set(sequence.copies[..., 0].flatten().tolist()), "the farthest pair is at both ends"
+        used = set(sequence.copies.flatten().tolist())
+        free = [place for place in range(0, len(sequence.ids), COPY) if place not in used]
+        kept += [tuple(sequence.ids[place : place + COPY].tolist()) for place in free]
+    assert len(set(kept)) == len(kept) > 0, "each sequence has another part of the text"
+    assert set(kept) <= text
+    assert torch.cat([sequence.ids for sequence in probe.sequences]).max() < WORDS
     json.dumps(probe.record(), allow_nan=False)
+
+
+def test_the_same_text_gives_the_same_tokens() -> None:
+    for sequence, again in zip(Recall.of(IDS, 1024).sequences, Recall.of(IDS, 1024).sequences, strict=True):
+        assert torch.equal(sequence.ids, again.ids)
+        assert torch.equal(sequence.copies, again.copies)
 
 
 @pytest.mark.parametrize(("tokens", "positions"), [(3000, 191), (63, 8192)])
@@ -110,7 +121,7 @@ def test_a_report_holds_it_for_every_model(checkpoint: Callable[..., Path], monk
     settings = EvaluationSettings(contexts=(32,), device="cpu")
     assert report_of(sources, text, settings)["recall"] is None
     report = report_of(sources, text, replace(settings, recall=True))
-    assert report["recall"]["sequences"] == {"128": 4}
+    assert report["recall"]["pairs"] == {"128": 4}
     assert [model["name"] for model in report["recall"]["models"]] == ["source", "small"]
     first, second = (model["distances"][0]["nats"] for model in report["recall"]["models"])
     alone = report_of(sources[1:], text, replace(settings, recall=True))["recall"]["models"][0]

@@ -464,7 +464,7 @@ def with_probes(report: dict[str, Any]) -> dict[str, Any]:
         "other_contexts": [{"context": 1024, "stride": 1024, "models": further}],
         "recall": {
             "copy_tokens": 64,
-            "sequences": {"128": 1, "256": 1},
+            "pairs": {"128": 1, "256": 1},
             "models": [{"name": name, "first_nats": 9.0, "distances": distances} for name in names],
         },
         "tasks": {

@@ -109,7 +109,9 @@ def test_a_damaged_block_is_named(converted: Path, text: Path, tmp_path: Path) -
         heal(converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "cache", **(SIZES | {"tokens": 12800}))
     assert any(str(file) in str(error.value) for file in files)
     with pytest.raises(Failure, match="is damaged"):  # also while rates are tried
-        heal(converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "cache", **(SIZES | {"lr": "auto"}))
+        heal(
+            converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "cache", **(SIZES | {"lr": "auto", "tokens": 9600})
+        )
 
 
 def test_a_disk_that_is_too_small_is_named_first(

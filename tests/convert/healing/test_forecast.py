@@ -41,7 +41,9 @@ def test_what_a_healing_does_adds_to_its_work(converted: Path, text: Path, tmp_p
     plain = given()
     assert plain < given(train="all")
     assert plain < given(checkpointing=True)
-    assert plain < given(lr="auto")
+    longer = 150 * SIZES["batch_tokens"]  # long enough to try rates
+    assert given(tokens=longer) < given(tokens=longer, lr="auto")
+    assert plain == given(lr="auto")
     assert plain < given(eval_every=128)
     assert given(tokens=4096) == pytest.approx(2 * plain, rel=0.3)
 

@@ -15,9 +15,11 @@ from tiny import VOCABULARY, save_tokenizer, tiny_config, tiny_model
 
 from attention.errors import Refusal
 from convert import heal, mla, mqa
+from convert.healing.rates import start_rate
 from convert.healing.training import Trainer
 
 SIZES: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "lr": 3e-3, "device": "cpu"}
+TRIED = SIZES | {"lr": "auto", "tokens": 2400, "batch_tokens": 16}  # as few steps as rates are tried for
 Make = Callable[..., Path]
 
 
@@ -263,11 +265,18 @@ def test_parts_of_a_step_give_what_the_whole_step_gives(converted: Path, text: P
 
 
 def test_a_rate_is_chosen_among_three(converted: Path, text: Path, tmp_path: Path) -> None:
-    done = heal(converted, tmp_path / "out", text=text, **(SIZES | {"lr": "auto"}))
+    done = heal(converted, tmp_path / "out", text=text, **TRIED)
     assert done.record is not None
     tried = done.record["healing"]["rates_tried"]
     assert len(tried) == 3
     assert done.record["healing"]["rate"] == max(float(rate) for rate, kl in tried.items() if kl <= 1.1 * min(tried.values()))
+
+
+def test_rates_are_not_tried_for_longer_than_a_fifth_of_the_steps(converted: Path, text: Path, tmp_path: Path) -> None:
+    done = heal(converted, tmp_path / "out", text=text, **(TRIED | {"tokens": 149 * 16}))
+    assert done.record is not None
+    assert done.record["healing"]["rates_tried"] == {}
+    assert done.record["healing"]["rate"] == pytest.approx(start_rate(done.curve[0]["loss_nats"], 64))
 
 
 def test_the_largest_probabilities_alone_help_too(converted: Path, text: Path, tmp_path: Path) -> None:
@@ -404,11 +413,11 @@ def test_a_rate_that_blows_up_leaves_nothing_behind(
     monkeypatch.setattr(Schedule, "share", noted)
     monkeypatch.setattr(Distillation, "forward", broken)
     monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: 4e-4)
-    done = heal(converted, tmp_path / "out", text=text, **(SIZES | {"lr": "auto"}))
+    done = heal(converted, tmp_path / "out", text=text, **TRIED)
     assert done.record is not None
     assert list(done.record["healing"]["rates_tried"]) == ["1.33e-04"]
     monkeypatch.undo()
-    plain = heal(converted, tmp_path / "plain", text=text, **(SIZES | {"lr": 1.33e-4}))
+    plain = heal(converted, tmp_path / "plain", text=text, **(TRIED | {"lr": 1.33e-4}))
     assert done.curve == plain.curve
 
 
@@ -528,7 +537,8 @@ def test_command_line(converted: Path, text: Path, tmp_path: Path, convert: Call
     planned = convert("heal", converted, tmp_path / "out", "--text", text, *sizes, "--dry-run")
     assert planned.exit_code == 0
     assert "1280 tokens in 20 steps of 4 × 16, 21% of the text" in planned.stdout
-    assert "each tried for 10 steps" in planned.stdout
+    assert "the steps are too few to try others" in planned.stdout
+    assert "each tried for 10 steps" in str(heal(converted, tmp_path / "out", text=text, dry_run=True, **TRIED))
     assert not (tmp_path / "out.partial").exists()
     done = convert("heal", converted, tmp_path / "out", "--text", text, *sizes, "--lr", "3e-3", "--json")
     assert done.exit_code == 0

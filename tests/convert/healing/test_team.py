@@ -82,12 +82,13 @@ def test_sharded_processes_are_one_with_the_same_batch(
         before[name] *= 1.3  # something to heal
     save_file(before, tmp_path / "mla" / "model.safetensors")
     given = ("--text", text, "--train", "all", "--checkpointing", "--micro-batch-tokens", 16)  # steps in two parts
-    stopped = launch(kind, tmp_path / "mla", tmp_path / "two", *given, STOP_AT="12")  # behind the trials
+    given += ("--tokens", 9600)  # enough to try rates
+    stopped = launch(kind, tmp_path / "mla", tmp_path / "two", *given, STOP_AT="20")  # behind the trials
     assert stopped.returncode != 0
     assert "--resume goes on from the last state" in stopped.stderr
     resumed = launch(then, tmp_path / "mla", tmp_path / "two", *given, "--resume")
-    assert "info: step 2:" not in resumed.stderr
-    one = heal(tmp_path / "mla", tmp_path / "one", text=text, train="all", checkpointing=True, **OPTIONS)
+    assert "info: step 15:" not in resumed.stderr
+    one = heal(tmp_path / "mla", tmp_path / "one", text=text, train="all", checkpointing=True, **(OPTIONS | {"tokens": 9600}))
     assert_same(resumed, tmp_path / "two", one)
     tried = json.loads(resumed.stdout)["conversion"]["healing"]["rates_tried"]
     assert one.record is not None
