@@ -40,5 +40,11 @@ class GateMissed(KvfoldError):
         self.report = report
 
 
+class NotPublished(KvfoldError):
+    """The work was done and is kept, but its result is too bad to be published without being asked for (exit code 3)."""
+
+    exit_code = 3
+
+
 def _visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -67,7 +67,11 @@ def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **
     """
     _rule(when)
     check(backend)
-    model = keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments))
+    return prepared(keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments)), when=when, backend=backend)
+
+
+def prepared(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
+    """`model` itself, absorbed or packed where possible, as `load` does."""
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         return absorb(model, when=when, backend=backend)
     return pack(model, backend=backend) if _packable(model) else model

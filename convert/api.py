@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
+from convert.planning.texts import OneText, TextGiven, as_options, texts_of
 from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent
 from eval.api import contexts_of, read_text
 from eval.progress import Progress, silent
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
     from convert.planning.calibration import CalibrationOptions
     from convert.planning.describe import Facts
     from convert.planning.latent import LatentRequest
-    from eval.text import Text
 
-TextGiven = str | Path | Sequence[str]
 MAX_SHARD_SIZE = 5 * 10**9
 
 
@@ -170,17 +169,18 @@ def gqa(
     output: str | Path,
     *,
     groups: int,
-    method: str = methods.GROUPED[0],
+    method: str | None = None,
     grouping: str = "contiguous",
     text: TextGiven | None = None,
     dataset: str | None = None,
+    no_text: bool = False,
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
     max_context: int | None = None,
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
-    evaluate: TextGiven | None = None,
+    evaluate: OneText | None = None,
     dtype: str | None = None,
     engine: str | None = None,
     device: str = "auto",
@@ -188,6 +188,7 @@ def gqa(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     overwrite: bool = False,
     resume: bool = False,
+    force: bool = False,
     dry_run: bool = False,
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -198,11 +199,14 @@ def gqa(
         model: Directory, GGUF file or Hub id, with an optional `@revision`.
         output: The directory to create.
         groups: KV heads of the result; must divide those of the model.
-        method: How heads are merged, one of `convert.methods.GROUPED`.
+        method: How heads are merged, one of `convert.methods.GROUPED`; None for "aligned". A named one may lose any amount.
         grouping: Which heads share a group: "contiguous" or "similar".
-        text: Calibration text: a UTF-8 file, or a list of strings.
-        dataset: Instead of `text`: a named dataset, whose training split is used.
-        calibration_tokens: Tokens to use, in blocks spread evenly over the text; None for 32768.
+        text: Calibration text: a UTF-8 file, a list of strings, or "self" for what the model writes itself; several with their
+            shares of the tokens as a mapping, such as `{"self": 1, "code.txt": 2}`.
+            None for "self", where a method uses text.
+        dataset: A named dataset, whose training split is used; beside `text` with a share of 1.
+        no_text: Calibrate on no text: from weights alone, which ruins most models.
+        calibration_tokens: Tokens to use, in blocks spread evenly over each text; None for 32768.
         calibration_context: Tokens per block; None for min(2048, the model's limit).
         max_context: Tokens of the longest context that the result is for; None for the calibration context.
         propagate: Calibrate each layer on the outputs of the converted layers before it.
@@ -216,6 +220,7 @@ def gqa(
         max_shard_size: Bytes of a weight file, or "5GB".
         overwrite: Replace a checkpoint at `output`.
         resume: Finish an interrupted run with the same arguments.
+        force: Publish the result, however much it loses.
         dry_run: Only plan; read no weights.
         trust_remote_code: Run Python code that comes with the checkpoint.
         progress: Called as `progress(stage, done, total, unit)`.
@@ -223,32 +228,37 @@ def gqa(
     Raises:
         Refusal: Wrong as seen from the arguments and the config.
         Failure: Weights, text or machine.
+        NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
     from convert.planning.grouped import plan_grouped
 
     source = Source.parse(str(model), trust_remote_code)
-    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
+    calibration = _calibration(
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine
+    )
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
-    how = methods.load_grouped(method)
+    how = methods.load_grouped(method or methods.GROUPED[0])
     planned = plan_grouped("gqa", source, groups, how, seed, device, where, calibration, grouping)
-    return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
+    planned = replace(planned, accepts_any_loss=force or method is not None)
+    return _carried_out(planned, evaluate, dry_run, progress)
 
 
 def mqa(
     model: str | Path,
     output: str | Path,
     *,
-    method: str = methods.GROUPED[0],
+    method: str | None = None,
     text: TextGiven | None = None,
     dataset: str | None = None,
+    no_text: bool = False,
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
     max_context: int | None = None,
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
-    evaluate: TextGiven | None = None,
+    evaluate: OneText | None = None,
     dtype: str | None = None,
     engine: str | None = None,
     device: str = "auto",
@@ -256,6 +266,7 @@ def mqa(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     overwrite: bool = False,
     resume: bool = False,
+    force: bool = False,
     dry_run: bool = False,
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -264,11 +275,15 @@ def mqa(
     from convert.planning.grouped import plan_grouped
 
     source = Source.parse(str(model), trust_remote_code)
-    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
+    calibration = _calibration(
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine
+    )
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
-    planned = plan_grouped("mqa", source, 1, methods.load_grouped(method), seed, device, where, calibration)
-    return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
+    how = methods.load_grouped(method or methods.GROUPED[0])
+    planned = plan_grouped("mqa", source, 1, how, seed, device, where, calibration)
+    planned = replace(planned, accepts_any_loss=force or method is not None)
+    return _carried_out(planned, evaluate, dry_run, progress)
 
 
 def mla(
@@ -278,7 +293,7 @@ def mla(
     kv_lora_rank: int | None = None,
     qk_rope_head_dim: int | None = None,
     kv_budget: str | int | float | None = None,
-    method: str = methods.LATENT[0],
+    method: str | None = None,
     freqfold: int | None = None,
     pad_rank: bool = False,
     q_lora_rank: int | None = None,
@@ -286,13 +301,14 @@ def mla(
     per_layer_ranks: bool = False,
     text: TextGiven | None = None,
     dataset: str | None = None,
+    no_text: bool = False,
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
     max_context: int | None = None,
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
-    evaluate: TextGiven | None = None,
+    evaluate: OneText | None = None,
     dtype: str | None = None,
     engine: str | None = None,
     device: str = "auto",
@@ -300,6 +316,7 @@ def mla(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     overwrite: bool = False,
     resume: bool = False,
+    force: bool = False,
     dry_run: bool = False,
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -310,7 +327,7 @@ def mla(
         kv_lora_rank: Channels of the latent, including the constant ones of the output class.
         qk_rope_head_dim: Dims of the rotary key that all heads share.
         kv_budget: Instead of both: a share of the model's cache ("12.5%", 0.125), or bytes per token ("4KB", 4096).
-        method: How keys and values are factored, one of `convert.methods.LATENT`.
+        method: How keys and values are factored, one of `convert.methods.LATENT`; None for "weighted".
         freqfold: For methods that fold: how many neighbouring frequencies count as one; None for the fewest.
         pad_rank: Allow a rank beyond full size; channels of zeros fill it up.
         q_lora_rank: The rank of a latent of queries, including its constant channels; None for queries of full rank.
@@ -327,11 +344,15 @@ def mla(
     share, size = _budget(kv_budget)
     sizes = kv_lora_rank, qk_rope_head_dim, share, size
     wanted = LatentRequest(*sizes, freqfold, pad_rank, q_lora_rank, portable, per_layer_ranks)
-    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
+    calibration = _calibration(
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine
+    )
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
-    planned = plan_latent(source, wanted, methods.load_latent(method), calibration, device, where, seed)
-    return _carried_out(planned, text, dataset, evaluate, dry_run, progress)
+    how = methods.load_latent(method or methods.LATENT[0])
+    planned = plan_latent(source, wanted, how, calibration, device, where, seed)
+    planned = replace(planned, accepts_any_loss=force or method is not None)
+    return _carried_out(planned, evaluate, dry_run, progress)
 
 
 def heal(
@@ -339,7 +360,7 @@ def heal(
     output: str | Path,
     *,
     teacher: str | Path | None = None,
-    text: TextGiven | None = None,
+    text: OneText | None = None,
     dataset: str | None = None,
     tokens: int | str | None = None,
     budget: str = "try",
@@ -355,7 +376,7 @@ def heal(
     eval_every: int | str | None = None,
     checkpointing: bool = False,
     track: str | None = None,
-    evaluate: TextGiven | None = None,
+    evaluate: OneText | None = None,
     device: str = "auto",
     seed: int = 0,
     overwrite: bool = False,
@@ -423,7 +444,7 @@ def heal(
     except ValueError:
         raise Refusal(f"lr is {lr!r}; it must be a number, or auto") from None
     _require_range("lr", 1.0 if rate is None else rate, 1e-12, 1.0)
-    given = _given(text, dataset)
+    given = as_options(texts_of(text, dataset))
     options = HealOptions(
         given,
         budget=budget,
@@ -455,7 +476,7 @@ def sweep(
     model: str | Path,
     output: str | Path,
     *,
-    evaluate: TextGiven,
+    evaluate: OneText,
     groups: Sequence[int] | None = None,
     mla: Sequence[str | tuple[int, int]] | None = None,
     methods: Sequence[str] | None = None,
@@ -464,6 +485,7 @@ def sweep(
     max_tokens: int | None = None,
     text: TextGiven | None = None,
     dataset: str | None = None,
+    no_text: bool = False,
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
     max_context: int | None = None,
@@ -503,16 +525,18 @@ def sweep(
     source = Source.parse(str(model), trust_remote_code)
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
-    calibration = _calibration(text, dataset, calibration_tokens, calibration_context, max_context, propagate, refit, refine)
+    calibration = _calibration(
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine
+    )
     latents = None if mla is None else tuple(dict.fromkeys(map(_latent, mla)))
     chosen = (None if groups is None else tuple(dict.fromkeys(groups)), latents, None if methods is None else tuple(methods))
     plans = sweeping.plans_for(source, sweeping.Wanted(*chosen, calibration, where, device, seed))
     directory = where.path / sweeping.REPORT
     settings = EvaluationSettings(protocol, contexts_of(context), max_tokens, "auto", device)
     if dry_run:
-        tokens = next((plan.calibration.tokens for plan in plans if plan.calibration), 0)
+        tokens = next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
         evaluated = min(about_tokens(evaluate), max_tokens or sys.maxsize)
-        seconds = sweeping.expected_durations(plans, about_tokens(text, tokens), evaluated, settings)
+        seconds = sweeping.expected_durations(plans, tokens, evaluated, settings)
         return Sweep(plans, None, directory, seconds)
     done: list[Plan] = []
 
@@ -520,8 +544,8 @@ def sweep(
         done.append(plan)
         made(plan)
 
-    held_out, given = read_text(evaluate, None, "test"), _calibration_text(text, dataset)
-    found = sweeping.sweep(plans, given, held_out, settings, progress, finished)
+    held_out = read_text(evaluate, None, "test")
+    found = sweeping.sweep(plans, held_out, settings, progress, finished)
     return Sweep(done, found, directory)
 
 
@@ -599,6 +623,7 @@ def _output(
 def _calibration(
     text: TextGiven | None,
     dataset: str | None,
+    no_text: bool,
     tokens: int | None,
     context: int | None,
     max_context: int | None,
@@ -611,19 +636,7 @@ def _calibration(
     least_of = {"calibration_tokens": 1, "calibration_context": 2, "max_context": 2, "refine": 1}
     for (name, least), value in zip(least_of.items(), (tokens, context, max_context, refine), strict=True):
         _require_range(name, least if value is None else value, least)
-    if text is not None and dataset is not None:
-        raise Refusal("give either a text or a dataset to calibrate on", hint="--text FILE or --dataset NAME")
-    return CalibrationOptions(_given(text, dataset), tokens, context, propagate, refit, refine or 0, max_context)
-
-
-def _given(text: TextGiven | None, dataset: str | None) -> dict[str, str]:
-    """A text as an option, which records name."""
-    given: dict[str, str] = {}
-    if text is not None:
-        given |= {"text": str(text)} if isinstance(text, str | Path) else {"strings": str(len(text))}
-    if dataset is not None:
-        given["dataset"] = dataset
-    return given
+    return CalibrationOptions(texts_of(text, dataset), tokens, context, propagate, refit, refine or 0, max_context, no_text)
 
 
 def _require_range(name: str, value: float, least: float, most: float = math.inf) -> None:
@@ -632,23 +645,16 @@ def _require_range(name: str, value: float, least: float, most: float = math.inf
         raise Refusal(f"{name} is {value}; it must be at least {least}" + (f" and at most {most}" if most < math.inf else ""))
 
 
-def _calibration_text(text: TextGiven | None, dataset: str | None) -> Text | None:
-    return None if text is None and dataset is None else read_text(text, dataset, "train")
-
-
-def _carried_out(
-    planned: Plan, text: TextGiven | None, dataset: str | None, evaluate: TextGiven | None, dry_run: bool, progress: Progress
-) -> Conversion:
+def _carried_out(planned: Plan, evaluate: OneText | None, dry_run: bool, progress: Progress) -> Conversion:
     from convert.execute.run import execute, expected_duration, works_of
 
     if dry_run:
-        tokens = about_tokens(text, planned.calibration.tokens) if planned.calibration else 0
+        tokens = planned.calibration.about_tokens if planned.calibration else 0
         (work,) = works_of([planned], tokens, about_tokens(evaluate))
         return Conversion(planned, None, expected_duration(planned, work))
 
     held_out = None if evaluate is None else read_text(evaluate, None, "test")
-    given = _calibration_text(text, dataset) if planned.calibration else None
-    done = execute(planned, given, held_out, progress)
+    done = execute(planned, held_out, progress)
     return Conversion(done.plan, done.record)
 
 

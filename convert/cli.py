@@ -59,9 +59,7 @@ def main() -> None:
     keep_freed()
 
 
-_method = click.option(
-    "--method", type=click.Choice(GROUPED), default=GROUPED[0], show_default=True, help="How to merge KV heads."
-)
+_method = click.option("--method", type=click.Choice(GROUPED), help=f"How to merge KV heads.  [default: {GROUPED[0]}]")
 
 
 def _show(facts: Any, text: str, as_json: bool) -> None:
@@ -83,6 +81,7 @@ def _console(given: dict[str, Any]) -> Any:
 
 def _converted(convert: Any, given: dict[str, Any]) -> None:
     """Call a conversion of the API with a command's options, and print its result."""
+    options.texts(given)
     as_json, progress = given.pop("as_json"), _console(given)
     done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
     if done.record != {}:  # of several processes, one reports
@@ -140,9 +139,7 @@ def mqa(**given: Any) -> None:
     metavar="SIZE",
     help="Choose both: from a share of MODEL's cache (12.5%), or bytes per token (4KB).",
 )
-@click.option(
-    "--method", type=click.Choice(LATENT), default=LATENT[0], show_default=True, help="How to factor keys and values."
-)
+@click.option("--method", type=click.Choice(LATENT), help=f"How to factor keys and values.  [default: {LATENT[0]}]")
 @click.option("--freqfold", type=int, metavar="F", help="For pca: treat F neighbouring frequencies as one.  [default: fewest]")
 @click.option("--pad-rank", is_flag=True, help="Allow a rank beyond full size, and fill it with zeros.")
 @click.option(
@@ -323,6 +320,7 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
     """
     from convert import api
 
+    options.texts(given)
     quiet, progress = given["quiet"], _console(given)
 
     def made(plan: Any) -> None:

@@ -15,7 +15,7 @@ from attention.errors import Refusal
 from convert.engines import ENGINES
 from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent
 from eval.protocol import PROTOCOLS
-from eval.text import DATASETS
+from eval.text import DATASETS, SELF
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -77,6 +77,45 @@ class Rate(click.ParamType):  # type: ignore[type-arg]
         if not 0 < rate <= 1:
             self.fail(f"{value!r} is no learning rate: give auto, or a number above 0 and up to 1, as in 1e-4", param, ctx)
         return "auto" if value == "auto" else rate
+
+
+class TextFile(click.Path):
+    """A file, or the word "self", which stays a string."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, str) and value == SELF else super().convert(value, param, ctx)
+
+
+class Shares(click.ParamType):  # type: ignore[type-arg]
+    """Comma-separated numbers above 0."""
+
+    name = "shares"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            shares = tuple(map(float, str(value).split(",")))
+        except ValueError:
+            shares = ()
+        if not shares or not all(0 < share < math.inf for share in shares):
+            self.fail(f"{value!r} is not a list of shares: give a number above 0 for each text, as in 1,2", param, ctx)
+        return shares
+
+
+def texts(given: dict[str, Any]) -> None:
+    """Replace the options `text` and `text_shares` by the one argument `text` of the API.
+
+    Raises:
+        click.UsageError: A text has no share, or there are more shares than texts.
+    """
+    files, shares = given.pop("text"), given.pop("text_shares")
+    if shares is not None and len(shares) != len(files):
+        raise click.UsageError(f"{len(shares)} --text-shares for {len(files)} --text: give one for each, in their order")
+    if len(set(files)) < len(files):
+        raise click.UsageError("the same --text is given twice: give it once, with a larger share")
+    plain = len(files) < 2 and shares is None
+    given["text"] = (files[0] if files else None) if plain else dict(zip(files, shares or [1.0] * len(files), strict=True))
 
 
 class Gpu(click.ParamType):  # type: ignore[type-arg]
@@ -158,15 +197,24 @@ device = click.option("--device", default="auto", show_default=True, help="Where
 calibration = _all(
     click.option(
         "--text",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=TextFile(exists=True, dir_okay=False, path_type=Path),
+        multiple=True,
         metavar="FILE",
-        help="UTF-8 text to calibrate on. Never use the text that you evaluate on.",
+        help="UTF-8 text to calibrate on, or self for what MODEL writes itself; repeatable. Never use the text that you "
+        "evaluate on.  [default: self]",
+    ),
+    click.option(
+        "--text-shares",
+        type=Shares(),
+        metavar="N,…",
+        help="Shares of the tokens, in the order of --text; that of a dataset is 1.  [default: equal]",
     ),
     click.option(
         "--dataset",
         type=click.Choice(DATASETS),
-        help="Calibrate on the training split of this dataset. Needs pip install 'kvfold[data]'.",
+        help="Calibrate on the training split of this dataset, too. Needs pip install 'kvfold[data]'.",
     ),
+    click.option("--no-text", is_flag=True, help="Calibrate on no text: convert from weights alone, which ruins most models."),
     click.option(
         "--calibration-tokens",
         type=click.IntRange(1),
@@ -330,6 +378,7 @@ conversion = _all(
     click.argument("model"),
     click.argument("output", type=click.Path(path_type=Path)),
     writing,
+    click.option("--force", is_flag=True, help="Publish the result, however much it loses."),
     click.option(
         "--evaluate",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -15,6 +15,7 @@ import click
 import yaml
 
 from attention.errors import Refusal
+from eval.text import OWN_TEXT, SELF
 
 _LONGEST = 4096  # entries of one mapping: what `<<` of aliases of aliases would multiply
 _LONGEST_INTEGER = 64  # bits
@@ -55,10 +56,24 @@ def read(path: Path) -> list[Step]:
         raise
     except Exception as error:  # its constructors raise whatever Python does: KeyError for `!!bool perhaps`
         raise Refusal(f"{path} is no YAML: {' '.join(str(error).split())[:200]}") from None
-    if isinstance(data, dict) and "recipe" in data and "kvfold" in data:
-        data = data["recipe"]  # a conversion.json
+    if isinstance(data, dict) and "recipe" in data and "kvfold" in data:  # a conversion.json
+        data = _with_own_text(data["recipe"], path.parent / OWN_TEXT)
     steps = data if isinstance(data, list) and data else [data]
     return [_step(path, number, step) for number, step in enumerate(steps, 1)]
+
+
+def _with_own_text(recipe: Any, file: Path) -> Any:
+    """The recipe of a conversion.json, which takes what the model wrote for it from beside it, where that is."""
+    if not file.is_file() or not isinstance(recipe, dict):
+        return recipe
+
+    def taken(text: Any) -> Any:
+        return [taken(one) for one in text] if isinstance(text, list) else str(file) if text == SELF else text
+
+    return {
+        command: given | {"text": taken(given["text"])} if isinstance(given, dict) and "text" in given else given
+        for command, given in recipe.items()
+    }
 
 
 def _step(path: Path, number: int, step: Any) -> Step:

@@ -23,7 +23,7 @@ from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, readable
-from convert.planning.calibration import CalibrationOptions, CalibrationText, require_consistent
+from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent
 from convert.processes import launched_count
@@ -33,7 +33,7 @@ from eval.evaluation import EvaluationSettings, evaluation_work, prepare, report
 from eval.forecast import Decoder, Work, foretell
 from eval.progress import Progress, silent
 from eval.source import Source
-from eval.text import Text, about_tokens
+from eval.text import Text
 
 _log = logging.getLogger("kvfold")
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is given
@@ -89,7 +89,7 @@ def plans_for(source: Source, wanted: Wanted) -> list[Plan]:
         output = _output(wanted.output, name)
         check_output(output.path, source.directory, output.overwrite, output.resume)
         try:
-            plans.append(plan(output))
+            plans.append(replace(plan(output), accepts_any_loss=True))  # baselines lose much, and that is what is measured
         except Refusal as refusal:
             if named:
                 raise
@@ -104,7 +104,6 @@ def plans_for(source: Source, wanted: Wanted) -> list[Plan]:
 
 def sweep(
     plans: Sequence[Plan],
-    calibrate_on: Text | None,
     evaluate_on: Text,
     settings: EvaluationSettings,
     progress: Progress = silent,
@@ -114,7 +113,6 @@ def sweep(
 
     Args:
         plans: From `plans_for`. Results that an earlier sweep finished with the same plan stay.
-        calibrate_on: The text that the plans' calibration refers to.
         evaluate_on: Held-out text.
         settings: How to evaluate.
         progress: Called with the progress of each stage.
@@ -133,10 +131,10 @@ def sweep(
         )
     directory, source = plans[0].output.path.parent, plans[0].source
     _, held_out = prepare([source], evaluate_on, settings)  # errors in a text should come before the work
-    _foretell(plans, calibrate_on, len(held_out.ids[: settings.max_tokens]), settings)
+    _foretell(plans, len(held_out.ids[: settings.max_tokens]), settings)
     try:
         with exclusive(directory):
-            return _swept(directory, plans, calibrate_on, evaluate_on, settings, progress, made)
+            return _swept(directory, plans, evaluate_on, settings, progress, made)
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the sweep") from None
     except OSError as error:
@@ -148,20 +146,18 @@ def sweep(
 def _swept(
     directory: Path,
     plans: Sequence[Plan],
-    calibrate_on: Text | None,
     evaluate_on: Text,
     settings: EvaluationSettings,
     progress: Progress,
     made: Callable[[Plan], object],
 ) -> dict[str, Any]:
-    source, ledger = plans[0].source, _Ledger(directory, plans, calibrate_on)
+    source, ledger = plans[0].source, _Ledger(directory, plans)
     directory.mkdir(parents=True, exist_ok=True)
     for plan in plans:
         if ledger.has(plan):
             made(carried_out(plan, recorded(plan.output.path)).plan)
             continue
-        text = calibrate_on if plan.calibration else None
-        made(execute(plan, text, None, progress, directory / "survey", partial(ledger.note, plan), foretold=True).plan)
+        made(execute(plan, None, progress, directory / "survey", partial(ledger.note, plan), foretold=True).plan)
     results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
     found = report_of([source, *results], evaluate_on, settings, progress=progress, foretold=True)
     report.write(found, directory / REPORT)
@@ -189,10 +185,9 @@ def _works(plans: Sequence[Plan], tokens: int, evaluated: int, settings: Evaluat
     return [first + 2 * one, *(work + one for work in others)]
 
 
-def _foretell(plans: Sequence[Plan], calibrate_on: Text | None, evaluated: int, settings: EvaluationSettings) -> None:
+def _foretell(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> None:
     """Say how long a sweep takes from its beginning."""
-    source, text = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
-    tokens = about_tokens([calibrate_on.text], text.tokens) if text and calibrate_on else 0
+    source, tokens = plans[0].source, next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
     work = sum(_works(plans, tokens, evaluated, settings), Work())
     foretell(work, compute_device(settings.device), source.decoder.hidden_size)
 
@@ -225,7 +220,7 @@ def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
             _Candidate(f"mla-{_size_name(size)}-{m.name}", m, _latent(source, wanted, size, m))
             for size in latents or ()
             for m in map(methods.load_latent, _chosen(methods.LATENT, wanted))
-            if m.text is not TextUse.NEEDED or wanted.calibration.given or wanted.methods
+            if m.text is not TextUse.NEEDED or not wanted.calibration.no_text or wanted.methods
         ),
     ]
 
@@ -299,18 +294,17 @@ class _Ledger:
     Args:
         directory: DIR, which need not exist yet.
         plans: The plans of the sweep.
-        calibrate_on: The calibration text of the plans.
 
     Raises:
-        Failure: The text is shorter than one block.
+        Failure: A text cannot be read, or is shorter than one block.
     """
 
-    def __init__(self, directory: Path, plans: Sequence[Plan], calibrate_on: Text | None) -> None:
+    def __init__(self, directory: Path, plans: Sequence[Plan]) -> None:
         self._path, self._entries = directory / _LEDGER, _noted(directory)
         source, calibration = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
         reader = Reader(source.files)
-        text = CalibrationText.of(source, calibration, calibrate_on) if calibration and calibrate_on else None  # one for all
-        inputs = {plan.output.path.name: inputs_of(plan, reader, text if plan.calibration else None) for plan in plans}
+        texts = GivenTexts.read(source, calibration) if calibration else None  # one for all
+        inputs = {plan.output.path.name: inputs_of(plan, reader, texts if plan.calibration else None) for plan in plans}
         self._inputs = json.loads(json.dumps(inputs))  # as read back from a file
 
     def has(self, plan: Plan) -> bool:

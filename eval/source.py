@@ -26,6 +26,7 @@ _UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # all folders exc
 _PICKLES = ["pytorch_model*.bin"]
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _LARGEST_CONFIG = 2**26  # bytes
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,11 @@ class Source:
         """The most positions that the model supports, or None if its config does not say."""
         value = getattr(self.decoder, "max_position_embeddings", None) or getattr(self.decoder, "max_seq_len", None)
         return value if isinstance(value, int) and value > 0 else None  # XLNet has -1
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether it has a file that a tokenizer is made from."""
+        return any(fnmatch(item.name, pattern) for item in self.files.iterdir() for pattern in TOKENIZER_FILES)
 
     def tokenizer(self) -> Any:
         """Its own tokenizer.

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     import torch
 
 
+OWN_TEXT = Path("calibration", "own-text.safetensors")  # in a checkpoint: what its source wrote to calibrate on
+SELF = "self"  # what a model writes itself, as the name of a text; a file of that name is ./self
+
+
 @dataclass(frozen=True)
 class Text:
     """A named piece of plain text."""
@@ -59,8 +63,30 @@ class Tokens:
 
         Neighbouring blocks are about the same things, so blocks from all over a text show more of what a model does.
         """
+        blocks, taken = self._spread(count, context)
+        return replace(self, ids=blocks[taken].flatten())
+
+    def beside(self, count: int, context: int, wanted: int) -> Tokens:
+        """About `wanted` tokens, at least a block, that `spread` does not take; if it takes all, some of them."""
+        blocks, taken = self._spread(count, context)
+        others = sorted(set(range(len(blocks))) - set(taken)) or taken
+        chosen = evenly_spread(min(len(others), max(1, wanted // context)), len(others))
+        return replace(self, ids=blocks[[others[place] for place in chosen]].flatten())
+
+    def _spread(self, count: int, context: int) -> tuple[torch.Tensor, list[int]]:
+        """All blocks within reach, `[n, context]`, and the places of those that `spread` takes."""
         blocks = replace(self, ids=self.ids[: reach(count)]).blocks(context)
-        return replace(self, ids=blocks[evenly_spread(min(count // context, len(blocks)), len(blocks))].flatten())
+        return blocks, evenly_spread(min(count // context, len(blocks)), len(blocks))
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """Parts of several texts as one; a single part stays as it is."""
+    import torch
+
+    if len(parts) == 1:
+        return parts[0]
+    ids, size = torch.cat([part.ids for part in parts]), sum(part.text_bytes for part in parts)
+    return Tokens(" and ".join(part.name for part in parts), ids, size, len(ids) / max(1, size), None)
 
 
 # name → (Hub id, configuration, column, separator of its rows), as in the perplexity tables of papers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ import torch
 from click.testing import CliRunner, Result
 from tiny import duplicate_kv_heads, published, save_published, save_tokenizer, tiny_config, tiny_model
 
+from convert.execute.checking import checked
+from convert.planning.texts import OWN
+
 # Nothing here is to outlive the machine, and a suite waits for disks for a minute; tests of what is synced watch the calls.
 os.fsync = lambda descriptor: None
 
@@ -27,6 +30,22 @@ os.fsync = lambda descriptor: None
 def pytest_collection_finish() -> None:
     """What imports made stays: every collection of garbage would look through it again."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def weights_alone() -> Iterator[None]:
+    """Conversions without text write none, and are not checked: both take longer than the conversion of a tiny model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("convert.planning.calibration.DEFAULT", ())
+        patch.setattr("convert.execute.run.checked", lambda *args: None)
+        yield
+
+
+@pytest.fixture
+def writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions as people run them: the model writes a text where none is given, and results are checked."""
+    monkeypatch.setattr("convert.planning.calibration.DEFAULT", (OWN,))
+    monkeypatch.setattr("convert.execute.run.checked", checked)
 
 
 @pytest.fixture(scope="session")

@@ -100,5 +100,7 @@ def _main(script: str, arguments: list[str], said: list[Path], environment: dict
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has the jobs in its background ignore it
     os.environ |= environment
+    # This process has the path of pytest's, where a test that ran remote code has left the place of its modules.
+    sys.path[:] = [place for place in sys.path if not Path(place, "transformers_modules").is_dir()]
     sys.argv = ["-c", *arguments]
     exec(script, {"__name__": "__main__"})

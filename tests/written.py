@@ -28,8 +28,8 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def same_but_for_the_run(a: Path, b: Path) -> None:
-    names = sorted(path.name for path in a.iterdir())
-    assert names == sorted(path.name for path in b.iterdir())
+    names, others = (sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) for path in (a, b))
+    assert names == others
     assert any(name.endswith(".safetensors") for name in names), f"there are no weights in {a}"
     records = [json.loads((path / "conversion.json").read_text()) for path in (a, b)]
     for record in records:

@@ -17,6 +17,7 @@ from typing import Any
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.writer import checksum, sync_directory, sync_tree, write_whole
+from eval.text import SELF
 
 # In the work directory: the plan, a note for each finished shard, the growing checkpoint, results of the survey, and states of
 # a training. When the checkpoint moves to OUTPUT, the plan is renamed, and a checkpoint that was at OUTPUT is moved here.
@@ -85,14 +86,14 @@ def _may_be_finished(output: Path, partial: Path) -> bool:
 
 
 def finished(
-    output: Path, recipes: Sequence[Mapping[str, Any]], calibration_hash: str | None, source_files: Mapping[str, Any]
+    output: Path, recipes: Sequence[Mapping[str, Any]], hashes: Sequence[str | None], source_files: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
     """Find the conversion that a run with `--resume`, without `--overwrite`, would repeat.
 
     Args:
         output: OUTPUT.
         recipes: The recipe of the run's plan, and those among which the text decides.
-        calibration_hash: The hash of the calibration tokens, if there are any. The path of their text does not matter.
+        hashes: Of the calibration texts' tokens, wherever the texts lie; None for what the model writes itself.
         source_files: The fingerprint of the source's files, as under `run` in conversion.json.
 
     Returns:
@@ -104,8 +105,10 @@ def finished(
     if not _may_be_finished(output, partial_path(output)):
         return None
     known = recorded(output)
-    there = _without_text(known["recipe"]), known.get("calibration_hash")
-    same = next((recipe for recipe in recipes if (_without_text(recipe), calibration_hash) == there), None)
+    on = calibration_hashes(known)
+    same_text = len(on) == len(hashes) and all(wanted in (None, found) for wanted, found in zip(hashes, on, strict=True))
+    there = _without_text(known["recipe"]) if same_text else None
+    same = next((recipe for recipe in recipes if _without_text(recipe) == there), None)
     if same is None:
         raise Refusal(
             f"OUTPUT {output} exists already, and was made by another recipe",
@@ -127,6 +130,13 @@ def finished(
     return same
 
 
+def calibration_hashes(record: Mapping[str, Any]) -> list[Any]:
+    """The hashes of the texts that a record says its conversion was calibrated on."""
+    calibration = record.get("calibration")
+    found = calibration.get("texts") if isinstance(calibration, dict) else []
+    return [one.get("hash") if isinstance(one, dict) else None for one in found] if isinstance(found, list) else []
+
+
 def _without_text(recipe: Mapping[str, Any]) -> Any:
     """A recipe, `{command: options}`, as read back from JSON, without the path of its text."""
     plain = json.loads(json.dumps(recipe))
@@ -134,8 +144,11 @@ def _without_text(recipe: Mapping[str, Any]) -> Any:
 
 
 def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A command's options without its text, which the hash of its tokens identifies wherever it lies."""
-    return {name: value for name, value in options.items() if name not in ("text", "strings")}
+    """A command's options without its texts, which hashes of tokens identify wherever they lie; what is its own stays so."""
+    given = options.get("text")
+    own = SELF in (given if isinstance(given, list) else [given])
+    plain = {name: value for name, value in options.items() if name not in ("text", "strings", "text_shares")}
+    return plain | ({"text": SELF} if own else {})
 
 
 def recorded(output: Path) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from convert.demo.corpus import VALIDATION, held_out_text
 from convert.planning.base import Output
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.latent import LatentRequest
+from convert.planning.texts import texts_of
 from convert.sweeping import Wanted, plans_for, sweep
 from eval.evaluation import EvaluationSettings
 from eval.progress import Progress, silent
 from eval.source import Source
-from eval.text import Text, read_file
+from eval.text import Text
 
 MODEL = Path(__file__).parent / "python-5m-mha"
 _GROUPS = (4, 2, 1)
@@ -39,9 +40,9 @@ def showcase(output: Path, progress: Progress = silent) -> tuple[dict[str, Any],
     calibration = output / "calibration.txt"
     output.mkdir(parents=True, exist_ok=True)
     calibration.write_text(held_out_text(VALIDATION), encoding="utf-8")  # modules that monitored the training
-    text = CalibrationOptions({"text": str(calibration)}, _CALIBRATION_TOKENS)
+    text = CalibrationOptions(texts_of(calibration, None), _CALIBRATION_TOKENS)
     plans = plans_for(source, Wanted(_GROUPS, _SIZES, _METHODS, text, Output(output, overwrite=True), "cpu"))
     held_out = Text(f"Python {platform.python_version()}: {', '.join(_MODULES)}", held_out_text(_MODULES))
     settings = EvaluationSettings(max_tokens=_TOKENS, device="cpu")
-    found = sweep(plans, read_file(calibration), held_out, settings, progress)
+    found = sweep(plans, held_out, settings, progress)
     return found, output / "report" / "report.html"

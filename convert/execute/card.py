@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from convert.engines import ENGINES
 from convert.planning.base import Plan
+from convert.planning.texts import as_options
 from eval.escapes import markdown, shell_line
 from eval.overlap import WARN_ABOVE
 
@@ -64,16 +65,23 @@ def _summary(plan: Plan, record: dict[str, Any]) -> str:
 def _command(plan: Plan) -> str:
     """The command line, with paths as the user gave them: absolute paths are of no use on another machine."""
     ((command, options),) = plan.recipe().items()
-    given = plan.calibration.given if plan.calibration else {}
+    given = as_options(plan.calibration.texts) if plan.calibration else {}
     options |= {"text": "TEXT"} if options.pop("strings", None) else given  # a program's strings are not in a file
     options |= {"model": plan.source.reference} if plan.source.directory else {}
     flags: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")
         if name != "model":
-            flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+            flags += _flags(flag, value)
     model = options["model"]
     return shell_line(["convert", command, f"./{model}" if model.startswith("-") else model, "OUTPUT", *flags])
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    values = value if isinstance(value, list) else [value]
+    return [part for one in values for part in (f"--{name}", str(one))]
 
 
 def _served(plan: Plan) -> list[tuple[str, str | None, str]]:

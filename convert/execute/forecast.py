@@ -13,7 +13,9 @@ import torch
 
 from attention.spec import AttentionSpec
 from convert.calibration.least_squares import SPAN, TOKENS, rough
+from convert.calibration.own_text import ROWS
 from convert.calibration.refit import sample_for
+from convert.execute.checking import OWN_LENGTH, OWN_ROWS
 from convert.methods.blocks import Blocks
 from convert.methods.latent import LatentMethod
 from convert.methods.ranks import measured_ranks
@@ -43,6 +45,9 @@ _TRIED_TOKENS = EXCERPT // 2
 # Refinement: a trial and the steps themselves, each with a backward pass.
 _DESCENTS, _PASSES_OF_STEP, _STEP_TOKENS = 2, 3, 2048
 _MUON = 30  # flops of a matrix's step, for each of its values and the shorter side
+# What a model writes: a step reads all weights, and copies and reads the cache; each token is drawn from the vocabulary.
+_CACHE_READS, _DRAWN = 3, 4
+_CHECKED_TOKENS = 1024  # of each text
 # Decompositions and solutions in fp64.
 _DECOMPOSED = 25  # flops in fp32 that take as long, for n³
 _DECOMPOSITIONS = {GroupedTarget: 2, LatentTarget: 4}  # of the method, of size E
@@ -154,15 +159,39 @@ def work_of(plan: Plan, decoder: Decoder, tokens: int = 0, evaluated: int = 0, s
     if target.copies:
         return work
     layer = _Layer(plan, decoder, tokens, min(text.context, tokens) if text and tokens else 1)
-    work += layers * layer.method()
+    work += layers * layer.method() + _check(plan, decoder)
     if text is None or not tokens:
         return work
+    if text.rows_to_write:
+        work += _writing(plan, decoder, text.rows_to_write, text.context)
     if needs_survey(plan) and not surveyed:
         seen = replace(layer, tokens=surveyed_tokens(text, tokens))
         work += layers * (seen.passes(_SURVEYED, seen.tokens, layer.context) + seen.moments())
     if isinstance(target, LatentTarget):
         work += _decision(target, layer)
     return work + layers * layer.fit(text) if text.in_sequence else work
+
+
+def _writing(plan: Plan, decoder: Decoder, rows: int, length: int) -> Work:
+    """What the model writes itself: rows of so many tokens, token by token."""
+    dtype = rough(torch.device(compute_device(plan.device)))
+    batches = math.ceil(rows / ROWS)
+    read = dtype.itemsize * decoder.parameters * length * batches
+    cached = rows * length**2 / 2 * plan.before.bytes_per_token(str(dtype).removeprefix("torch."))
+    passes = decoder.forward(rows * length, length, passes=length * batches)
+    return decoder.load() + Work(
+        _ROUGH[dtype] * passes.flops,
+        _ROUGH[dtype] * passes.values + _DRAWN * rows * length * decoder.vocabulary,
+        read + _CACHE_READS * cached,
+        passes.calls,
+    )
+
+
+def _check(plan: Plan, decoder: Decoder) -> Work:
+    """The comparison of source and result at the end."""
+    files = sum(not text.own for text in plan.calibration.texts) if plan.calibration else 0
+    compared = decoder.load() + decoder.forward((1 + files) * _CHECKED_TOKENS, OWN_LENGTH)
+    return _writing(plan, decoder, OWN_ROWS, OWN_LENGTH) + 2 * compared
 
 
 def needs_survey(plan: Plan) -> bool:

@@ -16,11 +16,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save
+
+from convert.checkpoint.writer import write_whole
+from eval.source import TOKENIZER_FILES
+from eval.text import OWN_TEXT
+
 # Copied byte for byte; `convert.execute.tokenizer` may name a class in one of them. config.json, the card and the weights are
 # written anew.
-_TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _COMPANIONS = (
-    *_TOKENIZER, "special_tokens_map.json", "added_tokens.json",
+    *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json",
     "generation_config.json", "chat_template*", "additional_chat_templates", "preprocessor_config.json",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
@@ -64,11 +70,6 @@ def write_config(path: Path, config: Mapping[str, Any], dtype: str | None) -> No
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def has_tokenizer(source: Path) -> bool:
-    """Whether a directory has a file that a tokenizer is made from."""
-    return any(fnmatch.fnmatch(item.name, pattern) for item in source.iterdir() for pattern in _TOKENIZER)
-
-
 def copy_companions(path: Path, source: Path, code: bool) -> None:
     """Copy tokenizer, generation config, licence and the like from the source's directory; with `code`, Python files too."""
     patterns = (*_COMPANIONS, "*.py") if code else _COMPANIONS
@@ -85,6 +86,15 @@ def copy_code(path: Path, files: Iterable[Path]) -> None:
     """Copy Python files that the result is loaded with."""
     for file in files:
         shutil.copyfile(file, path / file.name)
+
+
+def write_own_text(path: Path, ids: torch.Tensor) -> None:
+    """Write the tokens that the source wrote for its calibration, `[rows, context]`.
+
+    They lie in a directory of their own: engines load every file of weights beside a config.
+    """
+    (path / OWN_TEXT).parent.mkdir(exist_ok=True)
+    write_whole(path / OWN_TEXT, save({"ids": ids.to(torch.int32)}))
 
 
 def write_record(path: Path, record: Mapping[str, Any], card: str) -> None:

@@ -50,6 +50,7 @@ def _calibration(text: CalibrationText) -> dict[str, Any]:
     lengths, longest = text.blocks.lengths, text.plan.max_context
     return {
         "text": text.tokens.name,
+        "texts": [{"text": part.name, "tokens": len(part.ids), "hash": part.hash} for part in text.parts],
         "tokens": len(text.tokens.ids),
         "context": lengths[0],
         "block_lengths": lengths,

@@ -16,18 +16,21 @@ from typing import Any
 
 import torch
 
-from attention.errors import Failure, Interrupted, KvfoldError, Refusal
+from attention.errors import Failure, Interrupted, KvfoldError, NotPublished, Refusal
+from convert.calibration.own_text import own_text
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader, TensorInfo
+from convert.checkpoint.shelf import Shelf
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
 from convert.execute.card import model_card
+from convert.execute.checking import Sample, checked
 from convert.execute.deciding import Decision, decide
 from convert.execute.forecast import needs_survey, work_of
 from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.loadable import require_loadable
 from convert.execute.manifest import Manifest, manifest_of
-from convert.execute.publish import Clock, copy_code, copy_companions, write_config, write_record
+from convert.execute.publish import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
 from convert.execute.record import record_of, versions
 from convert.execute.sequence import in_sequence
 from convert.execute.surveyed import Surveyed
@@ -35,7 +38,7 @@ from convert.execute.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
-from convert.planning.calibration import CalibrationText
+from convert.planning.calibration import CalibrationText, GivenTexts
 from convert.planning.targets import GroupedTarget, LatentTarget
 from convert.processes import ALONE, Processes
 from eval.device import compute_device, out_of_memory
@@ -64,7 +67,6 @@ class Executed:
 
 def execute(
     plan: Plan,
-    calibrate_on: Text | None = None,
     evaluate_on: Text | None = None,
     progress: Progress = silent,
     statistics_in: Path | None = None,
@@ -77,7 +79,6 @@ def execute(
 
     Args:
         plan: From `convert.planning`.
-        calibrate_on: The text that `plan.calibration` refers to.
         evaluate_on: Held-out text; its perplexity goes into the model card.
         progress: Called with the progress of each stage.
         statistics_in: A directory that keeps statistics of the source for other conversions; None to keep none.
@@ -92,34 +93,41 @@ def execute(
         with exclusive(where.path):
             # Again, now that no other run writes.
             check_output(where.path, plan.source.directory, where.overwrite, where.resume)
-            done = _execute(plan, calibrate_on, evaluate_on, processes, progress, statistics_in, published, foretold)
+            done = _execute(plan, evaluate_on, processes, progress, statistics_in, published, foretold)
     else:
-        if text := _calibration_text(plan, calibrate_on, processes):
+        if texts := _given_texts(plan, processes):
             with _explained(plan):
-                _follow(plan, text, processes)
+                _follow(plan, texts.with_own(None), processes)
         done = Executed(plan, {})
     processes.wait()  # until OUTPUT is there
     return done
 
 
-def _calibration_text(plan: Plan, given: Text | None, processes: Processes) -> CalibrationText | None:
-    """The plan's text, if it calibrates.
+def _given_texts(plan: Plan, processes: Processes) -> GivenTexts | None:
+    """The plan's texts, if it calibrates.
 
     Raises:
-        Refusal: There are more processes than blocks.
+        Refusal: Processes cannot share them.
+        Failure: A text cannot be read, or is shorter than one block.
     """
-    text = CalibrationText.of(plan.source, plan.calibration, given) if plan.calibration and given else None
-    if text and processes.count > (count := len(text.blocks.rows)):
+    if plan.calibration is None:
+        return None
+    if processes.count > 1 and plan.calibration.rows_to_write:
         raise Refusal(
-            f"{processes.count} processes cannot share a calibration text of {count} blocks of {text.blocks.context} tokens",
+            f"{processes.count} processes cannot share a text that the model writes", hint="launch one, or give --text FILE"
+        )
+    texts = GivenTexts.read(plan.source, plan.calibration)
+    if processes.count > 1 and processes.count > (count := len(texts.with_own(None).blocks.rows)):
+        raise Refusal(
+            f"{processes.count} processes cannot share a calibration text of {count} blocks of "
+            f"{plan.calibration.context} tokens",
             hint=f"launch at most {count}, or give more --calibration-tokens",
         )
-    return text
+    return texts
 
 
 def _execute(
     plan: Plan,
-    calibrate_on: Text | None,
     evaluate_on: Text | None,
     processes: Processes,
     progress: Progress,
@@ -131,30 +139,34 @@ def _execute(
     if evaluate_on:
         _, held_out = prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
         evaluated = len(held_out.ids)
-    text = _calibration_text(plan, calibrate_on, processes)
-    processes = processes if text else ALONE
+    texts = _given_texts(plan, processes)
+    processes = processes if texts else ALONE
     reader = Reader(plan.source.files, plan.family.renamed)
-    if done := _finished_already(plan, reader, text):
+    if done := _finished_already(plan, reader, texts):
         processes.first(lambda: None)
         published()
         return done
-    for remark in text.remarks(plan.channels) if text else ():
-        _log.warning(remark)
     manifest = _checked(plan, reader)
-    inputs = inputs_of(plan, reader, text)
+    inputs = inputs_of(plan, reader, texts)
     opened = WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite)
     with _explained(plan), opened as work:
         if work.published:  # an earlier run was stopped after OUTPUT appeared
             processes.first(lambda: None)
             done = carried_out(plan, recorded(plan.output.path))
         else:
+            expected = None if foretold else _foretell(plan, texts.count if texts else 0, evaluated, processes)
+            text = None if texts is None else texts.with_own(_written(plan, reader, work, progress, statistics_in))
+            for remark in text.remarks(plan.channels) if text else ():
+                _log.warning(remark)
+            if text and (own := text.own) is not None:
+                write_own_text(work.path, own)
             kept = _statistics_directory(plan, reader, work, text and text.surveyed(processes.count), statistics_in)
             processes.first(lambda: kept)
             job = Job(plan, reader, work, text, _device(plan), progress, kept, processes)
-            expected = None if foretold else _foretell(job, evaluated)
             decided, record = _convert(job, manifest)
             if evaluate_on:
                 record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
+            record |= {"check": None if plan.target.copies else _checked_result(decided, work, texts, progress)}
             card = model_card(decided, record, plan.source.files)
             record |= {"run": clock.run(plan.output.path, reader.fingerprint(), expected)}
             write_record(work.path, record, card)
@@ -187,12 +199,21 @@ def expected_duration(plan: Plan, work: Work) -> float:
     return expected_seconds(work, _device(plan), plan.source.decoder.hidden_size)
 
 
-def _foretell(job: Job, evaluated: int) -> float | None:
+def _foretell(plan: Plan, tokens: int, evaluated: int, processes: Processes) -> float | None:
     """Say how long a conversion takes. Evaluation runs in one process, everything else that takes long in all."""
-    source, tokens = job.plan.source, len(job.text.tokens.ids) if job.text else 0
-    decoder = Decoder.of(source.config, source.trust_remote_code)
-    alone, whole = (work_of(job.plan, decoder, tokens, count) for count in (0, evaluated))
-    return foretell(whole + (1 / job.processes.count - 1) * alone, job.device, decoder.width)
+    decoder = Decoder.of(plan.source.config, plan.source.trust_remote_code)
+    alone, whole = (work_of(plan, decoder, tokens, count) for count in (0, evaluated))
+    return foretell(whole + (1 / processes.count - 1) * alone, _device(plan), decoder.width)
+
+
+def _written(plan: Plan, reader: Reader, work: WorkDirectory, progress: Progress, shared: Path | None) -> torch.Tensor | None:
+    """What the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
+    if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
+        return None
+    source, context, device = plan.source, plan.calibration.context, _device(plan)
+    made_by = [str(source.files), reader.fingerprint(), rows, context, plan.seed, str(device), versions()]
+    directory = work.survey if shared is None else _directory_of(shared, made_by)
+    return own_text(source, rows, context, plan.seed, device, Shelf(directory, "own-text"), progress)
 
 
 @contextlib.contextmanager
@@ -208,12 +229,12 @@ def _explained(plan: Plan) -> Iterator[None]:
         ) from None
 
 
-def _finished_already(plan: Plan, reader: Reader, text: CalibrationText | None) -> Executed | None:
+def _finished_already(plan: Plan, reader: Reader, texts: GivenTexts | None) -> Executed | None:
     """The finished conversion that `--resume` finds at OUTPUT, or None."""
     if not plan.output.resume or plan.output.overwrite:
         return None
     recipes = [one.recipe() for one in (*_splits(plan), plan)]
-    if not finished(plan.output.path, recipes, text.tokens.hash if text else None, reader.fingerprint()):
+    if not finished(plan.output.path, recipes, texts.hashes if texts else [], reader.fingerprint()):
         return None
     _log.warning("%s is finished already, there is nothing to do", plan.output.path)
     return carried_out(plan, recorded(plan.output.path))
@@ -298,7 +319,7 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
         ) from None
 
 
-def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[str, Any]:
+def inputs_of(plan: Plan, reader: Reader, texts: GivenTexts | None) -> dict[str, Any]:
     """Everything that the result's bytes depend on, which `--resume` compares."""
     return {
         **_settings(plan),
@@ -306,8 +327,7 @@ def inputs_of(plan: Plan, reader: Reader, text: CalibrationText | None) -> dict[
         "device": str(_device(plan)),
         "config": plan.source.raw,
         "files": reader.fingerprint(),
-        "calibration_hash": text.tokens.hash if text else None,
-        "block_lengths": text.blocks.lengths if text else None,
+        "calibration_hashes": texts.hashes if texts else [],
         "versions": versions(),
     }
 
@@ -334,8 +354,12 @@ def _statistics_directory(
     found_in = [str(source.files), source.raw, reader.fingerprint(), text.tokens.hash, text.blocks.lengths]
     if plan.reads_projections:
         found_in.append("behind norms")
-    seen = [*found_in, str(_device(plan)), versions()]  # these affect rounding
-    directory = shared / hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
+    return _directory_of(shared, [*found_in, str(_device(plan)), versions()])  # these affect rounding
+
+
+def _directory_of(shared: Path, inputs: list[Any]) -> Path:
+    """The directory, among those of several conversions, of what was made from these inputs."""
+    directory = shared / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -372,6 +396,16 @@ def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Surveyed
         return Layer.of(decision.plan, index, tensors, *change(before, index, statistics(index)))
 
     return make
+
+
+def _checked_result(plan: Plan, work: WorkDirectory, texts: GivenTexts | None, progress: Progress) -> dict[str, Any] | None:
+    """What the result loses on texts that were not fitted."""
+    others = [Sample.of(part) for part in texts.others] if texts else []
+    try:
+        return checked(plan, work.path, others, _device(plan), work.survey, progress)
+    except (NotPublished, Failure):
+        work.keep()  # the weights are complete
+        raise
 
 
 def _evaluate(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure
-from convert.execute.publish import copy_companions, has_tokenizer, write_config
+from convert.execute.publish import copy_companions, write_config
 from convert.planning.base import Plan
 from eval.source import Source
 
@@ -27,7 +27,7 @@ def tokenizer_class(plan: Plan) -> str | None:
         Failure: Whatever it names, transformers would load another tokenizer than the source's.
     """
     source, config = plan.source, plan.target.config(plan.source, None)
-    if config.get("model_type") == source.config.model_type or not has_tokenizer(source.files):
+    if config.get("model_type") == source.config.model_type or not source.has_tokenizer:
         return None
     try:
         expected = source.tokenizer()

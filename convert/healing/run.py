@@ -15,7 +15,7 @@ import torch
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
+from convert.checkpoint.workdir import WorkDirectory, calibration_hashes, check_output, finished, recorded, without_text
 from convert.checkpoint.writer import write_whole
 from convert.execute.publish import Clock, copy_companions, write_record
 from convert.execute.record import versions
@@ -115,7 +115,7 @@ def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, 
         _warn_of_overlap(evaluate_on, held_out, text.tokens)
     reader = Reader(plan.converted.files)
     if plan.output.resume and not plan.output.overwrite:
-        known = recorded(plan.converted.files).get("calibration_hash")
+        known = calibration_hashes(recorded(plan.converted.files))
         files = reader.fingerprint() | _teacher_files(plan)
         if finished(plan.output.path, [plan.recipe()], known, files) and _same_text(plan, text):
             _log.warning("%s is finished already, there is nothing to do", plan.output.path)

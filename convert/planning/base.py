@@ -59,6 +59,7 @@ class Plan:
         device: Where layers run and are changed, as on the command line.
         seed: For methods that draw numbers, and for the order in which refinement takes blocks of text.
         remarks: Notes for the user besides those of the target.
+        accepts_any_loss: Whether the user has asked for this method, or for any result.
     """
 
     source: Source
@@ -69,11 +70,17 @@ class Plan:
     device: str
     seed: int
     remarks: tuple[str, ...] = ()
+    accepts_any_loss: bool = False
 
     @property
     def before(self) -> AttentionSpec:
         """The sizes of the source's attention."""
         return self.target.before
+
+    @property
+    def from_weights_alone(self) -> bool:
+        """Whether its method would use text, and has none."""
+        return self.calibration is None and not self.target.copies and self.target.method.text is TextUse.USED
 
     @property
     def reads_projections(self) -> bool:
@@ -117,7 +124,7 @@ class Plan:
                 **({"dtype": self.output.dtype} if self.output.dtype else {}),
                 **({"engine": self.output.engine} if self.output.engine else {}),
                 "max_shard_size": _with_unit(self.output.max_shard_size),
-                **(self.calibration.as_recipe() if self.calibration else {}),
+                **(self.calibration.as_recipe() if self.calibration else {"no_text": True} if self.from_weights_alone else {}),
                 **({"trust_remote_code": True} if self.source.trust_remote_code else {}),
             }
         }
@@ -256,7 +263,7 @@ def host_of(
 def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, traits: Traits) -> Sequence[str]:
     """Notes about missing text that the method could use, and about a refit that the source rules out."""
     if text is None and method.text is TextUse.USED:
-        return [f"no calibration text: {method.name} uses weights and norm gains alone, and loses more than with --text"]
+        return [f"no calibration text: {method.name} uses weights and norm gains alone, which ruins most models"]
     hiding = hides_logits(traits) if text else []
     reasons = [f"{' and '.join(hiding)} changes what heads attend to"] if hiding else []
     reasons += ["they are normalised after their projection"] if traits.qk_norm else []

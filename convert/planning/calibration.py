@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
 from convert.methods.text import TextUse
+from convert.planning.texts import OWN, Texts, as_options, names_of, shared_out
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
     from convert.methods.blocks import Blocks
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
 
 _TOKENS = 32768
 _TOKENS_PER_CHANNEL = 8
+_OTHERS = 1024  # tokens of each text, at least a block, by which the result is checked
+DEFAULT: Texts = (OWN,)  # where none is given
 _DECIDED_ON = 8192  # tokens: with four times as many, only choices between near ties differed
 
 
@@ -27,28 +34,30 @@ class CalibrationOptions:
     """The user's calibration options. Numbers left as None depend on the model and the method.
 
     Attributes:
-        given: The text: {"text": FILE} or {"dataset": NAME}; empty for no text.
-        tokens: How many tokens to use, in blocks spread evenly over the text.
+        texts: None for no text.
+        tokens: How many tokens to use, in blocks spread evenly over each text.
         context: Tokens per block; if they are few and long, some are cut into shorter ones (`convert.methods.blocks`).
         propagate: Whether a layer's statistics are measured behind the layers converted before it.
         refit: Whether least squares refits queries, keys, values (GQA) and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.
         max_context: Tokens of the longest context that the result is for; None for `context`.
+        no_text: Whether methods that use text have to do without; otherwise the model writes one where none is given.
     """
 
-    given: Mapping[str, str] = field(default_factory=dict)
+    texts: Texts = ()
     tokens: int | None = None
     context: int | None = None
     propagate: bool = False
     refit: bool | None = None
     refine: int = 0
     max_context: int | None = None
+    no_text: bool = False
 
     @property
     def flags(self) -> str:
         """The options that are set, for messages."""
         values = {
-            **{"text" if name == "strings" else name: value for name, value in self.given.items()},
+            **{"text" if name == "strings" else name: value for name, value in as_options(self.texts).items()},
             "calibration-tokens": self.tokens,
             "calibration-context": self.context,
             "max-context": self.max_context,
@@ -56,24 +65,24 @@ class CalibrationOptions:
             "refit": self.refit,
             "refine": self.refine,
         }
-        return " and ".join(sorted(f"--{name}" for name, value in values.items() if value))
+        return " and ".join(sorted(f"--{name.replace('_', '-')}" for name, value in values.items() if value))
 
     @property
     def steps(self) -> CalibrationOptions:
         """The same without the text: only the steps beyond a method."""
-        return CalibrationOptions(propagate=self.propagate, refit=self.refit, refine=self.refine)
+        return CalibrationOptions(propagate=self.propagate, refit=self.refit, refine=self.refine, no_text=self.no_text)
 
     @property
     def text_alone(self) -> CalibrationOptions:
         """The same without steps beyond a method, and for the context of its blocks."""
-        return CalibrationOptions(self.given, self.tokens, self.context)
+        return CalibrationOptions(self.texts, self.tokens, self.context, no_text=self.no_text)
 
 
 @dataclass(frozen=True)
 class Calibration:
     """The calibration of a plan, with every number decided. Attributes as in CalibrationOptions."""
 
-    given: Mapping[str, str]
+    texts: Texts
     tokens: int
     context: int
     propagate: bool
@@ -83,8 +92,23 @@ class Calibration:
 
     @property
     def name(self) -> str:
-        """The text or the dataset, for people."""
-        return f"{self.given['strings']} strings" if "strings" in self.given else next(iter(self.given.values()))
+        """The texts, for people."""
+        return names_of(self.texts)
+
+    @property
+    def blocks(self) -> list[int]:
+        """How many blocks each text gives, if it has as many."""
+        return shared_out(self.tokens // self.context, self.texts)
+
+    @property
+    def about_tokens(self) -> int:
+        """About how many tokens the texts give, without reading them."""
+        return sum(text.about(count * self.context) for count, text in zip(self.blocks, self.texts, strict=True))
+
+    @property
+    def rows_to_write(self) -> int:
+        """How many blocks the model writes itself."""
+        return sum(count for count, text in zip(self.blocks, self.texts, strict=True) if text.own and not text.written)
 
     @property
     def in_sequence(self) -> bool:
@@ -99,7 +123,7 @@ class Calibration:
     def as_options(self) -> dict[str, Any]:
         """The options of the command line."""
         return {
-            **self.given,
+            **as_options(self.texts),
             "calibration_tokens": self.tokens,
             "calibration_context": self.context,
             **({"max_context": self.max_context} if self.max_context != self.context else {}),
@@ -109,9 +133,8 @@ class Calibration:
         }
 
     def as_recipe(self) -> dict[str, Any]:
-        """The options with an absolute path, for a recipe that is read from another directory."""
-        text = {"text": str(Path(self.given["text"]).resolve())} if "text" in self.given else {}
-        return self.as_options() | text
+        """The options with absolute paths, for a recipe that is read from another directory."""
+        return self.as_options() | as_options(self.texts, absolute=True)
 
     def steps(self) -> list[str]:
         """The steps beyond the method, as on the command line."""
@@ -123,34 +146,116 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class CalibrationText:
-    """A calibration whose text has been read.
+class GivenTexts:
+    """A calibration whose texts have been read, but for what the model writes itself.
 
     Attributes:
-        plan: How the text is used.
-        tokens: The text's tokens: whole blocks, spread evenly over it.
+        plan: How they are used.
+        parts: Of each text whole blocks, spread evenly over it; None for the model's own.
+        others: Of each text but the model's own some other blocks, where it has more; otherwise some of the same.
     """
 
     plan: Calibration
-    tokens: Tokens
+    parts: tuple[Tokens | None, ...]
+    others: tuple[Tokens, ...]
 
     @classmethod
-    def of(cls, source: Source, plan: Calibration, text: Text) -> CalibrationText:
-        """Encode the text with the source's tokenizer.
+    def read(cls, source: Source, plan: Calibration) -> GivenTexts:
+        """Read the texts, and encode them with the source's tokenizer.
 
         Raises:
-            Failure: The text is shorter than one block.
+            Failure: A text cannot be read, or is shorter than one block.
         """
-        from eval.evaluation import tokens_of
-        from eval.text import reach
+        parts: list[Tokens | None] = []
+        others: list[Tokens] = []
+        for text, count in zip(plan.texts, plan.blocks, strict=True):
+            if text.own:
+                parts.append(_own(_written(source, text.written, count, plan.context)) if text.written else None)
+                continue
+            tokens = _encoded(source, plan, text.read(), count)
+            parts.append(tokens.spread(count * plan.context, plan.context))
+            others.append(tokens.beside(count * plan.context, plan.context, _OTHERS))
+        return cls(plan, tuple(parts), tuple(others))
 
-        tokens = tokens_of(source, text, reach(plan.tokens))
-        if len(tokens.ids) < plan.context:
-            raise Failure(
-                f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {plan.context}",
-                hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
-            )
-        return cls(plan, tokens.spread(plan.tokens, plan.context))
+    @property
+    def hashes(self) -> list[str | None]:
+        """Of each text's blocks; None for the model's own."""
+        return [part.hash if part else None for part in self.parts]
+
+    @property
+    def count(self) -> int:
+        """Tokens in all, with those that the model will write."""
+        return self.plan.rows_to_write * self.plan.context + sum(len(part.ids) for part in self.parts if part)
+
+    def with_own(self, written: torch.Tensor | None) -> CalibrationText:
+        """The whole text; `written [n, context]` is the model's own."""
+        return CalibrationText(self.plan, tuple(part or _own(written) for part in self.parts))
+
+
+def _written(source: Source, file: Path, rows: int, context: int) -> torch.Tensor:
+    """What a model wrote for an earlier conversion, `[rows, context]`."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as opened:
+            ids: torch.Tensor = opened.get_tensor("ids")
+    except (OSError, SafetensorError) as error:
+        raise Failure(f"cannot read {file}: {error}", hint="give --text self, and the model writes again") from None
+    fits = ids.dtype == torch.int32 and ids.ndim == 2 and ids.shape[1] == context and len(ids) >= rows
+    if not fits or not 0 <= int(ids.min()) <= int(ids.max()) < source.vocabulary:
+        raise Failure(
+            f"{file} holds {ids.dtype} of shape {list(ids.shape)}, where {rows} rows of {context} tokens below "
+            f"{source.vocabulary} are needed",
+            hint="give --text self, and the model writes again",
+        )
+    return ids[:rows].long()
+
+
+def _encoded(source: Source, plan: Calibration, text: Text, blocks: int) -> Tokens:
+    from eval.evaluation import tokens_of
+    from eval.text import reach
+
+    tokens = tokens_of(source, text, reach(blocks * plan.context))
+    if len(tokens.ids) < plan.context:
+        raise Failure(
+            f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {plan.context}",
+            hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
+        )
+    return tokens
+
+
+def _own(written: torch.Tensor | None) -> Tokens:
+    from eval.text import Tokens
+
+    assert written is not None, "the model writes where a text is its own"
+    return Tokens(OWN.label, written.flatten(), 0, 0.0, None)
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """The text of a calibration.
+
+    Attributes:
+        plan: How it is used.
+        parts: Of each text whole blocks.
+    """
+
+    plan: Calibration
+    parts: tuple[Tokens, ...]
+
+    @property
+    def own(self) -> torch.Tensor | None:
+        """What the model wrote, `[rows, context]`; None without."""
+        parts = zip(self.plan.texts, self.parts, strict=True)
+        return next((part.blocks(self.plan.context) for text, part in parts if text.own), None)
+
+    @functools.cached_property
+    def tokens(self) -> Tokens:
+        """All of them, one text after the other."""
+        from eval.text import joined
+
+        return joined(self.parts)
 
     @property
     def blocks(self) -> Blocks:
@@ -159,10 +264,13 @@ class CalibrationText:
 
         return Blocks.mixed(self.tokens.blocks(self.plan.context))
 
-    def surveyed(self, parts: int = 1) -> CalibrationText:
-        """What a survey of the source reads, which `parts` processes share: see `surveyed_tokens`."""
-        count = max(surveyed_tokens(self.plan, len(self.tokens.ids)), parts * self.plan.context)
-        return replace(self, tokens=self.tokens.spread(count, self.plan.context))
+    def surveyed(self, processes: int = 1) -> CalibrationText:
+        """What a survey of the source reads, which so many processes share: the same part of each text (`surveyed_tokens`)."""
+        context, whole = self.plan.context, len(self.tokens.ids)
+        count = max(surveyed_tokens(self.plan, whole), processes * context)
+        return replace(
+            self, parts=tuple(part.spread(_part(count, len(part.ids), whole, context), context) for part in self.parts)
+        )
 
     def remarks(self, width: int) -> list[str]:
         """A remark if the text is short for a model of width `width`."""
@@ -173,6 +281,11 @@ class CalibrationText:
             f"{len(self.tokens.ids)} tokens of calibration text are few for {width} channels, {wanted} or more are advised: "
             "correlations between channels are trusted less"
         ]
+
+
+def _part(count: int, of: int, whole: int, context: int) -> int:
+    """Of `count` tokens out of `whole` those that fall on a text of `of` tokens: at least one block."""
+    return max(1, count * of // whole // context) * context
 
 
 def surveyed_tokens(plan: Calibration, tokens: int) -> int:
@@ -194,13 +307,15 @@ def calibration_for(
     Raises:
         Refusal: The method needs text and has none, or cannot use it.
     """
-    if not wanted.given and method.text is TextUse.NEEDED:
+    if method.text is not TextUse.IGNORED or wanted.refit or wanted.refine:
+        wanted = with_own_text(wanted)
+    if not wanted.texts and method.text is TextUse.NEEDED:
         raise Refusal(
             f"method {method.name} needs text to calibrate on",
             hint=f"give --text FILE or --dataset NAME; {' or '.join(without)} needs none",
         )
     require_consistent(source, wanted)
-    if not wanted.given:
+    if not wanted.texts:
         return None
     if method.text is TextUse.IGNORED and (wanted.propagate or not (wanted.refit or wanted.refine)):
         idle = "--propagate" if wanted.refit or wanted.refine else wanted.flags
@@ -209,7 +324,12 @@ def calibration_for(
         raise Refusal(f"method {method.name} has no use for --max-context", hint="leave it out")
     tokens, context, longest = _numbers(source, wanted)
     refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
-    return Calibration(wanted.given, tokens, context, wanted.propagate, refit, wanted.refine, longest)
+    return Calibration(wanted.texts, tokens, context, wanted.propagate, refit, wanted.refine, longest)
+
+
+def with_own_text(wanted: CalibrationOptions) -> CalibrationOptions:
+    """The options, with what the model writes itself where no text is given."""
+    return wanted if wanted.texts or wanted.no_text else replace(wanted, texts=DEFAULT)
 
 
 def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
@@ -218,7 +338,9 @@ def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
     Raises:
         Refusal: Its options contradict each other or the source.
     """
-    if wanted.given:
+    if wanted.texts and wanted.no_text:
+        raise Refusal("give either a text to calibrate on or --no-text")
+    if wanted.texts:
         _numbers(source, wanted)
     elif flags := wanted.flags:
         raise Refusal(
@@ -242,6 +364,7 @@ def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int, int]
             f"{tokens} calibration tokens are less than one block of {context}",
             hint="raise --calibration-tokens, or lower --calibration-context",
         )
+    shared_out(tokens // context, wanted.texts)
     longest = context if wanted.max_context is None else wanted.max_context
     if limit and longest > limit:
         raise Refusal(

@@ -281,7 +281,7 @@ def expected_lines(seconds: float | None) -> list[str]:
 
 def conversion_text(plan: Plan, record: Mapping[str, Any]) -> str:
     """A finished conversion, for a terminal: what changed, and the loss of quality if it was measured."""
-    return "\n".join([*_plan_lines(plan), *_quality_lines(record), f"written to {_where(plan)}"])
+    return "\n".join([*_plan_lines(plan), *_check_lines(record), *_quality_lines(record), f"written to {_where(plan)}"])
 
 
 def _where(plan: Plan) -> str:
@@ -304,6 +304,13 @@ def _plan_lines(plan: Plan) -> list[str]:
         f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {kept})",
         *plan.notes,
     ]
+
+
+def _check_lines(record: Mapping[str, Any]) -> list[str]:
+    if not (check := record.get("check")):
+        return []
+    found = [f"{one['loss_nats']:+.3f} nats on {one['tokens']} tokens of {one['text']}" for one in check["texts"]]
+    return [f"checked on text that was not fitted: {', '.join(found)}"]
 
 
 def _quality_lines(record: Mapping[str, Any]) -> list[str]:

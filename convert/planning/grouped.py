@@ -14,7 +14,8 @@ from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
 from convert.planning.targets import GroupedTarget
-from eval.device import require_device
+from convert.planning.writing import require_room_to_write
+from eval.device import compute_device, require_device
 
 if TYPE_CHECKING:
     from convert.families import Family
@@ -79,6 +80,7 @@ def plan_grouped(
         notes,
     )
     text = None if target.copies else text  # a copy needs no calibration
+    require_room_to_write(source, text, compute_device(device))
     return Plan(source, family, target, text, output, device, seed, remarks)
 
 

@@ -17,7 +17,8 @@ from convert.planning.budget import check_fold, default_fold, layer_ranks, serve
 from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.portable import portable_calibration, portable_hint
 from convert.planning.room import full_rank, latent_for_budget, most_rotary_dims, rotary_dim, smallest_latent, with_reserved
-from eval.device import require_device
+from convert.planning.writing import require_room_to_write
+from eval.device import compute_device, require_device
 
 if TYPE_CHECKING:
     from convert.engines import Engine
@@ -114,9 +115,7 @@ def plan_latent(
     without = [name for name in methods.LATENT if methods.load_latent(name).text is not TextUse.NEEDED]
     text = calibration_for(source, method, calibration, without)
     if size.per_layer_ranks and text is None:
-        raise Refusal(
-            "--per-layer-ranks needs calibration text, by which it chooses", hint="give --text FILE or --dataset NAME"
-        )
+        raise Refusal("--per-layer-ranks needs calibration text, by which it chooses", hint="leave out --no-text")
     traits = family.traits(source.config).behind_projections
     remarks = list(text_notes(method, text, traits))
     if target.copies:
@@ -127,6 +126,7 @@ def plan_latent(
         splits = tuple(_target(source, family, method, host, before, split, dtype) for split in sizes)
         note = "the search starts from this split of the cache; the text decides the split, one for all layers"
         target = replace(target, splits=splits, notes=(*target.notes, note))
+    require_room_to_write(source, text, compute_device(device))
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
 
 

@@ -9,6 +9,7 @@ from attention.errors import Refusal
 from convert import methods
 from convert.hosts import PORTABLE
 from convert.methods.text import TextUse
+from convert.planning.calibration import with_own_text
 
 if TYPE_CHECKING:
     from attention.spec import AttentionSpec
@@ -30,10 +31,10 @@ def portable_calibration(method: LatentMethod, options: CalibrationOptions) -> C
             f"--portable needs calibration text, and method {method.name} has no use for it",
             hint=f"use --method {methods.LATENT[0]} or another that takes text",
         )
-    if not options.given:
+    if not with_own_text(options).texts:
         raise Refusal(
             "--portable needs calibration text: the norm of its latent is fitted to it",
-            hint="give --text FILE or --dataset NAME",
+            hint="leave out --no-text",
         )
     if options.refit is False:
         raise Refusal("--portable needs the refit: it fits weights to what the norm leaves", hint="leave out --no-refit")

@@ -133,6 +133,7 @@ def test_text_is_a_path_or_strings(checkpoint: Make, text: Path, tmp_path: Path)
     assert path["calibration_hash"] == strings["calibration_hash"]
     assert strings["calibration"] == {
         "text": "1 strings",
+        "texts": [{"text": "1 strings", "tokens": 256, "hash": strings["calibration_hash"]}],
         "tokens": 256,
         "context": 32,
         "block_lengths": [32],
@@ -193,10 +194,10 @@ def test_mistakes_are_refusals_and_bad_data_is_a_failure(checkpoint: Make, tmp_p
         mla(source, out, kv_budget="50%", method="mean")
     with pytest.raises(Refusal, match="no grouping 'alike'"):
         gqa(source, out, groups=2, grouping="alike")
-    with pytest.raises(Refusal, match="give either a text or a dataset to calibrate on"):
-        mqa(source, out, text=["a"], dataset="wikitext")
+    with pytest.raises(Refusal, match="give either a text to calibrate on or --no-text"):
+        mqa(source, out, text=["a"], no_text=True)
     with pytest.raises(Refusal, match="--refine is about calibration text, and there is none"):
-        mqa(source, out, refine=3)
+        mqa(source, out, refine=3, no_text=True)
     with pytest.raises(Refusal, match="no model directory"):
         mqa(tmp_path / "nowhere", out)
     with pytest.raises(Refusal, match="lie inside each other"):
@@ -312,11 +313,9 @@ class Called(Exception):
 def test_a_function_has_the_words_and_defaults_of_its_command(name: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, function, arguments = COMMANDS[name]
     signature = python.signature(getattr(module, function)).parameters
-    options = {p.name for p in main.commands[name].params if isinstance(p, click.Option)}
-    assert options - {"as_json", "verbose", "quiet"} == {p.name for p in signature.values() if p.kind is p.KEYWORD_ONLY} - {
-        "progress",
-        "made",
-    }
+    options = {p.name for p in main.commands[name].params if isinstance(p, click.Option)} - {"as_json", "verbose", "quiet"}
+    keywords = {p.name for p in signature.values() if p.kind is p.KEYWORD_ONLY} - {"progress", "made"}
+    assert options - {"text_shares"} == keywords, "a function takes shares in a mapping of texts"
 
     def called(*given: Any, **named: Any) -> None:
         raise Called(given, named)

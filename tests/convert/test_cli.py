@@ -39,7 +39,7 @@ def test_gqa_prints_what_it_did_on_stdout_alone(checkpoint: Make, convert: Conve
     assert result.stdout.splitlines() == [
         "GQA-4 → GQA-2, method aligned (heads aligned with each other)",
         "KV cache: 768 → 384 bytes per token (50.0%, kept in float32)",
-        "no calibration text: aligned uses weights and norm gains alone, and loses more than with --text",
+        "no calibration text: aligned uses weights and norm gains alone, which ruins most models",
         f"written to {tmp_path / 'out'}, loads in transformers as llama",
     ]
     assert result.stderr == "convert: 367,872 bytes\n"
@@ -270,10 +270,10 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
         ["--kv-lora-rank", 16, "--qk-rope-head-dim", 2, "--method", "pca", "--text", "TEXT", "--freqfold", 2],
         "(choose 4)",
     ),
-    "text and dataset": (
-        [*SMALL, "--method", "pca", "--text", "TEXT", "--dataset", "wikitext"],
-        "give either a text or a dataset to calibrate on\nhint: --text",
-    ),
+    "text and none": ([*SMALL, "--text", "TEXT", "--no-text"], "give either a text to calibrate on or --no-text"),
+    "too many shares": ([*SMALL, "--text", "TEXT", "--text-shares", "1,2"], "2 --text-shares for 1 --text"),
+    "shares that are none": ([*SMALL, "--text", "TEXT", "--text-shares", "0"], "'0' is not a list of shares"),
+    "a text twice": ([*SMALL, "--text", "TEXT", "--text", "TEXT"], "the same --text is given twice"),
     "context too long": (
         [*SMALL, "--method", "pca", "--text", "TEXT", "--calibration-context", 129],
         "a calibration context of 129 tokens exceeds the 128 positions of the model",

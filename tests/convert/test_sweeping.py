@@ -362,9 +362,7 @@ MISTAKES: dict[str, tuple[list[Any], str]] = {
         ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--propagate"],
         "no method of this sweep has any use for --propagate and --refine",
     ),
-    "text and dataset": (
-        ["--text", "TEXT", "--dataset", "wikitext"], "give either a text or a dataset to calibrate on\nhint: --text",
-    ),
+    "text and none": (["--text", "TEXT", "--no-text"], "give either a text to calibrate on or --no-text"),
 }  # fmt: skip
 
 

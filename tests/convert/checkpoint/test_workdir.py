@@ -448,15 +448,15 @@ def test_other_recipes_are_not_the_same(recipe: Any, tmp_path: Path) -> None:
     ours = {"gqa": {"groups": 2}}
     if isinstance(recipe, dict):
         with pytest.raises(Refusal, match="made by another recipe"):
-            finished(tmp_path, [ours], None, {})
+            finished(tmp_path, [ours], [], {})
     else:
         assert not isinstance(recorded(tmp_path).get("recipe"), dict)
-        assert finished(tmp_path, [ours], None, {}) is None
+        assert finished(tmp_path, [ours], [], {}) is None
         with pytest.raises(Refusal, match="exists already"):
             check_output(tmp_path, None, False, True)
     (tmp_path / "conversion.json").write_text(json.dumps({"recipe": ours, "calibration_hash": None}))
     check_output(tmp_path, None, False, True)
-    assert finished(tmp_path, [{"gqa": {"groups": 1}}, ours], None, {}) == ours
+    assert finished(tmp_path, [{"gqa": {"groups": 1}}, ours], [], {}) == ours
     with pytest.raises(Refusal, match="exists already"):
         check_output(tmp_path, None, False, False)
 

@@ -84,6 +84,7 @@ def test_a_conversion_is_repeated_from_its_record(
     if method == "pca":
         assert record["calibration"] == {
             "text": "text.txt",
+            "texts": [{"text": "text.txt", "tokens": 1000, "hash": record["calibration_hash"]}],
             "tokens": 1000,
             "context": 50,
             "block_lengths": [50],
@@ -104,7 +105,9 @@ def test_a_text_in_shorter_blocks_is_another_calibration(
     ok(convert("gqa", source, tmp_path / "a", "--groups", 2, "--text", letters, "--calibration-tokens", 256,
                "--calibration-context", 32))  # fmt: skip
     record = json.loads((tmp_path / "a" / "conversion.json").read_text())
-    assert record["calibration"] == {"text": "text.txt", "tokens": 256, "context": 32, "block_lengths": [32], "max_context": 32}
+    texts = [{"text": "text.txt", "tokens": 256, "hash": record["calibration_hash"]}]
+    expected = {"text": "text.txt", "texts": texts, "tokens": 256, "context": 32, "block_lengths": [32], "max_context": 32}
+    assert record["calibration"] == expected
     recipe = record["recipe"]["gqa"]
     assert (recipe["calibration_tokens"], recipe["calibration_context"], recipe["refit"]) == (256, 32, True)
     ok(convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))

@@ -18,10 +18,11 @@ from convert.planning.base import Output, Plan, host_of, readable, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent
+from convert.planning.texts import texts_of
 from eval.source import Source
 
 Sources = Callable[..., Source]
-TEXT = CalibrationOptions({"text": "some.txt"}, 640, 64, refine=3)
+TEXT = CalibrationOptions(texts_of("some.txt", None), 640, 64, refine=3)
 
 
 def mla(source: Source, output: Output, text: CalibrationOptions | None = None) -> Plan:
@@ -130,7 +131,7 @@ def test_what_cannot_be_refitted_is_remarked(
     model_type: str, changes: dict[str, Any], refit: bool, note: str | None, source: Sources
 ) -> None:
     made = source(model_type, **changes)
-    text = Calibration({"text": "some.txt"}, 640, 64, False, refit, 0, 64)
+    text = Calibration(texts_of("some.txt", None), 640, 64, False, refit, 0, 64)
     traits = readable(made).traits(made.config)
     expected = [] if note is None else [note]
     assert text_notes(load_grouped("aligned"), text, traits) == expected

@@ -15,14 +15,15 @@ from convert.planning.calibration import (
     Calibration,
     CalibrationOptions,
     CalibrationText,
+    GivenTexts,
     calibration_for,
     require_consistent,
 )
+from convert.planning.texts import texts_of
 from eval.source import Source
-from eval.text import Text
 
 Sources = Callable[..., Source]
-TEXT = {"text": "some.txt"}
+TEXT = texts_of("some.txt", None)
 # Whether they need text: weighted and aligned use it, pca needs it, svd and mean do without.
 METHODS = {name: load_latent(name) for name in ("weighted", "svd", "pca")} | {
     name: load_grouped(name) for name in ("aligned", "mean")
@@ -40,8 +41,8 @@ def decided(source: Source, method: str = "weighted", **options: Any) -> Calibra
     ("options", "flags"),
     [
         ({}, ""),
-        ({"given": TEXT}, "--text"),
-        ({"given": {"dataset": "wikitext"}, "refine": 5, "tokens": 10}, "--calibration-tokens and --dataset and --refine"),
+        ({"texts": TEXT}, "--text"),
+        ({"texts": texts_of(None, "wikitext"), "refine": 5, "tokens": 10}, "--calibration-tokens and --dataset and --refine"),
         ({"propagate": True, "refit": False, "context": 7}, "--calibration-context and --propagate"),
         ({"refit": True}, "--refit"),
     ],
@@ -61,16 +62,16 @@ def test_options_come_apart_into_text_and_steps() -> None:
 
 @pytest.mark.parametrize(("method", "refit"), [("weighted", True), ("aligned", True), ("pca", False)])
 def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refit: bool, source: Sources) -> None:
-    found = decided(source(), method, given=TEXT)
+    found = decided(source(), method, texts=TEXT)
     assert found == Calibration(TEXT, 32768, 128, False, refit, 0, 128), "blocks are no longer than the model's positions"
-    assert decided(source(max_position_embeddings=8192), method, given=TEXT).context == 2048
+    assert decided(source(max_position_embeddings=8192), method, texts=TEXT).context == 2048
 
 
 def test_what_is_said_is_what_is_done(source: Sources) -> None:
-    found = decided(source(), given=TEXT, tokens=500, context=50, propagate=True, refit=False, refine=3)
+    found = decided(source(), texts=TEXT, tokens=500, context=50, propagate=True, refit=False, refine=3)
     assert found == Calibration(TEXT, 500, 50, True, False, 3, 50)
-    assert decided(source(), "pca", given=TEXT, refit=True).refit
-    longer = decided(source(), given=TEXT, context=50, max_context=128)
+    assert decided(source(), "pca", texts=TEXT, refit=True).refit
+    longer = decided(source(), texts=TEXT, context=50, max_context=128)
     assert (longer.context, longer.max_context) == (50, 128)
     assert longer.as_options()["max_context"] == 128
     assert "max_context" not in found.as_options(), "a context of one block goes without saying"
@@ -78,9 +79,9 @@ def test_what_is_said_is_what_is_done(source: Sources) -> None:
 
 def test_a_context_that_the_model_lacks_or_the_method_ignores_is_refused(source: Sources) -> None:
     with pytest.raises(Refusal, match="a --max-context of 129 tokens exceeds the 128 positions of the model"):
-        decided(source(), given=TEXT, max_context=129)
+        decided(source(), texts=TEXT, max_context=129)
     with pytest.raises(Refusal, match="method pca has no use for --max-context"):
-        decided(source(), "pca", given=TEXT, max_context=100)
+        decided(source(), "pca", texts=TEXT, max_context=100)
     with pytest.raises(Refusal, match="--max-context is about calibration text, and there is none"):
         decided(source(), max_context=100)
 
@@ -92,7 +93,7 @@ def test_a_context_that_the_model_lacks_or_the_method_ignores_is_refused(source:
 def test_layers_are_converted_in_order_where_they_have_to_be(
     changes: dict[str, Any], in_sequence: bool, fitted: bool, source: Sources
 ) -> None:
-    found = decided(source(), **({"given": TEXT, "refit": False} | changes))
+    found = decided(source(), **({"texts": TEXT, "refit": False} | changes))
     assert found is not None
     assert (found.in_sequence, found.fitted) == (in_sequence, fitted)
 
@@ -105,8 +106,9 @@ def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatc
     assert found.as_options() == {"text": "some.txt"} | options
     assert found.as_recipe() == {"text": str(tmp_path / "some.txt")} | options
     assert found.steps() == ["--propagate", "--refine 3"]
-    assert Calibration({"strings": "3"}, 500, 50, False, True, 0, 50).as_recipe()["strings"] == "3", "of a program"
-    named = Calibration({"dataset": "wikitext"}, 500, 50, False, True, 0, 50)
+    of_a_program = Calibration(texts_of(["a", "b", "c"], None), 500, 50, False, True, 0, 50)
+    assert of_a_program.as_recipe()["strings"] == "3"
+    named = Calibration(texts_of(None, "wikitext"), 500, 50, False, True, 0, 50)
     expected = {"dataset": "wikitext", "calibration_tokens": 500, "calibration_context": 50, "refit": True}
     assert named.as_options() == named.as_recipe() == expected
     assert named.steps() == ["--refit"]
@@ -123,20 +125,20 @@ def test_without_text_there_is_nothing_to_calibrate(method: str, source: Sources
         ("pca", {}, "method pca needs text to calibrate on", "svd or mean needs none"),
         ("weighted", {"refine": 3}, "--refine is about calibration text, and there is none", "give --text FILE"),
         ("mean", {"tokens": 9, "propagate": True}, "--calibration-tokens and --propagate are about", "--dataset"),
-        ("svd", {"given": TEXT}, "method svd looks at weights only and has no use for --text", "leave it out"),
+        ("svd", {"texts": TEXT}, "method svd looks at weights only and has no use for --text", "leave it out"),
         (
-            "mean", {"given": TEXT, "refit": True, "propagate": True},
+            "mean", {"texts": TEXT, "refit": True, "propagate": True},
             "method mean looks at weights only and has no use for --propagate", "leave it out",
         ),
         (
-            "weighted", {"given": TEXT, "context": 129}, "context of 129 tokens exceeds the 128 positions of the model",
+            "weighted", {"texts": TEXT, "context": 129}, "context of 129 tokens exceeds the 128 positions of the model",
             "use --calibration-context 128 or less",
         ),
         (
-            "weighted", {"given": TEXT, "context": 64, "tokens": 63}, "63 calibration tokens are less than one block of 64",
+            "weighted", {"texts": TEXT, "context": 64, "tokens": 63}, "63 calibration tokens are less than one block of 64",
             "raise --calibration-tokens",
         ),
-        ("weighted", {"given": TEXT, "tokens": 127}, "127 calibration tokens are less than one block of 128", "raise"),
+        ("weighted", {"texts": TEXT, "tokens": 127}, "127 calibration tokens are less than one block of 128", "raise"),
     ],
 )  # fmt: skip
 def test_options_that_contradict_the_method_or_the_source_are_refused(
@@ -150,8 +152,8 @@ def test_options_that_contradict_the_method_or_the_source_are_refused(
 
 def test_weights_alone_are_enough_for_methods_that_are_fitted_afterwards(source: Sources) -> None:
     for method in ("svd", "mean"):
-        assert decided(source(), method, given=TEXT, refit=True).refit
-        assert decided(source(), method, given=TEXT, refine=4).refine == 4
+        assert decided(source(), method, texts=TEXT, refit=True).refit
+        assert decided(source(), method, texts=TEXT, refine=4).refine == 4
 
 
 def test_options_are_checked_before_there_is_a_method(source: Sources) -> None:
@@ -168,9 +170,8 @@ def test_options_are_checked_before_there_is_a_method(source: Sources) -> None:
 
 def read(source: Source, characters: int, tokens: int, context: int) -> CalibrationText:
     """Of a text with a token for each character."""
-    return CalibrationText.of(
-        source, Calibration(TEXT, tokens, context, False, False, 0, context), Text("some.txt", "ab c" * (characters // 4))
-    )
+    plan = Calibration(texts_of(["ab c" * (characters // 4)], None), tokens, context, False, False, 0, context)
+    return GivenTexts.read(source, plan).with_own(None)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_every_other_long_row_is_cut(source: Sources) -> None:
 
 
 def test_a_text_shorter_than_a_block_fails_with_what_fits(source: Sources) -> None:
-    with pytest.raises(Failure, match=r"calibration text some\.txt has 8 tokens, fewer than one block of 10") as caught:
+    with pytest.raises(Failure, match=r"calibration text 1 strings has 8 tokens, fewer than one block of 10") as caught:
         read(source(), 8, 100, 10)
     assert caught.value.hint == "give a longer text, or --calibration-context 8 or less"
 

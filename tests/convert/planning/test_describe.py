@@ -263,7 +263,7 @@ def test_a_fold_is_called_inexact_and_a_large_result_large(
     ]
     assert "latent channels carry keys and values" in note
     _, note = json.loads(ok(convert("mla", source, tmp_path / "out", *SMALL, "--dry-run", "--json")).stdout)["notes"]
-    assert note == "no calibration text: weighted uses weights and norm gains alone, and loses more than with --text"
+    assert note == "no calibration text: weighted uses weights and norm gains alone, which ruins most models"
 
 
 def test_a_rank_that_the_kernel_does_not_serve_is_remarked(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

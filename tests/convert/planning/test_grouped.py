@@ -17,10 +17,11 @@ from convert.planning.base import Output, Plan
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.targets import GroupedTarget
+from convert.planning.texts import texts_of
 from eval.source import Source
 
 Sources = Callable[..., Source]
-TEXT = CalibrationOptions({"text": "some.txt"})
+TEXT = CalibrationOptions(texts_of("some.txt", None))
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
 Logits = Callable[..., torch.Tensor]
@@ -77,7 +78,7 @@ def test_text_is_for_methods_that_use_it(source: Sources, output: Output) -> Non
     assert calibrated.calibration.refit
     assert calibrated.notes == ()
     (note,) = planned(source(), output, method="aligned").notes
-    assert note == "no calibration text: aligned uses weights and norm gains alone, and loses more than with --text"
+    assert note == "no calibration text: aligned uses weights and norm gains alone, which ruins most models"
     with pytest.raises(Refusal, match="method mean looks at weights only"):
         planned(source(), output, calibration=TEXT)
 

@@ -19,10 +19,11 @@ from convert.planning.calibration import CalibrationOptions
 from convert.planning.latent import LatentRequest, plan_latent
 from convert.planning.room import full_rank, latent_for_budget, with_reserved
 from convert.planning.targets import LatentTarget
+from convert.planning.texts import texts_of
 from eval.source import Source
 
 Sources = Callable[..., Source]
-TEXT = CalibrationOptions({"text": "some.txt"})
+TEXT = CalibrationOptions(texts_of("some.txt", None))
 
 
 def planned(source: Source, output: Output, method: str = "svd", text: CalibrationOptions | None = None, **size: Any) -> Plan:
@@ -167,7 +168,7 @@ def test_a_method_that_folds_does_so_as_little_as_it_can(rope: int, fold: int, s
 def test_a_method_that_could_use_text_and_has_none_says_so(source: Sources, output: Output) -> None:
     size = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}
     assert planned(source(), output, "weighted", **size).remarks == (
-        "no calibration text: weighted uses weights and norm gains alone, and loses more than with --text",
+        "no calibration text: weighted uses weights and norm gains alone, which ruins most models",
     )
     assert planned(source(), output, "weighted", TEXT, **size).remarks == ()
 

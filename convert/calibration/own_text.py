@@ -1,0 +1,247 @@
+"""Text that a model writes itself, to calibrate on: rows of tokens that are drawn from it, each as long as a block.
+
+It needs no data set, and it is of every kind that the model knows. In post-training quantisation it closes most of the gap
+between random tokens and real text (Williams et al., "Self-calibration for Language Model Quantization and Pruning", 2024).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attention.errors import Failure
+from attention.patch import prepared
+from attention.spec import AttentionSpec
+from convert.calibration.least_squares import rough
+from convert.checkpoint.shelf import Shelf
+from convert.checkpoint.workdir import read_object
+from eval.device import input_device, memory_for, whole_memory
+from eval.evaluation import EvaluationSettings, load
+from eval.perplexity import finite
+from eval.progress import Progress, stage
+
+if TYPE_CHECKING:
+    from eval.source import Source
+
+_log = logging.getLogger("kvfold")
+ROWS = 64  # at once
+_CACHES = 0.25  # share of a device's memory that the cache of such rows may take
+_PILOT = 64  # tokens of a row from which first tokens are drawn, where the model has none
+_LEAST_WORDS = 4.0  # different tokens, as the exponential of their entropy; fewer say nothing
+_MARKS = "⟦1⟧", "⟦2⟧", "⟦3⟧"  # of turns, which no template holds
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a chat template puts around turns, as token ids.
+
+    Attributes:
+        opening: Before the first turn of the user.
+        answer: Between a turn of the user and one of the assistant.
+        reply: Between a turn of the assistant and one of the user.
+    """
+
+    opening: tuple[int, ...]
+    answer: tuple[int, ...]
+    reply: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Turns | None:
+        """Those of the tokenizer's template; None where it has none, or where it fails or changes what turns say."""
+        if not getattr(tokenizer, "chat_template", None):
+            return None
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            parts = []
+            for mark in _MARKS:
+                part, text = text.split(mark)
+                parts.append(tuple(tokenizer(part, add_special_tokens=False)["input_ids"]))
+        except Exception as error:  # a template is a program that anyone may have written
+            reason = " ".join(str(error).split())[:120]
+            _log.warning("the chat template cannot be used, so the model writes no conversations: %s", reason)
+            return None
+        return cls(*parts)
+
+
+@dataclass(frozen=True)
+class Voice:
+    """How the texts of a model begin and end.
+
+    Attributes:
+        start: The token that a text begins with; None if the model has none.
+        ends: Tokens that end a text or a turn.
+        turns: Of conversations; None if the model has no usable chat template.
+        known: Ids below this are those of its tokenizer.
+    """
+
+    start: int | None
+    ends: frozenset[int]
+    turns: Turns | None
+    known: int
+
+    @classmethod
+    def of(cls, source: Source) -> Voice:
+        """That of a checkpoint: from its tokenizer, its config and its generation_config.json.
+
+        Raises:
+            Failure: The tokenizer cannot be loaded.
+        """
+        tokenizer = source.tokenizer() if source.has_tokenizer else None
+        generation = read_object(source.files / "generation_config.json") or {}
+
+        def said(name: str) -> list[int]:
+            found = [getattr(tokenizer, name, None), getattr(source.decoder, name, None), generation.get(name)]
+            flat = [token for given in found for token in (given if isinstance(given, list | tuple) else [given])]
+            return [token for token in flat if isinstance(token, int) and 0 <= token < source.vocabulary]
+
+        known = source.vocabulary if tokenizer is None else min(len(tokenizer), source.vocabulary)
+        start = next(iter(said("bos_token_id")), None)
+        return cls(start, frozenset(said("eos_token_id")), Turns.of(tokenizer), known)
+
+
+class _Row:
+    """One row while it grows.
+
+    Args:
+        begins: Its first tokens.
+        then: What follows each end of a text or a turn, in turns.
+        ends: Tokens that end a text or a turn.
+    """
+
+    def __init__(self, begins: Sequence[int], then: Sequence[Sequence[int]], ends: frozenset[int]) -> None:
+        self._forced, self._then, self._ends = deque(begins), deque(then), ends
+
+    def next(self, sampled: int) -> int:
+        """The next token, where the model would say `sampled`."""
+        if self._forced:
+            return self._forced.popleft()
+        if sampled in self._ends:
+            self._forced.extend(self._then[0])
+            self._then.rotate(-1)
+            if self._forced and self._forced[0] == sampled:  # a template writes the end of a turn, too
+                self._forced.popleft()
+        return sampled
+
+
+def own_text(
+    source: Source, rows: int, length: int, seed: int, device: torch.device, kept: Shelf, progress: Progress
+) -> torch.Tensor:
+    """What a model writes: `[rows, length]`, int64.
+
+    Every token is drawn by the probability that the model gives it: colder samples are less like other texts, and hotter ones
+    are no texts. Every other row is a conversation, where the model has a chat template. A text that ends is followed by
+    another one.
+
+    Args:
+        source: The model.
+        rows: How many.
+        length: Tokens of each.
+        seed: The same seed gives the same tokens on one machine.
+        device: Where it is written.
+        kept: Keeps finished batches for a run that resumes.
+        progress: Called with the rows written.
+
+    Raises:
+        Failure: The model cannot be loaded, its logits are not finite, memory does not suffice, or it keeps writing the same
+            few tokens.
+    """
+    size = _at_once(source, length, device)
+    chances = torch.rand(rows, length, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    parts = []
+    with contextlib.ExitStack() as stack:
+        done = stack.enter_context(stage(progress, "write text", rows, "row"))
+        stack.enter_context(memory_for("the text that the model writes", "give --text FILE, or --device cpu"))
+        writer: _Writer | None = None
+        for start in range(0, rows, size):
+            part = chances[start : start + size]
+            if not kept.has(start) or len(kept.get(start)[0]["ids"]) != len(part):  # of a machine with another memory
+                writer = writer or stack.enter_context(_opened(source, device))
+                kept.put(start, {"ids": writer.written(start, part)}, {})
+            parts.append(kept.get(start)[0]["ids"])
+            done(len(part))
+    ids = torch.cat(parts)
+    _require_words(source, ids)
+    return ids
+
+
+@contextlib.contextmanager
+def _opened(source: Source, device: torch.device) -> Iterator[_Writer]:
+    """The model, loaded to write."""
+    settings = EvaluationSettings(dtype=str(rough(device)).removeprefix("torch."), device=str(device))
+    with load(source, settings) as model, torch.inference_mode():
+        yield _Writer(prepared(model), Voice.of(source))
+
+
+class _Writer:
+    """Writes batches of rows.
+
+    Args:
+        model: A causal LM of transformers.
+        voice: How its texts begin and end.
+    """
+
+    def __init__(self, model: Any, voice: Voice) -> None:
+        self._model, self._voice = model, voice
+        self._starts = None if voice.start is not None else self._pilot()
+
+    def written(self, first: int, chances: torch.Tensor) -> torch.Tensor:
+        """Rows of tokens, `[n, length]`.
+
+        Args:
+            first: The number of the first row.
+            chances: `[n, length]`, fp64, even between 0 and 1: a row's own decide its tokens.
+        """
+        rows = [self._row(first + i, float(chance)) for i, chance in enumerate(chances[:, 0])]
+        return self._sampled(rows, chances)
+
+    def _row(self, number: int, chance: float) -> _Row:
+        voice = self._voice
+        if voice.turns is not None and number % 2:
+            return _Row(voice.turns.opening, (voice.turns.answer, voice.turns.reply), voice.ends)
+        if voice.start is not None:
+            return _Row([voice.start], [(voice.start,)], voice.ends)
+        assert self._starts is not None
+        return _Row([int(self._starts[int(chance * len(self._starts))])], [()], voice.ends)
+
+    def _pilot(self) -> torch.Tensor:
+        """Tokens by their frequency in what the model writes after tokens that are all as likely, `[n]`."""
+        chances = torch.rand(ROWS, _PILOT, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        begins = (chances[:, 0] * self._voice.known).long().tolist()
+        rows = [_Row([begin], [()], frozenset()) for begin in begins]
+        return self._sampled(rows, chances)[:, _PILOT // 2 :].flatten()
+
+    def _sampled(self, rows: list[_Row], chances: torch.Tensor) -> torch.Tensor:
+        device, cache, ids = input_device(self._model), None, torch.empty(chances.shape, dtype=torch.int64)
+        ids[:, 0] = torch.tensor([row.next(-1) for row in rows])
+        for place in range(1, chances.shape[1]):
+            found = self._model(input_ids=ids[:, place - 1 : place].to(device), past_key_values=cache, use_cache=True)
+            cache, logits = found.past_key_values, finite(found.logits[:, -1, : self._voice.known], self._model)
+            reached = logits.float().cpu().softmax(-1).double().cumsum(-1)
+            drawn = torch.searchsorted(reached, chances[:, place, None] * reached[:, -1:]).flatten()
+            ids[:, place] = torch.tensor([row.next(token) for row, token in zip(rows, drawn.tolist(), strict=True)])
+        return ids
+
+
+def _at_once(source: Source, length: int, device: torch.device) -> int:
+    """Rows of a batch: as many as a part of the device's memory holds the cache of, but at least one."""
+    row = length * AttentionSpec.from_config(source.config).bytes_per_token("float32")
+    return max(1, min(ROWS, int(_CACHES * whole_memory(device)) // row))
+
+
+def _require_words(source: Source, ids: torch.Tensor) -> None:
+    """Refuse a text of a few tokens again and again: nothing can be calibrated on it."""
+    shares = torch.bincount(ids.flatten()).double() / ids.numel()
+    words = float(torch.special.entr(shares).sum().exp())
+    if words < _LEAST_WORDS:
+        raise Failure(
+            f"{source.reference} writes the same few tokens again and again: {words:.1f} different ones, by their entropy",
+            hint="calibrate on a text: --text FILE; or on none: --no-text",
+        )

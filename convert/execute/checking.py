@@ -1,0 +1,127 @@
+"""The check at the end of a conversion: what its result loses on text that nothing was fitted to, its source's own among it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from attention.errors import NotPublished
+from convert.calibration.own_text import own_text
+from convert.checkpoint.shelf import Shelf
+from convert.methods.text import TextUse
+from convert.planning.base import Plan
+from convert.planning.writing import lacks_room
+from eval.device import input_device, memory_for
+from eval.evaluation import EvaluationSettings, load
+from eval.perplexity import finite
+from eval.progress import Progress, stage
+from eval.source import Source
+from eval.text import Tokens
+
+_log = logging.getLogger("kvfold")
+OWN_ROWS, OWN_LENGTH = 8, 128  # that the source writes for it
+_WARN, _WORST = 1.0, 5.0  # nats: beyond the first a result is hardly of use, beyond the second of none
+_CONTEXT, _AT_ONCE = 512, 1024  # tokens of a row, and of a forward pass
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text to check on.
+
+    Attributes:
+        text: Its name.
+        ids: `[n, T]`.
+    """
+
+    text: str
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, tokens: Tokens) -> Sample:
+        """Blocks of a text, in rows whose logits do not fill a memory."""
+        return cls(tokens.name, tokens.blocks(min(_CONTEXT, len(tokens.ids))))
+
+
+def checked(
+    plan: Plan, result: Path, given: Sequence[Sample], device: torch.device, kept: Path, progress: Progress
+) -> dict[str, Any] | None:
+    """Compare a result with its source.
+
+    Args:
+        plan: Of the conversion.
+        result: The directory of its checkpoint.
+        given: Of the texts that the user gave, blocks that were not fitted.
+        device: Where models run.
+        kept: A directory for what the source writes.
+        progress: Called with the blocks that are done.
+
+    Returns:
+        For the record: `{"texts": [{"text", "tokens", "source_nats", "loss_nats"}]}`; None if the models do not fit in memory.
+
+    Raises:
+        NotPublished: The result is of no use, and the user has not asked for it.
+    """
+    if missing := lacks_room(plan.source, device):
+        _log.warning("the result was not compared with its source: %s", missing)
+        return None
+    length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
+    own = own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, Shelf(kept, "check"), progress)
+    samples = [Sample("the source's own text", own), *given]
+    models = [plan.source, replace(Source.parse(str(result), plan.source.trust_remote_code), label="the result")]
+    total = len(models) * sum(len(sample.ids) for sample in samples)
+    with stage(progress, "check", total, "block") as done, memory_for("the check of the result", "give --device cpu"):
+        source, converted = (_losses(model, samples, device, done) for model in models)
+    found = [
+        {"text": sample.text, "tokens": sample.ids.numel(), "source_nats": before, "loss_nats": after - before}
+        for sample, before, after in zip(samples, source, converted, strict=True)
+    ]
+    _judge(plan, found)
+    return {"texts": found}
+
+
+def _losses(source: Source, samples: Sequence[Sample], device: torch.device, done: Callable[[int], None]) -> list[float]:
+    """Mean nats per token of a model on each text."""
+    with load(source, EvaluationSettings(device=str(device))) as model, torch.inference_mode():
+        return [_nats(model, sample.ids, done) for sample in samples]
+
+
+def _nats(model: Any, ids: torch.Tensor, done: Callable[[int], None]) -> float:
+    total = 0.0
+    for rows in ids.split(max(1, _AT_ONCE // ids.shape[1])):
+        given = rows.to(input_device(model))
+        logits = finite(model(input_ids=given, use_cache=False).logits[:, :-1], model)
+        total += float(cross_entropy(logits.flatten(0, 1).float(), given[:, 1:].flatten().to(logits.device), reduction="sum"))
+        done(len(rows))
+    return total / (len(ids) * (ids.shape[1] - 1))
+
+
+def _judge(plan: Plan, found: Sequence[dict[str, Any]]) -> None:
+    """Warn of a large loss, and keep a ruined model back where nobody has asked for it."""
+    worst = max(found, key=lambda one: float(one["loss_nats"]))
+    loss, nats = worst["loss_nats"], worst["loss_nats"] + worst["source_nats"]
+    said = f"on {worst['tokens']} tokens of {worst['text']}, the result loses {loss:.2f} nats per token over its source"
+    hint = _next_step(plan)
+    if plan.accepts_any_loss or not (loss > _WORST or nats > math.log(plan.source.vocabulary)):
+        if loss > _WARN:
+            _log.warning("%s: %s", said, hint)
+        return
+    raise NotPublished(
+        f"{said}: it is of no use, and was not published", hint=f"{hint}; or publish it all the same with --resume --force"
+    )
+
+
+def _next_step(plan: Plan) -> str:
+    if plan.target.method.text is TextUse.IGNORED:
+        return "leave out --method: the default one loses less"
+    if plan.calibration is None:
+        return "leave out --no-text, or give --text FILE"
+    if not any(text.own for text in plan.calibration.texts):
+        return "add a text of that kind: --text self, or another --text FILE"
+    return "keep more of the cache, or heal the result with `convert heal`"

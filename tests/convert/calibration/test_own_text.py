@@ -1,0 +1,171 @@
+"""What a model writes itself: how its rows begin, end and go on, what makes it the same again, and what cannot be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config, tiny_model
+
+from attention.errors import Failure
+from convert.calibration import own_text as writing
+from convert.calibration.own_text import Turns, Voice, own_text
+from convert.checkpoint.shelf import Shelf
+from eval.progress import silent
+from eval.source import Source
+
+Make = Callable[..., Path]
+CPU = torch.device("cpu")
+TEMPLATE = (
+    "{{ '<s>' }}{% for m in messages %}{{ '[' + m['role'][0] + ']' + m['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+def written(path: Path, kept: Path, rows: int = 6, length: int = 24, seed: int = 0) -> torch.Tensor:
+    kept.mkdir(exist_ok=True)
+    return own_text(Source.parse(str(path)), rows, length, seed, CPU, Shelf(kept, "own"), silent)
+
+
+def with_template(path: Path, template: str) -> Path:
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    return path
+
+
+def always(model: Any, *tokens: int) -> None:
+    """Let a model say these tokens in turn, whatever it reads."""
+    head = model.lm_head
+    head.weight.data.zero_()
+    head.bias = torch.nn.Parameter(torch.full((head.weight.shape[0],), -1e4))
+    head.bias.data[list(tokens)] = 0.0
+
+
+def test_rows_begin_with_bos_and_are_the_same_for_a_seed(checkpoint: Make, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    first = written(source, tmp_path / "a")
+    assert first.shape == (6, 24)
+    assert first.dtype == torch.int64
+    assert set(first[:, 0].tolist()) == {1}
+    assert int(first.max()) < Voice.of(Source.parse(str(source))).known, "ids beyond the tokenizer's have no text"
+    assert torch.equal(first, written(source, tmp_path / "b"))
+    assert not torch.equal(first, written(source, tmp_path / "c", seed=1))
+    assert len({tuple(row) for row in first.tolist()}) == 6
+
+
+def test_a_batch_that_was_kept_is_not_written_again(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = checkpoint("llama")
+    monkeypatch.setattr(writing, "ROWS", 4)
+    whole, write, seen = written(source, tmp_path / "whole"), writing._Writer.written, list[int]()
+
+    def stopped(self: Any, first: int, chances: torch.Tensor) -> torch.Tensor:
+        seen.append(first)
+        if first == 4 and len(seen) == 2:
+            raise KeyboardInterrupt
+        return write(self, first, chances)
+
+    monkeypatch.setattr(writing._Writer, "written", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        written(source, tmp_path / "parts")
+    assert torch.equal(written(source, tmp_path / "parts"), whole)
+    assert seen == [0, 4, 4]
+    for file in (tmp_path / "parts").iterdir():
+        file.write_bytes(file.read_bytes()[:-3])
+    assert torch.equal(written(source, tmp_path / "parts"), whole), "damaged files do not count"
+
+
+def test_how_many_rows_are_written_at_once_changes_nothing(
+    checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint("llama")
+    monkeypatch.setattr(writing, "rough", lambda device: torch.float32)  # in bfloat16 rows of other batches round otherwise
+    whole = written(source, tmp_path / "whole")
+    monkeypatch.setattr(writing, "ROWS", 1)
+    assert torch.equal(written(source, tmp_path / "single"), whole)
+
+
+def test_a_text_that_ends_is_followed_by_another(tmp_path: Path) -> None:
+    model = tiny_model(tiny_config("llama"))
+    always(model, 2, 5, 6, 7, 8)
+    voice = Voice(1, frozenset({2}), None, 96)
+    rows = writing._Writer(model, voice).written(0, torch.rand(4, 40, dtype=torch.float64))
+    ends = (rows[:, :-1] == 2).nonzero().tolist()
+    assert ends
+    assert all(rows[row, place + 1] == 1 for row, place in ends)
+    assert (rows[:, 1:] == 1).sum() == len(ends)
+
+
+def test_turns_follow_the_template(checkpoint: Make) -> None:
+    source = Source.parse(str(with_template(checkpoint("llama"), TEMPLATE)))
+    tokenizer = source.tokenizer()
+    turns = Voice.of(source).turns
+    assert turns is not None
+    assert tokenizer.decode(turns.opening).replace(" ", "") == "<s>[u]"
+    assert tokenizer.decode(turns.answer).replace(" ", "") == "</s>[a]"
+    model = tiny_model(tiny_config("llama"))
+    always(model, 2, 50, 51, 52)
+    rows = writing._Writer(model, Voice.of(source)).written(0, torch.rand(8, 60, dtype=torch.float64))
+    for plain, talk in zip(rows[::2].tolist(), rows[1::2].tolist(), strict=True):
+        assert tuple(talk[: len(turns.opening)]) == turns.opening
+        assert tuple(plain[: len(turns.opening)]) != turns.opening
+        ends = [place for place, token in enumerate(talk[:-8]) if token == 2]
+        for place, wanted in zip(ends, (turns.answer, turns.reply, turns.answer), strict=False):
+            assert tuple(talk[place : place + len(wanted)]) == wanted, "the end of a turn is said once"
+
+
+@pytest.mark.parametrize("template", ["{{ nothing.here() }}", "{{ messages[0]['content'] }}", "{% broken"])
+def test_a_template_that_fails_is_said_and_not_used(
+    template: str, checkpoint: Make, warned: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    source = with_template(checkpoint("llama"), template)
+    assert Turns.of(Source.parse(str(source)).tokenizer()) is None
+    (said,) = warned()
+    assert said.startswith("the chat template cannot be used, so the model writes no conversations: ")
+    assert written(source, tmp_path / "kept").shape == (6, 24)
+
+
+def test_without_bos_rows_begin_with_what_the_model_writes(checkpoint: Make, tmp_path: Path) -> None:
+    source = checkpoint("llama", bos_token_id=None)
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        values = json.loads((source / name).read_text())
+        values.pop("bos_token", None), values.pop("bos_token_id", None)
+        (source / name).write_text(json.dumps(values))
+    assert Voice.of(Source.parse(str(source))).start is None
+    first = written(source, tmp_path / "a")
+    assert len(set(first[:, 0].tolist())) > 1
+    assert torch.equal(first, written(source, tmp_path / "b"))
+
+
+def test_a_model_without_a_tokenizer_writes_too(checkpoint: Make, tmp_path: Path) -> None:
+    source = checkpoint("llama", bos_token_id=7)
+    for file in source.glob("*token*"):
+        file.unlink()
+    assert set(written(source, tmp_path / "kept")[:, 0].tolist()) == {7}
+
+
+def test_one_word_again_and_again_is_no_text(tmp_path: Path, checkpoint: Make) -> None:
+    source = checkpoint("gpt_neox", tie_word_embeddings=False)
+    with pytest.raises(Failure, match=r"writes the same few tokens again and again: 2\.0 different ones") as caught:
+        writing._require_words(Source.parse(str(source)), torch.tensor([[4, 5] * 8]))
+    assert "--text FILE" in str(caught.value.hint)
+    writing._require_words(Source.parse(str(source)), torch.arange(16).view(2, 8))
+
+
+def test_logits_that_are_not_finite_fail(checkpoint: Make, tmp_path: Path) -> None:
+    model: Any = tiny_model(tiny_config("llama"))
+    model.lm_head.weight.data[5] = torch.nan
+    source = checkpoint("llama")
+    model.save_pretrained(source)
+    with pytest.raises(Failure, match=r"logits of .* are not finite"):
+        written(source, tmp_path / "kept")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt2", "bloom", "falcon", "gemma2", "qwen3"])
+def test_families_write(model_type: str, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a latent, without RoPE, with ALiBi, one KV head, windows and caps, QK-norm."""
+    monkeypatch.setattr(writing, "_LEAST_WORDS", 0.0)  # a random Gemma repeats what it has read
+    assert written(checkpoint(model_type), tmp_path / "kept", rows=3, length=12).shape == (3, 12)
