@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,7 +133,7 @@ class _Row:
 
 
 def own_text(
-    source: Source, rows: int, length: int, seed: int, device: torch.device, kept: Shelf, progress: Progress
+    source: Source, rows: int, length: int, seed: int, device: torch.device, directory: Path, progress: Progress
 ) -> torch.Tensor:
     """What a model writes: `[rows, length]`, int64.
 
@@ -146,14 +147,14 @@ def own_text(
         length: Tokens of each.
         seed: The same seed gives the same tokens on one machine.
         device: Where it is written.
-        kept: Keeps finished batches for a run that resumes.
+        directory: Keeps finished batches, for a run that resumes and for other conversions of this model.
         progress: Called with the rows written.
 
     Raises:
         Failure: The model cannot be loaded, its logits are not finite, memory does not suffice, or it keeps writing the same
             few tokens.
     """
-    size = _at_once(source, length, device)
+    size, kept = _at_once(source, length, device), Shelf(directory, f"own-text-{seed}-{rows}x{length}")
     chances = torch.rand(rows, length, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     parts = []
     with contextlib.ExitStack() as stack:

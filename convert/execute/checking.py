@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 
 from attention.errors import NotPublished
 from convert.calibration.own_text import own_text
-from convert.checkpoint.shelf import Shelf
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.writing import lacks_room
@@ -72,7 +71,7 @@ def checked(
         _log.warning("the result was not compared with its source: %s", missing)
         return None
     length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
-    own = own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, Shelf(kept, "check"), progress)
+    own = own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, kept, progress)
     samples = [Sample("the source's own text", own), *given]
     models = [plan.source, replace(Source.parse(str(result), plan.source.trust_remote_code), label="the result")]
     total = len(models) * sum(len(sample.ids) for sample in samples)

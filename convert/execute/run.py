@@ -20,7 +20,6 @@ from attention.errors import Failure, Interrupted, KvfoldError, NotPublished, Re
 from convert.calibration.own_text import own_text
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader, TensorInfo
-from convert.checkpoint.shelf import Shelf
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
@@ -155,7 +154,8 @@ def _execute(
             done = carried_out(plan, recorded(plan.output.path))
         else:
             expected = None if foretold else _foretell(plan, texts.count if texts else 0, evaluated, processes)
-            text = None if texts is None else texts.with_own(_written(plan, reader, work, progress, statistics_in))
+            own_texts = _own_text_directory(plan, reader, work, statistics_in)
+            text = None if texts is None else texts.with_own(_written(plan, own_texts, progress))
             for remark in text.remarks(plan.channels) if text else ():
                 _log.warning(remark)
             if text and (own := text.own) is not None:
@@ -166,7 +166,7 @@ def _execute(
             decided, record = _convert(job, manifest)
             if evaluate_on:
                 record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
-            record |= {"check": None if plan.target.copies else _checked_result(decided, work, texts, progress)}
+            record |= {"check": None if plan.target.copies else _checked_result(decided, work, texts, own_texts, progress)}
             card = model_card(decided, record, plan.source.files)
             record |= {"run": clock.run(plan.output.path, reader.fingerprint(), expected)}
             write_record(work.path, record, card)
@@ -186,9 +186,11 @@ def works_of(plans: Sequence[Plan], tokens: int, evaluated: int = 0) -> list[Wor
         evaluated: Tokens of held-out text that each is evaluated on, beside the source; 0 for none.
     """
     decoder = Decoder.of(plans[0].source.config, plans[0].source.trust_remote_code)
-    works, surveyed = [], set[bool]()
+    works: list[Work] = []
+    surveyed = set[bool]()
     for plan in plans:
-        works.append(work_of(plan, decoder, tokens, evaluated, surveyed=plan.reads_projections in surveyed))
+        known = plan.reads_projections in surveyed
+        works.append(work_of(plan, decoder, tokens, evaluated, surveyed=known, written=bool(works)))
         if needs_survey(plan):
             surveyed.add(plan.reads_projections)
     return works
@@ -206,14 +208,19 @@ def _foretell(plan: Plan, tokens: int, evaluated: int, processes: Processes) -> 
     return foretell(whole + (1 / processes.count - 1) * alone, _device(plan), decoder.width)
 
 
-def _written(plan: Plan, reader: Reader, work: WorkDirectory, progress: Progress, shared: Path | None) -> torch.Tensor | None:
+def _own_text_directory(plan: Plan, reader: Reader, work: WorkDirectory, shared: Path | None) -> Path:
+    """The directory of what the model writes."""
+    if shared is None:
+        return work.survey
+    return _directory_of(shared, [str(plan.source.files), reader.fingerprint(), str(_device(plan)), versions()])
+
+
+def _written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
     """What the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
     if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
         return None
     source, context, device = plan.source, plan.calibration.context, _device(plan)
-    made_by = [str(source.files), reader.fingerprint(), rows, context, plan.seed, str(device), versions()]
-    directory = work.survey if shared is None else _directory_of(shared, made_by)
-    return own_text(source, rows, context, plan.seed, device, Shelf(directory, "own-text"), progress)
+    return own_text(source, rows, context, plan.seed, device, kept, progress)
 
 
 @contextlib.contextmanager
@@ -398,11 +405,13 @@ def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Surveyed
     return make
 
 
-def _checked_result(plan: Plan, work: WorkDirectory, texts: GivenTexts | None, progress: Progress) -> dict[str, Any] | None:
+def _checked_result(
+    plan: Plan, work: WorkDirectory, texts: GivenTexts | None, own_texts: Path, progress: Progress
+) -> dict[str, Any] | None:
     """What the result loses on texts that were not fitted."""
     others = [Sample.of(part) for part in texts.others] if texts else []
     try:
-        return checked(plan, work.path, others, _device(plan), work.survey, progress)
+        return checked(plan, work.path, others, _device(plan), own_texts, progress)
     except (NotPublished, Failure):
         work.keep()  # the weights are complete
         raise

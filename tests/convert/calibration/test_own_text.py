@@ -14,7 +14,6 @@ from tiny import tiny_config, tiny_model
 from attention.errors import Failure
 from convert.calibration import own_text as writing
 from convert.calibration.own_text import Turns, Voice, own_text
-from convert.checkpoint.shelf import Shelf
 from eval.progress import silent
 from eval.source import Source
 
@@ -28,7 +27,7 @@ TEMPLATE = (
 
 def written(path: Path, kept: Path, rows: int = 6, length: int = 24, seed: int = 0) -> torch.Tensor:
     kept.mkdir(exist_ok=True)
-    return own_text(Source.parse(str(path)), rows, length, seed, CPU, Shelf(kept, "own"), silent)
+    return own_text(Source.parse(str(path)), rows, length, seed, CPU, kept, silent)
 
 
 def with_template(path: Path, template: str) -> Path:

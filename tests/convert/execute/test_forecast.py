@@ -55,6 +55,8 @@ def test_every_step_adds_to_the_work(planned: Callable[..., Plan]) -> None:
     assert flops(planned(groups=4)) == 0
     assert 0 < flops(plain, 0) < flops(plain) < flops(plain, 1024)
     assert flops(plain) < flops(planned()) < flops(planned(refine=10)) < flops(planned(refine=20))
+    written, kept = works_of([planned(text="self")] * 2, 512)
+    assert kept.flops < written.flops
     assert flops(plain) < flops(plain, evaluated=100) < flops(plain, evaluated=200)
     assert flops(planned(mla, refit=False)) < flops(planned(mla))
     assert flops(planned(mla, refit=False)) < flops(planned(mla, refit=False, per_layer_ranks=True))
@@ -64,8 +66,9 @@ def test_several_conversions_survey_their_source_once(planned: Callable[..., Pla
     plan = planned(mla)
     first, second = works_of([plan, plan], 512)
     assert second.flops < first.flops
-    fitted, again = works_of([planned(), planned()], 512)  # which survey nothing
+    first, fitted, again = works_of([planned()] * 3, 512)  # which survey nothing
     assert fitted == again
+    assert fitted.flops < first.flops, "what the check reads is written once"
 
 
 def test_dry_runs_have_the_figure(checkpoint: Make, convert: Any, words: Path, tmp_path: Path, announced: None) -> None:
