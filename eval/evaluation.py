@@ -404,11 +404,14 @@ def _overlap(source: Source, tokens: Tokens, whole: Tokens, calibrated_on: Token
     if calibrated_on is not None:
         return shared_share(tokens.ids, calibrated_on.ids)
     calibration = made.get("calibration") or {}
-    count, context = calibration.get("tokens"), calibration.get("context")
-    if not count or not context or len(whole.ids) < context:
+    context, texts = calibration.get("context"), calibration.get("texts")
+    if not context or not isinstance(texts, list) or len(whole.ids) < context:
         return None
-    seen = whole.spread(count, context)
-    return shared_share(tokens.ids, seen.ids) if seen.hash == made.get("calibration_hash") else None
+    for text in (one for one in texts if isinstance(one, dict) and isinstance(one.get("tokens"), int)):
+        seen = whole.spread(text["tokens"], context)
+        if seen.hash == text.get("hash"):
+            return shared_share(tokens.ids, seen.ids)
+    return None
 
 
 def _cost(source: Source, model: Any, source_bytes: int | None = None) -> dict[str, Any]:

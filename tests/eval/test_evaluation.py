@@ -446,13 +446,15 @@ def test_a_model_calibrated_on_this_text_is_found_out(pair: list[Source]) -> Non
     assert pair[1].directory is not None
     tokens = tokens_of(pair[0], TEXT)
     seen = tokens.spread(300, 50)
-    calibration = {"text": "a", "tokens": 300, "context": 50}
-    made = {"kvfold": "0.1.0", "calibration": calibration, "calibration_hash": seen.hash}
+    texts = [{"text": "its own text", "tokens": 100, "hash": "sha256:1"}, {"text": "a", "tokens": 300, "hash": seen.hash}]
+    calibration = {"text": "its own text and a", "texts": texts, "tokens": 400, "context": 50}
+    made = {"kvfold": "0.1.0", "calibration": calibration, "calibration_hash": "sha256:2"}
     (pair[1].directory / "conversion.json").write_text(json.dumps(made))
     source, converted = report_of(pair, TEXT, SHORT)["models"]
     assert source["calibration_overlap"] is None
     assert converted["calibration_overlap"] == shared_share(tokens.ids[: SHORT.max_tokens], seen.ids) > 0
-    (pair[1].directory / "conversion.json").write_text(json.dumps(made | {"calibration_hash": "sha256:0"}))
+    texts[1]["hash"] = "sha256:0"
+    (pair[1].directory / "conversion.json").write_text(json.dumps(made))
     assert report_of(pair, TEXT, SHORT)["models"][1]["calibration_overlap"] is None
     assert report_of(pair, TEXT, SHORT, tokens)["models"][1]["calibration_overlap"] == 1
 
