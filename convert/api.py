@@ -399,7 +399,7 @@ def heal(
         context: Tokens per block; None for min(2048, the models' limit).
         batch_tokens: Tokens per step, over all processes; None for a thousandth of `tokens`, at least a block, at most 65536.
         micro_batch_tokens: Tokens per forward pass; None for 4096.
-        lr: The learning rate; "auto" tries three, each for 2 % of the steps.
+        lr: The learning rate; "auto" tries three, each for 2 % of the steps, where there are 150 or more.
         train: "attention", with the norms before it, "all", or "lora": thin matrices beside those of attention, by peft.
         lora_rank: The rank of these; None for 16.
         ce: The weight of the cross-entropy beside the KL to the teacher.
@@ -444,7 +444,10 @@ def heal(
     except ValueError:
         raise Refusal(f"lr is {lr!r}; it must be a number, or auto") from None
     _require_range("lr", 1.0 if rate is None else rate, 1e-12, 1.0)
-    given = as_options(texts_of(text, dataset))
+    texts = texts_of(text, dataset)
+    if any(one.own for one in texts):
+        raise Refusal("healing on what the model writes itself is not supported yet", hint="give another --text FILE")
+    given = as_options(texts)
     options = HealOptions(
         given,
         budget=budget,

@@ -120,6 +120,8 @@ def command_lines(steps: Sequence[Step], settings: Sequence[str], group: click.G
             given = {key: value for key, value in given.items() if key != "strings"}
         if unknown := sorted(set(given) - set(known)):
             raise Refusal(f"convert {name} has no option {unknown[0]!r} (it has {', '.join(sorted(known))})")
+        if "text" in overrides and "text_shares" not in overrides:  # which were of the texts before
+            given = {key: value for key, value in given.items() if key != "text_shares"}
         chosen = given | {key: value for key, value in overrides.items() if key in known}
         line = _line({key: value for key, value in chosen.items() if value is not None}, known, f"step {number} ({name})")
         _parse(group.commands[name], line, f"step {number} ({name})")

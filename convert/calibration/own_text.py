@@ -35,6 +35,7 @@ ROWS = 64  # at once
 _CACHES = 0.25  # share of a device's memory that the cache of such rows may take
 _PILOT = 64  # tokens of a row from which first tokens are drawn, where the model has none
 _LEAST_WORDS = 4.0  # different tokens, as the exponential of their entropy; fewer say nothing
+_A_DAY = "{%- macro strftime_now(form) -%}01 Jan 2026{%- endmacro -%}"  # instead of today, which some templates name
 _MARKS = "⟦1⟧", "⟦2⟧", "⟦3⟧"  # of turns, which no template holds
 
 
@@ -60,16 +61,24 @@ class Turns:
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            template = _A_DAY + tokenizer.get_chat_template()
+            text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
             parts = []
             for mark in _MARKS:
-                part, text = text.split(mark)
+                part, found, text = text.partition(mark)
+                if not found:
+                    raise ValueError("it changes or leaves out what turns say")
                 parts.append(tuple(tokenizer(part, add_special_tokens=False)["input_ids"]))
         except Exception as error:  # a template is a program that anyone may have written
             reason = " ".join(str(error).split())[:120]
             _log.warning("the chat template cannot be used, so the model writes no conversations: %s", reason)
             return None
         return cls(*parts)
+
+    @property
+    def highest(self) -> int:
+        """The largest id."""
+        return max(*self.opening, *self.answer, *self.reply, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,11 @@ class Voice:
 
         known = source.vocabulary if tokenizer is None else min(len(tokenizer), source.vocabulary)
         start = next(iter(said("bos_token_id")), None)
-        return cls(start, frozenset(said("eos_token_id")), Turns.of(tokenizer), known)
+        turns = Turns.of(tokenizer)
+        if turns and turns.highest >= source.vocabulary:
+            _log.warning("the chat template has tokens that the model does not know, so it writes no conversations")
+            turns = None
+        return cls(start, frozenset(said("eos_token_id")), turns, known)
 
 
 class _Row:
@@ -164,7 +177,7 @@ def own_text(
         for start in range(0, rows, size):
             part = chances[start : start + size]
             if not kept.has(start) or len(kept.get(start)[0]["ids"]) != len(part):  # of a machine with another memory
-                writer = writer or stack.enter_context(_opened(source, device))
+                writer = writer or stack.enter_context(_opened(source, length, device))
                 kept.put(start, {"ids": writer.written(start, part)}, {})
             parts.append(kept.get(start)[0]["ids"])
             done(len(part))
@@ -174,11 +187,11 @@ def own_text(
 
 
 @contextlib.contextmanager
-def _opened(source: Source, device: torch.device) -> Iterator[_Writer]:
+def _opened(source: Source, length: int, device: torch.device) -> Iterator[_Writer]:
     """The model, loaded to write."""
     settings = EvaluationSettings(dtype=str(rough(device)).removeprefix("torch."), device=str(device))
     with load(source, settings) as model, torch.inference_mode():
-        yield _Writer(prepared(model), Voice.of(source))
+        yield _Writer(prepared(model), Voice.of(source), length)
 
 
 class _Writer:
@@ -187,11 +200,12 @@ class _Writer:
     Args:
         model: A causal LM of transformers.
         voice: How its texts begin and end.
+        length: Tokens of the longest row.
     """
 
-    def __init__(self, model: Any, voice: Voice) -> None:
+    def __init__(self, model: Any, voice: Voice, length: int) -> None:
         self._model, self._voice = model, voice
-        self._starts = None if voice.start is not None else self._pilot()
+        self._starts = None if voice.start is not None else self._pilot(length)
 
     def written(self, first: int, chances: torch.Tensor) -> torch.Tensor:
         """Rows of tokens, `[n, length]`.
@@ -205,19 +219,22 @@ class _Writer:
 
     def _row(self, number: int, chance: float) -> _Row:
         voice = self._voice
-        if voice.turns is not None and number % 2:
-            return _Row(voice.turns.opening, (voice.turns.answer, voice.turns.reply), voice.ends)
-        if voice.start is not None:
-            return _Row([voice.start], [(voice.start,)], voice.ends)
-        assert self._starts is not None
-        return _Row([int(self._starts[int(chance * len(self._starts))])], [()], voice.ends)
+        turns = voice.turns if number % 2 else None
+        if turns is not None and turns.opening:
+            return _Row(turns.opening, (turns.answer, turns.reply), voice.ends)
+        first = voice.start if self._starts is None else int(self._starts[int(chance * len(self._starts))])
+        assert first is not None
+        if turns is not None:
+            return _Row([first], (turns.answer, turns.reply), voice.ends)
+        return _Row([first], [() if voice.start is None else (first,)], voice.ends)
 
-    def _pilot(self) -> torch.Tensor:
+    def _pilot(self, length: int) -> torch.Tensor:
         """Tokens by their frequency in what the model writes after tokens that are all as likely, `[n]`."""
-        chances = torch.rand(ROWS, _PILOT, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        length = min(_PILOT, length)
+        chances = torch.rand(ROWS, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         begins = (chances[:, 0] * self._voice.known).long().tolist()
         rows = [_Row([begin], [()], frozenset()) for begin in begins]
-        return self._sampled(rows, chances)[:, _PILOT // 2 :].flatten()
+        return self._sampled(rows, chances)[:, length // 2 :].flatten()
 
     def _sampled(self, rows: list[_Row], chances: torch.Tensor) -> torch.Tensor:
         device, cache, ids = input_device(self._model), None, torch.empty(chances.shape, dtype=torch.int64)

@@ -148,7 +148,7 @@ def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
     given = options.get("text")
     own = SELF in (given if isinstance(given, list) else [given])
     plain = {name: value for name, value in options.items() if name not in ("text", "strings", "text_shares")}
-    return plain | ({"text": SELF} if own else {})
+    return plain | ({"text": SELF, "text_shares": options.get("text_shares")} if own else {})
 
 
 def recorded(output: Path) -> dict[str, Any]:

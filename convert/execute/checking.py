@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from attention.errors import NotPublished
+from attention.errors import KvfoldError, NotPublished
 from convert.calibration.own_text import own_text
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
@@ -43,9 +43,9 @@ class Sample:
     ids: torch.Tensor
 
     @classmethod
-    def of(cls, tokens: Tokens) -> Sample:
-        """Blocks of a text, in rows whose logits do not fill a memory."""
-        return cls(tokens.name, tokens.blocks(min(_CONTEXT, len(tokens.ids))))
+    def of(cls, tokens: Tokens, context: int) -> Sample:
+        """Blocks of a text, cut so that their logits do not fill a memory; nothing is read over the end of a block."""
+        return cls(tokens.name, tokens.blocks(context)[:, :_CONTEXT])
 
 
 def checked(
@@ -62,27 +62,40 @@ def checked(
         progress: Called with the blocks that are done.
 
     Returns:
-        For the record: `{"texts": [{"text", "tokens", "source_nats", "loss_nats"}]}`; None if the models do not fit in memory.
+        For the record: `{"texts": [{"text", "tokens", "source_nats", "loss_nats"}]}`; None if the models do not fit in memory,
+        or if the source does not run.
 
     Raises:
         NotPublished: The result is of no use, and the user has not asked for it.
+        Failure: The result does not run, or gives logits that are not finite.
     """
     if missing := lacks_room(plan.source, device):
         _log.warning("the result was not compared with its source: %s", missing)
         return None
-    length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
-    own = own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, kept, progress)
-    samples = [Sample("the source's own text", own), *given]
+    samples = [*_own(plan, device, kept, progress), *given]
+    if not samples:
+        return None
     models = [plan.source, replace(Source.parse(str(result), plan.source.trust_remote_code), label="the result")]
     total = len(models) * sum(len(sample.ids) for sample in samples)
     with stage(progress, "check", total, "block") as done, memory_for("the check of the result", "give --device cpu"):
         source, converted = (_losses(model, samples, device, done) for model in models)
-    found = [
+    found: list[dict[str, Any]] = [
         {"text": sample.text, "tokens": sample.ids.numel(), "source_nats": before, "loss_nats": after - before}
         for sample, before, after in zip(samples, source, converted, strict=True)
     ]
     _judge(plan, found)
     return {"texts": found}
+
+
+def _own(plan: Plan, device: torch.device, kept: Path, progress: Progress) -> list[Sample]:
+    """What the source writes; nothing where it cannot, which says nothing of the result."""
+    length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
+    try:
+        ids = own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, kept, progress)
+    except KvfoldError as error:
+        _log.warning("the result was not checked on text of its source, which does not write: %s", error)
+        return []
+    return [Sample("the source's own text", ids)]
 
 
 def _losses(source: Source, samples: Sequence[Sample], device: torch.device, done: Callable[[int], None]) -> list[float]:
@@ -103,17 +116,20 @@ def _nats(model: Any, ids: torch.Tensor, done: Callable[[int], None]) -> float:
 
 def _judge(plan: Plan, found: Sequence[dict[str, Any]]) -> None:
     """Warn of a large loss, and keep a ruined model back where nobody has asked for it."""
-    worst = max(found, key=lambda one: float(one["loss_nats"]))
-    loss, nats = worst["loss_nats"], worst["loss_nats"] + worst["source_nats"]
-    said = f"on {worst['tokens']} tokens of {worst['text']}, the result loses {loss:.2f} nats per token over its source"
-    hint = _next_step(plan)
-    if plan.accepts_any_loss or not (loss > _WORST or nats > math.log(plan.source.vocabulary)):
-        if loss > _WARN:
-            _log.warning("%s: %s", said, hint)
-        return
-    raise NotPublished(
-        f"{said}: it is of no use, and was not published", hint=f"{hint}; or publish it all the same with --resume --force"
-    )
+    even = math.log(plan.source.vocabulary)
+    for one in sorted(found, key=lambda one: -float(one["loss_nats"])):
+        loss, hint = one["loss_nats"], _next_step(plan)
+        if not loss > _WARN:
+            return
+        worse = loss + one["source_nats"] > even
+        said = f"on {one['tokens']} tokens of {one['text']}, the result loses {loss:.2f} nats per token over its source"
+        said += ", and is worse than an even guess" if worse else ""
+        if (loss > _WORST or worse) and not plan.accepts_any_loss:
+            raise NotPublished(
+                f"{said}: it is of no use, and was not published",
+                hint=f"{hint}; or publish it all the same with --resume --force",
+            )
+        _log.warning("%s: %s", said, hint)
 
 
 def _next_step(plan: Plan) -> str:

@@ -153,7 +153,7 @@ def work_of(
         tokens: Of the calibration text; 0 without.
         evaluated: Tokens of held-out text, for source and result; 0 without.
         surveyed: Whether statistics of the source are there already.
-        written: Whether what the source writes itself is there already.
+        written: Whether the calibration text that the source writes is there already.
     """
     target, text, layers = plan.target, plan.calibration, plan.before.num_layers
     work = 2 * decoder.load()  # and writing
@@ -162,7 +162,7 @@ def work_of(
     if target.copies:
         return work
     layer = _Layer(plan, decoder, tokens, min(text.context, tokens) if text and tokens else 1)
-    work += layers * layer.method() + _check(plan, decoder, written)
+    work += layers * layer.method() + _check(plan, decoder)
     if text is None or not tokens:
         return work
     if text.rows_to_write and not written:
@@ -190,11 +190,11 @@ def _writing(plan: Plan, decoder: Decoder, rows: int, length: int) -> Work:
     )
 
 
-def _check(plan: Plan, decoder: Decoder, written: bool) -> Work:
+def _check(plan: Plan, decoder: Decoder) -> Work:
     """The comparison of source and result at the end."""
     files = sum(not text.own for text in plan.calibration.texts) if plan.calibration else 0
     compared = decoder.load() + decoder.forward((1 + files) * _CHECKED_TOKENS, OWN_LENGTH)
-    return 2 * compared + (Work() if written else _writing(plan, decoder, OWN_ROWS, OWN_LENGTH))
+    return _writing(plan, decoder, OWN_ROWS, OWN_LENGTH) + 2 * compared
 
 
 def needs_survey(plan: Plan) -> bool:

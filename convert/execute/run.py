@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from attention.errors import Failure, Interrupted, KvfoldError, NotPublished, Refusal
+from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.calibration.own_text import own_text
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader, TensorInfo
@@ -187,10 +187,11 @@ def works_of(plans: Sequence[Plan], tokens: int, evaluated: int = 0) -> list[Wor
     """
     decoder = Decoder.of(plans[0].source.config, plans[0].source.trust_remote_code)
     works: list[Work] = []
-    surveyed = set[bool]()
+    surveyed, written = set[bool](), False
     for plan in plans:
         known = plan.reads_projections in surveyed
-        works.append(work_of(plan, decoder, tokens, evaluated, surveyed=known, written=bool(works)))
+        works.append(work_of(plan, decoder, tokens, evaluated, surveyed=known, written=written))
+        written = written or bool(plan.calibration and plan.calibration.rows_to_write)
         if needs_survey(plan):
             surveyed.add(plan.reads_projections)
     return works
@@ -212,7 +213,9 @@ def _own_text_directory(plan: Plan, reader: Reader, work: WorkDirectory, shared:
     """The directory of what the model writes."""
     if shared is None:
         return work.survey
-    return _directory_of(shared, [str(plan.source.files), reader.fingerprint(), str(_device(plan)), versions()])
+    return _directory_of(
+        shared, [str(plan.source.files), plan.source.raw, reader.fingerprint(), str(_device(plan)), versions()]
+    )
 
 
 def _written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
@@ -335,6 +338,7 @@ def inputs_of(plan: Plan, reader: Reader, texts: GivenTexts | None) -> dict[str,
         "config": plan.source.raw,
         "files": reader.fingerprint(),
         "calibration_hashes": texts.hashes if texts else [],
+        "rows_to_write": plan.calibration.rows_to_write if plan.calibration else 0,
         "versions": versions(),
     }
 
@@ -409,10 +413,10 @@ def _checked_result(
     plan: Plan, work: WorkDirectory, texts: GivenTexts | None, own_texts: Path, progress: Progress
 ) -> dict[str, Any] | None:
     """What the result loses on texts that were not fitted."""
-    others = [Sample.of(part) for part in texts.others] if texts else []
+    others = [Sample.of(part, texts.plan.context) for part in texts.others] if texts else []
     try:
         return checked(plan, work.path, others, _device(plan), own_texts, progress)
-    except (NotPublished, Failure):
+    except KvfoldError:
         work.keep()  # the weights are complete
         raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from eval.source import Source
     from eval.text import Text, Tokens
 
+_log = logging.getLogger("kvfold")
 _TOKENS = 32768
 _TOKENS_PER_CHANNEL = 8
 _OTHERS = 1024  # tokens of each text, at least a block, by which the result is checked
@@ -173,7 +175,10 @@ class GivenTexts:
                 parts.append(_own(_written(source, text.written, count, plan.context)) if text.written else None)
                 continue
             tokens = _encoded(source, plan, text.read(), count)
-            parts.append(tokens.spread(count * plan.context, plan.context))
+            part = tokens.spread(count * plan.context, plan.context)
+            if len(plan.texts) > 1 and len(part.ids) < count * plan.context:
+                _log.warning("%s has %d of the %d tokens of its share", tokens.name, len(part.ids), count * plan.context)
+            parts.append(part)
             others.append(tokens.beside(count * plan.context, plan.context, _OTHERS))
         return cls(plan, tuple(parts), tuple(others))
 

@@ -111,7 +111,8 @@ def as_options(texts: Texts, absolute: bool = False) -> dict[str, Any]:
     """
     named = [one for one in texts if one.kind in (SELF, "text")]
     paths = [_path(one, absolute) for one in named]
-    shares = {"text_shares": ",".join(f"{one.share:g}" for one in named)} if len({one.share for one in texts}) > 1 else {}
+    numbers = ",".join(repr(float(one.share)).removesuffix(".0") for one in named)  # all digits, so that a recipe repeats it
+    shares = {"text_shares": numbers} if len({one.share for one in texts}) > 1 else {}
     files = {"text": paths[0] if len(paths) == 1 else paths} if paths else {}
     return files | shares | {one.kind: one.name for one in texts if one.kind in ("strings", "dataset")}
 

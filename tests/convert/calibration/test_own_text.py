@@ -91,7 +91,7 @@ def test_a_text_that_ends_is_followed_by_another(tmp_path: Path) -> None:
     model = tiny_model(tiny_config("llama"))
     always(model, 2, 5, 6, 7, 8)
     voice = Voice(1, frozenset({2}), None, 96)
-    rows = writing._Writer(model, voice).written(0, torch.rand(4, 40, dtype=torch.float64))
+    rows = writing._Writer(model, voice, 40).written(0, torch.rand(4, 40, dtype=torch.float64))
     ends = (rows[:, :-1] == 2).nonzero().tolist()
     assert ends
     assert all(rows[row, place + 1] == 1 for row, place in ends)
@@ -107,7 +107,7 @@ def test_turns_follow_the_template(checkpoint: Make) -> None:
     assert tokenizer.decode(turns.answer).replace(" ", "") == "</s>[a]"
     model = tiny_model(tiny_config("llama"))
     always(model, 2, 50, 51, 52)
-    rows = writing._Writer(model, Voice.of(source)).written(0, torch.rand(8, 60, dtype=torch.float64))
+    rows = writing._Writer(model, Voice.of(source), 60).written(0, torch.rand(8, 60, dtype=torch.float64))
     for plain, talk in zip(rows[::2].tolist(), rows[1::2].tolist(), strict=True):
         assert tuple(talk[: len(turns.opening)]) == turns.opening
         assert tuple(plain[: len(turns.opening)]) != turns.opening
@@ -127,6 +127,30 @@ def test_a_template_that_fails_is_said_and_not_used(
     assert written(source, tmp_path / "kept").shape == (6, 24)
 
 
+def test_a_template_without_an_opening_begins_with_bos(checkpoint: Make, tmp_path: Path) -> None:
+    source = with_template(checkpoint("llama"), "{% for m in messages %}{{ m.content }}{{ '</s>' }}{% endfor %}")
+    turns = Voice.of(Source.parse(str(source))).turns
+    assert turns == Turns((), (2,), (2,))
+    assert set(written(source, tmp_path / "kept")[:, 0].tolist()) == {1}
+
+
+def test_a_template_of_tokens_that_the_model_lacks_is_not_used(
+    checkpoint: Make, warned: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    source = with_template(checkpoint("llama", vocab_size=40, pad_token_id=None), TEMPLATE)
+    assert Voice.of(Source.parse(str(source))).turns is None
+    assert warned() == ["the chat template has tokens that the model does not know, so it writes no conversations"]
+    assert int(written(source, tmp_path / "kept").max()) < 40
+
+
+def test_a_template_that_names_the_day_says_the_same_every_day(checkpoint: Make) -> None:
+    source = with_template(checkpoint("llama"), "{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
+    tokenizer = Source.parse(str(source)).tokenizer()
+    turns = Turns.of(tokenizer)
+    assert turns is not None
+    assert tokenizer.decode(turns.opening).replace(" ", "").startswith("01Jan2026")
+
+
 def test_without_bos_rows_begin_with_what_the_model_writes(checkpoint: Make, tmp_path: Path) -> None:
     source = checkpoint("llama", bos_token_id=None)
     for name in ("tokenizer_config.json", "generation_config.json"):
@@ -136,6 +160,7 @@ def test_without_bos_rows_begin_with_what_the_model_writes(checkpoint: Make, tmp
     assert Voice.of(Source.parse(str(source))).start is None
     first = written(source, tmp_path / "a")
     assert len(set(first[:, 0].tolist())) > 1
+    assert written(source, tmp_path / "short", length=4).shape == (6, 4)
     assert torch.equal(first, written(source, tmp_path / "b"))
 
 

@@ -55,7 +55,7 @@ def plan_of(source: Path, **changes: Any) -> Any:
 def test_losses_are_those_of_the_models(checkpoint: Make, tmp_path: Path, logits: Callable[..., torch.Tensor]) -> None:
     source = checkpoint(tie_word_embeddings=False)
     tokens = tokenize(Text("t", "the quick brown fox " * 20), Source.parse(str(source)).tokenizer())
-    sample = Sample.of(tokens)
+    sample = Sample.of(tokens, len(tokens.ids))
     found = checked(plan_of(source), checkpoint(name="same", tie_word_embeddings=False), [sample], CPU, tmp_path, silent)
     assert found is not None
     own, given = found["texts"]
@@ -84,7 +84,8 @@ def test_a_ruined_result_is_kept_back(checkpoint: Make, tmp_path: Path, warned: 
 
 
 @pytest.mark.parametrize(("loss", "before", "warns", "stops"), [
-    (0.9, 2.0, False, False), (1.1, 2.0, True, False), (5.1, 0.1, True, True), (1.0, math.log(331) - 0.9, True, True),
+    (0.9, 2.0, False, False), (1.1, 2.0, True, False), (5.1, 0.1, True, True), (1.1, math.log(331) - 1.0, True, True),
+    (0.1, math.log(331), False, False),
 ])  # fmt: skip
 def test_what_is_too_bad(loss: float, before: float, warns: bool, stops: bool, checkpoint: Make, warned: Warned) -> None:
     plan = plan_of(checkpoint(tie_word_embeddings=False))
@@ -202,12 +203,61 @@ def test_an_interrupted_writer_goes_on(
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "deepseek_v3", "mistral", "qwen3", "bloom"])
+def test_every_kind_of_model_is_checked(model_type: str, checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    """Learned positions that end, latents, windows, QK-norm and ALiBi."""
+    source = checkpoint(model_type)
+    convert, size = (mla, {"kv_budget": "90%"}) if model_type == "deepseek_v3" else (mqa, {})
+    done = convert(source, tmp_path / "out", text={"self": 1, text: 1}, **SIZES, **size, force=True)  # type: ignore[operator]
+    assert [one["text"] for one in done.record["check"]["texts"]][-1] == "text.txt"
+
+
+def test_a_source_that_cannot_write_does_not_keep_a_result_back(
+    checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Warned
+) -> None:
+    source = checkpoint()
+    monkeypatch.setattr(writing, "_LEAST_WORDS", 1e9)
+    done = mqa(source, tmp_path / "plain", no_text=True)
+    assert done.record is not None
+    assert done.record["check"] is None
+    assert warned()[0].startswith("the result was not checked on text of its source, which does not write: ")
+    given = mqa(source, tmp_path / "given", text=text, **SIZES)
+    assert given.record is not None
+    assert [one["text"] for one in given.record["check"]["texts"]] == ["text.txt"]
+
+
+def test_other_shares_are_another_conversion(
+    checkpoint: Make, tmp_path: Path, convert: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has one block, whatever its share, so that its hash does not tell."""
+    (tmp_path / "short.txt").write_text("forty characters, or a few more than that")
+    source, common = checkpoint(), ("--text", "self", "--text", tmp_path / "short.txt", "--calibration-context", 32)
+    common += ("--calibration-tokens", 512)
+
+    def stopped(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.execute.run.decide", stopped)
+        assert convert("mqa", source, tmp_path / "out", *common, "--text-shares", "1,1").exit_code == 130
+    other = convert("mqa", source, tmp_path / "out", *common, "--text-shares", "3,1", "--resume")
+    assert other.exit_code == 2
+    assert "rows_to_write: 8 then, 12 now" in other.stderr
+    done = convert("mqa", source, tmp_path / "out", *common, "--text-shares", "1,1", "--resume")
+    assert done.exit_code == 0
+    assert "short.txt has 32 of the 256 tokens of its share" in done.stderr
+    assert (
+        "made by another recipe" in convert("mqa", source, tmp_path / "out", *common, "--text-shares", "3,1", "--resume").stderr
+    )
+
+
 def test_force_publishes_what_was_kept_back(
     checkpoint: Make, tmp_path: Path, convert: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = checkpoint()
     with monkeypatch.context() as patch:
-        patch.setattr(checking, "_WORST", -1.0)  # any result is too bad
+        for limit in ("_WARN", "_WORST"):
+            patch.setattr(checking, limit, -1.0)  # any result is too bad
         refused = convert("mqa", source, tmp_path / "out", "--no-text")
         assert refused.exit_code == 3
         assert "was not published" in refused.stderr

@@ -38,6 +38,7 @@ def test_a_text_is_what_its_type_and_name_say() -> None:
         (None, "wikitext", {"dataset": "wikitext"}),
         ({"self": 1, "a.txt": 1}, None, {"text": ["self", "a.txt"]}),
         ({"self": 1, "a.txt": 2.5}, None, {"text": ["self", "a.txt"], "text_shares": "1,2.5"}),
+        ({"self": 2 / 3, "a.txt": 1 / 3}, None, {"text": ["self", "a.txt"], "text_shares": f"{2 / 3!r},{1 / 3!r}"}),
         ({"a.txt": 3}, "wikitext", {"text": "a.txt", "text_shares": "3", "dataset": "wikitext"}),
     ],
 )
