@@ -78,7 +78,7 @@ class Turns:
     @property
     def highest(self) -> int:
         """The largest id."""
-        return max(*self.opening, *self.answer, *self.reply, 0, 0)
+        return max((*self.opening, *self.answer, *self.reply), default=0)
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def own_text(
 ) -> torch.Tensor:
     """What a model writes: `[rows, length]`, int64.
 
-    Every token is drawn by the probability that the model gives it: colder samples are less like other texts, and hotter ones
-    are no texts. Every other row is a conversation, where the model has a chat template. A text that ends is followed by
+    Every token is drawn by the probability that the model gives it: with colder and with hotter samples, conversions lost more.
+    Every other row is a conversation, where the model has a chat template. A text that ends is followed by
     another one.
 
     Args:

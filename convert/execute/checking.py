@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from attention.errors import KvfoldError, NotPublished
 from convert.calibration.own_text import own_text
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.writing import lacks_room
-from eval.device import input_device, memory_for
+from eval.device import memory_for
 from eval.evaluation import EvaluationSettings, load
-from eval.perplexity import finite
+from eval.perplexity import Score, add, batches, logits_of
 from eval.progress import Progress, stage
+from eval.protocol import Block
 from eval.source import Source
 from eval.text import Tokens
 
 _log = logging.getLogger("kvfold")
 OWN_ROWS, OWN_LENGTH = 8, 128  # that the source writes for it
 _WARN, _WORST = 1.0, 5.0  # nats: beyond the first a result is hardly of use, beyond the second of none
-_CONTEXT, _AT_ONCE = 512, 1024  # tokens of a row, and of a forward pass
+_CONTEXT = 512  # tokens of a row
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,15 @@ def _own(plan: Plan, device: torch.device, kept: Path, progress: Progress) -> li
 def _losses(source: Source, samples: Sequence[Sample], device: torch.device, done: Callable[[int], None]) -> list[float]:
     """Mean nats per token of a model on each text."""
     with load(source, EvaluationSettings(device=str(device))) as model, torch.inference_mode():
-        return [_nats(model, sample.ids, done) for sample in samples]
+        return [_loss(model, sample.ids, source.vocabulary, done) for sample in samples]
 
 
-def _nats(model: Any, ids: torch.Tensor, done: Callable[[int], None]) -> float:
-    total = 0.0
-    for rows in ids.split(max(1, _AT_ONCE // ids.shape[1])):
-        given = rows.to(input_device(model))
-        logits = finite(model(input_ids=given, use_cache=False).logits[:, :-1], model)
-        total += float(cross_entropy(logits.flatten(0, 1).float(), given[:, 1:].flatten().to(logits.device), reduction="sum"))
-        done(len(rows))
-    return total / (len(ids) * (ids.shape[1] - 1))
+def _loss(model: Any, ids: torch.Tensor, vocabulary: int, done: Callable[[int], None]) -> float:
+    score = Score()
+    for batch in batches([Block(row, 1) for row in ids], vocabulary):
+        add(score, batch, logits_of(model, batch))
+        done(len(batch.ids))
+    return score.loss
 
 
 def _judge(plan: Plan, found: Sequence[dict[str, Any]]) -> None:

@@ -30,14 +30,6 @@ SIZES: dict[str, Any] = {"calibration_tokens": 512, "calibration_context": 32}
 pytestmark = pytest.mark.usefixtures("writing")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    letters = torch.randint(32, 126, (4000,), generator=torch.Generator().manual_seed(3)).tolist()
-    path.write_text("".join(map(chr, letters)), encoding="utf-8")
-    return path
-
-
 def spoil(path: Path) -> None:
     """Make a model sure of the wrong tokens."""
     found = load_file(path / "model.safetensors")
@@ -160,10 +152,10 @@ def test_a_repeated_conversion_reads_what_was_written(
     assert convert("mqa", source, tmp_path / "more", "--text", file).exit_code == 1
 
 
-def test_several_texts_share_the_tokens(checkpoint: Make, text: Path, tmp_path: Path, convert: Callable[..., Any]) -> None:
+def test_several_texts_share_the_tokens(checkpoint: Make, letters: Path, tmp_path: Path, convert: Callable[..., Any]) -> None:
     source, out = checkpoint(), tmp_path / "out"
     common = ("--calibration-tokens", 768, "--calibration-context", 32, "--groups", 2)
-    done = convert("gqa", source, out, "--text", "self", "--text", text, "--text-shares", "1,2", *common)
+    done = convert("gqa", source, out, "--text", "self", "--text", letters, "--text-shares", "1,2", *common)
     assert done.exit_code == 0, done.output
     record = json.loads((out / "conversion.json").read_text())
     assert [(one["text"], one["tokens"]) for one in record["calibration"]["texts"]] == [
@@ -172,11 +164,11 @@ def test_several_texts_share_the_tokens(checkpoint: Make, text: Path, tmp_path: 
     ]
     assert [one["text"] for one in record["check"]["texts"]] == ["the source's own text", "text.txt"]
     assert "--text self --text" in (out / "README.md").read_text()
-    finished = convert("gqa", source, out, "--text", "self", "--text", text, "--text-shares", "1,2", *common, "--resume")
+    finished = convert("gqa", source, out, "--text", "self", "--text", letters, "--text-shares", "1,2", *common, "--resume")
     assert "is finished already" in finished.stderr
-    other = convert("gqa", source, out, "--text", text, *common, "--resume")
+    other = convert("gqa", source, out, "--text", letters, *common, "--resume")
     assert "made by another recipe" in other.stderr
-    again = gqa(source, tmp_path / "again", groups=2, text={"self": 1, text: 2}, **SIZES | {"calibration_tokens": 768})
+    again = gqa(source, tmp_path / "again", groups=2, text={"self": 1, letters: 2}, **SIZES | {"calibration_tokens": 768})
     assert again.record is not None
     assert again.record["calibration_hash"] == record["calibration_hash"]
 
@@ -204,16 +196,16 @@ def test_an_interrupted_writer_goes_on(
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "deepseek_v3", "mistral", "qwen3", "bloom"])
-def test_every_kind_of_model_is_checked(model_type: str, checkpoint: Make, text: Path, tmp_path: Path) -> None:
+def test_every_kind_of_model_is_checked(model_type: str, checkpoint: Make, letters: Path, tmp_path: Path) -> None:
     """Learned positions that end, latents, windows, QK-norm and ALiBi."""
     source = checkpoint(model_type)
     convert, size = (mla, {"kv_budget": "90%"}) if model_type == "deepseek_v3" else (mqa, {})
-    done = convert(source, tmp_path / "out", text={"self": 1, text: 1}, **SIZES, **size, force=True)  # type: ignore[operator]
+    done = convert(source, tmp_path / "out", text={"self": 1, letters: 1}, **SIZES, **size, force=True)  # type: ignore[operator]
     assert [one["text"] for one in done.record["check"]["texts"]][-1] == "text.txt"
 
 
 def test_a_source_that_cannot_write_does_not_keep_a_result_back(
-    checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Warned
+    checkpoint: Make, letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Warned
 ) -> None:
     source = checkpoint()
     monkeypatch.setattr(writing, "_LEAST_WORDS", 1e9)
@@ -221,7 +213,7 @@ def test_a_source_that_cannot_write_does_not_keep_a_result_back(
     assert done.record is not None
     assert done.record["check"] is None
     assert warned()[0].startswith("the result was not checked on text of its source, which does not write: ")
-    given = mqa(source, tmp_path / "given", text=text, **SIZES)
+    given = mqa(source, tmp_path / "given", text=letters, **SIZES)
     assert given.record is not None
     assert [one["text"] for one in given.record["check"]["texts"]] == ["text.txt"]
 
