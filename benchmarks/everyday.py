@@ -58,7 +58,7 @@ class Row:
     rare: bool = False
 
 
-BLOCKS = "--text text.txt --calibration-tokens 16384 --calibration-context 512"
+BLOCKS = "--text text.txt --calibration-tokens 16384 --calibration-context 512 --heal 0"
 CONFIG = "from transformers import AutoConfig; AutoConfig.from_pretrained('model')"
 HEAL = "heal mqa healed --text text.txt --tokens 2000 --context 500"
 ROWS = (

@@ -32,7 +32,7 @@ from convert.families import FAMILIES
 from eval import evaluate
 
 CONTEXT, BATCH = 256, 8
-CALIBRATION = {"calibration_tokens": 8192, "calibration_context": CONTEXT}
+CALIBRATION = {"calibration_tokens": 8192, "calibration_context": CONTEXT, "heal": 0}
 EVALUATED = 16384
 NOTHING = 0.0005  # nats: the model hardly uses its attention, or nothing is lost
 SIZES: dict[str, Any] = {

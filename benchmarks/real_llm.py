@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     named: dict[str, Any] = {"text": given.text} if given.text else {"dataset": "wikitext"}
     held_out = {"text": given.evaluate} if given.evaluate else {"dataset": "wikitext"}
-    text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context}
+    text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context, "heal": 0}
     wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
     tokens = len(wanted) * (given.calibration_tokens * PASSES + len(CONTEXTS) * given.max_tokens + RECALL)
     tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)

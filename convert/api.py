@@ -17,7 +17,7 @@ from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
 from convert.planning.texts import OneText, TextGiven, as_options, texts_of
-from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent
+from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_tokens
 from eval.api import contexts_of, read_text
 from eval.progress import Progress, silent
 from eval.source import Source
@@ -180,6 +180,7 @@ def gqa(
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
+    heal: int | str | None = None,
     evaluate: OneText | None = None,
     dtype: str | None = None,
     engine: str | None = None,
@@ -212,6 +213,8 @@ def gqa(
         propagate: Calibrate each layer on the outputs of the converted layers before it.
         refit: Refit queries, keys, values (GQA) and outputs by least squares; None: if there is text and the method uses it.
         refine: Steps of gradient descent that then fit each layer to its source.
+        heal: Tokens of the text, a number or "64k", that the result is distilled on at the end; 0 for none; None for 16384
+            where the model trains in memory and the method uses text.
         evaluate: Held-out text to measure perplexity on: a UTF-8 file, or a list of strings.
         dtype: "float32", "bfloat16" or "float16" to store floats in; None keeps each tensor's own.
         engine: What has to run the result, one of `convert.engines.ENGINES`; None for nothing in particular.
@@ -234,7 +237,7 @@ def gqa(
 
     source = Source.parse(str(model), trust_remote_code)
     calibration = _calibration(
-        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine, heal
     )
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
@@ -258,6 +261,7 @@ def mqa(
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
+    heal: int | str | None = None,
     evaluate: OneText | None = None,
     dtype: str | None = None,
     engine: str | None = None,
@@ -276,7 +280,7 @@ def mqa(
 
     source = Source.parse(str(model), trust_remote_code)
     calibration = _calibration(
-        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine, heal
     )
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
@@ -308,6 +312,7 @@ def mla(
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
+    heal: int | str | None = None,
     evaluate: OneText | None = None,
     dtype: str | None = None,
     engine: str | None = None,
@@ -345,7 +350,7 @@ def mla(
     sizes = kv_lora_rank, qk_rope_head_dim, share, size
     wanted = LatentRequest(*sizes, freqfold, pad_rank, q_lora_rank, portable, per_layer_ranks)
     calibration = _calibration(
-        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine, heal
     )
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
@@ -495,6 +500,7 @@ def sweep(
     propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
+    heal: int | str | None = None,
     dtype: str | None = None,
     engine: str | None = None,
     device: str = "auto",
@@ -529,7 +535,7 @@ def sweep(
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
     calibration = _calibration(
-        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine, heal
     )
     latents = None if mla is None else tuple(dict.fromkeys(map(_latent, mla)))
     chosen = (None if groups is None else tuple(dict.fromkeys(groups)), latents, None if methods is None else tuple(methods))
@@ -633,13 +639,16 @@ def _calibration(
     propagate: bool,
     refit: bool | None,
     refine: int | None,
+    heal: int | str | None,
 ) -> CalibrationOptions:
     from convert.planning.calibration import CalibrationOptions
 
-    least_of = {"calibration_tokens": 1, "calibration_context": 2, "max_context": 2, "refine": 1}
-    for (name, least), value in zip(least_of.items(), (tokens, context, max_context, refine), strict=True):
+    healed = parse_tokens(heal) if isinstance(heal, str) else heal
+    least_of = {"calibration_tokens": 1, "calibration_context": 2, "max_context": 2, "refine": 1, "heal": 0}
+    for (name, least), value in zip(least_of.items(), (tokens, context, max_context, refine, healed), strict=True):
         _require_range(name, least if value is None else value, least)
-    return CalibrationOptions(texts_of(text, dataset), tokens, context, propagate, refit, refine or 0, max_context, no_text)
+    texts = texts_of(text, dataset)
+    return CalibrationOptions(texts, tokens, context, propagate, refit, refine or 0, max_context, no_text, healed)
 
 
 def _require_range(name: str, value: float, least: float, most: float = math.inf) -> None:
@@ -650,6 +659,7 @@ def _require_range(name: str, value: float, least: float, most: float = math.inf
 
 def _carried_out(planned: Plan, evaluate: OneText | None, dry_run: bool, progress: Progress) -> Conversion:
     from convert.execute.run import execute, expected_duration, works_of
+    from convert.healing.closing import heal_result
 
     if dry_run:
         tokens = planned.calibration.about_tokens if planned.calibration else 0
@@ -657,7 +667,7 @@ def _carried_out(planned: Plan, evaluate: OneText | None, dry_run: bool, progres
         return Conversion(planned, None, expected_duration(planned, work))
 
     held_out = None if evaluate is None else read_text(evaluate, None, "test")
-    done = execute(planned, held_out, progress)
+    done = execute(planned, held_out, progress, heal=heal_result)
     return Conversion(done.plan, done.record)
 
 

@@ -13,7 +13,7 @@ import click
 
 from attention.errors import Refusal
 from convert.engines import ENGINES
-from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent
+from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_tokens
 from eval.protocol import PROTOCOLS
 from eval.text import DATASETS, SELF
 
@@ -60,8 +60,11 @@ class Count(click.ParamType):  # type: ignore[type-arg]
 
     name = "count"
 
+    def __init__(self, parse: Callable[[str], int] = parse_count) -> None:
+        self._parse = parse
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return value if isinstance(value, int) else _parsed(self, parse_count, value, param, ctx)
+        return value if isinstance(value, int) else _parsed(self, self._parse, value, param, ctx)
 
 
 class Rate(click.ParamType):  # type: ignore[type-arg]
@@ -250,6 +253,13 @@ calibration = _all(
         type=click.IntRange(1),
         metavar="STEPS",
         help="Train each converted layer for STEPS steps to match the source's layer.",
+    ),
+    click.option(
+        "--heal",
+        type=Count(parse_tokens),
+        metavar="N",
+        help="At the end, distil the source into the result on N tokens of the text, such as 64k; 0 for none.  [default: "
+        "16384, where the model trains in memory, for methods that use text; 0 in sweeps]",
     ),
 )
 

@@ -35,6 +35,11 @@ def parse_count(text: str) -> int:
     return count
 
 
+def parse_tokens(text: str) -> int:
+    """Parse a number of tokens as `parse_count` does; "0" is none."""
+    return 0 if text.strip() == "0" else parse_count(text)
+
+
 def parse_budget(text: str) -> tuple[float, None] | tuple[None, int]:
     """Parse a share of the source's cache (12.5%) or bytes per token (4096, 4KB) as (share, None) or (None, bytes).
 

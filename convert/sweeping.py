@@ -19,6 +19,7 @@ from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import check_output, partial_path, read_object, recorded
 from convert.checkpoint.writer import write_whole
 from convert.execute.run import carried_out, execute, expected_duration, inputs_of, works_of
+from convert.healing.closing import heal_result
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
@@ -157,7 +158,8 @@ def _swept(
         if ledger.has(plan):
             made(carried_out(plan, recorded(plan.output.path)).plan)
             continue
-        made(execute(plan, None, progress, directory / "survey", partial(ledger.note, plan), foretold=True).plan)
+        noted = partial(ledger.note, plan)
+        made(execute(plan, None, progress, directory / "survey", noted, foretold=True, heal=heal_result).plan)
     results = [Source.parse(str(plan.output.path), source.trust_remote_code) for plan in plans]
     found = report_of([source, *results], evaluate_on, settings, progress=progress, foretold=True)
     report.write(found, directory / REPORT)
@@ -258,7 +260,7 @@ def _calibration(method: GroupedMethod | LatentMethod, wanted: Wanted) -> Calibr
     text = wanted.calibration
     if method.text is TextUse.IGNORED:
         return CalibrationOptions()
-    return text if method.text is TextUse.USED else text.text_alone
+    return replace(text, heal=text.heal or 0) if method.text is TextUse.USED else text.text_alone
 
 
 def _chosen(known: Sequence[str], wanted: Wanted) -> list[str]:
@@ -304,7 +306,11 @@ class _Ledger:
         source, calibration = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
         reader = Reader(source.files)
         texts = GivenTexts.read(source, calibration) if calibration else None  # one for all
-        inputs = {plan.output.path.name: inputs_of(plan, reader, texts if plan.calibration else None) for plan in plans}
+        inputs = {
+            plan.output.path.name: inputs_of(plan, reader, texts if plan.calibration else None)
+            | {"heal": plan.calibration.heal if plan.calibration else None}
+            for plan in plans
+        }
         self._inputs = json.loads(json.dumps(inputs))  # as read back from a file
 
     def has(self, plan: Plan) -> bool:

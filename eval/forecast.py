@@ -28,6 +28,9 @@ _LARGE = {"cpu": 2**25, "cuda": 2**26}  # values of a matrix that no cache holds
 # Of one forward pass, measured on CPUs.
 _ELEMENTWISE = 1.5  # values that norms, activations and rotations go through, for each row and column of a matrix and token
 _OPERATORS = 150  # calls per layer
+# Of distillation.
+_COMPARED = 10  # values that the distance goes through for each logit, both models' and the gradient's
+_UPDATED = 12  # values of a step of AdamW, and of the norm of gradients, for each number that trains
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,25 @@ class Decoder:
         of_layers = 2 * (self.weights * tokens + self.head_dims * logits_of_heads)
         values = _ELEMENTWISE * self.dims * tokens + logits_of_heads
         return Work(of_layers + 2 * self.width * self.vocabulary * logits, values, calls=_OPERATORS * self.layers * passes)
+
+    def distilled(self, tokens: int, context: int, trained: int, steps: int) -> Work:
+        """Steps of distillation into this model, without its teacher's passes.
+
+        A backward pass takes as much as a forward pass by the activations, and as much again by the weights that train.
+
+        Args:
+            tokens: In all.
+            context: Of each block.
+            trained: Numbers that train.
+            steps: Of AdamW.
+        """
+        share = min(1.0, trained / self.parameters)
+        passes = 2 * self.forward(tokens, context) + share * self.forward(tokens, context, logits=0)
+        return passes + self.compared(tokens) + Work(values=_UPDATED * trained * steps)
+
+    def compared(self, tokens: int) -> Work:
+        """The distances of the logits of some tokens to a teacher's."""
+        return Work(values=_COMPARED * self.vocabulary * tokens)
 
     def load(self) -> Work:
         """Loading the weights from disk."""

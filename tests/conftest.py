@@ -34,9 +34,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def weights_alone() -> Iterator[None]:
-    """Conversions without text write none, and are not checked: both take longer than the conversion of a tiny model."""
+    """Conversions without text write none, and none are healed or checked: all take longer than to convert a tiny model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("convert.planning.calibration.DEFAULT", ())
+        patch.setattr("convert.planning.memory.HEALED", 0)
         patch.setattr("convert.execute.run.checked", lambda *args: None)
         yield
 

@@ -15,7 +15,7 @@ from attention.errors import KvfoldError, NotPublished
 from convert.calibration.own_text import own_text
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
-from convert.planning.writing import lacks_room
+from convert.planning.memory import lacks_room
 from eval.device import memory_for
 from eval.evaluation import EvaluationSettings, load
 from eval.perplexity import Score, add, batches, logits_of

@@ -20,6 +20,7 @@ from convert.methods.blocks import Blocks
 from convert.methods.latent import LatentMethod
 from convert.methods.ranks import measured_ranks
 from convert.methods.statistics import EXCERPT
+from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import Calibration, surveyed_tokens
 from convert.planning.targets import GroupedTarget, LatentTarget
@@ -170,6 +171,8 @@ def work_of(
     if needs_survey(plan) and not surveyed:
         seen = replace(layer, tokens=surveyed_tokens(text, tokens))
         work += layers * (seen.passes(_SURVEYED, seen.tokens, layer.context) + seen.moments())
+    if text.heal:
+        work += _healing(plan, decoder, text.heal, text.heal_context)
     if isinstance(target, LatentTarget):
         work += _decision(target, layer)
     return work + layers * layer.fit(text) if text.in_sequence else work
@@ -190,6 +193,13 @@ def _writing(plan: Plan, decoder: Decoder, rows: int, length: int) -> Work:
     )
 
 
+def _healing(plan: Plan, decoder: Decoder, tokens: int, context: int) -> Work:
+    """Distilling the source into the result, whose queries and outputs train, and a few keys and values."""
+    trained = 2 * plan.before.num_layers * decoder.width * plan.before.num_heads * plan.before.head_dim
+    steps = math.ceil(tokens / context)
+    return 2 * decoder.load() + decoder.forward(tokens, context) + decoder.distilled(tokens, context, trained, steps)
+
+
 def _check(plan: Plan, decoder: Decoder) -> Work:
     """The comparison of source and result at the end."""
     files = sum(not text.own for text in plan.calibration.texts) if plan.calibration else 0
@@ -197,10 +207,16 @@ def _check(plan: Plan, decoder: Decoder) -> Work:
     return _writing(plan, decoder, OWN_ROWS, OWN_LENGTH) + 2 * compared
 
 
+def reads_text(plan: Plan) -> bool:
+    """Whether layers are converted by the calibration text: not if it is only there to heal the result."""
+    text = plan.calibration
+    return text is not None and (text.in_sequence or plan.target.method.text is not TextUse.IGNORED)
+
+
 def needs_survey(plan: Plan) -> bool:
     """Whether the source's statistics are needed before layers are converted."""
     text = plan.calibration
-    return text is not None and (isinstance(plan.target.method, LatentMethod) or not text.in_sequence)
+    return text is not None and reads_text(plan) and (isinstance(plan.target.method, LatentMethod) or not text.in_sequence)
 
 
 def _decision(target: LatentTarget, layer: _Layer) -> Work:

@@ -46,6 +46,20 @@ def record_of(
     }
 
 
+def with_healing(record: dict[str, Any], healing: dict[str, Any] | None) -> dict[str, Any]:
+    """A record of a result that was then healed, or was not.
+
+    Args:
+        record: From `record_of`.
+        healing: The entry `healing`, with the names of the tensors that changed as `tensors`.
+    """
+    if healing is None:
+        return record | {"healing": None}
+    course, healed = {key: value for key, value in healing.items() if key != "tensors"}, healing["tensors"]
+    copied = sorted(set(record["tensors"]["copied"]) - set(healed))
+    return record | {"healing": course, "tensors": record["tensors"] | {"copied": copied, "healed": healed}}
+
+
 def _calibration(text: CalibrationText) -> dict[str, Any]:
     lengths, longest = text.blocks.lengths, text.plan.max_context
     return {

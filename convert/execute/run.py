@@ -24,13 +24,13 @@ from convert.checkpoint.workdir import WorkDirectory, check_output, finished, re
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
 from convert.execute.deciding import Decision, decide
-from convert.execute.forecast import needs_survey, work_of
+from convert.execute.forecast import needs_survey, reads_text, work_of
 from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.loadable import require_loadable
 from convert.execute.manifest import Manifest, manifest_of
 from convert.execute.publish import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
-from convert.execute.record import record_of, versions
+from convert.execute.record import record_of, versions, with_healing
 from convert.execute.sequence import in_sequence
 from convert.execute.surveyed import Surveyed
 from convert.execute.tokenizer import name_tokenizer_class, tokenizer_class
@@ -46,9 +46,11 @@ from eval.forecast import Decoder, Work, expected_seconds, foretell
 from eval.overlap import WARN_ABOVE
 from eval.progress import Progress, silent
 from eval.source import Source
-from eval.text import Text
+from eval.text import Text, Tokens
 
 _log = logging.getLogger("kvfold")
+# Distils the result in a work directory on the calibration text; returns the entry `healing` of its record.
+Heal = Callable[[Plan, WorkDirectory, Tokens, torch.device, Progress], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def execute(
     statistics_in: Path | None = None,
     published: Callable[[], None] = lambda: None,
     foretold: bool = False,
+    *,
+    heal: Heal,
 ) -> Executed:
     """Write the plan's checkpoint.
 
@@ -83,6 +87,7 @@ def execute(
         statistics_in: A directory that keeps statistics of the source for other conversions; None to keep none.
         published: Called when OUTPUT is complete, before the work directory, by which `--resume` recognises it, is removed.
         foretold: Whether the caller has said how long it takes, as part of its own work.
+        heal: Distils the result at the end.
 
     Raises:
         KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
@@ -92,7 +97,7 @@ def execute(
         with exclusive(where.path):
             # Again, now that no other run writes.
             check_output(where.path, plan.source.directory, where.overwrite, where.resume)
-            done = _execute(plan, evaluate_on, processes, progress, statistics_in, published, foretold)
+            done = _execute(plan, evaluate_on, processes, progress, statistics_in, published, foretold, heal)
     else:
         if texts := _given_texts(plan, processes):
             with _explained(plan):
@@ -115,6 +120,8 @@ def _given_texts(plan: Plan, processes: Processes) -> GivenTexts | None:
         raise Refusal(
             f"{processes.count} processes cannot share a text that the model writes", hint="launch one, or give --text FILE"
         )
+    if processes.count > 1 and plan.calibration.heal:
+        raise Refusal(f"{processes.count} processes cannot heal a result yet", hint="launch one, or give --heal 0")
     texts = GivenTexts.read(plan.source, plan.calibration)
     if processes.count > 1 and processes.count > (count := len(texts.with_own(None).blocks.rows)):
         raise Refusal(
@@ -133,6 +140,7 @@ def _execute(
     statistics_in: Path | None,
     published: Callable[[], None],
     foretold: bool,
+    heal: Heal,
 ) -> Executed:
     clock, settings, evaluated = Clock(), EvaluationSettings(device=plan.device), 0
     if evaluate_on:
@@ -164,6 +172,7 @@ def _execute(
             processes.first(lambda: kept)
             job = Job(plan, reader, work, text, _device(plan), progress, kept, processes)
             decided, record = _convert(job, manifest)
+            record = with_healing(record, heal(decided, work, text.tokens, job.device, progress) if text else None)
             if evaluate_on:
                 record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
             record |= {"check": None if plan.target.copies else _checked_result(decided, work, texts, own_texts, progress)}
@@ -297,7 +306,7 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
     try:
         require_space(job, manifest)
         named = tokenizer_class(job.plan)
-        surveyed = Surveyed(job, job.text) if job.text else None
+        surveyed = Surveyed(job, job.text) if job.text and reads_text(job.plan) else None
         decision = decide(job, surveyed or job.assumed)
         manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
         layers = write_weights(job, manifest, _layers(job, manifest, decision, surveyed))
@@ -344,8 +353,9 @@ def inputs_of(plan: Plan, reader: Reader, texts: GivenTexts | None) -> dict[str,
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
+    """The recipe without its healing, which may be left out of a run that is resumed."""
     ((command, options),) = plan.recipe().items()
-    return {"command": command, **without_text(options)}
+    return {"command": command, **without_text(options), "heal": None}
 
 
 def _device(plan: Plan) -> torch.device:

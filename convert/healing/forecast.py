@@ -7,8 +7,6 @@ from convert.healing.plan import HealPlan
 from eval.evaluation import evaluation_work
 from eval.forecast import Decoder, Work
 
-_COMPARED = 10  # values that the distance goes through for each logit, both models' and the gradient's
-_UPDATED = 12  # values of a step of AdamW, and of the norm of gradients, for each number that trains
 _SAVED = 8  # as long as writing a byte takes, in bytes that are read from memory
 _KEPT = 12  # bytes of a state, for each number that trains
 
@@ -30,16 +28,10 @@ def work_of(plan: HealPlan, text_tokens: int, held_out: int, evaluated: int = 0)
     tokens = steps * plan.batch * plan.context
     taught = min(plan.tokens, text_tokens) + held_out if cached else tokens + measured
     work = student.load() + teacher.load() + teacher.forward(taught, plan.context)
-    work += student.forward(tokens + measured, plan.context) + _backward(plan, student, tokens, trained)
-    work += Work(values=_COMPARED * student.vocabulary * (tokens + measured) + _UPDATED * trained * steps)
+    work += student.distilled(tokens, plan.context, trained, steps)
+    work += student.forward(measured, plan.context) + student.compared(measured)
+    work += student.forward(tokens, plan.context, logits=0) if plan.options.checkpointing else Work()
     work += Work(bytes=_SAVED * _KEPT * trained * -(-plan.steps // plan.every))
     if evaluated:
         work += evaluation_work([teacher, student, student], plan.converted, evaluated, (plan.context,))
     return work
-
-
-def _backward(plan: HealPlan, student: Decoder, tokens: int, trained: int) -> Work:
-    """As much as a forward pass by the activations, and as much again by the weights that train."""
-    layers = student.forward(tokens, plan.context, logits=0)
-    again = layers if plan.options.checkpointing else Work()
-    return student.forward(tokens, plan.context) + min(1.0, trained / student.parameters) * layers + again

@@ -7,18 +7,38 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attention.errors import Failure
 from attention.padding import pad_values
+from convert.checkpoint.reader import Reader
 from convert.healing.batches import TrainingText
 from convert.healing.cache import Kept, TeacherCache
 from convert.healing.plan import HealPlan
-from convert.healing.student import compute_layers_again, without_dropout
+from convert.healing.student import compute_layers_again, trained, without_dropout
 from convert.healing.teacher import Running, Teacher
 from convert.healing.team import Team
 from convert.healing.trainable import Adapted, Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
+from convert.healing.weights import places
 from eval.evaluation import EvaluationSettings, load
 from eval.progress import Progress, stage
+
+
+@contextlib.contextmanager
+def learning(
+    plan: HealPlan, text: TrainingText, reader: Reader, team: Team, progress: Progress
+) -> Iterator[tuple[Trainer, dict[str, str]]]:
+    """The trainer, and which parameter each tensor to write holds. Every process calls this."""
+    with teacher_of(plan, text, team, progress) as teacher, student_of(plan, team.device) as student:
+        names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
+        where = places(student, reader, names)  # before LoRA gives parameters other names
+        yield trainer_of(plan, text, student, teacher, names, team), where
+
+
+def stored(reader: Reader, where: dict[str, str]) -> dict[str, torch.dtype]:
+    """The dtype that each trained parameter is written in."""
+    return {parameter: reader.infos[name].dtype for name, parameter in where.items()}
 
 
 @contextlib.contextmanager

@@ -194,7 +194,7 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
     if options.train not in PARTS:
         raise Refusal(f"nothing trains {options.train!r} (choose {', '.join(PARTS)})")
     options = _with_rank(options)
-    family = readable(converted)
+    readable(converted)
     source = Source.parse(teacher or _named_teacher(converted), converted.trust_remote_code)
     source.refuse_remote_code()
     if source.vocabulary != converted.vocabulary:
@@ -219,6 +219,16 @@ def plan_heal(converted: Source, teacher: str | None, options: HealOptions, outp
         )
     for other in (converted, source):
         check_output(output.path, other.directory, output.overwrite, output.resume)
+    return sized(converted, source, options, output, device, seed)
+
+
+def sized(converted: Source, source: Source, options: HealOptions, output: Output, device: str, seed: int) -> HealPlan:
+    """The plan of a healing of which nothing else has to be refused. Arguments as of `plan_heal`; `source` is the teacher.
+
+    Raises:
+        Refusal: The models do not take such a context, or a tensor cannot be written back.
+    """
+    family = readable(converted)
     (context,) = require_contexts([converted, source], [] if options.context is None else [options.context])
     tokens = options.tokens or _budget(options.budget, converted)
     batch = max(1, (options.batch_tokens or min(_MOST_PER_STEP, tokens // _STEPS)) // context)

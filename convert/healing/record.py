@@ -11,7 +11,8 @@ from convert.healing.batches import TrainingText
 from convert.healing.loop import Outcome
 from convert.healing.plan import HealPlan
 
-_OF_CONVERSION = ("recipe", "versions", "tensors", "layers", "kvfold")  # of the conversion alone, beside the healing's own
+# Of the conversion alone, beside the healing's own.
+_OF_CONVERSION = ("recipe", "versions", "tensors", "layers", "kvfold", "healing")
 _OF_ONE_RUN = ("run", "evaluation", "healing", "conversion")
 
 
@@ -25,31 +26,34 @@ def record_of(plan: HealPlan, text: TrainingText, outcome: Outcome, healed: list
         healed: The names of the trained tensors; empty if the weights are those of the converted checkpoint.
     """
     before = recorded(plan.converted.files)
-    conversion = before.get("conversion") or {key: before[key] for key in _OF_CONVERSION if key in before}
-    progressed, after = outcome.progressed, outcome.after
-    first = progressed.curve[0]
+    conversion = before.get("conversion") or {key: before[key] for key in _OF_CONVERSION if before.get(key) is not None}
     return {
         "source": {"model": plan.teacher.reference, "revision": plan.teacher.commit},
         "kind": plan.spec.kind,
         **{key: value for key, value in before.items() if key not in _OF_ONE_RUN + _OF_CONVERSION},
         "kvfold": version("kvfold"),
         "recipe": plan.recipe(),
-        "healing": {
-            "teacher": plan.teacher.reference,
-            "converted": plan.converted.reference,
-            "text": text.tokens.name,
-            "text_hash": text.tokens.hash,
-            "tokens": progressed.curve[-1].tokens,
-            "passes": text.passes(progressed.step, plan.batch),
-            "top_k": plan.options.top_k,
-            "held_out_tokens": len(text.held_out) * plan.context,
-            "rate": progressed.rate,
-            "rates_tried": progressed.tried,
-            "before": {"kl": first.kl, "loss_nats": first.loss_nats},
-            "after": {"kl": after.kl, "loss_nats": after.loss_nats, "step": after.step},
-            "curve": [point.as_dict() for point in progressed.curve],
-        },
+        "healing": {"teacher": plan.teacher.reference, "converted": plan.converted.reference, **course_of(plan, text, outcome)},
         "conversion": conversion,
         "tensors": {"healed": healed},
         "versions": versions(),
+    }
+
+
+def course_of(plan: HealPlan, text: TrainingText, outcome: Outcome) -> dict[str, Any]:
+    """What a healing was on, and what it came to."""
+    progressed, after = outcome.progressed, outcome.after
+    first = progressed.curve[0]
+    return {
+        "text": text.tokens.name,
+        "text_hash": text.tokens.hash,
+        "tokens": progressed.curve[-1].tokens,
+        "passes": text.passes(progressed.step, plan.batch),
+        "top_k": plan.options.top_k,
+        "held_out_tokens": len(text.held_out) * plan.context,
+        "rate": progressed.rate,
+        "rates_tried": progressed.tried,
+        "before": {"kl": first.kl, "loss_nats": first.loss_nats},
+        "after": {"kl": after.kl, "loss_nats": after.loss_nats, "step": after.step},
+        "curve": [point.as_dict() for point in progressed.curve],
     }

@@ -24,15 +24,13 @@ from convert.healing.card import card
 from convert.healing.forecast import work_of
 from convert.healing.loop import healed
 from convert.healing.memory import disk, expected
-from convert.healing.models import opened, student_of, teacher_of, trainer_of
+from convert.healing.models import learning, opened, stored
 from convert.healing.plan import HealPlan
 from convert.healing.record import record_of
 from convert.healing.states import Progressed, States
-from convert.healing.student import trained
 from convert.healing.team import Team
 from convert.healing.tracking import tracked
-from convert.healing.training import Trainer
-from convert.healing.weights import places, write
+from convert.healing.weights import write
 from eval.device import compute_device, free_memory, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.forecast import Work, expected_seconds, foretell
@@ -220,14 +218,14 @@ def _healed(
         if plan.options.teacher_cache is not None:
             opened(plan, plan.options.teacher_cache, text, team)  # before the others look for it
         team.tell(work.training)
-        with _learning(plan, text, reader, team, progress) as (trainer, where):
+        with learning(plan, text, reader, team, progress) as (trainer, where):
 
             def kept(progressed: Progressed) -> None:
                 work.keep()
                 lines = [json.dumps(point.as_dict()) + "\n" for point in progressed.curve]
                 write_whole(work.path / _CURVE, "".join(lines).encode())
 
-            outcome = healed(plan, trainer, States(work.training, trainer), _stored(reader, where), kept, progress)
+            outcome = healed(plan, trainer, States(work.training, trainer), stored(reader, where), kept, progress)
             kept(outcome.progressed)  # also of a run that took no step
             del trainer
             team.accelerator.free_memory()
@@ -253,24 +251,8 @@ def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
     if (states := team.told()) is None:
         return
     reader = Reader(plan.converted.files)
-    with _learning(plan, text, reader, team, silent) as (trainer, where):
-        healed(plan, trainer, States(states, trainer), _stored(reader, where), lambda progressed: None, silent)
-
-
-@contextlib.contextmanager
-def _learning(
-    plan: HealPlan, text: TrainingText, reader: Reader, team: Team, progress: Progress
-) -> Iterator[tuple[Trainer, dict[str, str]]]:
-    """The trainer, and which parameter each tensor to write holds. Every process calls this."""
-    with teacher_of(plan, text, team, progress) as teacher, student_of(plan, team.device) as student:
-        names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
-        where = places(student, reader, names)  # before LoRA gives parameters other names
-        yield trainer_of(plan, text, student, teacher, names, team), where
-
-
-def _stored(reader: Reader, where: dict[str, str]) -> dict[str, torch.dtype]:
-    """The dtype that each trained parameter is written in."""
-    return {parameter: reader.infos[name].dtype for name, parameter in where.items()}
+    with learning(plan, text, reader, team, silent) as (trainer, where):
+        healed(plan, trainer, States(states, trainer), stored(reader, where), lambda progressed: None, silent)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,19 @@ def write(
     Raises:
         Failure: A value is not finite in the dtype that it is stored in.
     """
+    for _ in write_files(directory, reader, trained, where, progress):
+        pass
+    if (index := source / f"{SAFETENSORS}.index.json").is_file():
+        shutil.copyfile(index, directory / index.name)
+
+
+def write_files(
+    directory: Path, reader: Reader, trained: Mapping[str, torch.Tensor], where: Mapping[str, str], progress: Progress
+) -> Iterator[tuple[str, str]]:
+    """Write weight files one by one: their names and checksums. Arguments and errors as of `write`.
+
+    `directory` may be the reader's own: a file is replaced when the new one is complete.
+    """
     shards: dict[str, list[str]] = {file: [] for file in reader.files}
     for name in reader.infos:
         shards[reader.file(name)].append(name)
@@ -70,9 +83,7 @@ def write(
     with stage(progress, "write", total, "byte") as done:
         for file, names in shards.items():
             tensors = {name: _tensor(reader, name, trained, where) for name in names}
-            write_shard(directory / file, tensors, {name: reader.infos[name].dtype for name in names}, done)
-    if (index := source / f"{SAFETENSORS}.index.json").is_file():
-        shutil.copyfile(index, directory / index.name)
+            yield file, write_shard(directory / file, tensors, {name: reader.infos[name].dtype for name in names}, done)
 
 
 def _tensor(reader: Reader, name: str, trained: Mapping[str, torch.Tensor], where: Mapping[str, str]) -> torch.Tensor:

@@ -28,6 +28,7 @@ _TOKENS = 32768
 _TOKENS_PER_CHANNEL = 8
 _OTHERS = 1024  # tokens of each text, at least a block, by which the result is checked
 DEFAULT: Texts = (OWN,)  # where none is given
+_HEALED_CONTEXT = 512  # at most: many steps are worth more than long blocks
 _DECIDED_ON = 8192  # tokens: with four times as many, only choices between near ties differed
 
 
@@ -44,6 +45,7 @@ class CalibrationOptions:
         refine: Steps of gradient descent that fit each layer's attention to the source's.
         max_context: Tokens of the longest context that the result is for; None for `context`.
         no_text: Whether methods that use text have to do without; otherwise the model writes one where none is given.
+        heal: Tokens of the text that the whole result is distilled on at the end; None where the device decides.
     """
 
     texts: Texts = ()
@@ -54,6 +56,7 @@ class CalibrationOptions:
     refine: int = 0
     max_context: int | None = None
     no_text: bool = False
+    heal: int | None = None
 
     @property
     def flags(self) -> str:
@@ -66,13 +69,14 @@ class CalibrationOptions:
             "propagate": self.propagate,
             "refit": self.refit,
             "refine": self.refine,
+            "heal": self.heal,
         }
         return " and ".join(sorted(f"--{name.replace('_', '-')}" for name, value in values.items() if value))
 
     @property
     def steps(self) -> CalibrationOptions:
         """The same without the text: only the steps beyond a method."""
-        return CalibrationOptions(propagate=self.propagate, refit=self.refit, refine=self.refine, no_text=self.no_text)
+        return replace(self, texts=(), tokens=None, context=None, max_context=None)
 
     @property
     def text_alone(self) -> CalibrationOptions:
@@ -82,7 +86,10 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration of a plan, with every number decided. Attributes as in CalibrationOptions."""
+    """The calibration of a plan, with every number decided. Attributes as in CalibrationOptions.
+
+    `heal` is None until it is known what the device has room for (`convert.planning.memory`).
+    """
 
     texts: Texts
     tokens: int
@@ -91,6 +98,7 @@ class Calibration:
     refit: bool
     refine: int
     max_context: int
+    heal: int | None = 0
 
     @property
     def name(self) -> str:
@@ -113,6 +121,11 @@ class Calibration:
         return sum(count for count, text in zip(self.blocks, self.texts, strict=True) if text.own and not text.written)
 
     @property
+    def heal_context(self) -> int:
+        """Tokens of the blocks that a healing sees: blocks of the calibration, or equal parts of these."""
+        return self.context // -(-self.context // _HEALED_CONTEXT)
+
+    @property
     def in_sequence(self) -> bool:
         """Whether layers are converted in order, each behind the converted ones."""
         return bool(self.propagate or self.refit or self.refine)
@@ -132,6 +145,7 @@ class Calibration:
             **({"propagate": True} if self.propagate else {}),
             "refit": self.refit,
             **({"refine": self.refine} if self.refine else {}),
+            "heal": self.heal,
         }
 
     def as_recipe(self) -> dict[str, Any]:
@@ -144,6 +158,7 @@ class Calibration:
             *(["--propagate"] if self.propagate else []),
             *(["--refit"] if self.refit else []),
             *([f"--refine {self.refine}"] if self.refine else []),
+            *([f"--heal {self.heal}"] if self.heal else []),
         ]
 
 
@@ -312,7 +327,7 @@ def calibration_for(
     Raises:
         Refusal: The method needs text and has none, or cannot use it.
     """
-    if method.text is not TextUse.IGNORED or wanted.refit or wanted.refine:
+    if method.text is not TextUse.IGNORED or wanted.refit or wanted.refine or wanted.heal:
         wanted = with_own_text(wanted)
     if not wanted.texts and method.text is TextUse.NEEDED:
         raise Refusal(
@@ -322,14 +337,16 @@ def calibration_for(
     require_consistent(source, wanted)
     if not wanted.texts:
         return None
-    if method.text is TextUse.IGNORED and (wanted.propagate or not (wanted.refit or wanted.refine)):
-        idle = "--propagate" if wanted.refit or wanted.refine else wanted.flags
+    used = bool(wanted.refit or wanted.refine or wanted.heal is not None)
+    if method.text is TextUse.IGNORED and (wanted.propagate or not used):
+        idle = "--propagate" if used else wanted.flags
         raise Refusal(f"method {method.name} looks at weights only and has no use for {idle}", hint="leave it out")
     if method.text is not TextUse.USED and wanted.max_context is not None:
         raise Refusal(f"method {method.name} has no use for --max-context", hint="leave it out")
     tokens, context, longest = _numbers(source, wanted)
     refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
-    return Calibration(wanted.texts, tokens, context, wanted.propagate, refit, wanted.refine, longest)
+    heal = wanted.heal if wanted.heal is not None or method.text is TextUse.USED else 0
+    return Calibration(wanted.texts, tokens, context, wanted.propagate, refit, wanted.refine, longest, heal)
 
 
 def with_own_text(wanted: CalibrationOptions) -> CalibrationOptions:

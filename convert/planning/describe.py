@@ -281,7 +281,8 @@ def expected_lines(seconds: float | None) -> list[str]:
 
 def conversion_text(plan: Plan, record: Mapping[str, Any]) -> str:
     """A finished conversion, for a terminal: what changed, and the loss of quality if it was measured."""
-    return "\n".join([*_plan_lines(plan), *_check_lines(record), *_quality_lines(record), f"written to {_where(plan)}"])
+    measured = (*_healing_lines(record), *_check_lines(record), *_quality_lines(record))
+    return "\n".join([*_plan_lines(plan), *measured, f"written to {_where(plan)}"])
 
 
 def _where(plan: Plan) -> str:
@@ -304,6 +305,15 @@ def _plan_lines(plan: Plan) -> list[str]:
         f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {kept})",
         *plan.notes,
     ]
+
+
+def _healing_lines(record: Mapping[str, Any]) -> list[str]:
+    if not (healing := record.get("healing")):
+        return []
+    before, after = (healing[when]["kl"] for when in ("before", "after"))
+    if not record["tensors"]["healed"]:
+        return [f"healing gained nothing: KL {before:.4f} on {healing['held_out_tokens']} tokens that were held out"]
+    return [f"healed on {healing['tokens']} tokens: KL {before:.4f} → {after:.4f} on {healing['held_out_tokens']} others"]
 
 
 def _check_lines(record: Mapping[str, Any]) -> list[str]:

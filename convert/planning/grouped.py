@@ -13,8 +13,8 @@ from convert.hosts import HOSTS
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
+from convert.planning.memory import require_room_to_write, with_healing
 from convert.planning.targets import GroupedTarget
-from convert.planning.writing import require_room_to_write
 from eval.device import compute_device, require_device
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def plan_grouped(
     )
     text = None if target.copies else text  # a copy needs no calibration
     require_room_to_write(source, text, compute_device(device))
+    text = with_healing(source, text, compute_device(device))
     return Plan(source, family, target, text, output, device, seed, remarks)
 
 

@@ -55,6 +55,7 @@ def test_every_step_adds_to_the_work(planned: Callable[..., Plan]) -> None:
     assert flops(planned(groups=4)) == 0
     assert 0 < flops(plain, 0) < flops(plain) < flops(plain, 1024)
     assert flops(plain) < flops(planned()) < flops(planned(refine=10)) < flops(planned(refine=20))
+    assert flops(planned()) == flops(planned(heal=0)) < flops(planned(heal=640)) < flops(planned(heal=1280))
     written, kept = works_of([planned(text="self")] * 2, 512)
     assert kept.flops < written.flops
     assert flops(plain) < flops(plain, evaluated=100) < flops(plain, evaluated=200)

@@ -42,7 +42,7 @@ def test_a_recipe_repeats_a_plan_from_any_directory(source: Sources, tmp_path: P
         "mla": {
             "model": str(tmp_path / "source"), "kv_lora_rank": 24, "qk_rope_head_dim": 8, "method": "weighted", "seed": 0,
             "dtype": "bfloat16", "max_shard_size": "123MB", "text": str(tmp_path / "some.txt"), "calibration_tokens": 640,
-            "calibration_context": 64, "refit": True, "refine": 3,
+            "calibration_context": 64, "refit": True, "refine": 3, "heal": 0,
         }
     }  # fmt: skip
     assert json.loads(json.dumps(found)) == found

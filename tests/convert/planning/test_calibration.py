@@ -63,13 +63,16 @@ def test_options_come_apart_into_text_and_steps() -> None:
 @pytest.mark.parametrize(("method", "refit"), [("weighted", True), ("aligned", True), ("pca", False)])
 def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refit: bool, source: Sources) -> None:
     found = decided(source(), method, texts=TEXT)
-    assert found == Calibration(TEXT, 32768, 128, False, refit, 0, 128), "blocks are no longer than the model's positions"
+    healed = None if refit else 0  # the device decides
+    assert found == Calibration(TEXT, 32768, 128, False, refit, 0, 128, healed), (
+        "blocks are no longer than the model's positions"
+    )
     assert decided(source(max_position_embeddings=8192), method, texts=TEXT).context == 2048
 
 
 def test_what_is_said_is_what_is_done(source: Sources) -> None:
-    found = decided(source(), texts=TEXT, tokens=500, context=50, propagate=True, refit=False, refine=3)
-    assert found == Calibration(TEXT, 500, 50, True, False, 3, 50)
+    found = decided(source(), texts=TEXT, tokens=500, context=50, propagate=True, refit=False, refine=3, heal=640)
+    assert found == Calibration(TEXT, 500, 50, True, False, 3, 50, 640)
     assert decided(source(), "pca", texts=TEXT, refit=True).refit
     longer = decided(source(), texts=TEXT, context=50, max_context=128)
     assert (longer.context, longer.max_context) == (50, 128)
@@ -101,15 +104,15 @@ def test_layers_are_converted_in_order_where_they_have_to_be(
 def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.txt").touch()
-    found = Calibration(TEXT, 500, 50, True, False, 3, 50)
-    options = {"calibration_tokens": 500, "calibration_context": 50, "propagate": True, "refit": False, "refine": 3}
+    found = Calibration(TEXT, 500, 50, True, False, 3, 50, 64)
+    options = {"calibration_tokens": 500, "calibration_context": 50, "propagate": True, "refit": False, "refine": 3, "heal": 64}
     assert found.as_options() == {"text": "some.txt"} | options
     assert found.as_recipe() == {"text": str(tmp_path / "some.txt")} | options
-    assert found.steps() == ["--propagate", "--refine 3"]
+    assert found.steps() == ["--propagate", "--refine 3", "--heal 64"]
     of_a_program = Calibration(texts_of(["a", "b", "c"], None), 500, 50, False, True, 0, 50)
     assert of_a_program.as_recipe()["strings"] == "3"
     named = Calibration(texts_of(None, "wikitext"), 500, 50, False, True, 0, 50)
-    expected = {"dataset": "wikitext", "calibration_tokens": 500, "calibration_context": 50, "refit": True}
+    expected = {"dataset": "wikitext", "calibration_tokens": 500, "calibration_context": 50, "refit": True, "heal": 0}
     assert named.as_options() == named.as_recipe() == expected
     assert named.steps() == ["--refit"]
 

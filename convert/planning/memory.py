@@ -1,18 +1,23 @@
-"""Whether a model can write its own text on a device: its weights have to fit in the memory."""
+"""What a device has memory for: a model that writes its own text, and a result that is distilled."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
+from convert.processes import launched_count
 from eval.capacity import count_parameters
-from eval.device import free_memory
+from eval.device import free_memory, whole_memory
 
 if TYPE_CHECKING:
     from convert.planning.calibration import Calibration
     from eval.source import Source
 
 _BYTES = 4  # of a weight: models run in fp32 on some devices
+_TO_HEAL = 20  # bytes for each weight: source and result in fp32, gradients and moments of attention, activations
+_SHARE = 0.8  # of a device's memory that a healing by default may take
+HEALED = 16384  # tokens by default: from there on, a real model gained little per minute
 
 
 def require_room_to_write(source: Source, calibration: Calibration | None, device: Any) -> None:
@@ -28,6 +33,19 @@ def require_room_to_write(source: Source, calibration: Calibration | None, devic
             f"{source.reference} cannot write its own calibration text: {missing}",
             hint="calibrate on a text with --text FILE; --no-text uses weights alone, and ruins most models",
         )
+
+
+def with_healing(source: Source, calibration: Calibration | None, device: Any) -> Calibration | None:
+    """The calibration, with a healing where none was asked for or ruled out, one process converts, and memory suffices.
+
+    Whatever else uses the memory now does not matter: the same command gives the same plan.
+    """
+    if calibration is None or calibration.heal is not None:
+        return calibration
+    if launched_count() > 1:
+        return replace(calibration, heal=0)
+    needed = _TO_HEAL * count_parameters(source.config, source.trust_remote_code)
+    return replace(calibration, heal=HEALED if needed <= _SHARE * whole_memory(device) else 0)
 
 
 def lacks_room(source: Source, device: Any) -> str | None:

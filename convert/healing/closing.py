@@ -1,0 +1,123 @@
+"""The healing that ends a conversion: the result is distilled on its calibration text before it is published."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attention.errors import Failure, KvfoldError, Refusal
+from convert.checkpoint.reader import Reader
+from convert.checkpoint.workdir import WorkDirectory
+from convert.checkpoint.writer import checksum
+from convert.healing.batches import TrainingText
+from convert.healing.loop import healed
+from convert.healing.memory import disk
+from convert.healing.models import learning, stored
+from convert.healing.plan import HealOptions, HealPlan, sized
+from convert.healing.record import course_of
+from convert.healing.states import States
+from convert.healing.team import Team
+from convert.healing.weights import write_files
+from convert.planning.base import Plan
+from eval.device import memory_for
+from eval.progress import Progress
+from eval.source import Source
+from eval.text import Tokens
+
+_log = logging.getLogger("kvfold")
+_POINTS = 4  # of the curve: so few that it never stops early, by the one or two blocks that are held out
+_LEAST_BLOCKS = 8  # of a text, and more of them than a step takes
+_TOKENS, _WRITING, _COURSE = "heal-tokens", "heal-writing", "healed"  # what a work directory remembers of a healing
+
+
+def heal_result(
+    plan: Plan, work: WorkDirectory, text: Tokens, device: torch.device, progress: Progress
+) -> dict[str, Any] | None:
+    """Distil the source into the checkpoint of a work directory.
+
+    A resumed run goes on from the last state. Files are replaced one by one after the last step; if that is interrupted, or a
+    file is damaged later, the conversion writes it again, and the last state replaces all.
+
+    Args:
+        plan: The conversion that made the checkpoint, with a calibration.
+        work: Its work directory.
+        text: The calibration text.
+        device: Where it trains.
+        progress: Called with the progress of each stage.
+
+    Returns:
+        The entry `healing` of conversion.json with the names of the tensors that changed; None if nothing was healed.
+
+    Raises:
+        Refusal: The work was begun with another number of tokens.
+        Failure: It does not train. The work stays, and `--heal 0` publishes what was converted.
+    """
+    assert plan.calibration is not None
+    work.keep()  # the weights are complete
+    tokens, begun = plan.calibration.heal, work.recall(_TOKENS)
+    if begun not in (None, tokens) and (tokens or work.recall(_WRITING)):
+        raise Refusal(
+            f"the healing of {plan.output.path} was begun with {begun} tokens, not {tokens}",
+            hint=f"repeat the command with --heal {begun} --resume, or begin again with --overwrite",
+        )
+    if not tokens:
+        return None
+    if (found := work.recall(_COURSE)) and all(checksum(work.path / name) == hash_ for name, hash_ in found["files"].items()):
+        return dict(found["course"])
+    blocks = _blocks(text, plan.calibration.context, plan.calibration.heal_context)
+    if (count := len(blocks.ids) // plan.calibration.heal_context) < _LEAST_BLOCKS:
+        _log.warning(
+            "the result is not healed: the text has %d blocks of %d tokens, and %d or more are needed",
+            count, plan.calibration.heal_context, _LEAST_BLOCKS,
+        )  # fmt: skip
+        return None
+    work.remember(_TOKENS, tokens)
+    hint = "the same command with --resume and --heal 0 publishes it as it is"
+    with memory_for("the healing of the result", hint):
+        try:
+            return _trained(_planned(plan, work, tokens, count, device), work, blocks, progress)
+        except KvfoldError as error:
+            raise Failure(f"the conversion is done, its healing failed: {error}", hint=hint) from error
+
+
+def _blocks(text: Tokens, context: int, part: int) -> Tokens:
+    """A text of whole blocks, cut into parts of one length; what is left of each block is dropped."""
+    rows = text.ids[: len(text.ids) // context * context].view(-1, context)
+    return replace(text, ids=rows[:, : context // part * part].flatten())
+
+
+def _planned(plan: Plan, work: WorkDirectory, tokens: int, blocks: int, device: torch.device) -> HealPlan:
+    assert plan.calibration is not None
+    result = replace(Source.parse(str(work.path), plan.source.trust_remote_code), label="the result")
+    context = plan.calibration.heal_context
+    options = HealOptions({}, tokens=tokens, context=context)
+    found = sized(result, plan.source, options, plan.output, str(device), plan.seed)
+    if found.batch > blocks // _LEAST_BLOCKS:
+        options = replace(options, batch_tokens=blocks // _LEAST_BLOCKS * context)
+        found = sized(result, plan.source, options, plan.output, str(device), plan.seed)
+    return replace(found, every=-(-found.steps // _POINTS))
+
+
+def _trained(plan: HealPlan, work: WorkDirectory, text: Tokens, progress: Progress) -> dict[str, Any]:
+    reader, team = Reader(work.path), Team.of(plan)
+    if not any(work.training.iterdir()):
+        work.require_space(disk(plan))
+    blocks = TrainingText.of(text, plan.context, plan.tokens, plan.batch)
+    with learning(plan, blocks, reader, team, progress) as (trainer, where):
+        outcome = healed(
+            plan, trainer, States(work.training, trainer), stored(reader, where), lambda progressed: None, progress
+        )
+        del trainer
+        team.accelerator.free_memory()
+    files: dict[str, str] = {}
+    if outcome.weights:
+        work.remember(_WRITING, True)
+        for file, hash_ in write_files(work.path, reader, outcome.weights, where, progress):
+            work.note(file, work.done(file), hash_)
+            files[file] = hash_
+    course = {**course_of(plan, blocks, outcome), "tensors": sorted(where) if outcome.weights else []}
+    work.remember(_COURSE, {"files": files, "course": course})
+    return course
