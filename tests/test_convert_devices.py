@@ -349,6 +349,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, without_classes: None, without_gradie
     monkeypatch.setattr(torch, "save", saved)
     monkeypatch.setattr(torch, "load", loaded)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * 10**10, 8 * 10**10))
 
 
 CONVERSIONS: dict[str, tuple[str, tuple[int, int], Callable[..., Any], dict[str, Any]]] = {
