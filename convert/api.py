@@ -214,7 +214,7 @@ def gqa(
         refit: Refit queries, keys, values (GQA) and outputs by least squares; None: if there is text and the method uses it.
         refine: Steps of gradient descent that then fit each layer to its source.
         heal: Tokens of the text, a number or "64k", that the result is distilled on at the end; 0 for none; None for 16384
-            where the model trains in memory and the method uses text.
+            where the model trains in memory and the method uses text, but in sweeps, which heal only if asked to.
         evaluate: Held-out text to measure perplexity on: a UTF-8 file, or a list of strings.
         dtype: "float32", "bfloat16" or "float16" to store floats in; None keeps each tensor's own.
         engine: What has to run the result, one of `convert.engines.ENGINES`; None for nothing in particular.

@@ -391,7 +391,8 @@ def _follow(plan: Plan, text: CalibrationText, processes: Processes) -> None:
         return
     reader, work = Reader(plan.source.files, plan.family.renamed), WorkDirectory.of_another(plan.output.path)
     job = Job(plan, reader, work, text, _device(plan), silent, statistics_in, processes)
-    Surveyed(job, text).follow()
+    if reads_text(plan):  # as the first process does
+        Surveyed(job, text).follow()
     if text.plan.in_sequence and not plan.target.copies:
         choices, rotary = processes.first(_of_the_first)
         chosen = carried_out(plan, choices).plan

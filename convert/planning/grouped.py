@@ -13,7 +13,7 @@ from convert.hosts import HOSTS
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
-from convert.planning.memory import require_room_to_write, with_healing
+from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget
 from eval.device import compute_device, require_device
 
@@ -81,7 +81,7 @@ def plan_grouped(
     )
     text = None if target.copies else text  # a copy needs no calibration
     require_room_to_write(source, text, compute_device(device))
-    text = with_healing(source, text, compute_device(device))
+    text = with_default_healing(source, text, compute_device(device))
     return Plan(source, family, target, text, output, device, seed, remarks)
 
 

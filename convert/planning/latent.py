@@ -15,7 +15,7 @@ from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.budget import check_fold, default_fold, layer_ranks, served_rank
 from convert.planning.calibration import CalibrationOptions, calibration_for
-from convert.planning.memory import require_room_to_write, with_healing
+from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.portable import portable_calibration, portable_hint
 from convert.planning.room import full_rank, latent_for_budget, most_rotary_dims, rotary_dim, smallest_latent, with_reserved
 from eval.device import compute_device, require_device
@@ -127,7 +127,7 @@ def plan_latent(
         note = "the search starts from this split of the cache; the text decides the split, one for all layers"
         target = replace(target, splits=splits, notes=(*target.notes, note))
     require_room_to_write(source, text, compute_device(device))
-    text = with_healing(source, text, compute_device(device))
+    text = with_default_healing(source, text, compute_device(device))
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
 
 
