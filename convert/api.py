@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
-from convert.planning.texts import OneText, TextGiven, as_options, texts_of
+from convert.planning.texts import DEFAULT, OneText, TextGiven, texts_of
 from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_tokens
 from eval.api import contexts_of, read_text
 from eval.progress import Progress, silent
@@ -365,7 +365,7 @@ def heal(
     output: str | Path,
     *,
     teacher: str | Path | None = None,
-    text: OneText | None = None,
+    text: TextGiven | None = None,
     dataset: str | None = None,
     tokens: int | str | None = None,
     budget: str = "try",
@@ -390,14 +390,15 @@ def heal(
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> Healing:
-    """Distil the source into a converted checkpoint, end to end. Needs a text.
+    """Distil the source into a converted checkpoint, end to end.
 
     Args:
         converted: The checkpoint to heal: a directory or a Hub id.
         output: The directory to create.
         teacher: The model that it was converted from; None for the one that its conversion.json names.
-        text: Text to train on: a UTF-8 file, or a list of strings.
-        dataset: Instead of `text`: a named dataset, whose training split is used.
+        text: Text to train on: a UTF-8 file, a list of strings, "self" for what the teacher writes, or several of these names
+            with their shares. Without text and dataset, the teacher writes it.
+        dataset: A named dataset, whose training split is used, too.
         tokens: Tokens to train on, a number or "20M"; None for those of `budget`. A shorter text is used again.
         budget: "try", "default" or "thorough": 20, 200 or 2,000 million tokens, for more than 2 billion parameters 50, 500 or
             3,000.
@@ -429,9 +430,8 @@ def heal(
     """
     from convert.healing import run
     from convert.healing.plan import HealOptions, plan_heal
+    from convert.healing.texts import GivenTexts
 
-    if (text is None) == (dataset is None):
-        raise Refusal("healing needs a text to train on", hint="give either --text FILE or --dataset NAME")
     counts = {
         "tokens": tokens,
         "batch_tokens": batch_tokens,
@@ -449,12 +449,8 @@ def heal(
     except ValueError:
         raise Refusal(f"lr is {lr!r}; it must be a number, or auto") from None
     _require_range("lr", 1.0 if rate is None else rate, 1e-12, 1.0)
-    texts = texts_of(text, dataset)
-    if any(one.own for one in texts):
-        raise Refusal("healing on what the model writes itself is not supported yet", hint="give another --text FILE")
-    given = as_options(texts)
     options = HealOptions(
-        given,
+        texts_of(text, dataset) or DEFAULT,
         budget=budget,
         context=context,
         lr=rate,
@@ -470,13 +466,13 @@ def heal(
     source = Source.parse(str(converted), trust_remote_code)
     where = _output(output, None, MAX_SHARD_SIZE, overwrite, resume, None)
     planned = plan_heal(source, None if teacher is None else str(teacher), options, where, device, seed)
-    train_on = read_text(text, dataset, "train")
     if dry_run:
-        blocks = run.training_text(planned, train_on)
-        seconds = run.expected_duration(planned, blocks, about_tokens(evaluate))
+        texts = GivenTexts.read(planned)
+        blocks = texts.given
+        seconds = run.expected_duration(planned, blocks, texts.rows_to_write, about_tokens(evaluate))
         return Healing(planned, blocks.passes(planned.steps, planned.batch), None, seconds)
     held_out = None if evaluate is None else read_text(evaluate, None, "test")
-    done = run.execute(planned, train_on, held_out, progress)
+    done = run.execute(planned, held_out, progress)
     return Healing(done.plan, done.record["healing"]["passes"], done.record) if done.record else Healing(planned, 0.0, {})
 
 

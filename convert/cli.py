@@ -178,12 +178,14 @@ def heal(as_json: bool, **given: Any) -> None:
     """Train CONVERTED until it predicts as its source does, and write the result to OUTPUT.
 
     Distils the source, the teacher, into CONVERTED: every token's predictions are compared. CONVERTED stays the class that it
-    is, with the same cache. A part of the text is held out; it chooses the learning rate and the weights.
+    is, with the same cache. Without --text, the teacher writes the text. A part of it is held out; it chooses the learning rate
+    and the weights.
 
     Example: convert heal my-model-mla my-model-mla-healed --text train.txt --tokens 20M --evaluate held-out.txt
     """
     from convert import api
 
+    options.texts(given)
     progress = _console(given)
     done = api.heal(given.pop("converted"), given.pop("output"), progress=progress, **given)
     if done.record != {}:  # of several processes, one reports

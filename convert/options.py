@@ -197,26 +197,34 @@ arithmetic = click.option(
 )
 device = click.option("--device", default="auto", show_default=True, help="Where to compute: auto, cpu, cuda, cuda:1, …")
 
+
+def _texts(use: str, writer: str) -> Decorator:
+    """The options of the texts to use, of which one may be what a model writes."""
+    return _all(
+        click.option(
+            "--text",
+            type=TextFile(exists=True, dir_okay=False, path_type=Path),
+            multiple=True,
+            metavar="FILE",
+            help=f"UTF-8 text to {use} on, or self for what {writer} writes itself; repeatable. Never use the text that you "
+            "evaluate on.  [default: self]",
+        ),
+        click.option(
+            "--text-shares",
+            type=Shares(),
+            metavar="N,…",
+            help="Shares of the tokens, in the order of --text; that of a dataset is 1.  [default: equal]",
+        ),
+        click.option(
+            "--dataset",
+            type=click.Choice(DATASETS),
+            help=f"{use.capitalize()} on the training split of this dataset, too. Needs pip install 'kvfold[data]'.",
+        ),
+    )
+
+
 calibration = _all(
-    click.option(
-        "--text",
-        type=TextFile(exists=True, dir_okay=False, path_type=Path),
-        multiple=True,
-        metavar="FILE",
-        help="UTF-8 text to calibrate on, or self for what MODEL writes itself; repeatable. Never use the text that you "
-        "evaluate on.  [default: self]",
-    ),
-    click.option(
-        "--text-shares",
-        type=Shares(),
-        metavar="N,…",
-        help="Shares of the tokens, in the order of --text; that of a dataset is 1.  [default: equal]",
-    ),
-    click.option(
-        "--dataset",
-        type=click.Choice(DATASETS),
-        help="Calibrate on the training split of this dataset, too. Needs pip install 'kvfold[data]'.",
-    ),
+    _texts("calibrate", "MODEL"),
     click.option("--no-text", is_flag=True, help="Calibrate on no text: convert from weights alone, which ruins most models."),
     click.option(
         "--calibration-tokens",
@@ -285,17 +293,7 @@ healing = _all(
     click.argument("converted"),
     click.argument("output", type=click.Path(path_type=Path)),
     click.option("--teacher", metavar="MODEL", help="The model that CONVERTED was made from.  [default: as it records]"),
-    click.option(
-        "--text",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="UTF-8 text to train on. Never use the text that you evaluate on.",
-    ),
-    click.option(
-        "--dataset",
-        type=click.Choice(DATASETS),
-        help="Train on the training split of this dataset. Needs pip install 'kvfold[data]'.",
-    ),
+    _texts("train", "the teacher"),
     click.option("--tokens", type=Count(), metavar="N", help="Train on N tokens, such as 20M.  [default: those of --budget]"),
     click.option(
         "--budget",

@@ -28,7 +28,7 @@ ROOMS = {
     "calibration": {"methods", "checkpoint", "processes"},
     "execute": {"families", "methods", "hosts", "engines", "checkpoint", "planning", "processes", "calibration"},
     "sweeping": {"methods", "checkpoint", "planning", "processes", "execute", "healing"},
-    "healing": {"families", "checkpoint", "planning", "processes", "execute"},
+    "healing": {"families", "checkpoint", "planning", "processes", "calibration", "execute"},
     "demo": {"planning", "sweeping"},
     "api": {"methods", "sizes", "engines", "planning", "execute", "healing", "sweeping"},
     "options": {"sizes", "engines"},

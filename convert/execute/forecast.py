@@ -179,11 +179,15 @@ def work_of(
 
 
 def _writing(plan: Plan, decoder: Decoder, rows: int, length: int) -> Work:
-    """What the model writes itself: rows of so many tokens, token by token."""
-    dtype = rough(torch.device(compute_device(plan.device)))
+    return writing_work(decoder, plan.before, rows, length, torch.device(compute_device(plan.device)))
+
+
+def writing_work(decoder: Decoder, spec: AttentionSpec, rows: int, length: int, device: torch.device) -> Work:
+    """What a model with this attention writes itself: rows of so many tokens, token by token."""
+    dtype = rough(device)
     batches = math.ceil(rows / ROWS)
     read = dtype.itemsize * decoder.parameters * length * batches
-    cached = rows * length**2 / 2 * plan.before.bytes_per_token(str(dtype).removeprefix("torch."))
+    cached = rows * length**2 / 2 * spec.bytes_per_token(str(dtype).removeprefix("torch."))
     passes = decoder.forward(rows * length, length, passes=length * batches)
     return decoder.load() + Work(
         _ROUGH[dtype] * passes.flops,

@@ -1,4 +1,4 @@
-"""The text that healing trains on: blocks of one length, some held out, the others in an order that a seed decides.
+"""The texts that healing trains on: blocks of one length, some held out, the others in an order that a seed decides.
 
 Which blocks a step sees follows from the seed and the step alone, so that a resumed run sees what the first one would have.
 """
@@ -6,16 +6,17 @@ Which blocks a step sees follows from the seed and the step alone, so that a res
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from attention.errors import Failure
 from attention.spread import evenly_spread
-from eval.text import Text, Tokens, tokenize
+from eval.text import Text, Tokens, joined, tokenize
 
 _SOMETHING = re.compile(r"\S")
 _PIECE = 2**20  # characters that are encoded at a time: encoding takes about a hundred times their size
@@ -44,63 +45,115 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one of several texts gives to train on.
+
+    Attributes:
+        places: Of its blocks among all, int64.
+        share: Of the blocks that are trained on, relative to the shares of the other texts.
+    """
+
+    places: torch.Tensor
+    share: float
+
+
+@dataclass(frozen=True)
 class TrainingText:
     """Blocks to train on, and blocks to judge by. Blocks are named by their places in the text.
 
     Attributes:
-        tokens: The whole text.
+        tokens: The whole text: whole blocks of several ones, one after the other.
         blocks: `[n, context]`.
-        train: The places of those to train on, int64.
-        held_out: The places of the others, from all over the text; no step sees them.
+        parts: Of each text the blocks to train on.
+        held_out: The places of the others, from all over each text; no step sees them.
     """
 
     tokens: Tokens
     blocks: torch.Tensor
-    train: torch.Tensor
+    parts: tuple[Part, ...]
     held_out: torch.Tensor
 
     @classmethod
-    def of(cls, tokens: Tokens, context: int, wanted: int, batch: int) -> TrainingText:
-        """Cut a text into blocks.
+    def of(cls, texts: Sequence[tuple[Tokens, float]], context: int, wanted: int, batch: int) -> TrainingText:
+        """Cut texts into blocks.
 
         Args:
-            tokens: The text.
+            texts: The texts, each with its share of the training.
             context: Tokens per block.
             wanted: Tokens of the whole training; they decide how many are held out.
             batch: Blocks per step.
 
         Raises:
-            Failure: Less than a batch is left to train on.
+            Failure: A text has no block to train on, or all of them less than a batch.
         """
-        blocks = tokens.blocks(context)
-        held = max(1, min(len(blocks) * context, wanted, _HELD_OUT * _MOST_HELD_OUT) // (_HELD_OUT * context))
-        if len(blocks) < held + batch:
-            raise Failure(
-                f"{tokens.name} has {len(blocks)} blocks of {context} tokens; a step takes {batch}, beside {held} held out",
-                hint="give a longer text, a smaller --batch-tokens or a shorter --context",
-            )
-        aside = evenly_spread(held, len(blocks))
-        rest = torch.ones(len(blocks), dtype=torch.bool)
-        rest[aside] = False
-        return cls(tokens, blocks, rest.nonzero().flatten(), torch.tensor(aside))
+        parts, aside, start, whole = list[Part](), list[torch.Tensor](), 0, sum(share for _, share in texts)
+        for tokens, share in texts:
+            count = len(tokens.ids) // context
+            out = evenly_spread(min(count, held_out(count, context, int(wanted * share / whole))), count)
+            rest = torch.ones(count, dtype=torch.bool)
+            rest[out] = False
+            parts.append(Part(start + rest.nonzero().flatten(), share))
+            aside.append(start + torch.tensor(out, dtype=torch.int64))
+            start += count
+            _require_blocks(tokens, count, len(out), context, batch if len(texts) == 1 else 1)
+        alone = [tokens for tokens, _ in texts]
+        text = joined(alone if len(alone) == 1 else [replace(one, ids=one.blocks(context).flatten()) for one in alone])
+        return cls(text, text.blocks(context), tuple(parts), torch.cat(aside))
+
+    @property
+    def train(self) -> torch.Tensor:
+        """The places of all blocks to train on."""
+        return torch.cat([part.places for part in self.parts])
 
     def batch(self, step: int, size: int, seed: int) -> torch.Tensor:
-        """`[size]`, the places of a step's blocks: of all blocks in random order, then of all in another order, and so on."""
-        count = len(self.train)
-        places = range(step * size, (step + 1) * size)
-        orders = {turn: _order(count, seed, turn) for turn in {place // count for place in places}}
-        return self.train[[orders[place // count][place % count] for place in places]]
+        """`[size]`, the places of a step's blocks.
+
+        Texts take turns by their shares. Each gives all of its blocks in random order, then all in another order, and so on.
+        """
+        return torch.stack([self._drawn(place, seed) for place in range(step * size, (step + 1) * size)])
+
+    def _drawn(self, place: int, seed: int) -> torch.Tensor:
+        """The block at a place of the sequence of all steps."""
+        text, number = turn(place, [part.share for part in self.parts])
+        blocks = self.parts[text].places
+        again, among = divmod(number, len(blocks))
+        return blocks[_order(len(blocks), seed, again)[among]]
 
     def seen(self, steps: int, size: int, seed: int) -> torch.Tensor:
         """The places of all blocks that some steps see, and of those to judge by, in order."""
         return torch.cat([self.held_out, *(self.batch(step, size, seed) for step in range(steps))]).unique()
 
     def passes(self, steps: int, size: int) -> float:
-        """How often steps of `size` blocks go over the text."""
-        return steps * size / len(self.train)
+        """How often steps of `size` blocks go over the text, or over that of several which they see most often."""
+        whole = sum(part.share for part in self.parts)
+        return max(steps * size * part.share / whole / len(part.places) for part in self.parts)
 
 
-@functools.lru_cache(maxsize=2)
+def held_out(blocks: int, context: int, wanted: int) -> int:
+    """How many blocks of a text are held out, where so many tokens of it are trained on."""
+    return max(1, min(blocks * context, wanted, _HELD_OUT * _MOST_HELD_OUT) // (_HELD_OUT * context))
+
+
+def turn(place: int, shares: Sequence[float]) -> tuple[int, int]:
+    """Whose turn it is at a place of a sequence in which each has its share, and how many turns it had before."""
+    for i, share in enumerate(shares[:-1]):
+        part = share / sum(shares[i:])
+        before = math.ceil(place * part)
+        if math.ceil((place + 1) * part) > before:
+            return i, before
+        place -= before
+    return len(shares) - 1, place
+
+
+def _require_blocks(tokens: Tokens, blocks: int, held: int, context: int, batch: int) -> None:
+    if blocks < held + batch:
+        raise Failure(
+            f"{tokens.name} has {blocks} blocks of {context} tokens; a step takes {batch}, beside {held} held out",
+            hint="give a longer text, a smaller --batch-tokens or a shorter --context",
+        )
+
+
+@functools.lru_cache(maxsize=16)
 def _order(count: int, seed: int, turn: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + turn)
     found: list[int] = torch.randperm(count, generator=generator).tolist()

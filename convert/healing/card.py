@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from convert.healing.plan import HealPlan
+from convert.planning.texts import as_options
 from eval.escapes import markdown, shell_line
 
 _LOADING, _LAST = "## Loading\n", "`conversion.json` has"
@@ -59,13 +60,13 @@ def _loading(before: str) -> str:
 def _command(plan: HealPlan) -> str:
     """The command line, with paths as the user gave them."""
     ((command, options),) = plan.recipe().items()
-    shown = options | dict(plan.options.given) | {"teacher": plan.teacher.reference}
+    shown = options | as_options(plan.options.texts) | {"teacher": plan.teacher.reference}
     shown.pop("converted")
     if shown.pop("strings", None):
         shown["text"] = "TEXT"
     flags: list[str] = []
     for name, value in shown.items():
-        flag = f"--{name.replace('_', '-')}"
-        flags += [flag] if value is True else [flag, str(value)]
+        flag, values = f"--{name.replace('_', '-')}", value if isinstance(value, list) else [value]
+        flags += [flag] if value is True else [part for one in values for part in (flag, str(one))]
     model = plan.converted.reference
     return shell_line(["convert", command, f"./{model}" if model.startswith("-") else model, "OUTPUT", *flags])

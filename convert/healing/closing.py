@@ -93,7 +93,7 @@ def _planned(plan: Plan, work: WorkDirectory, tokens: int, blocks: int, device: 
     assert plan.calibration is not None
     result = replace(Source.parse(str(work.path), plan.source.trust_remote_code), label="the result")
     context = plan.calibration.heal_context
-    options = HealOptions({}, tokens=tokens, context=context)
+    options = HealOptions((), tokens=tokens, context=context)
     found = sized(result, plan.source, options, plan.output, str(device), plan.seed)
     if found.batch > blocks // _LEAST_BLOCKS:
         options = replace(options, batch_tokens=blocks // _LEAST_BLOCKS * context)
@@ -105,7 +105,7 @@ def _trained(plan: HealPlan, work: WorkDirectory, text: Tokens, progress: Progre
     reader, team = Reader(work.path), Team.of(plan)
     if not any(work.training.iterdir()):
         work.require_space(disk(plan))
-    blocks = TrainingText.of(text, plan.context, plan.tokens, plan.batch)
+    blocks = TrainingText.of([(text, 1.0)], plan.context, plan.tokens, plan.batch)
     with learning(plan, blocks, reader, team, progress) as (trainer, where):
         outcome = healed(
             plan, trainer, States(work.training, trainer), stored(reader, where), lambda progressed: None, progress

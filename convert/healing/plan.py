@@ -17,13 +17,14 @@ from convert.healing.tracking import require_tracker
 from convert.healing.trainable import require_peft
 from convert.healing.weights import places
 from convert.planning.base import Output, readable
+from convert.planning.texts import Texts, as_options
 from eval.capacity import count_parameters
 from eval.device import require_device
 from eval.evaluation import require_contexts
 from eval.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from convert.families import Family
 
@@ -45,7 +46,7 @@ class HealOptions:
     """The user's options. Numbers left as None depend on the model and on each other.
 
     Attributes:
-        given: The text: {"text": FILE} or {"dataset": NAME}.
+        texts: To train on.
         tokens: Tokens to train on; None for those of `budget`.
         budget: One of `BUDGETS`.
         context: Tokens per block.
@@ -62,7 +63,7 @@ class HealOptions:
         track: The tracker that figures go to; None for none.
     """
 
-    given: Mapping[str, str]
+    texts: Texts
     tokens: int | None = None
     budget: str = "try"
     context: int | None = None
@@ -150,8 +151,7 @@ class HealPlan:
 
     def recipe(self) -> dict[str, Any]:
         """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
-        given, o = self.options.given, self.options
-        text = {"text": str(Path(given["text"]).resolve())} if "text" in given else dict(given)
+        o = self.options
         every = {
             "tokens": self.tokens,
             "context": self.context,
@@ -166,6 +166,7 @@ class HealPlan:
         }
         numbers = {name: value for name, value in every.items() if value is not None}
         trusted = {"trust_remote_code": True} if self.converted.trust_remote_code else {}
+        text = as_options(o.texts, absolute=True)
         return {"heal": {"converted": _place(self.converted), "teacher": _place(self.teacher), **text, **numbers, **trusted}}
 
 

@@ -16,12 +16,15 @@ _OF_CONVERSION = ("recipe", "versions", "tensors", "layers", "kvfold", "healing"
 _OF_ONE_RUN = ("run", "evaluation", "healing", "conversion")
 
 
-def record_of(plan: HealPlan, text: TrainingText, outcome: Outcome, healed: list[str]) -> dict[str, Any]:
+def record_of(
+    plan: HealPlan, texts: list[dict[str, Any]], text: TrainingText, outcome: Outcome, healed: list[str]
+) -> dict[str, Any]:
     """conversion.json without its `run`: the same inputs and seed give the same content.
 
     Args:
         plan: The plan.
-        text: The text that was trained on.
+        texts: What there is to say of each text.
+        text: All of them, as they were trained on.
         outcome: What it came to.
         healed: The names of the trained tensors; empty if the weights are those of the converted checkpoint.
     """
@@ -33,7 +36,12 @@ def record_of(plan: HealPlan, text: TrainingText, outcome: Outcome, healed: list
         **{key: value for key, value in before.items() if key not in _OF_ONE_RUN + _OF_CONVERSION},
         "kvfold": version("kvfold"),
         "recipe": plan.recipe(),
-        "healing": {"teacher": plan.teacher.reference, "converted": plan.converted.reference, **course_of(plan, text, outcome)},
+        "healing": {
+            "teacher": plan.teacher.reference,
+            "converted": plan.converted.reference,
+            "texts": texts,
+            **course_of(plan, text, outcome),
+        },
         "conversion": conversion,
         "tensors": {"healed": healed},
         "versions": versions(),

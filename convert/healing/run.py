@@ -10,16 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
+from attention.spec import AttentionSpec
+from convert.calibration.own_text import own_text
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import WorkDirectory, calibration_hashes, check_output, finished, recorded, without_text
 from convert.checkpoint.writer import write_whole
-from convert.execute.publish import Clock, copy_companions, write_record
+from convert.execute.forecast import writing_work
+from convert.execute.publish import Clock, copy_companions, write_own_text, write_record
 from convert.execute.record import versions
-from convert.healing.batches import TrainingText, encoded
+from convert.healing.batches import TrainingText
 from convert.healing.card import card
 from convert.healing.forecast import work_of
 from convert.healing.loop import healed
@@ -29,18 +30,21 @@ from convert.healing.plan import HealPlan
 from convert.healing.record import record_of
 from convert.healing.states import Progressed, States
 from convert.healing.team import Team
+from convert.healing.texts import GivenTexts
 from convert.healing.tracking import tracked
 from convert.healing.weights import write
+from convert.planning.texts import written_before
 from eval.device import compute_device, free_memory, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
-from eval.forecast import Work, expected_seconds, foretell
+from eval.forecast import Decoder, Work, expected_seconds, foretell
 from eval.overlap import WARN_ABOVE, shared_share
 from eval.progress import Progress, silent
 from eval.source import Source
-from eval.text import Text, Tokens
+from eval.text import OWN_TEXT, Text, Tokens
 
 _log = logging.getLogger("kvfold")
 _CURVE = "healing.jsonl"  # beside the weights
+_OTHER = 2  # added to the seed, so that the teacher writes other text than a conversion and its check have seen
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,13 @@ class Healed:
     record: dict[str, Any]
 
 
-def execute(plan: HealPlan, text: Text, evaluate_on: Text | None = None, progress: Progress = silent) -> Healed:
+def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress = silent) -> Healed:
     """Write the healed checkpoint.
 
     Under `accelerate launch`, every process calls this: all train, and the first one does everything else.
 
     Args:
         plan: From `plan_heal`.
-        text: The text to train on.
         evaluate_on: Held-out text; what it says goes into the model card, and decides nothing.
         progress: Called with the progress of each stage.
 
@@ -72,63 +75,42 @@ def execute(plan: HealPlan, text: Text, evaluate_on: Text | None = None, progres
     """
     where, team = plan.output, Team.of(plan)
     if not team.leads:
-        _follow(plan, training_text(plan, text), team)
+        _follow(plan, GivenTexts.read(plan), team)
         return Healed(plan, {})
     with exclusive(where.path):
         for source in (plan.converted, plan.teacher):  # again, now that no other run writes
             check_output(where.path, source.directory, where.overwrite, where.resume)
-        return _execute(plan, text, evaluate_on, team, progress)
+        return _execute(plan, evaluate_on, team, progress)
 
 
-def training_text(plan: HealPlan, text: Text) -> TrainingText:
-    """The blocks of a plan's text.
-
-    Raises:
-        Failure: It is too short, or the two models' tokenizers differ.
-    """
-    tokens = encoded(text, plan.converted.tokenizer())
-    largest, known = int(tokens.ids.max()), plan.converted.vocabulary
-    if largest >= known:
-        raise Failure(
-            f"the tokenizer of {plan.converted.reference} makes ids up to {largest}, its model knows {known}",
-            hint="the tokenizer's files are not this model's",
-        )
-    start = replace(text, text=text.text[:4096])
-    if not torch.equal(encoded(start, plan.teacher.tokenizer()).ids, encoded(start, plan.converted.tokenizer()).ids):
-        raise Failure(
-            f"the tokenizers of {plan.converted.reference} and {plan.teacher.reference} make other tokens of the same text",
-            hint="--teacher names the model that it was converted from",
-        )
-    return TrainingText.of(tokens, plan.context, plan.tokens, plan.batch)
-
-
-def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, progress: Progress) -> Healed:
+def _execute(plan: HealPlan, evaluate_on: Text | None, team: Team, progress: Progress) -> Healed:
     clock, settings = Clock(), EvaluationSettings(contexts=(plan.context,), device=plan.device)
     evaluated = 0
     if evaluate_on:
         _, held_out = prepare([plan.teacher, plan.converted], evaluate_on, settings)
         evaluated = len(held_out.ids)
-    text = training_text(plan, given)
+    texts = GivenTexts.read(plan)
+    sizes = texts.given
     if evaluate_on:
-        _warn_of_overlap(evaluate_on, held_out, text.tokens)
+        _warn_of_overlap(evaluate_on, held_out, texts)
     reader = Reader(plan.converted.files)
     if plan.output.resume and not plan.output.overwrite:
         known = calibration_hashes(recorded(plan.converted.files))
         files = reader.fingerprint() | _teacher_files(plan)
-        if finished(plan.output.path, [plan.recipe()], known, files) and _same_text(plan, text):
+        if finished(plan.output.path, [plan.recipe()], known, files) and _same_texts(plan, texts):
             _log.warning("%s is finished already, there is nothing to do", plan.output.path)
             team.tell(None)
             return Healed(plan, recorded(plan.output.path))
     try:
         with WorkDirectory.opened(
-            plan.output.path, _inputs(plan, reader, text), plan.output.resume, plan.output.overwrite
+            plan.output.path, _inputs(plan, reader, texts), plan.output.resume, plan.output.overwrite
         ) as work:
             if work.published:
                 team.tell(None)
                 record = recorded(plan.output.path)
             else:
-                expected = _foretell(plan, text, evaluated, team)
-                record = _healed(plan, text, reader, work, team, progress)
+                expected = _foretell(plan, sizes, texts.rows_to_write, evaluated, team)
+                record = _healed(plan, texts, reader, work, team, progress)
                 if evaluate_on:
                     work.keep()
                     record |= {"evaluation": _evaluate(plan, record, work, evaluate_on, settings, progress)}
@@ -146,22 +128,34 @@ def _execute(plan: HealPlan, given: Text, evaluate_on: Text | None, team: Team, 
         ) from None
 
 
-def expected_duration(plan: HealPlan, text: TrainingText, evaluated: int) -> float:
-    """The seconds that a healing takes in one process, with an evaluation on so many tokens; 0 without."""
+def expected_duration(plan: HealPlan, text: TrainingText, rows_to_write: int, evaluated: int) -> float:
+    """The seconds that a healing takes in one process.
+
+    Args:
+        plan: The healing.
+        text: As far as it is known.
+        rows_to_write: Blocks of it that the teacher writes.
+        evaluated: Tokens of the text to evaluate on; 0 without.
+    """
     device = compute_device(plan.device)
     width = plan.converted.decoder.hidden_size
-    return expected_seconds(_work(plan, text, evaluated), device, width, _dtype(device.type == "cuda"))
+    return expected_seconds(_work(plan, text, rows_to_write, evaluated), device, width, _dtype(device.type == "cuda"))
 
 
-def _foretell(plan: HealPlan, text: TrainingText, evaluated: int, team: Team) -> float | None:
-    """Say how long it takes. Evaluation runs in one process, everything else that takes long in all."""
-    alone, whole = _work(plan, text, 0), _work(plan, text, evaluated)
-    work = whole + (1 / team.accelerator.num_processes - 1) * alone
+def _foretell(plan: HealPlan, text: TrainingText, rows_to_write: int, evaluated: int, team: Team) -> float | None:
+    """Say how long it takes. One process writes and evaluates, all share everything else that takes long."""
+    shared, whole = _work(plan, text, 0, 0), _work(plan, text, rows_to_write, evaluated)
+    work = whole + (1 / team.accelerator.num_processes - 1) * shared
     return foretell(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(team.bfloat16))
 
 
-def _work(plan: HealPlan, text: TrainingText, evaluated: int) -> Work:
-    return work_of(plan, len(text.tokens.ids), len(text.held_out) * plan.context, evaluated)
+def _work(plan: HealPlan, text: TrainingText, rows_to_write: int, evaluated: int) -> Work:
+    work = work_of(plan, len(text.tokens.ids), len(text.held_out) * plan.context, evaluated)
+    if not rows_to_write:
+        return work
+    teacher = plan.teacher
+    decoder, spec = Decoder.of(teacher.config, teacher.trust_remote_code), AttentionSpec.from_config(teacher.config)
+    return work + writing_work(decoder, spec, rows_to_write, plan.context, compute_device(plan.device))
 
 
 def _dtype(bfloat16: bool) -> str:
@@ -174,21 +168,24 @@ def _teacher_files(plan: HealPlan) -> dict[str, list[int]]:
     return {f"teacher/{file}": values for file, values in Reader(plan.teacher.files).fingerprint().items()}
 
 
-def _same_text(plan: HealPlan, text: TrainingText) -> bool:
-    """Whether the healing at OUTPUT was on this text.
+def _same_texts(plan: HealPlan, texts: GivenTexts) -> bool:
+    """Whether the healing at OUTPUT was on these texts.
 
     Raises:
-        Refusal: It was on another one.
+        Refusal: It was on others.
     """
-    if recorded(plan.output.path)["healing"]["text_hash"] != text.tokens.hash:
-        raise Refusal(
-            f"OUTPUT {plan.output.path} exists already, and was trained on another text",
-            hint="choose another OUTPUT, or replace it with --overwrite",
-        )
-    return True
+    found = [one["hash"] for one in recorded(plan.output.path)["healing"].get("texts", [])]
+    if len(found) == len(texts.parts) and all(
+        None in pair or pair[0] == pair[1] for pair in zip(found, texts.hashes, strict=True)
+    ):
+        return True
+    raise Refusal(
+        f"OUTPUT {plan.output.path} exists already, and was trained on another text",
+        hint="choose another OUTPUT, or replace it with --overwrite",
+    )
 
 
-def _inputs(plan: HealPlan, reader: Reader, text: TrainingText) -> dict[str, Any]:
+def _inputs(plan: HealPlan, reader: Reader, texts: GivenTexts) -> dict[str, Any]:
     """Everything that the result depends on, which `--resume` compares."""
     ((command, options),) = plan.recipe().items()
     return {
@@ -198,13 +195,14 @@ def _inputs(plan: HealPlan, reader: Reader, text: TrainingText) -> dict[str, Any
         "config": plan.converted.raw,
         "files": reader.fingerprint(),
         "teacher_files": _teacher_files(plan),
-        "text_hash": text.tokens.hash,
+        "texts": [{"hash": one["hash"], "share": one["share"]} for one in texts.facts],
+        "rows_to_write": texts.rows_to_write,
         "versions": versions(),
     }
 
 
 def _healed(
-    plan: HealPlan, text: TrainingText, reader: Reader, work: WorkDirectory, team: Team, progress: Progress
+    plan: HealPlan, texts: GivenTexts, reader: Reader, work: WorkDirectory, team: Team, progress: Progress
 ) -> dict[str, Any]:
     """Train, and write everything but the record, which is returned."""
     if any(work.training.iterdir()):
@@ -213,6 +211,7 @@ def _healed(
     work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
     for note in plan.notes:
         _log.info(note)
+    text = _written(plan, texts, work, progress)
     _say_memory(plan, team)
     with _memory(plan, work), tracked(team.accelerator, plan):
         if plan.options.teacher_cache is not None:
@@ -232,7 +231,17 @@ def _healed(
     write(work.path, plan.converted.files, reader, outcome.weights, where, progress)
     shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
     copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")))
-    return record_of(plan, text, outcome, sorted(where) if outcome.weights else [])
+    return record_of(plan, texts.facts, text, outcome, sorted(where) if outcome.weights else [])
+
+
+def _written(plan: HealPlan, texts: GivenTexts, work: WorkDirectory, progress: Progress) -> TrainingText:
+    """The whole text, with what the teacher writes, which is kept beside the weights."""
+    if not texts.rows_to_write:
+        return texts.given
+    device = compute_device(plan.device)
+    own = own_text(plan.teacher, texts.rows_to_write, plan.context, plan.seed + _OTHER, device, work.survey, progress)
+    write_own_text(work.path, own)
+    return texts.with_own(own)
 
 
 def _say_memory(plan: HealPlan, team: Team) -> None:
@@ -246,10 +255,14 @@ def _say_memory(plan: HealPlan, team: Team) -> None:
         )  # fmt: skip
 
 
-def _follow(plan: HealPlan, text: TrainingText, team: Team) -> None:
+def _follow(plan: HealPlan, texts: GivenTexts, team: Team) -> None:
     """What the other processes do: train, if there is anything to train."""
+    text = texts.given
     if (states := team.told()) is None:
         return
+    if rows := texts.rows_to_write:  # the first process has written them
+        file = WorkDirectory.of_another(plan.output.path).path / OWN_TEXT
+        text = texts.with_own(written_before(plan.teacher, file, rows, plan.context))
     reader = Reader(plan.converted.files)
     with learning(plan, text, reader, team, silent) as (trainer, where):
         healed(plan, trainer, States(states, trainer), stored(reader, where), lambda progressed: None, silent)
@@ -273,11 +286,13 @@ def _memory(plan: HealPlan, work: WorkDirectory) -> Iterator[None]:
         ) from None
 
 
-def _warn_of_overlap(held_out: Text, evaluated: Tokens, seen: Tokens) -> None:
-    if (share := shared_share(evaluated.ids, seen.ids)) > WARN_ABOVE:
-        _log.warning(
-            "%s shares %.0f%% of its runs with the training text: its perplexity will be flattered", held_out.name, 100 * share
-        )
+def _warn_of_overlap(held_out: Text, evaluated: Tokens, texts: GivenTexts) -> None:
+    for seen in filter(None, texts.parts):
+        if (share := shared_share(evaluated.ids, seen.ids)) > WARN_ABOVE:
+            _log.warning(
+                "%s shares %.0f%% of its runs with the training text %s: its perplexity will be flattered",
+                held_out.name, 100 * share, seen.name,
+            )  # fmt: skip
 
 
 def _evaluate(

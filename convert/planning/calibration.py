@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
 from convert.methods.text import TextUse
-from convert.planning.texts import OWN, Texts, as_options, names_of, shared_out
+from convert.planning.texts import DEFAULT, OWN, Texts, as_options, names_of, shared_out, written_before
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from convert.methods.blocks import Blocks
@@ -27,7 +25,6 @@ _log = logging.getLogger("kvfold")
 _TOKENS = 32768
 _TOKENS_PER_CHANNEL = 8
 _OTHERS = 1024  # tokens of each text, at least a block, by which the result is checked
-DEFAULT: Texts = (OWN,)  # where none is given
 _HEALED_CONTEXT = 512  # at most: many steps are worth more than long blocks
 _DECIDED_ON = 8192  # tokens: with four times as many, only choices between near ties differed
 
@@ -187,7 +184,7 @@ class GivenTexts:
         others: list[Tokens] = []
         for text, count in zip(plan.texts, plan.blocks, strict=True):
             if text.own:
-                parts.append(_own(_written(source, text.written, count, plan.context)) if text.written else None)
+                parts.append(_own(written_before(source, text.written, count, plan.context)) if text.written else None)
                 continue
             tokens = _encoded(source, plan, text.read(), count)
             part = tokens.spread(count * plan.context, plan.context)
@@ -210,26 +207,6 @@ class GivenTexts:
     def with_own(self, written: torch.Tensor | None) -> CalibrationText:
         """The whole text; `written [n, context]` is the model's own."""
         return CalibrationText(self.plan, tuple(part or _own(written) for part in self.parts))
-
-
-def _written(source: Source, file: Path, rows: int, context: int) -> torch.Tensor:
-    """What a model wrote for an earlier conversion, `[rows, context]`."""
-    import torch
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            ids: torch.Tensor = opened.get_tensor("ids")
-    except (OSError, SafetensorError) as error:
-        raise Failure(f"cannot read {file}: {error}", hint="give --text self, and the model writes again") from None
-    fits = ids.dtype == torch.int32 and ids.ndim == 2 and ids.shape[1] == context and len(ids) >= rows
-    if not fits or not 0 <= int(ids.min()) <= int(ids.max()) < source.vocabulary:
-        raise Failure(
-            f"{file} holds {ids.dtype} of shape {list(ids.shape)}, where {rows} rows of {context} tokens below "
-            f"{source.vocabulary} are needed",
-            hint="give --text self, and the model writes again",
-        )
-    return ids[:rows].long()
 
 
 def _encoded(source: Source, plan: Calibration, text: Text, blocks: int) -> Tokens:

@@ -6,10 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attention.errors import Refusal
+from attention.errors import Failure, Refusal
 from eval.text import SELF, Text, about_tokens, load_dataset, read_file, text_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from eval.source import Source
 
 OneText = str | Path | Sequence[str]
 TextGiven = OneText | Mapping[str | Path, float]  # Mapping: several, with their shares
@@ -64,6 +69,7 @@ class TextSource:
 
 Texts = tuple[TextSource, ...]
 OWN = TextSource(SELF, SELF)
+DEFAULT: Texts = (OWN,)  # where none is given
 
 
 def texts_of(text: TextGiven | None, dataset: str | None) -> Texts:
@@ -147,3 +153,27 @@ def shared_out(blocks: int, texts: Texts) -> list[int]:
         counts.append(min(left - others, max(1, math.ceil(blocks * one.share / whole - 1e-9))) if others else left)
         left -= counts[-1]
     return counts
+
+
+def written_before(source: Source, file: Path, rows: int, context: int) -> torch.Tensor:
+    """What a model wrote for an earlier conversion, `[rows, context]`.
+
+    Raises:
+        Failure: The file cannot be read, or does not hold such rows.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as opened:
+            ids: torch.Tensor = opened.get_tensor("ids")
+    except (OSError, SafetensorError) as error:
+        raise Failure(f"cannot read {file}: {error}", hint="give --text self, and the model writes again") from None
+    fits = ids.dtype == torch.int32 and ids.ndim == 2 and ids.shape[1] == context and len(ids) >= rows
+    if not fits or not 0 <= int(ids.min()) <= int(ids.max()) < source.vocabulary:
+        raise Failure(
+            f"{file} holds {ids.dtype} of shape {list(ids.shape)}, where {rows} rows of {context} tokens below "
+            f"{source.vocabulary} are needed",
+            hint="give --text self, and the model writes again",
+        )
+    return ids[:rows].long()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attention.errors import Failure
 from convert.healing import batches
-from convert.healing.batches import TrainingText, encoded
+from convert.healing.batches import TrainingText, encoded, turn
 from eval.text import Text, Tokens
 
 
@@ -44,14 +44,14 @@ def test_a_long_text_is_encoded_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
 def test_no_block_is_both_trained_on_and_held_out(blocks: int, batch: int, wanted: int) -> None:
     if blocks < batch + 1 + blocks // 50:
         return
-    text = TrainingText.of(tokens(blocks * 4 + 3), 4, wanted, batch)
+    text = TrainingText.of([(tokens(blocks * 4 + 3), 1.0)], 4, wanted, batch)
     assert sorted(torch.cat((text.train, text.held_out)).tolist()) == list(range(blocks))
     assert text.blocks[:, 0].tolist() == list(range(0, blocks * 4, 4))
     assert 1 <= len(text.held_out) <= max(1, blocks // 50)
 
 
 def test_every_pass_sees_every_block_once_in_another_order() -> None:
-    text = TrainingText.of(tokens(4 * 11), 4, 10**6, 1)
+    text = TrainingText.of([(tokens(4 * 11), 1.0)], 4, 10**6, 1)
     assert len(text.train) == 10
     steps = [text.batch(step, 3, seed=5).tolist() for step in range(10)]  # 30 blocks: three passes
     order = [place for step in steps for place in step]
@@ -65,7 +65,33 @@ def test_every_pass_sees_every_block_once_in_another_order() -> None:
     assert text.seen(2, 3, seed=5).tolist() == seen
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 200))
+def test_texts_take_turns_by_their_shares(shares: list[float], places: int) -> None:
+    turns = [turn(place, shares) for place in range(places)]
+    for i, share in enumerate(shares):
+        counts = [number for text, number in turns if text == i]
+        assert counts == list(range(len(counts))), "no block of a text is left out"
+        assert abs(len(counts) - places * share / sum(shares)) < len(shares)
+
+
+def test_several_texts_are_cut_and_held_out_apart() -> None:
+    first, second = tokens(4 * 11 + 3), Tokens("another", 1000 + torch.arange(4 * 4), 16, 1.0, None)
+    text = TrainingText.of([(first, 1.0), (second, 3.0)], 4, 10**6, 2)
+    assert text.tokens.name == "a text and another"
+    assert text.blocks.shape == (15, 4)
+    assert [len(part.places) for part in text.parts] == [10, 3]
+    drawn = torch.cat([text.batch(step, 2, seed=5) for step in range(20)])
+    of_second = drawn[text.blocks[drawn, 0] >= 1000]
+    assert len(of_second) == 30, "three of four"
+    assert all(sorted(of_second[i : i + 3].tolist()) == text.parts[1].places.tolist() for i in range(0, 30, 3))
+    assert not set(drawn.tolist()) & set(text.held_out.tolist())
+    assert text.passes(20, 2) == 10
+    with pytest.raises(Failure, match="another has 1 blocks of 4 tokens"):
+        TrainingText.of([(first, 1.0), (Tokens("another", torch.arange(4), 4, 1.0, None), 1.0)], 4, 10**6, 1)
+
+
 def test_a_text_shorter_than_a_step_is_named() -> None:
     with pytest.raises(Failure, match=r"a text has 4 blocks of 4 tokens; a step takes 4, beside 1 held out") as error:
-        TrainingText.of(tokens(17), 4, 10**6, 4)
+        TrainingText.of([(tokens(17), 1.0)], 4, 10**6, 4)
     assert "--batch-tokens" in str(error.value.hint)

@@ -56,12 +56,13 @@ def assert_same(launched: Done, two: Path, one: Healing) -> None:
 @pytest.mark.launch
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("zero 2", marks=zero)])
 def test_two_processes_are_one_with_the_same_batch(kind: str, checkpoint: Make, text: Path, tmp_path: Path) -> None:
-    """Both fill the teacher's cache, and LoRA trains."""
+    """One writes a part of the text, both fill the teacher's cache, and LoRA trains."""
     mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
-    given = ("--lr", "3e-3", "--train", "lora", "--top-k", 16)
-    launched = launch(kind, tmp_path / "mqa", tmp_path / "two", "--text", text, *given, "--teacher-cache", tmp_path / "said")
+    given: tuple[Any, ...] = ("--lr", "3e-3", "--train", "lora", "--top-k", 16)
+    given += ("--text", text, "--text", "self", "--text-shares", "3,1", "--teacher-cache", tmp_path / "said")
+    launched = launch(kind, tmp_path / "mqa", tmp_path / "two", *given)
     assert launched.stderr.count("info: step 20:") == 1
-    one = heal(tmp_path / "mqa", tmp_path / "one", text=text, lr=3e-3, train="lora", top_k=16, **OPTIONS)
+    one = heal(tmp_path / "mqa", tmp_path / "one", text={text: 3, "self": 1}, lr=3e-3, train="lora", top_k=16, **OPTIONS)
     assert_same(launched, tmp_path / "two", one)
 
 

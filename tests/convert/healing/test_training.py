@@ -24,7 +24,7 @@ SCHEDULE = Schedule(steps=10, batch=4, at_once=2, rate=1e-2, seed=0)
 
 def text(vocabulary: int = 96) -> TrainingText:
     ids = torch.randint(4, vocabulary, (16 * 40,), generator=torch.Generator().manual_seed(2))
-    return TrainingText.of(Tokens("random", ids, len(ids), 1.0, None), 16, 10**6, 4)
+    return TrainingText.of([(Tokens("random", ids, len(ids), 1.0, None), 1.0)], 16, 10**6, 4)
 
 
 def trainer(student: Any, teacher: Any, schedule: Schedule = SCHEDULE, part: str = "attention") -> Trainer:
