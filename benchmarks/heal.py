@@ -30,11 +30,10 @@ from convert import heal
 from convert.healing.memory import expected
 from convert.healing.models import running, student_of
 from convert.healing.plan import HealPlan
-from convert.healing.run import training_text
 from convert.healing.student import trained
+from convert.healing.texts import GivenTexts
 from convert.healing.trainable import Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
-from eval.text import read_file
 
 IMPORTS = (
     "import accelerate, torch, convert.healing.run, transformers.models.llama.modeling_llama, torch._subclasses.fake_tensor"
@@ -55,15 +54,15 @@ def main(arguments: list[str] | None = None) -> None:
         sizes: dict[str, Any] = {"context": args.context, "batch_tokens": args.batch_tokens, "lr": 1e-5, "device": "cpu"}
         sizes |= {"teacher": args.teacher, "text": args.text, "tokens": 4 * args.batch_tokens}
         plan = heal(args.converted, Path(work, "out"), dry_run=True, **sizes).plan
-        speed(plan, args.text, args.rounds)
+        speed(plan, args.rounds)
         memory(plan, sizes)
 
 
-def speed(plan: HealPlan, file: Path, rounds: int) -> None:
+def speed(plan: HealPlan, rounds: int) -> None:
     """Seconds per step of both ways, in turns."""
     from accelerate import Accelerator
 
-    text = training_text(plan, read_file(file))
+    text = GivenTexts.read(plan).given
     with running(plan, "cpu") as teacher, student_of(plan, "cpu") as student:
         names = trained(student, plan.family, plan.spec.num_layers, "attention")
         what, other = Trainable(student, names), copy.deepcopy(student)

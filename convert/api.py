@@ -17,7 +17,7 @@ from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
 from convert.planning.texts import DEFAULT, OneText, TextGiven, texts_of
-from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_tokens
+from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_time, parse_tokens
 from eval.api import contexts_of, read_text
 from eval.progress import Progress, silent
 from eval.source import Source
@@ -368,6 +368,7 @@ def heal(
     text: TextGiven | None = None,
     dataset: str | None = None,
     tokens: int | str | None = None,
+    time: float | str | None = None,
     budget: str = "try",
     context: int | None = None,
     batch_tokens: int | str | None = None,
@@ -400,6 +401,7 @@ def heal(
             with their shares. Without text and dataset, the teacher writes it.
         dataset: A named dataset, whose training split is used, too.
         tokens: Tokens to train on, a number or "20M"; None for those of `budget`. A shorter text is used again.
+        time: Instead of `tokens`: as many as are expected to take so many seconds here, or "1h".
         budget: "try", "default" or "thorough": 20, 200 or 2,000 million tokens, for more than 2 billion parameters 50, 500 or
             3,000.
         context: Tokens per block; None for min(2048, the models' limit).
@@ -449,6 +451,7 @@ def heal(
     except ValueError:
         raise Refusal(f"lr is {lr!r}; it must be a number, or auto") from None
     _require_range("lr", 1.0 if rate is None else rate, 1e-12, 1.0)
+    seconds = _seconds(time, tokens)
     options = HealOptions(
         texts_of(text, dataset) or DEFAULT,
         budget=budget,
@@ -466,14 +469,39 @@ def heal(
     source = Source.parse(str(converted), trust_remote_code)
     where = _output(output, None, MAX_SHARD_SIZE, overwrite, resume, None)
     planned = plan_heal(source, None if teacher is None else str(teacher), options, where, device, seed)
+    if seconds is not None:
+        planned = _within(seconds, planned, about_tokens(evaluate))
     if dry_run:
         texts = GivenTexts.read(planned)
         blocks = texts.given
-        seconds = run.expected_duration(planned, blocks, texts.rows_to_write, about_tokens(evaluate))
-        return Healing(planned, blocks.passes(planned.steps, planned.batch), None, seconds)
+        expected = run.expected_duration(planned, blocks, texts.rows_to_write, about_tokens(evaluate))
+        return Healing(planned, blocks.passes(planned.steps, planned.batch), None, expected)
     held_out = None if evaluate is None else read_text(evaluate, None, "test")
     done = run.execute(planned, held_out, progress)
     return Healing(done.plan, done.record["healing"]["passes"], done.record) if done.record else Healing(planned, 0.0, {})
+
+
+def _seconds(time: float | str | None, tokens: int | str | None) -> float | None:
+    if time is None:
+        return None
+    if tokens is not None:
+        raise Refusal(f"tokens {tokens} and time {time} contradict each other", hint="give one of them")
+    seconds = parse_time(time) if isinstance(time, str) else time
+    _require_range("time", seconds, 1e-3)
+    return seconds
+
+
+def _within(seconds: float, plan: HealPlan, evaluated: int) -> HealPlan:
+    """The plan with the tokens that it has time for; with those that it was begun with, if it is resumed."""
+    from convert.healing.plan import sized
+    from convert.healing.timed import tokens_of_begun, tokens_within
+
+    def of(tokens: int) -> HealPlan:
+        options = replace(plan.options, tokens=tokens)
+        return sized(plan.converted, plan.teacher, options, plan.output, plan.device, plan.seed)
+
+    begun = tokens_of_begun(plan.output.path) if plan.output.resume and not plan.output.overwrite else None
+    return of(begun or tokens_within(seconds, of, evaluated))
 
 
 def sweep(

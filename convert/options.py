@@ -13,7 +13,7 @@ import click
 
 from attention.errors import Refusal
 from convert.engines import ENGINES
-from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_tokens
+from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_time, parse_tokens
 from eval.protocol import PROTOCOLS
 from eval.text import DATASETS, SELF
 
@@ -65,6 +65,16 @@ class Count(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         return value if isinstance(value, int) else _parsed(self, self._parse, value, param, ctx)
+
+
+class Time(click.ParamType):  # type: ignore[type-arg]
+    """A time: 90min, 1h, 2d; stays the checked string."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        _parsed(self, parse_time, value, param, ctx)
+        return str(value)
 
 
 class Rate(click.ParamType):  # type: ignore[type-arg]
@@ -295,6 +305,9 @@ healing = _all(
     click.option("--teacher", metavar="MODEL", help="The model that CONVERTED was made from.  [default: as it records]"),
     _texts("train", "the teacher"),
     click.option("--tokens", type=Count(), metavar="N", help="Train on N tokens, such as 20M.  [default: those of --budget]"),
+    click.option(
+        "--time", type=Time(), metavar="TIME", help="Train on as many tokens as take TIME here, such as 90min, 1h or 2d."
+    ),
     click.option(
         "--budget",
         type=click.Choice(("try", "default", "thorough")),

@@ -179,3 +179,42 @@ def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     assert (tmp_path / "out" / "report" / "report.html").is_file()
     for name in ("gqa-1-aligned", "mla-28+4-weighted"):
         assert f"| {name}-healed-256 " in out
+
+
+@pytest.mark.slow
+def test_the_table_of_calibrations_goes_on_behind_its_last_row(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = script("calibration")
+    model = checkpoint(num_hidden_layers=1)
+    for name in ("one", "two", "held-out"):
+        (tmp_path / name).write_text(f"It was a bright cold day in April, and the {name} clocks were striking. " * 40)
+    command = [
+        *(str(tmp_path / "out"), "--model", str(model), "--target", "mqa", "--target", "24+8"),
+        *("--text", f"one={tmp_path / 'one'}", "--text", f"two={tmp_path / 'two'}"),
+        *("--evaluate", f"held out={tmp_path / 'held-out'}", "--tokens", "256", "--more", "512"),
+        *("--context", "32", "--max-tokens", "512", "--seeds", "2"),
+    ]
+    evaluate, calls = benchmark.evaluate, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(benchmark, "evaluate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(command)
+    benchmark.main(command)
+    assert len(calls) == 2 * 10 + 1, "ten rows of two targets, one of them twice"
+    rows = table(capsys.readouterr().out)
+    assert [row[:3] for row in rows[:9]] == [
+        ["mqa", name, tokens]
+        for name, tokens in (
+            *(("gains alone", "256"), ("random tokens", "256"), ("self", "256"), ("one", "256"), ("two", "256")),
+            *(("self, one", "256"), ("all", "256"), ("self", "512"), ("self, one", "512")),
+        )
+    ]
+    assert ["±" in row[3] for row in rows] == [row[1:3] == ["self", "256"] for row in rows]
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]

@@ -85,6 +85,11 @@ def _may_be_finished(output: Path, partial: Path) -> bool:
     return isinstance(recorded(output).get("recipe"), dict) and not (partial.exists() or partial.is_symlink())
 
 
+def begun(output: Path) -> dict[str, Any] | None:
+    """What the unfinished work at OUTPUT was begun with, or None."""
+    return read_object(partial_path(output) / _PLAN)
+
+
 def finished(
     output: Path, recipes: Sequence[Mapping[str, Any]], hashes: Sequence[str | None], source_files: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from attention.errors import Refusal
 from convert import heal
+from convert.healing import timed
 from convert.healing.forecast import work_of
 from eval import forecast
 from eval.forecast import Decoder, Machine
@@ -67,3 +69,26 @@ def test_a_dry_run_has_the_figure_and_a_run_says_it_once(
     )
     assert done.record is not None
     assert done.record["run"]["expected_seconds"] > planned.expected_seconds
+
+
+def test_a_time_is_as_many_tokens_as_it_takes(
+    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forecast is replaced by one of known speed, and what was begun keeps its tokens on a machine of another speed."""
+    speed = 100.0
+    monkeypatch.setattr(timed, "expected_duration", lambda plan, *_: 5 + plan.tokens / speed)
+    given = {name: value for name, value in SIZES.items() if name != "tokens"} | {"text": text}
+    for time, tokens in (("1min", 5500), (30, 2500), ("0.5h", 170_000)):
+        plan = heal(converted, tmp_path / "out", time=time, dry_run=True, **given).plan
+        assert tokens - 2 * SIZES["batch_tokens"] < plan.tokens <= tokens
+    with pytest.raises(Refusal, match="a healing of 128 tokens takes 6 seconds here, longer than --time allows"):
+        heal(converted, tmp_path / "out", time=4, **given)
+    with pytest.raises(Refusal, match="contradict each other"):
+        heal(converted, tmp_path / "out", time="1h", tokens=100, **given)
+    with pytest.raises(Refusal, match=r"'1x' is no time"):
+        heal(converted, tmp_path / "out", time="1x", **given)
+    done = heal(converted, tmp_path / "out", time=30, **given)
+    assert done.record is not None
+    assert done.plan.tokens == done.record["recipe"]["heal"]["tokens"] == 2432
+    speed = 1000.0
+    assert heal(converted, tmp_path / "out", time=30, resume=True, **given).plan.tokens == 2432

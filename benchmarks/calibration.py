@@ -1,0 +1,157 @@
+"""Which text to calibrate on: what a result loses on texts of several kinds, by the text that it was calibrated on.
+
+    python benchmarks/calibration.py DIR --model MODEL --text NAME=FILE … --evaluate NAME=FILE … [--target mqa …]
+                                     [--tokens 16384] [--more 65536] [--context 512] [--max-tokens 8192] [--seeds 3] [--heal N]
+
+A row for each calibration: on gains alone (`--no-text`), on random tokens, on the model's own text (one row for each seed), on
+each --text, on its own text and the first of these, and on all; with --more, on its own text alone and beside the first
+one again, with as many tokens. A target is mqa, gqa:GROUPS or RANK+ROPE. No text may be calibrated and evaluated on.
+
+Each row is written to DIR/rows.jsonl when it is done; the same command goes on behind the last one, also within a conversion.
+It prints the table: nats over the source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.threads import wait_wisely
+
+wait_wisely()
+
+import torch
+from safetensors.torch import save_file
+
+from convert import gqa, mla
+from convert.checkpoint.workdir import partial_path
+from eval import evaluate
+from eval.source import Source
+
+Given = dict[str | Path, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One calibration of one target. Texts are None for gains alone; `heal` is as on the command line."""
+
+    target: str
+    name: str
+    texts: Given | None
+    tokens: int
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """By which it is found again."""
+        return f"{self.target} {self.name} {self.tokens} {self.seed}"
+
+
+def rows(args: argparse.Namespace, random: Path) -> Iterator[Row]:
+    """All rows, those of one target after those of another."""
+    files: dict[str, Path] = dict(args.text)
+    first = next(iter(files))
+    mixed: Given = {"self": 1.0, files[first]: 1.0}
+    for target in args.target:
+        yield Row(target, "gains alone", None, args.tokens)
+        yield Row(target, "random tokens", {random: 1.0}, args.tokens)
+        yield from (Row(target, "self", {"self": 1.0}, args.tokens, seed) for seed in range(args.seeds))
+        yield from (Row(target, name, {file: 1.0}, args.tokens) for name, file in files.items())
+        yield Row(target, f"self, {first}", mixed, args.tokens)
+        if len(files) > 1:
+            yield Row(target, "all", {"self": 1.0} | dict.fromkeys(files.values(), 1.0), args.tokens)
+        if args.more:
+            yield Row(target, "self", {"self": 1.0}, args.more)
+            yield Row(target, f"self, {first}", mixed, args.more)
+
+
+def losses(row: Row, args: argparse.Namespace) -> dict[str, float]:
+    """Nats over the source on each text to evaluate on."""
+    path = args.directory / row.key.replace(" ", "-").replace(",", "")
+    resume = path.exists() or partial_path(path).exists()
+    given: dict[str, Any] = {"no_text": True} if row.texts is None else {"text": row.texts, "heal": args.heal}
+    if row.texts is not None:
+        given |= {"calibration_tokens": row.tokens, "calibration_context": args.context}
+    given |= {"seed": row.seed, "resume": resume, "force": True}
+    if "+" in row.target:
+        rank, rope = map(int, row.target.split("+"))
+        mla(args.model, path, kv_lora_rank=rank, qk_rope_head_dim=rope, **given)
+    else:
+        gqa(args.model, path, groups=int(row.target.removeprefix("gqa:")) if ":" in row.target else 1, **given)
+    found = {}
+    for name, file in args.evaluate:
+        report = evaluate([args.model, path], text=file, context=args.context, max_tokens=args.max_tokens)
+        found[name] = report["models"][1]["loss_nats"]
+    shutil.rmtree(path)
+    return found
+
+
+def table(done: list[dict[str, Any]]) -> str:
+    """Markdown, with the mean over seeds and half of what they span."""
+    kinds = list(done[0]["losses"])
+    lines = ["| target | calibrated on | tokens | " + " | ".join(kinds) + " |", "| --- | --- | --: |" + " --: |" * len(kinds)]
+    groups = dict.fromkeys((row["target"], row["name"], row["tokens"]) for row in done)
+    for group in groups:
+        same = [row["losses"] for row in done if (row["target"], row["name"], row["tokens"]) == group]
+        cells = []
+        for kind in kinds:
+            values = [losses[kind] for losses in same]
+            spread = (max(values) - min(values)) / 2
+            cells.append(f"{sum(values) / len(values):.3f}" + (f" ± {spread:.3f}" if len(values) > 1 else ""))
+        lines.append(f"| {group[0]} | {group[1]} | {group[2]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def random_tokens(model: str, tokens: int, context: int, path: Path) -> Path:
+    """A file of tokens that are all as likely."""
+    known = Source.parse(model).vocabulary
+    ids = torch.randint(known, (tokens // context, context), generator=torch.Generator().manual_seed(0))
+    save_file({"ids": ids.to(torch.int32)}, path)
+    return path
+
+
+def named(value: str) -> tuple[str, Path]:
+    name, equals, file = value.partition("=")
+    if not (equals and name and Path(file).is_file()):
+        raise argparse.ArgumentTypeError(f"{value!r} is not NAME=FILE, or there is no such file")
+    return name, Path(file)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", type=named, action="append", required=True)
+    parser.add_argument("--evaluate", type=named, action="append", required=True)
+    parser.add_argument("--target", action="append")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--more", type=int)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--max-tokens", type=int, default=8192)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--heal", type=int, default=0)
+    args = parser.parse_args(arguments)
+    args.target = args.target or ["mqa"]
+    args.directory.mkdir(parents=True, exist_ok=True)
+    log = args.directory / "rows.jsonl"
+    done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    random = random_tokens(args.model, args.tokens, args.context, args.directory / "random.safetensors")
+    for row in rows(args, random):
+        if row.key in {one["key"] for one in done}:
+            continue
+        print(row.key, flush=True)
+        entry = {"key": row.key, "target": row.target, "name": row.name, "tokens": row.tokens, "losses": losses(row, args)}
+        done.append(entry)
+        with log.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        print({name: round(loss, 3) for name, loss in entry["losses"].items()}, flush=True)
+    print(table(done))
+
+
+if __name__ == "__main__":
+    main()
