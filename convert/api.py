@@ -407,7 +407,7 @@ def heal(
         context: Tokens per block; None for min(2048, the models' limit).
         batch_tokens: Tokens per step, over all processes; None for a thousandth of `tokens`, at least a block, at most 65536.
         micro_batch_tokens: Tokens per forward pass; None for 4096.
-        lr: The learning rate; "auto" tries three, each for 2 % of the steps, where there are 150 or more.
+        lr: The learning rate; "auto" tries three or more, each for 2 % of the steps, where there are 150 or more.
         train: "attention", with the norms before it, "all", or "lora": thin matrices beside those of attention, by peft.
         lora_rank: The rank of these; None for 16.
         ce: The weight of the cross-entropy beside the KL to the teacher.

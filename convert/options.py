@@ -330,7 +330,7 @@ healing = _all(
         type=Rate(),
         default="auto",
         show_default=True,
-        help="The learning rate. auto tries three of them first, if there are 150 steps or more.",
+        help="The learning rate. auto tries three or more of them first, if there are 150 steps or more.",
     ),
     click.option(
         "--train",

@@ -12,7 +12,7 @@ from records import inputs, measured, record
 
 from attention.forward import Heads, heads_of
 from attention.record import Attention, FactoredAttention, Record
-from convert.calibration import keys, queries, values
+from convert.calibration import keys, values
 from convert.calibration.queries import fitted_queries
 from convert.calibration.refit import _Search
 from convert.calibration.survey import _AttendedSums
@@ -63,5 +63,5 @@ def changed(one: Record, other: Record) -> set[str]:
 
 def in_full(put: Callable[..., object] = setattr) -> None:
     """Let fits multiply in fp32, whatever the machine does faster."""
-    for part in (keys, queries, values):
+    for part in (keys, values):
         put(part, "rough", lambda device: torch.float32)

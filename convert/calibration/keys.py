@@ -87,20 +87,21 @@ class _Fit:
     def to(self, dtype: torch.dtype) -> _Fit:
         """The same with all factors of products in another dtype."""
         queries, weights = ([part.to(dtype) for part in every] for every in (self.queries, self.weights))
-        return _Fit(self.x.to(dtype), self.rotation.to(dtype), self.spans, queries, weights, self.wanted)
+        return _Fit(self.x.to(dtype), self.rotation, self.spans, queries, weights, self.wanted)
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[G, D', E]`, the gradient of half the squared error less that where keys are not changed."""
-        keys = self.rotation(self.x @ change.mT.to(self.x.dtype))
+        keys = self.rotation((self.x @ change.mT.to(self.x.dtype)).float()).to(self.x.dtype)
         logits = (queries @ keys[:, : tokens.stop].mT for queries, tokens in zip(self.queries, self.spans, strict=True))
         return self._gradient(map(centred, logits, self.weights))
 
     def _gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
         """`[G, D', E]`, by W_K, of the sum over all logits, each times its pull `[G, n t, s]`."""
-        of_keys = self.x.new_zeros(len(self.queries[0]), len(self.x), self.queries[0].shape[-1])
+        shape = len(self.queries[0]), len(self.x), self.queries[0].shape[-1]
+        of_keys = self.x.new_zeros(shape, dtype=torch.float32)  # a sum of many parts
         for tokens, queries, pull in zip(self.spans, self.queries, pulls, strict=True):
             of_keys[:, : tokens.stop] += pull.mT @ queries
-        return (self.rotation.adjoint(of_keys).mT @ self.x).float()
+        return (self.rotation.adjoint(of_keys).to(self.x.dtype).mT @ self.x).float()
 
     def power(self) -> torch.Tensor:
         """`[G, D']`, Σ q̂² of each dim, averaged over the two dims of a rotary pair: all angles are alike."""

@@ -64,8 +64,8 @@ def centred(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def rough(device: torch.device) -> torch.dtype:
     """The dtype of the products of large matrices in a fit: bfloat16 where the machine multiplies that faster.
 
-    What logits and outputs lack is computed in fp32 before it is rounded, so that nothing lacks where a result is exact. A few
-    steps of conjugate gradients are less exact than bfloat16.
+    What logits and outputs lack is computed in fp32 before it is rounded, so that nothing lacks where a result is exact. Fits
+    of keys and values lose nothing by it; those of queries do, and stay in fp32 (docs/results.md).
     """
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32

@@ -26,13 +26,11 @@ from convert.calibration.least_squares import (
     fitted_spans,
     inverse,
     missing,
-    rough,
 )
 from convert.methods.query_latent import joined_met
 
 _TOGETHER = 2**20  # logits of one span of a block, of as many heads as are fitted together
 _SAMPLED = 64  # tokens, spread evenly, for which keys are rotated back
-_MEASURED = 4  # blocks that show what preconditions the problem of all
 
 
 def fitted_queries(
@@ -106,11 +104,6 @@ class _Met:
         kept = result.scale * result.kept_nope, result.scale * result.kept_rope
         return cls(source.plain[:, tokens], *kept, result.rotation.of(tokens), places)
 
-    def to(self, dtype: torch.dtype) -> _Met:
-        """The same up to a constant for each query, which no variance sees: what is kept loses its mean before rounding."""
-        nope, rope = (rows - rows.mean(1, keepdim=True) for rows in (self.nope, self.rope))
-        return _Met(self.queries.to(dtype), nope.to(dtype), rope.to(dtype), self.rotation.to(dtype), self.places)
-
     @property
     def lifts(self) -> bool:
         """Whether what is kept is taken through A to the queries, because it has more dims than they."""
@@ -125,7 +118,7 @@ class _Met:
             yield queries[:, rows] @ kept[:, :stop].mT
 
     def gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
-        """`[h, D, N + P]` fp32, by A, of the sum over all logits, each times its pull `[h, t, s]`."""
+        """`[h, D, N + P]`, by A, of the sum over all logits, each times its pull `[h, t, s]`."""
         queries, lifts = self.queries, self.lifts
         rows_of, columns_of = (self.nope, queries) if lifts else (queries, self.nope)
         of_nope = queries.new_zeros(len(queries), rows_of.shape[1], columns_of.shape[2])
@@ -137,7 +130,7 @@ class _Met:
             else:
                 of_nope[:, rows] = pull @ self.nope[:, :stop]
         nope = of_nope.mT @ self.nope if lifts else queries.mT @ of_nope
-        return torch.cat((nope, queries.mT @ self.rotation.adjoint(of_rope)), -1).float()
+        return torch.cat((nope, queries.mT @ self.rotation.adjoint(of_rope)), -1)
 
 
 @dataclass(frozen=True)
@@ -146,13 +139,11 @@ class _Fit:
 
     Attributes:
         met: What the heads meet.
-        rough: The same as products of many numbers take it.
-        weights: `[h, t, s]` of each span of fitted tokens, the source's attention p, as these products take it.
+        weights: `[h, t, s]` of each span of fitted tokens, the source's attention p.
         wanted: `[h, D, N + P]`, the descent of half the squared error where A is not changed.
     """
 
     met: _Met
-    rough: _Met
     weights: list[torch.Tensor]
     wanted: torch.Tensor
 
@@ -160,9 +151,7 @@ class _Fit:
     def of(cls, source: Heads, result: Heads, spans: list[slice]) -> _Fit:
         """The problem of a block's heads, of some of its tokens."""
         met, (weights, pulls) = _Met.of(source, result, spans), missing(source, result, spans)
-        dtype = rough(met.queries.device)
-        fast = met.to(dtype)
-        return cls(met, fast, [part.to(dtype) for part in weights], fast.gradient(part.to(dtype) for part in pulls))
+        return cls(met, weights, met.gradient(pulls))
 
     @property
     def count(self) -> int:
@@ -171,8 +160,7 @@ class _Fit:
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[h, D, N + P]`, the gradient of half the squared error less that where A is not changed."""
-        logits = self.rough.logits(change.to(self.rough.queries.dtype))
-        return self.rough.gradient(map(centred, logits, self.weights))
+        return self.met.gradient(map(centred, self.met.logits(change), self.weights))
 
     def moments(self, sampled: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ_t q qᵀ `[h, D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[h, N + P, N + P]`, of parts with and without positions apart.
@@ -193,8 +181,8 @@ class _Fit:
         seen = nope.new_zeros(len(self.weights[0]), nope.shape[1])
         of_means = nope.new_zeros(())
         for (_, stop), weights in zip(self.met.places, self.weights, strict=True):
-            seen[:, :stop] += weights.sum(1, dtype=nope.dtype)
-            means = weights.to(nope.dtype) @ nope[:, :stop]
+            seen[:, :stop] += weights.sum(1)
+            means = weights @ nope[:, :stop]
             of_means = of_means + means.mT @ means
         return nope.mT @ (seen[..., None] * nope) - of_means
 
@@ -208,7 +196,7 @@ class _Fit:
             back = self.met.rotation.of(place).adjoint
             back = replace(back, cos=back.cos[rows, None], sin=back.sin[rows, None])
             keys = back(self.met.rope[:, None, :stop].expand(-1, count, -1, -1))  # [h or 1, rows, s, P]
-            weighted = weights[:, rows, :, None].to(keys.dtype) * keys
+            weighted = weights[:, rows, :, None] * keys
             means = weighted.sum(2)
             spread = keys.flatten(1, 2).mT @ weighted.flatten(1, 2) - means.mT @ means
             total = total + length / count * spread
@@ -234,10 +222,8 @@ def _solved(fits: list[_Fit], free: torch.Tensor) -> torch.Tensor:
 
     Entries that are not `free` stay zero: gradients and preconditioned steps are projected onto the others.
     """
-    some = [fits[i] for i in evenly_spread(min(len(fits), _MEASURED), len(fits))]
-    moments, count = [fit.moments(-(-_SAMPLED // len(some))) for fit in some], sum(fit.count for fit in fits)
-    whole = count / sum(fit.count for fit in some)
-    queries, kept = (whole * torch.stack(parts).sum(0) for parts in zip(*moments, strict=True))
+    moments, count = [fit.moments(-(-_SAMPLED // len(fits))) for fit in fits], sum(fit.count for fit in fits)
+    queries, kept = (torch.stack(parts).sum(0) for parts in zip(*moments, strict=True))
     used = queries.flatten(1).any(-1) & kept.flatten(1).any(-1)  # else a head without queries, or that meets nothing
     spread = diagonal(kept)
     rope = spread[:, fits[0].met.nope.shape[-1] :]

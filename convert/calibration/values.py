@@ -92,11 +92,12 @@ class _Fit:
 
     def _gradient(self, pulls: list[torch.Tensor]) -> torch.Tensor:
         """`[G, D, E]`, by W_V, of the sum over all outputs, each times its pull `[t, E]`."""
-        of_values = self.x.new_zeros(self.outputs.shape[1], len(self.x), self.outputs.shape[-1])
+        shape = self.outputs.shape[1], len(self.x), self.outputs.shape[-1]
+        of_values = self.x.new_zeros(shape, dtype=torch.float32)  # a sum of many parts
         for tokens, weights, pull in zip(self.spans, self.weights, pulls, strict=True):
             of_heads = (pull @ self.outputs.flatten(1)).unflatten(-1, self.outputs.shape[1:])  # [t, G, n, D]
             of_values[:, : tokens.stop] += weights.mT @ of_heads.permute(1, 2, 0, 3).flatten(1, 2)
-        return (of_values.mT @ self.x).float()
+        return (of_values.to(self.x.dtype).mT @ self.x).float()
 
 
 def _solved(fits: list[_Fit], read: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from convert.healing.memory import expected
 from convert.healing.plan import HealPlan
 from convert.planning.describe import expected_lines
+from convert.planning.texts import names_of
 
 _TRAINS = {
     "attention": "the attention and the norms before it",
@@ -78,7 +79,7 @@ def _largest(top_k: int | None) -> str:
 
 def _chosen_rate(plan: HealPlan) -> str:
     if plan.trial_steps:
-        return f"learning rate chosen among three, each tried for {plan.trial_steps} steps"
+        return f"learning rate chosen among three or more, each tried for {plan.trial_steps} steps"
     return "learning rate by the width and the loss: the steps are too few to try others"
 
 
@@ -90,7 +91,7 @@ def _lines(plan: HealPlan, passes: float) -> list[str]:
     return [
         f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: {loss}"
         + (f" + {o.ce:g} × cross-entropy" if o.ce else ""),
-        f"{plan.tokens} tokens in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
+        f"{plan.tokens} tokens of {names_of(o.texts)} in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
         f"trains {_TRAINS[o.train].format(rank=o.lora_rank)}; {rate}",
         *plan.notes,
     ]

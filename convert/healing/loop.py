@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from attention.errors import Failure
-from convert.healing.plan import HealPlan
+from convert.healing.plan import RATIO, HealPlan
 from convert.healing.states import Progressed, States
 from convert.healing.training import NotFinite, Point, Trainer
 from eval.progress import Progress, stage
@@ -19,6 +19,7 @@ _log = logging.getLogger("kvfold")
 _EXACT = 1e-6  # nats of KL: what arithmetic in fp32 leaves
 _PATIENCE = 4  # points without a new best one
 _ALIKE = 1.1  # times the smallest KL
+_MOST_RATES = 6  # that are tried
 
 
 @dataclass(frozen=True)
@@ -128,37 +129,61 @@ def _stale(progressed: Progressed) -> bool:
 
 
 def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) -> tuple[float, dict[str, float]]:
-    """The learning rate that gains most within a few steps, and what each reached."""
+    """The learning rate that gains most within a few steps, and what each reached.
+
+    While the best is the largest or the smallest that was tried, another one beyond it is tried, too.
+    """
     rates = plan.rates(start.loss_nats)
     if len(rates) == 1:
         return rates[0], {}
-    weights, tried = trainer.weights(), {}
-    per_step = plan.batch * plan.context
-    with stage(progress, "try rates", len(rates) * plan.trial_steps * per_step, "token") as done:
-        for rate in rates:
-            schedule = replace(trainer.schedule, rate=rate, steps=plan.trial_steps)
-            with contextlib.suppress(NotFinite):  # a rate that is far too high ends in NaN
-                for step in range(plan.trial_steps):
-                    trainer.step(step, schedule)
-                    done(per_step)
-                tried[f"{rate:.2e}"] = trainer.measure().mean_kl
-            trainer.restore(weights)
+    weights, tried = trainer.weights(), dict[float, float]()
+    for rate in rates:
+        tried[rate] = _tried(plan, trainer, rate, progress)
+        trainer.restore(weights)
+    while len(tried) < _MOST_RATES and (further := _beyond(tried)):
+        tried[further] = _tried(plan, trainer, further, progress)
+        trainer.restore(weights)
     best = _largest(tried)
     if best is None:
-        listed = ", ".join(f"{rate:.1e}" for rate in rates)
+        listed = ", ".join(f"{rate:.1e}" for rate in tried)
         raise Failure(
             f"the loss is not finite after {plan.trial_steps} steps at any learning rate of {listed}",
             hint="give a smaller one with --lr",
         )
-    listed = ", ".join(f"{name} (KL {kl:.4f})" for name, kl in tried.items())
-    _tell(trainer, logging.INFO, "learning rate %s of %s", best, listed)
-    return float(best), tried
+    named = {f"{rate:.2e}": kl for rate, kl in tried.items() if kl < math.inf}
+    _tell(
+        trainer,
+        logging.INFO,
+        "learning rate %.2e of %s",
+        best,
+        ", ".join(f"{name} (KL {kl:.4f})" for name, kl in named.items()),
+    )
+    return float(f"{best:.2e}"), named
 
 
-def _largest(tried: dict[str, float]) -> str | None:
+def _tried(plan: HealPlan, trainer: Trainer, rate: float, progress: Progress) -> float:
+    """The KL on held-out blocks after a short training at this rate; infinite where it does not stay finite."""
+    schedule, per_step = replace(trainer.schedule, rate=rate, steps=plan.trial_steps), plan.batch * plan.context
+    try:
+        with stage(progress, "try rates", plan.trial_steps * per_step, "token") as done:
+            for step in range(plan.trial_steps):
+                trainer.step(step, schedule)
+                done(per_step)
+            return trainer.measure().mean_kl
+    except NotFinite:  # a rate that is far too high
+        return math.inf
+
+
+def _beyond(tried: dict[float, float]) -> float | None:
+    """The rate to try next: beyond the best one, if that is the largest or the smallest; None where others lie around it."""
+    best = _largest(tried)
+    return {max(tried): max(tried) * RATIO, min(tried): min(tried) / RATIO}.get(best) if best else None
+
+
+def _largest(tried: dict[float, float]) -> float | None:
     """The largest rate that is about as good as the best: what a short trial finds best is too small for a long training."""
-    least = min(tried.values(), default=0.0)
-    return max((name for name, kl in tried.items() if kl <= _ALIKE * least), key=float, default=None)
+    least = min(tried.values())
+    return max((rate for rate, kl in tried.items() if kl <= _ALIKE * least), default=None) if least < math.inf else None
 
 
 def _point(trainer: Trainer, step: int, rate: float, train_loss: float | None, per_step: int = 0) -> Point:

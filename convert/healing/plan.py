@@ -36,7 +36,7 @@ _STEPS = 1000  # with the default batch, if it is within these tokens
 _MOST_PER_STEP = 65536
 _AT_ONCE = 4096  # tokens of a forward pass
 _POINTS = 10  # of the curve
-_RATES = 3  # that are tried
+_RATES, RATIO = 3, 3  # that are tried, at least; of each to the one below
 _TRIAL, _LEAST_TRIAL = 0.02, 10  # share of all steps that each rate is tried for; steps
 _TRIALS = 0.2  # share of all steps that trials may take together
 
@@ -147,7 +147,7 @@ class HealPlan:
         if self.options.lr is not None:
             return [self.options.lr]
         middle = start_rate(loss, self.converted.decoder.hidden_size) * (1 if self.options.lora_rank is None else _LORA_RATE)
-        return [middle / 3, middle, 3 * middle] if self.trial_steps else [middle]
+        return [middle / RATIO, middle, RATIO * middle] if self.trial_steps else [middle]
 
     def recipe(self) -> dict[str, Any]:
         """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""

@@ -45,9 +45,12 @@ def test_the_rope_key_of_mla_that_was_spoilt_is_restored() -> None:
 
 
 @pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "gqa, ALiBi", "mla", "mla, ALiBi", "mqa"])
-@pytest.mark.usefixtures("in_full")
-def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """½ Σ_h Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one head after another."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_by_keys_is_that_of_the_squared_error(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """½ Σ_h Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one head after another; nearly, in bfloat16."""
+    monkeypatch.setattr(keys, "rough", lambda device: dtype)
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
     pairing: Pairing = "interleaved" if "inter" in case else "half"
     a = record(4, 1, 2, 2 if "partial" in case else 0, 20, pairing, biased=False, alibi="ALiBi" in case)
@@ -70,7 +73,10 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
     (expected,) = torch.autograd.grad(total, leaf)
     fit = keys._Fit.of(source, heads_of(after, x), len(kept), parts)
     found = fit.curvature(leaf.detach()) - fit.wanted
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    if dtype is torch.bfloat16:
+        assert float((found - expected).norm() / expected.norm()) < 0.02
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.usefixtures("in_full")

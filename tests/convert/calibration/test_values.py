@@ -34,8 +34,9 @@ def test_values_that_were_spoilt_are_restored(biased: bool, groups: int) -> None
     assert changed(fitted, spoilt) == {"v"}
 
 
-@pytest.mark.usefixtures("in_full")
-def test_the_gradient_by_values_is_that_of_the_squared_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_by_values_is_that_of_the_squared_error(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "rough", lambda device: dtype)
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
     a = record(4, 2, 2, 2, 20)
     after = merged(a, 2)
@@ -48,7 +49,10 @@ def test_the_gradient_by_values_is_that_of_the_squared_error(monkeypatch: pytest
     fit = values._Fit.of(after, x[0], (expected_outputs - run(after, x))[0].float(), parts)
     assert fit.count == X.shape[1]
     found = fit.curvature(leaf.detach()) - fit.wanted
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    if dtype is torch.bfloat16:
+        assert float((found - expected).norm() / expected.norm()) < 0.02
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("norm", [None, "shared", "all"])

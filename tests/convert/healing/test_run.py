@@ -264,12 +264,19 @@ def test_parts_of_a_step_give_what_the_whole_step_gives(converted: Path, text: P
     assert [point["kl"] for point in parts.curve] == pytest.approx([point["kl"] for point in plain.curve], rel=1e-4)
 
 
-def test_a_rate_is_chosen_among_three(converted: Path, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("start", "count"), [(2.7e-2, 3), (3e-5, 6), (0.5, 4)], ids=["around the best", "too low", "too high"])
+def test_a_rate_is_chosen_among_three_or_beyond_them(
+    start: float, count: int, converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: start)
     done = heal(converted, tmp_path / "out", text=text, **TRIED)
     assert done.record is not None
-    tried = done.record["healing"]["rates_tried"]
-    assert len(tried) == 3
-    assert done.record["healing"]["rate"] == max(float(rate) for rate, kl in tried.items() if kl <= 1.1 * min(tried.values()))
+    tried, rate = done.record["healing"]["rates_tried"], done.record["healing"]["rate"]
+    assert len(tried) == count
+    assert rate == max(float(rate) for rate, kl in tried.items() if kl <= 1.1 * min(tried.values()))
+    rates = sorted(map(float, tried))
+    assert rates[1:] == pytest.approx([3 * rate for rate in rates[:-1]], rel=1e-2)
+    assert count == 6 or rate == rates[1]
 
 
 def test_rates_are_not_tried_for_longer_than_a_fifth_of_the_steps(converted: Path, text: Path, tmp_path: Path) -> None:
@@ -415,7 +422,7 @@ def test_a_rate_that_blows_up_leaves_nothing_behind(
     monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: 4e-4)
     done = heal(converted, tmp_path / "out", text=text, **TRIED)
     assert done.record is not None
-    assert list(done.record["healing"]["rates_tried"]) == ["1.33e-04"]
+    assert max(map(float, done.record["healing"]["rates_tried"])) == done.record["healing"]["rate"] == 1.33e-4
     monkeypatch.undo()
     plain = heal(converted, tmp_path / "plain", text=text, **(TRIED | {"lr": 1.33e-4}))
     assert done.curve == plain.curve
@@ -535,7 +542,7 @@ def test_command_line(converted: Path, text: Path, tmp_path: Path, convert: Call
     sizes = ["--tokens", "1280", "--context", 16, "--batch-tokens", 64, "--device", "cpu"]
     planned = convert("heal", converted, tmp_path / "out", "--text", text, *sizes, "--dry-run")
     assert planned.exit_code == 0
-    assert "1280 tokens in 20 steps of 4 × 16, 21% of the text" in planned.stdout
+    assert "1280 tokens of train.txt in 20 steps of 4 × 16, 21% of the text" in planned.stdout.replace(f"{tmp_path}/", "")
     assert "the steps are too few to try others" in planned.stdout
     assert "each tried for 10 steps" in str(heal(converted, tmp_path / "out", text=text, dry_run=True, **TRIED))
     assert not (tmp_path / "out.partial").exists()
@@ -548,4 +555,3 @@ def test_command_line(converted: Path, text: Path, tmp_path: Path, convert: Call
     assert again.exit_code == 0, again.output
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert convert("heal", converted, tmp_path / "x", "--text", text, "--lr", "fast").exit_code == 2
-    assert convert("heal", converted, tmp_path / "x").exit_code == 2
