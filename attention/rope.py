@@ -53,10 +53,6 @@ class Rotation:
         """The adjoint: it rotates back, and multiplies by the attention factor again."""
         return replace(self, sin=-self.sin)
 
-    def to(self, dtype: torch.dtype) -> Rotation:
-        """The same rotation of states in `dtype`."""
-        return replace(self, cos=self.cos.to(dtype), sin=self.sin.to(dtype))
-
     def of(self, tokens: slice | torch.Tensor) -> Rotation:
         """The rotation for some of the tokens."""
         return replace(self, cos=self.cos[tokens], sin=self.sin[tokens])

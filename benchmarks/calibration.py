@@ -8,7 +8,7 @@ each --text, on its own text and the first of these, and on all; with --more, on
 one again, with as many tokens. A target is mqa, gqa:GROUPS or RANK+ROPE. No text may be calibrated and evaluated on.
 
 Each row is written to DIR/rows.jsonl when it is done; the same command goes on behind the last one, also within a conversion.
-It prints the table: nats over the source.
+Another model, context, length of the evaluation or healing needs another DIR. It prints the table: nats over the source.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Given = dict[str | Path, float]
 
 @dataclass(frozen=True)
 class Row:
-    """One calibration of one target. Texts are None for gains alone; `heal` is as on the command line."""
+    """One calibration of one target. Texts are None for gains alone."""
 
     target: str
     name: str
@@ -115,10 +115,22 @@ def random_tokens(model: str, tokens: int, context: int, path: Path) -> Path:
     return path
 
 
+def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of an earlier run of the same command. A line that was cut off is dropped."""
+    log = args.directory / "rows.jsonl"
+    made_by = {name: str(getattr(args, name)) for name in ("model", "context", "max_tokens", "heal", "evaluate", "text")}
+    head, *lines = log.read_text().splitlines() if log.exists() else [json.dumps(made_by)]
+    if json.loads(head) != made_by:
+        raise SystemExit(f"{log} is of {head}: take another DIR")
+    whole = [line for line in lines if line.endswith("}")]
+    log.write_text("".join(f"{line}\n" for line in (head, *whole)))
+    return [json.loads(line) for line in whole]
+
+
 def named(value: str) -> tuple[str, Path]:
     name, equals, file = value.partition("=")
-    if not (equals and name and Path(file).is_file()):
-        raise argparse.ArgumentTypeError(f"{value!r} is not NAME=FILE, or there is no such file")
+    if not (equals and name and Path(file).is_file()) or name in ("self", "all"):
+        raise argparse.ArgumentTypeError(f"{value!r} is not NAME=FILE, there is no such file, or NAME is self or all")
     return name, Path(file)
 
 
@@ -138,8 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     args.target = args.target or ["mqa"]
     args.directory.mkdir(parents=True, exist_ok=True)
-    log = args.directory / "rows.jsonl"
-    done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    log, done = args.directory / "rows.jsonl", finished(args)
     random = random_tokens(args.model, args.tokens, args.context, args.directory / "random.safetensors")
     for row in rows(args, random):
         if row.key in {one["key"] for one in done}:

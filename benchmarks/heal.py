@@ -62,7 +62,7 @@ def speed(plan: HealPlan, rounds: int) -> None:
     """Seconds per step of both ways, in turns."""
     from accelerate import Accelerator
 
-    text = GivenTexts.read(plan).given
+    text = GivenTexts.read(plan).known
     with running(plan, "cpu") as teacher, student_of(plan, "cpu") as student:
         names = trained(student, plan.family, plan.spec.num_layers, "attention")
         what, other = Trainable(student, names), copy.deepcopy(student)

@@ -473,9 +473,8 @@ def heal(
         planned = _within(seconds, planned, about_tokens(evaluate))
     if dry_run:
         texts = GivenTexts.read(planned)
-        blocks = texts.given
-        expected = run.expected_duration(planned, blocks, texts.rows_to_write, about_tokens(evaluate))
-        return Healing(planned, blocks.passes(planned.steps, planned.batch), None, expected)
+        expected = run.expected_duration(planned, texts, about_tokens(evaluate))
+        return Healing(planned, texts.known.passes(planned.steps, planned.batch), None, expected)
     held_out = None if evaluate is None else read_text(evaluate, None, "test")
     done = run.execute(planned, held_out, progress)
     return Healing(done.plan, done.record["healing"]["passes"], done.record) if done.record else Healing(planned, 0.0, {})
@@ -500,7 +499,7 @@ def _within(seconds: float, plan: HealPlan, evaluated: int) -> HealPlan:
         options = replace(plan.options, tokens=tokens)
         return sized(plan.converted, plan.teacher, options, plan.output, plan.device, plan.seed)
 
-    begun = tokens_of_begun(plan.output.path) if plan.output.resume and not plan.output.overwrite else None
+    begun = tokens_of_begun(plan.output) if plan.output.resume else None
     return of(begun or tokens_within(seconds, of, evaluated))
 
 

@@ -20,7 +20,7 @@ from attention.errors import Interrupted, Refusal
 from eval.device import out_of_memory
 
 _T = TypeVar("_T")
-_PATIENCE = timedelta(days=1)  # others wait while the first one changes a layer
+PATIENCE = timedelta(days=1)  # others wait while the first one changes a layer, or writes a text
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Processes:
             )
         from accelerate import PartialState
 
-        state = PartialState(cpu=device.type == "cpu", timeout=_PATIENCE)
+        state = PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
         if state.device.type != device.type:  # accelerate keeps one state for a process
             raise Refusal(
                 f"these processes share work on {state.device.type} already, not on {device.type}",

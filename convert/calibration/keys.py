@@ -85,7 +85,7 @@ class _Fit:
         return replace(fit, wanted=fit._gradient(pull.to(fit.x.dtype) for pull in pulls))
 
     def to(self, dtype: torch.dtype) -> _Fit:
-        """The same with all factors of products in another dtype."""
+        """The same with the factors of large products in another dtype."""
         queries, weights = ([part.to(dtype) for part in every] for every in (self.queries, self.weights))
         return _Fit(self.x.to(dtype), self.rotation, self.spans, queries, weights, self.wanted)
 
@@ -106,7 +106,7 @@ class _Fit:
     def power(self) -> torch.Tensor:
         """`[G, D']`, Σ q̂² of each dim, averaged over the two dims of a rotary pair: all angles are alike."""
         power = torch.stack([queries.float().square().sum(1) for queries in self.queries]).sum(0)
-        first = self.rotation.of(slice(0, 1)).to(power.dtype)
+        first = self.rotation.of(slice(0, 1))
         right_angle = replace(first, cos=torch.zeros_like(first.cos), sin=torch.ones_like(first.sin))
         swapped = right_angle(power[:, None])[:, 0].abs()  # it gives each dim the other one of its pair; nope dims stay
         return (power + swapped) / 2

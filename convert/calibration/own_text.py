@@ -34,6 +34,7 @@ _log = logging.getLogger("kvfold")
 ROWS = 64  # at once
 _CACHES = 0.25  # share of a device's memory that the cache of such rows may take
 _PILOT = 64  # tokens of a row from which first tokens are drawn, where the model has none
+_OTHERWISE = "calibrate on a text: --text FILE; or on none: --no-text"
 _LEAST_WORDS = 4.0  # different tokens, as the exponential of their entropy; fewer say nothing
 _A_DAY = "{%- macro strftime_now(form) -%}01 Jan 2026{%- endmacro -%}"  # instead of today, which some templates name
 _MARKS = "⟦1⟧", "⟦2⟧", "⟦3⟧"  # of turns, which no template holds
@@ -146,7 +147,14 @@ class _Row:
 
 
 def own_text(
-    source: Source, rows: int, length: int, seed: int, device: torch.device, directory: Path, progress: Progress
+    source: Source,
+    rows: int,
+    length: int,
+    seed: int,
+    device: torch.device,
+    directory: Path,
+    progress: Progress,
+    otherwise: str = _OTHERWISE,
 ) -> torch.Tensor:
     """What a model writes: `[rows, length]`, int64.
 
@@ -162,6 +170,7 @@ def own_text(
         device: Where it is written.
         directory: Keeps finished batches, for a run that resumes and for other conversions of this model.
         progress: Called with the rows written.
+        otherwise: What to do where it writes nothing of use.
 
     Raises:
         Failure: The model cannot be loaded, its logits are not finite, memory does not suffice, or it keeps writing the same
@@ -182,7 +191,7 @@ def own_text(
             parts.append(kept.get(start)[0]["ids"])
             done(len(part))
     ids = torch.cat(parts)
-    _require_words(source, ids)
+    _require_words(source, ids, otherwise)
     return ids
 
 
@@ -254,12 +263,12 @@ def _at_once(source: Source, length: int, device: torch.device) -> int:
     return max(1, min(ROWS, int(_CACHES * whole_memory(device)) // row))
 
 
-def _require_words(source: Source, ids: torch.Tensor) -> None:
+def _require_words(source: Source, ids: torch.Tensor, otherwise: str = _OTHERWISE) -> None:
     """Refuse a text of a few tokens again and again: nothing can be calibrated on it."""
     shares = torch.bincount(ids.flatten()).double() / ids.numel()
     words = float(torch.special.entr(shares).sum().exp())
     if words < _LEAST_WORDS:
         raise Failure(
             f"{source.reference} writes the same few tokens again and again: {words:.1f} different ones, by their entropy",
-            hint="calibrate on a text: --text FILE; or on none: --no-text",
+            hint=otherwise,
         )

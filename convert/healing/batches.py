@@ -95,15 +95,20 @@ class TrainingText:
             parts.append(Part(start + rest.nonzero().flatten(), share))
             aside.append(start + torch.tensor(out, dtype=torch.int64))
             start += count
-            _require_blocks(tokens, count, len(out), context, batch if len(texts) == 1 else 1)
+            if not len(parts[-1].places):
+                raise Failure(
+                    f"{tokens.name} has {count} blocks of {context} tokens, too few to hold one out and train on others",
+                    hint="give a longer text, or a shorter --context",
+                )
+        if (left := sum(len(part.places) for part in parts)) < batch:
+            names = " and ".join(tokens.name for tokens, _ in texts)
+            raise Failure(
+                f"{names} has {start} blocks of {context} tokens; a step takes {batch}, beside {start - left} held out",
+                hint="give a longer text, a smaller --batch-tokens or a shorter --context",
+            )
         alone = [tokens for tokens, _ in texts]
         text = joined(alone if len(alone) == 1 else [replace(one, ids=one.blocks(context).flatten()) for one in alone])
         return cls(text, text.blocks(context), tuple(parts), torch.cat(aside))
-
-    @property
-    def train(self) -> torch.Tensor:
-        """The places of all blocks to train on."""
-        return torch.cat([part.places for part in self.parts])
 
     def batch(self, step: int, size: int, seed: int) -> torch.Tensor:
         """`[size]`, the places of a step's blocks.
@@ -143,14 +148,6 @@ def turn(place: int, shares: Sequence[float]) -> tuple[int, int]:
             return i, before
         place -= before
     return len(shares) - 1, place
-
-
-def _require_blocks(tokens: Tokens, blocks: int, held: int, context: int, batch: int) -> None:
-    if blocks < held + batch:
-        raise Failure(
-            f"{tokens.name} has {blocks} blocks of {context} tokens; a step takes {batch}, beside {held} held out",
-            hint="give a longer text, a smaller --batch-tokens or a shorter --context",
-        )
 
 
 @functools.lru_cache(maxsize=16)

@@ -19,7 +19,6 @@ _log = logging.getLogger("kvfold")
 _EXACT = 1e-6  # nats of KL: what arithmetic in fp32 leaves
 _PATIENCE = 4  # points without a new best one
 _ALIKE = 1.1  # times the smallest KL
-_MOST_RATES = 6  # that are tried
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def _chosen(plan: HealPlan, trainer: Trainer, start: Point, progress: Progress) 
     for rate in rates:
         tried[rate] = _tried(plan, trainer, rate, progress)
         trainer.restore(weights)
-    while len(tried) < _MOST_RATES and (further := _beyond(tried)):
+    while len(tried) < plan.most_rates and (further := _beyond(tried)):
         tried[further] = _tried(plan, trainer, further, progress)
         trainer.restore(weights)
     best = _largest(tried)

@@ -36,7 +36,8 @@ _STEPS = 1000  # with the default batch, if it is within these tokens
 _MOST_PER_STEP = 65536
 _AT_ONCE = 4096  # tokens of a forward pass
 _POINTS = 10  # of the curve
-_RATES, RATIO = 3, 3  # that are tried, at least; of each to the one below
+_RATES, _MOST_RATES = 3, 6  # that are tried: at least, and while the best has no other ones around it
+RATIO = 3  # of a rate to the one below
 _TRIAL, _LEAST_TRIAL = 0.02, 10  # share of all steps that each rate is tried for; steps
 _TRIALS = 0.2  # share of all steps that trials may take together
 
@@ -52,7 +53,7 @@ class HealOptions:
         context: Tokens per block.
         batch_tokens: Tokens per step, over all processes.
         micro_batch_tokens: Tokens per forward pass.
-        lr: The learning rate; None to choose among three, where steps suffice to try them.
+        lr: The learning rate; None to choose among several, where steps suffice to try them.
         train: One of `PARTS`.
         lora_rank: The rank of what trains beside a matrix; None where matrices themselves train.
         ce: The weight of the cross-entropy beside the KL.
@@ -124,6 +125,11 @@ class HealPlan:
         """Steps that each learning rate is tried for; none if the rate is given, or if steps are too few to try any."""
         wanted = max(_LEAST_TRIAL, round(_TRIAL * self.steps))
         return wanted if self.options.lr is None and _RATES * wanted <= _TRIALS * self.steps else 0
+
+    @property
+    def most_rates(self) -> int:
+        """How many learning rates may be tried, where any are."""
+        return min(_MOST_RATES, int(_TRIALS * self.steps / self.trial_steps))
 
     @property
     def logs(self) -> Path:

@@ -90,7 +90,7 @@ def _execute(plan: HealPlan, evaluate_on: Text | None, team: Team, progress: Pro
         _, held_out = prepare([plan.teacher, plan.converted], evaluate_on, settings)
         evaluated = len(held_out.ids)
     texts = GivenTexts.read(plan)
-    sizes = texts.given
+    _work(plan, texts, 0, 0)  # fails if a text is too short
     if evaluate_on:
         _warn_of_overlap(evaluate_on, held_out, texts)
     reader = Reader(plan.converted.files)
@@ -109,7 +109,7 @@ def _execute(plan: HealPlan, evaluate_on: Text | None, team: Team, progress: Pro
                 team.tell(None)
                 record = recorded(plan.output.path)
             else:
-                expected = _foretell(plan, sizes, texts.rows_to_write, evaluated, team)
+                expected = _foretell(plan, texts, evaluated, team)
                 record = _healed(plan, texts, reader, work, team, progress)
                 if evaluate_on:
                     work.keep()
@@ -128,28 +128,22 @@ def _execute(plan: HealPlan, evaluate_on: Text | None, team: Team, progress: Pro
         ) from None
 
 
-def expected_duration(plan: HealPlan, text: TrainingText, rows_to_write: int, evaluated: int) -> float:
-    """The seconds that a healing takes in one process.
-
-    Args:
-        plan: The healing.
-        text: As far as it is known.
-        rows_to_write: Blocks of it that the teacher writes.
-        evaluated: Tokens of the text to evaluate on; 0 without.
-    """
+def expected_duration(plan: HealPlan, texts: GivenTexts, evaluated: int) -> float:
+    """The seconds that a healing takes in one process, with an evaluation on so many tokens; 0 without."""
     device = compute_device(plan.device)
-    width = plan.converted.decoder.hidden_size
-    return expected_seconds(_work(plan, text, rows_to_write, evaluated), device, width, _dtype(device.type == "cuda"))
+    width, dtype = plan.converted.decoder.hidden_size, _dtype(device.type == "cuda")
+    return expected_seconds(_work(plan, texts, texts.rows_to_write, evaluated), device, width, dtype)
 
 
-def _foretell(plan: HealPlan, text: TrainingText, rows_to_write: int, evaluated: int, team: Team) -> float | None:
+def _foretell(plan: HealPlan, texts: GivenTexts, evaluated: int, team: Team) -> float | None:
     """Say how long it takes. One process writes and evaluates, all share everything else that takes long."""
-    shared, whole = _work(plan, text, 0, 0), _work(plan, text, rows_to_write, evaluated)
+    shared, whole = _work(plan, texts, 0, 0), _work(plan, texts, texts.rows_to_write, evaluated)
     work = whole + (1 / team.accelerator.num_processes - 1) * shared
     return foretell(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(team.bfloat16))
 
 
-def _work(plan: HealPlan, text: TrainingText, rows_to_write: int, evaluated: int) -> Work:
+def _work(plan: HealPlan, texts: GivenTexts, rows_to_write: int, evaluated: int) -> Work:
+    text = texts.known
     work = work_of(plan, len(text.tokens.ids), len(text.held_out) * plan.context, evaluated)
     if not rows_to_write:
         return work
@@ -174,10 +168,8 @@ def _same_texts(plan: HealPlan, texts: GivenTexts) -> bool:
     Raises:
         Refusal: It was on others.
     """
-    found = [one["hash"] for one in recorded(plan.output.path)["healing"].get("texts", [])]
-    if len(found) == len(texts.parts) and all(
-        None in pair or pair[0] == pair[1] for pair in zip(found, texts.hashes, strict=True)
-    ):
+    found = recorded(plan.output.path)["healing"].get("texts", [])
+    if found == texts.facts:
         return True
     raise Refusal(
         f"OUTPUT {plan.output.path} exists already, and was trained on another text",
@@ -235,12 +227,17 @@ def _healed(
 
 
 def _written(plan: HealPlan, texts: GivenTexts, work: WorkDirectory, progress: Progress) -> TrainingText:
-    """The whole text, with what the teacher writes, which is kept beside the weights."""
+    """The whole text, with what the teacher writes or has written, which is kept beside the weights."""
+    if texts.own is not None:
+        write_own_text(work.path, texts.own)
     if not texts.rows_to_write:
-        return texts.given
-    device = compute_device(plan.device)
-    own = own_text(plan.teacher, texts.rows_to_write, plan.context, plan.seed + _OTHER, device, work.survey, progress)
+        return texts.known
+    device, seed = compute_device(plan.device), plan.seed + _OTHER
+    own = own_text(
+        plan.teacher, texts.rows_to_write, plan.context, seed, device, work.survey, progress, "give another --text FILE"
+    )
     write_own_text(work.path, own)
+    work.keep()  # it may have taken hours
     return texts.with_own(own)
 
 
@@ -257,7 +254,7 @@ def _say_memory(plan: HealPlan, team: Team) -> None:
 
 def _follow(plan: HealPlan, texts: GivenTexts, team: Team) -> None:
     """What the other processes do: train, if there is anything to train."""
-    text = texts.given
+    text = texts.known
     if (states := team.told()) is None:
         return
     if rows := texts.rows_to_write:  # the first process has written them

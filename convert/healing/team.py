@@ -14,7 +14,7 @@ from attention.errors import Refusal
 from convert.healing.plan import HealPlan
 from convert.healing.training import Trainer
 from convert.healing.zero import ZeroTrainer, zero_plugin
-from convert.processes import Processes
+from convert.processes import PATIENCE, Processes
 from eval.device import compute_device
 
 _ZERO = "DEEPSPEED"
@@ -85,7 +85,9 @@ class Team:
             accelerator = Accelerator(
                 # Told to take CPUs, accelerate ignores DeepSpeed. It takes them where there is nothing else.
                 cpu=on_cpu and zero is None,
-                kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu and zero is not None else [],
+                kwargs_handlers=[
+                    InitProcessGroupKwargs(**({"backend": "gloo"} if on_cpu and zero is not None else {}), timeout=PATIENCE)
+                ],
                 mixed_precision=mixed,
                 fsdp_plugin=plugin,
                 deepspeed_plugin=zero,

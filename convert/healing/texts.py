@@ -13,6 +13,7 @@ from convert.healing.plan import HealPlan
 from convert.planning.texts import TextSource, written_before
 from eval.text import Text, Tokens
 
+OWN = "the teacher's own text"
 _START = 4096  # characters of a text by which tokenizers are compared
 _MOST_WRITTEN = 2**20  # tokens, which are used again if more are wanted: writing takes as long as training, or longer
 
@@ -39,17 +40,20 @@ class GivenTexts:
         return cls(plan, tuple(_read(plan, text) for text in plan.options.texts))
 
     @property
-    def hashes(self) -> list[str | None]:
-        """Of each text; None for the teacher's own."""
-        return [part.hash if part else None for part in self.parts]
-
-    @property
     def facts(self) -> list[dict[str, Any]]:
         """Of each text what conversion.json says."""
         return [
-            {"text": part.name if part else text.label, "share": text.share, "hash": part.hash if part else None}
+            {"text": part.name, "share": text.share, "hash": part.hash}
+            if part and not text.own
+            else {"text": OWN, "share": text.share, "hash": None}
             for text, part in self._texts
         ]
+
+    @property
+    def own(self) -> torch.Tensor | None:
+        """`[n, context]`, what the teacher has written before; None if it writes now, or nothing."""
+        found = (part for text, part in self._texts if part and text.own)
+        return next((part.blocks(self.plan.context) for part in found), None)
 
     @property
     def rows_to_write(self) -> int:
@@ -57,7 +61,7 @@ class GivenTexts:
         return next((_rows(self.plan, text) for text, part in self._texts if part is None), 0)
 
     @property
-    def given(self) -> TrainingText:
+    def known(self) -> TrainingText:
         """The whole text as far as it is known, with zeros in place of what the teacher writes."""
         return self.with_own(torch.zeros(self.rows_to_write, self.plan.context, dtype=torch.int64))
 
@@ -67,7 +71,7 @@ class GivenTexts:
         Raises:
             Failure: A text is too short.
         """
-        parts = [(part or _own(text, written), text.share) for text, part in self._texts]
+        parts = [(part or _own(written), text.share) for text, part in self._texts]
         return TrainingText.of(parts, self.plan.context, self.plan.tokens, self.plan.batch)
 
     @property
@@ -77,20 +81,25 @@ class GivenTexts:
 
 def _rows(plan: HealPlan, text: TextSource) -> int:
     """Blocks of what the teacher writes: those that its share of the training takes, and those to judge by."""
-    tokens = int(min(_MOST_WRITTEN, plan.tokens) * text.share / sum(one.share for one in plan.options.texts))
+    tokens = min(_MOST_WRITTEN, int(plan.tokens * text.share / sum(one.share for one in plan.options.texts)))
     train = max(plan.batch, tokens // plan.context)
     return train + held_out(train, plan.context, tokens)
 
 
-def _own(text: TextSource, written: torch.Tensor) -> Tokens:
-    return Tokens(text.label, written.flatten(), 0, 0.0, None)
+def _own(written: torch.Tensor) -> Tokens:
+    return Tokens(OWN, written.flatten(), 0, 0.0, None)
+
+
+def names_of(plan: HealPlan) -> str:
+    """The texts of a plan, for people."""
+    return " and ".join(OWN if text.own else text.label for text in plan.options.texts)
 
 
 def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
     if text.own:
         if text.written is None:
             return None
-        return _own(text, written_before(plan.teacher, text.written, _rows(plan, text), plan.context))
+        return _own(written_before(plan.teacher, text.written, None, plan.context))
     return _encoded(plan, text.read())
 
 

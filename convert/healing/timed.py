@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from attention.errors import Refusal
 from convert.checkpoint.workdir import begun, recorded
 from convert.healing.plan import HealPlan
 from convert.healing.run import expected_duration
 from convert.healing.texts import GivenTexts
+from convert.planning.base import Output
+from convert.processes import launched_count
 
-_FIRST, _GUESSES = 2**16, 5  # tokens; after so many, forecasts are within a few per cent of the time
-_DIGITS = 2  # of the number of tokens
+_FIRST, _FACTOR, _MOST = 2**16, 16, 2**50  # tokens of the first guess; of a guess to the next, up to one that takes too long
+_GUESSES, _CLOSE = 12, 0.98  # between two guesses, until one takes this share of the time
+_DIGITS = 3  # of the number of tokens
 
 
 def tokens_within(seconds: float, sized: Callable[[int], HealPlan], evaluated: int) -> int:
@@ -25,28 +27,36 @@ def tokens_within(seconds: float, sized: Callable[[int], HealPlan], evaluated: i
         evaluated: Tokens of the text to evaluate on; 0 without.
 
     Raises:
-        Refusal: The shortest healing takes longer.
+        Refusal: The shortest healing takes longer, or several processes would decide.
         Failure: A text cannot be read, or is too short.
     """
+    if (count := launched_count()) > 1:
+        raise Refusal(
+            f"{count} processes would each have a forecast of their own",
+            hint="give --tokens; --time TIME --dry-run in one process says how many",
+        )
     texts = GivenTexts.read(sized(_FIRST))
 
     def expected(tokens: int) -> float:
         found = replace(texts, plan=sized(tokens))
-        return expected_duration(found.plan, found.given, found.rows_to_write, evaluated)
+        return expected_duration(found.plan, found, evaluated)
 
     least = sized(1).tokens  # of one step
-    if (shortest := expected(least)) > seconds:
+    below, above = (least, expected(least)), (_FIRST, expected(_FIRST))
+    if below[1] > seconds:
         raise Refusal(
-            f"a healing of {least} tokens takes {shortest:.0f} seconds here, longer than --time allows",
+            f"a healing of {least} tokens takes {below[1]:.0f} seconds here, longer than --time allows",
             hint="give more time, or another --device",
         )
-    below, tokens = (least, shortest), _FIRST
+    while above[1] <= seconds and above[0] < _MOST:
+        below, above = above, (above[0] * _FACTOR, expected(above[0] * _FACTOR))
     for _ in range(_GUESSES):
+        share = (seconds - below[1]) / (above[1] - below[1])  # as if it were a straight line
+        tokens = _rounded(below[0] + share * (above[0] - below[0]))
+        if below[1] >= _CLOSE * seconds or not below[0] < tokens < above[0]:
+            break
         taken = expected(tokens)
-        per_token = (taken - shortest) / (tokens - least) if tokens > least else taken
-        if taken <= seconds and tokens > below[0]:
-            below = tokens, taken
-        tokens = max(least, _rounded(least + (seconds - shortest) / max(per_token, 1e-12)))
+        below, above = ((tokens, taken), above) if taken <= seconds else (below, (tokens, taken))
     return below[0]
 
 
@@ -56,8 +66,8 @@ def _rounded(tokens: float) -> int:
     return int(tokens) // unit * unit
 
 
-def tokens_of_begun(output: Path) -> int | None:
-    """Those of the healing that `--resume` finishes, whatever this machine's forecast says now; None if there is none."""
-    found = begun(output) or (recorded(output).get("recipe") or {}).get("heal") or {}
-    tokens = found.get("tokens")
+def tokens_of_begun(output: Output) -> int | None:
+    """Those of the healing that `--resume` goes on with, whatever this machine's forecast says now; None if there is none."""
+    finished = {} if output.overwrite else (recorded(output.path).get("recipe") or {}).get("heal") or {}
+    tokens = (begun(output.path) or finished).get("tokens")
     return tokens if isinstance(tokens, int) else None

@@ -155,8 +155,8 @@ def shared_out(blocks: int, texts: Texts) -> list[int]:
     return counts
 
 
-def written_before(source: Source, file: Path, rows: int, context: int) -> torch.Tensor:
-    """What a model wrote for an earlier conversion, `[rows, context]`.
+def written_before(source: Source, file: Path, rows: int | None, context: int) -> torch.Tensor:
+    """What a model wrote for an earlier run, `[rows, context]`; all of it where `rows` is None.
 
     Raises:
         Failure: The file cannot be read, or does not hold such rows.
@@ -169,10 +169,10 @@ def written_before(source: Source, file: Path, rows: int, context: int) -> torch
             ids: torch.Tensor = opened.get_tensor("ids")
     except (OSError, SafetensorError) as error:
         raise Failure(f"cannot read {file}: {error}", hint="give --text self, and the model writes again") from None
-    fits = ids.dtype == torch.int32 and ids.ndim == 2 and ids.shape[1] == context and len(ids) >= rows
+    fits = ids.dtype == torch.int32 and ids.ndim == 2 and ids.shape[1] == context and len(ids) >= (rows or 1)
     if not fits or not 0 <= int(ids.min()) <= int(ids.max()) < source.vocabulary:
         raise Failure(
-            f"{file} holds {ids.dtype} of shape {list(ids.shape)}, where {rows} rows of {context} tokens below "
+            f"{file} holds {ids.dtype} of shape {list(ids.shape)}, where {rows or 'any'} rows of {context} tokens below "
             f"{source.vocabulary} are needed",
             hint="give --text self, and the model writes again",
         )

@@ -45,12 +45,9 @@ def test_the_rope_key_of_mla_that_was_spoilt_is_restored() -> None:
 
 
 @pytest.mark.parametrize("case", ["gqa", "gqa, interleaved, partial", "gqa, ALiBi", "mla", "mla, ALiBi", "mqa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_gradient_by_keys_is_that_of_the_squared_error(
-    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """½ Σ_h Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one head after another; nearly, in bfloat16."""
-    monkeypatch.setattr(keys, "rough", lambda device: dtype)
+@pytest.mark.usefixtures("in_full")
+def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """½ Σ_h Σ_t Var_{s ~ p_t} of what is missing of the logits, spelled out for one head after another."""
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
     pairing: Pairing = "interleaved" if "inter" in case else "half"
     a = record(4, 1, 2, 2 if "partial" in case else 0, 20, pairing, biased=False, alibi="ALiBi" in case)
@@ -73,10 +70,7 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(
     (expected,) = torch.autograd.grad(total, leaf)
     fit = keys._Fit.of(source, heads_of(after, x), len(kept), parts)
     found = fit.curvature(leaf.detach()) - fit.wanted
-    if dtype is torch.bfloat16:
-        assert float((found - expected).norm() / expected.norm()) < 0.02
-    else:
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.usefixtures("in_full")
@@ -89,3 +83,18 @@ def test_both_dims_of_a_rotary_pair_count_alike(pairing: str) -> None:
     power = fit.power()[:, :6].unflatten(1, (2, 3) if pairing == "half" else (3, 2))
     for half in power.unbind(1 if pairing == "half" else 2):
         torch.testing.assert_close(half, (first + second) / 2)
+
+
+def test_sums_of_many_rounded_products_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 600 spans; summed in bfloat16, these are off by 5 %."""
+    monkeypatch.setattr("convert.calibration.least_squares.SPAN", 1)
+    a, x = record(4, 1, 2, 0, 20), random(600, 20, seed=3)
+    after, parts = merged(a, 2), fitted_spans(4, [600])[0]
+    assert isinstance(after, Attention)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(keys, "rough", lambda device, dtype=dtype: dtype)
+        fit = keys._Fit.of(heads_of(a, x), heads_of(after, x), 2, parts)
+        found.append((fit.wanted, fit.curvature(0.1 * random(*after.k.shape, seed=5))))
+    for exact, rounded in zip(*found, strict=True):
+        assert float((rounded - exact).norm() / exact.norm()) < 0.01

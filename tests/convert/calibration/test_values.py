@@ -34,9 +34,8 @@ def test_values_that_were_spoilt_are_restored(biased: bool, groups: int) -> None
     assert changed(fitted, spoilt) == {"v"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_gradient_by_values_is_that_of_the_squared_error(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "rough", lambda device: dtype)
+@pytest.mark.usefixtures("in_full")
+def test_the_gradient_by_values_is_that_of_the_squared_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.calibration.least_squares.SPAN", 7)
     a = record(4, 2, 2, 2, 20)
     after = merged(a, 2)
@@ -49,10 +48,7 @@ def test_the_gradient_by_values_is_that_of_the_squared_error(dtype: torch.dtype,
     fit = values._Fit.of(after, x[0], (expected_outputs - run(after, x))[0].float(), parts)
     assert fit.count == X.shape[1]
     found = fit.curvature(leaf.detach()) - fit.wanted
-    if dtype is torch.bfloat16:
-        assert float((found - expected).norm() / expected.norm()) < 0.02
-    else:
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("norm", [None, "shared", "all"])
@@ -63,3 +59,17 @@ def test_a_fit_brings_the_outputs_that_it_sees_closer(norm: str | None) -> None:
     assert isinstance(after, Attention)
     fitted = fitted_values(a, after, X, SEEN.read)(1.0)
     assert output_error(a, fitted, X) < 0.9 * output_error(a, after, X)
+
+
+def test_sums_of_many_rounded_products_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 600 spans; summed in bfloat16, these are off by 3 and 9 %."""
+    monkeypatch.setattr("convert.calibration.least_squares.SPAN", 1)
+    after, x, lacking = merged(record(4, 1, 2, 0, 20), 2), random(600, 20, seed=3), random(600, 20, seed=7)
+    assert isinstance(after, Attention)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(values, "rough", lambda device, dtype=dtype: dtype)
+        fit = values._Fit.of(after, x, lacking, fitted_spans(4, [600])[0])
+        found.append((fit.wanted, fit.curvature(0.1 * random(*after.v.shape, seed=5))))
+    for exact, rounded in zip(*found, strict=True):
+        assert float((rounded - exact).norm() / exact.norm()) < 0.01

@@ -45,18 +45,18 @@ def test_no_block_is_both_trained_on_and_held_out(blocks: int, batch: int, wante
     if blocks < batch + 1 + blocks // 50:
         return
     text = TrainingText.of([(tokens(blocks * 4 + 3), 1.0)], 4, wanted, batch)
-    assert sorted(torch.cat((text.train, text.held_out)).tolist()) == list(range(blocks))
+    assert sorted(torch.cat((text.parts[0].places, text.held_out)).tolist()) == list(range(blocks))
     assert text.blocks[:, 0].tolist() == list(range(0, blocks * 4, 4))
     assert 1 <= len(text.held_out) <= max(1, blocks // 50)
 
 
 def test_every_pass_sees_every_block_once_in_another_order() -> None:
     text = TrainingText.of([(tokens(4 * 11), 1.0)], 4, 10**6, 1)
-    assert len(text.train) == 10
+    assert len(text.parts[0].places) == 10
     steps = [text.batch(step, 3, seed=5).tolist() for step in range(10)]  # 30 blocks: three passes
     order = [place for step in steps for place in step]
     passes = [order[start : start + 10] for start in (0, 10, 20)]
-    assert all(sorted(one) == text.train.tolist() for one in passes)
+    assert all(sorted(one) == text.parts[0].places.tolist() for one in passes)
     assert passes[0] != passes[1] != passes[2]
     assert text.batch(3, 3, seed=5).tolist() == steps[3]
     assert text.batch(3, 3, seed=6).tolist() != steps[3]
@@ -87,7 +87,9 @@ def test_several_texts_are_cut_and_held_out_apart() -> None:
     assert all(sorted(of_second[i : i + 3].tolist()) == text.parts[1].places.tolist() for i in range(0, 30, 3))
     assert not set(drawn.tolist()) & set(text.held_out.tolist())
     assert text.passes(20, 2) == 10
-    with pytest.raises(Failure, match="another has 1 blocks of 4 tokens"):
+    with pytest.raises(Failure, match="a text and another has 15 blocks of 4 tokens; a step takes 14, beside 2 held out"):
+        TrainingText.of([(first, 1.0), (second, 3.0)], 4, 10**6, 14)
+    with pytest.raises(Failure, match="another has 1 blocks of 4 tokens, too few to hold one out"):
         TrainingText.of([(first, 1.0), (Tokens("another", torch.arange(4), 4, 1.0, None), 1.0)], 4, 10**6, 1)
 
 

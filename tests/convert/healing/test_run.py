@@ -264,12 +264,12 @@ def test_parts_of_a_step_give_what_the_whole_step_gives(converted: Path, text: P
     assert [point["kl"] for point in parts.curve] == pytest.approx([point["kl"] for point in plain.curve], rel=1e-4)
 
 
-@pytest.mark.parametrize(("start", "count"), [(2.7e-2, 3), (3e-5, 6), (0.5, 4)], ids=["around the best", "too low", "too high"])
+@pytest.mark.parametrize(("start", "count"), [(8.1e-2, 3), (3e-5, 6), (1.5, 4)], ids=["around the best", "too low", "too high"])
 def test_a_rate_is_chosen_among_three_or_beyond_them(
     start: float, count: int, converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: start)
-    done = heal(converted, tmp_path / "out", text=text, **TRIED)
+    done = heal(converted, tmp_path / "out", text=text, **(TRIED | {"tokens": 300 * 16}))
     assert done.record is not None
     tried, rate = done.record["healing"]["rates_tried"], done.record["healing"]["rate"]
     assert len(tried) == count
@@ -495,7 +495,7 @@ class TestRefusals:
             heal(checkpoint("llama"), tmp_path / "out", text=text, **SIZES)
 
     def test_a_text_shorter_than_a_step(self, converted: Path, tmp_path: Path) -> None:
-        with pytest.raises(RuntimeError, match="a step takes 4"):
+        with pytest.raises(RuntimeError, match="has 0 blocks of 16 tokens, too few to hold one out"):
             heal(converted, tmp_path / "out", text=["too short"], **SIZES)
         assert not (tmp_path / "out.partial").exists()
 

@@ -34,7 +34,7 @@ def test_without_text_the_teacher_writes_it(
     done = convert("heal", converted, out, *OPTIONS)
     assert done.exit_code == 0, done.output
     record = json.loads((out / "conversion.json").read_text())["healing"]
-    assert record["texts"] == [{"text": "its own text", "share": 1.0, "hash": None}]
+    assert record["texts"] == [{"text": "the teacher's own text", "share": 1.0, "hash": None}]
     assert record["after"]["kl"] < record["before"]["kl"]
     ids = load_file(out / "calibration" / "own-text.safetensors")["ids"]
     assert ids.shape == (81, 16), "80 rows to train on, one to judge by"
@@ -44,7 +44,10 @@ def test_without_text_the_teacher_writes_it(
     assert "is finished already" in finished.stderr
     again = convert("run", out / "conversion.json", "--set", f"output={tmp_path / 'again'}")
     assert again.exit_code == 0, again.output
-    assert same_weights(out, tmp_path / "again")
+    same_but_for_the_run(out, tmp_path / "again")
+    twice = convert("run", tmp_path / "again" / "conversion.json", "--set", f"output={tmp_path / 'twice'}")
+    assert twice.exit_code == 0, twice.output
+    same_but_for_the_run(out, tmp_path / "twice")
 
 
 def test_stopped_while_it_writes_and_resumed(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,17 +82,15 @@ def test_several_texts_share_the_steps(converted: Path, text: Path, tmp_path: Pa
     record = json.loads((out / "conversion.json").read_text())
     own, file = record["healing"]["texts"]
     assert (own["share"], own["hash"], file["text"], file["share"]) == (1.0, None, "train.txt", 3.0)
-    assert record["healing"]["text"] == "its own text and train.txt"
+    assert record["healing"]["text"] == "the teacher's own text and train.txt"
     assert len(load_file(out / "calibration" / "own-text.safetensors")["ids"]) == 21, "a quarter of 80, and one to judge by"
     assert "is finished already" in convert("heal", converted, out, *OPTIONS, *given, "--resume").stderr
     (tmp_path / "other.txt").write_text("another text " * 100)
     other = convert("heal", converted, out, *OPTIONS, *given[:3], tmp_path / "other.txt", *given[4:], "--resume")
     assert "was trained on another text" in other.stderr
+    for others in (("--text", "self", "--text", text, "--text-shares", "3,1"), ("--text", text, "--text", "self")):
+        done = convert("heal", converted, out, *OPTIONS, *others, "--resume")
+        assert done.exit_code == 2, "other shares, another order"
     again = heal(converted, tmp_path / "again", text={"self": 1, text: 3}, **SIZES)
     assert again.record is not None
     assert again.record["healing"]["text_hash"] == record["healing"]["text_hash"]
-
-
-def same_weights(first: Path, second: Path) -> bool:
-    one, two = (load_file(path / "model.safetensors") for path in (first, second))
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
