@@ -135,7 +135,7 @@ def mqa(**given: Any) -> None:
 @click.option("--qk-rope-head-dim", type=int, metavar="P", help="Dims of the RoPE key that all heads share.")
 @click.option(
     "--kv-budget",
-    type=options.Budget(),
+    type=options.BUDGET,
     metavar="SIZE",
     help="Choose both: from a share of MODEL's cache (12.5%), or bytes per token (4KB).",
 )
@@ -292,7 +292,7 @@ def bench(models: tuple[str, ...], as_json: bool, batch: tuple[int, ...], **give
 @click.argument("output", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--groups", type=options.Listed(int), metavar="N,…", help="KV heads of the GQA targets, such as 8,4,2,1.")
 @click.option(
-    "--mla", type=options.Listed(options.Latent()), metavar="R+P,…", help="Sizes of the MLA targets, such as 512+64 or 12.5%."
+    "--mla", type=options.Listed(options.LATENT), metavar="R+P,…", help="Sizes of the MLA targets, such as 512+64 or 12.5%."
 )
 @click.option(
     "--methods",

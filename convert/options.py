@@ -31,14 +31,18 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         return value if isinstance(value, int) else _parsed(self, parse_bytes, value, param, ctx)
 
 
-class Budget(click.ParamType):  # type: ignore[type-arg]
-    """A share of the source's cache (12.5%) or bytes per token (4096, 4KB); stays the checked string."""
+class Checked(click.ParamType):  # type: ignore[type-arg]
+    """A value that stays the string that it is, once `parse` has not refused it."""
 
-    name = "budget"
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        _parsed(self, parse_budget, value, param, ctx)
+        _parsed(self, self._parse, value, param, ctx)
         return str(value)
+
+
+BUDGET, LATENT, _TIME = Checked("budget", parse_budget), Checked("latent", parse_latent), Checked("time", parse_time)
 
 
 def _parsed(
@@ -65,16 +69,6 @@ class Count(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         return value if isinstance(value, int) else _parsed(self, self._parse, value, param, ctx)
-
-
-class Time(click.ParamType):  # type: ignore[type-arg]
-    """A time: 90min, 1h, 2d; stays the checked string."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        _parsed(self, parse_time, value, param, ctx)
-        return str(value)
 
 
 class Rate(click.ParamType):  # type: ignore[type-arg]
@@ -145,16 +139,6 @@ class Gpu(click.ParamType):  # type: ignore[type-arg]
         if not name or not 0 < gigabytes < math.inf:
             self.fail(f"{value!r} is not a GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
         return name, gigabytes
-
-
-class Latent(click.ParamType):  # type: ignore[type-arg]
-    """A size of MLA: R+P or a budget; stays the checked string."""
-
-    name = "latent"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        _parsed(self, parse_latent, value, param, ctx)
-        return str(value)
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]
@@ -306,7 +290,7 @@ healing = _all(
     _texts("train", "the teacher"),
     click.option("--tokens", type=Count(), metavar="N", help="Train on N tokens, such as 20M.  [default: those of --budget]"),
     click.option(
-        "--time", type=Time(), metavar="TIME", help="Train on as many tokens as take TIME here, such as 90min, 1h or 2d."
+        "--time", type=_TIME, metavar="TIME", help="Train on as many tokens as take TIME here, such as 90min, 1h or 2d."
     ),
     click.option(
         "--budget",

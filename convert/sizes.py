@@ -45,12 +45,12 @@ def parse_time(text: str) -> float:
     """Parse 90min, 1h, 1.5d, 300s as seconds.
 
     Raises:
-        Refusal: It is no time above 0.
+        Refusal: It is not a time above 0.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)\s*", text, re.IGNORECASE | re.ASCII)
     seconds = float(match[1]) * _SECONDS[match[2].upper()] if match else 0.0
     if not seconds:
-        raise Refusal(f"{text!r} is no time: give a number above 0 and a unit, as in 90min, 1h or 2d")
+        raise Refusal(f"{text!r} is not a time: give a number above 0 and a unit, as in 90min, 1h or 2d")
     return seconds
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from convert.healing.memory import expected
 from convert.healing.plan import HealPlan
-from convert.healing.texts import names_of
+from convert.healing.texts import OWN
 from convert.planning.describe import expected_lines
+from convert.planning.texts import names_of
 
 _TRAINS = {
     "attention": "the attention and the norms before it",
@@ -91,7 +92,7 @@ def _lines(plan: HealPlan, passes: float) -> list[str]:
     return [
         f"{plan.spec.kind} {plan.converted.reference}, distilled from {plan.teacher.reference}: {loss}"
         + (f" + {o.ce:g} × cross-entropy" if o.ce else ""),
-        f"{plan.tokens} tokens of {names_of(plan)} in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
+        f"{plan.tokens} tokens of {names_of(o.texts, OWN)} in {plan.steps} steps of {plan.batch} × {plan.context}{again}",
         f"trains {_TRAINS[o.train].format(rank=o.lora_rank)}; {rate}",
         *plan.notes,
     ]

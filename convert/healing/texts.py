@@ -35,9 +35,11 @@ class GivenTexts:
         """Read the texts.
 
         Raises:
-            Failure: A text cannot be read, or the two models' tokenizers differ.
+            Failure: A text cannot be read or is too short, or the two models' tokenizers differ.
         """
-        return cls(plan, tuple(_read(plan, text) for text in plan.options.texts))
+        found = cls(plan, tuple(_read(plan, text) for text in plan.options.texts))
+        _ = found.known  # fails if a text is too short
+        return found
 
     @property
     def facts(self) -> list[dict[str, Any]]:
@@ -88,11 +90,6 @@ def _rows(plan: HealPlan, text: TextSource) -> int:
 
 def _own(written: torch.Tensor) -> Tokens:
     return Tokens(OWN, written.flatten(), 0, 0.0, None)
-
-
-def names_of(plan: HealPlan) -> str:
-    """The texts of a plan, for people."""
-    return " and ".join(OWN if text.own else text.label for text in plan.options.texts)
 
 
 def _read(plan: HealPlan, text: TextSource) -> Tokens | None:

@@ -68,6 +68,8 @@ def _rounded(tokens: float) -> int:
 
 def tokens_of_begun(output: Output) -> int | None:
     """Those of the healing that `--resume` goes on with, whatever this machine's forecast says now; None if there is none."""
-    finished = {} if output.overwrite else (recorded(output.path).get("recipe") or {}).get("heal") or {}
-    tokens = (begun(output.path) or finished).get("tokens")
+    recipe = {} if output.overwrite else recorded(output.path).get("recipe")
+    finished = recipe.get("heal") if isinstance(recipe, dict) else None
+    found = begun(output.path) or finished
+    tokens = found.get("tokens") if isinstance(found, dict) else None
     return tokens if isinstance(tokens, int) else None

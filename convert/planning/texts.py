@@ -131,9 +131,9 @@ def _path(one: TextSource, absolute: bool) -> str:
     return f"./{one.name}" if one.name == SELF else one.name
 
 
-def names_of(texts: Texts) -> str:
-    """For people."""
-    return " and ".join(one.label for one in texts)
+def names_of(texts: Texts, own: str | None = None) -> str:
+    """For people; `own` is what to call the model's own."""
+    return " and ".join(own if own and one.own else one.label for one in texts)
 
 
 def shared_out(blocks: int, texts: Texts) -> list[int]:

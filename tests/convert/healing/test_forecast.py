@@ -86,7 +86,7 @@ def test_a_time_is_as_many_tokens_as_it_takes(
         heal(converted, tmp_path / "out", time=4, **given)
     with pytest.raises(Refusal, match="contradict each other"):
         heal(converted, tmp_path / "out", time="1h", tokens=100, **given)
-    with pytest.raises(Refusal, match=r"'1x' is no time"):
+    with pytest.raises(Refusal, match=r"'1x' is not a time"):
         heal(converted, tmp_path / "out", time="1x", **given)
     done = heal(converted, tmp_path / "out", time=30, **given)
     assert done.record is not None
