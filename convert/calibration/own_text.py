@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvfold")
 ROWS = 64  # at once
 _CACHES = 0.25  # share of a device's memory that the cache of such rows may take
-_PILOT = 64  # tokens of a row from which first tokens are drawn, where the model has none
+_PILOT = 64  # rows, and tokens of each, from which first tokens are drawn, where texts begin with any
 _OTHERWISE = "calibrate on a text: --text FILE; or on none: --no-text"
 _LEAST_WORDS = 4.0  # different tokens, as the exponential of their entropy; fewer say nothing
 _A_DAY = "{%- macro strftime_now(form) -%}01 Jan 2026{%- endmacro -%}"  # instead of today, which some templates name
@@ -87,7 +87,7 @@ class Voice:
     """How the texts of a model begin and end.
 
     Attributes:
-        start: The token that a text begins with; None if the model has none.
+        start: The token that a text begins with; None if it begins with any.
         ends: Tokens that end a text or a turn.
         turns: Of conversations; None if the model has no usable chat template.
         known: Ids below this are those of its tokenizer.
@@ -114,12 +114,18 @@ class Voice:
             return [token for token in flat if isinstance(token, int) and 0 <= token < source.vocabulary]
 
         known = source.vocabulary if tokenizer is None else min(len(tokenizer), source.vocabulary)
-        start = next(iter(said("bos_token_id")), None)
+        ends = frozenset(said("eos_token_id"))
+        start = next((token for token in said("bos_token_id") if token in ends or _begins(tokenizer, token)), None)
         turns = Turns.of(tokenizer)
         if turns and turns.highest >= source.vocabulary:
             _log.warning("the chat template has tokens that the model does not know, so it writes no conversations")
             turns = None
-        return cls(start, frozenset(said("eos_token_id")), turns, known)
+        return cls(start, ends, turns, known)
+
+
+def _begins(tokenizer: Any, token: int) -> bool:
+    """Whether a text begins with this token. Some models know a BOS token that only opens turns of conversations."""
+    return tokenizer is None or tokenizer("a")["input_ids"][:1] == [token]
 
 
 class _Row:
@@ -129,15 +135,23 @@ class _Row:
         begins: Its first tokens.
         then: What follows each end of a text or a turn, in turns.
         ends: Tokens that end a text or a turn.
+        drawn: The token that is meant where one is None, by a chance.
     """
 
-    def __init__(self, begins: Sequence[int], then: Sequence[Sequence[int]], ends: frozenset[int]) -> None:
-        self._forced, self._then, self._ends = deque(begins), deque(then), ends
+    def __init__(
+        self,
+        begins: Sequence[int | None],
+        then: Sequence[Sequence[int | None]],
+        ends: frozenset[int],
+        drawn: Callable[[float], int],
+    ) -> None:
+        self._forced, self._then, self._ends, self._drawn = deque(begins), deque(then), ends, drawn
 
-    def next(self, sampled: int) -> int:
+    def next(self, sampled: int, chance: float) -> int:
         """The next token, where the model would say `sampled`."""
         if self._forced:
-            return self._forced.popleft()
+            forced = self._forced.popleft()
+            return self._drawn(chance) if forced is None else forced
         if sampled in self._ends:
             self._forced.extend(self._then[0])
             self._then.rotate(-1)
@@ -223,38 +237,43 @@ class _Writer:
             first: The number of the first row.
             chances: `[n, length]`, fp64, even between 0 and 1: a row's own decide its tokens.
         """
-        rows = [self._row(first + i, float(chance)) for i, chance in enumerate(chances[:, 0])]
-        return self._sampled(rows, chances)
+        return self._sampled([self._row(first + i) for i in range(len(chances))], chances)
 
-    def _row(self, number: int, chance: float) -> _Row:
+    def _row(self, number: int) -> _Row:
         voice = self._voice
         turns = voice.turns if number % 2 else None
-        if turns is not None and turns.opening:
-            return _Row(turns.opening, (turns.answer, turns.reply), voice.ends)
-        first = voice.start if self._starts is None else int(self._starts[int(chance * len(self._starts))])
-        assert first is not None
-        if turns is not None:
-            return _Row([first], (turns.answer, turns.reply), voice.ends)
-        return _Row([first], [() if voice.start is None else (first,)], voice.ends)
+        if turns is None:
+            return _Row([voice.start], [(voice.start,)], voice.ends, self._drawn)
+        return _Row(turns.opening or [voice.start], (turns.answer, turns.reply), voice.ends, self._drawn)
+
+    def _drawn(self, chance: float) -> int:
+        """A first token by its frequency in what the model writes."""
+        assert self._starts is not None, "its texts begin with one token"
+        return int(self._starts[int(chance * len(self._starts))])
 
     def _pilot(self, length: int) -> torch.Tensor:
         """Tokens by their frequency in what the model writes after tokens that are all as likely, `[n]`."""
         length = min(_PILOT, length)
-        chances = torch.rand(ROWS, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        begins = (chances[:, 0] * self._voice.known).long().tolist()
-        rows = [_Row([begin], [()], frozenset()) for begin in begins]
+        chances = torch.rand(_PILOT, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        rows = [_Row([None], [()], frozenset(), lambda chance: int(chance * self._voice.known)) for _ in chances]
         return self._sampled(rows, chances)[:, length // 2 :].flatten()
 
     def _sampled(self, rows: list[_Row], chances: torch.Tensor) -> torch.Tensor:
         device, cache, ids = input_device(self._model), None, torch.empty(chances.shape, dtype=torch.int64)
-        ids[:, 0] = torch.tensor([row.next(-1) for row in rows])
+        ids[:, 0] = _next(rows, [-1] * len(rows), chances[:, 0])
         for place in range(1, chances.shape[1]):
             found = self._model(input_ids=ids[:, place - 1 : place].to(device), past_key_values=cache, use_cache=True)
             cache, logits = found.past_key_values, finite(found.logits[:, -1, : self._voice.known], self._model)
             reached = logits.float().cpu().softmax(-1).double().cumsum(-1)
             drawn = torch.searchsorted(reached, chances[:, place, None] * reached[:, -1:]).flatten()
-            ids[:, place] = torch.tensor([row.next(token) for row, token in zip(rows, drawn.tolist(), strict=True)])
+            ids[:, place] = _next(rows, drawn.tolist(), chances[:, place])
         return ids
+
+
+def _next(rows: Sequence[_Row], sampled: Sequence[int], chances: torch.Tensor) -> torch.Tensor:
+    """The next token of each row `[n]`, where the model would say `sampled`."""
+    each = zip(rows, sampled, chances.tolist(), strict=True)
+    return torch.tensor([row.next(token, chance) for row, token, chance in each])
 
 
 def _at_once(source: Source, length: int, device: torch.device) -> int:

@@ -36,6 +36,17 @@ def with_template(path: Path, template: str) -> Path:
     return path
 
 
+def beginning_with_bos(path: Path) -> Path:
+    """Let the tokenizer put BOS before every text, as those of Llama do."""
+    file = path / "tokenizer.json"
+    text = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [*text, {"Sequence": {"id": "B", "type_id": 0}}]
+    special = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+    processor = {"type": "TemplateProcessing", "single": text, "pair": pair, "special_tokens": special}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": processor}))
+    return path
+
+
 def always(model: Any, *tokens: int) -> None:
     """Let a model say these tokens in turn, whatever it reads."""
     head = model.lm_head
@@ -45,7 +56,7 @@ def always(model: Any, *tokens: int) -> None:
 
 
 def test_rows_begin_with_bos_and_are_the_same_for_a_seed(checkpoint: Make, tmp_path: Path) -> None:
-    source = checkpoint("llama")
+    source = beginning_with_bos(checkpoint("llama"))
     first = written(source, tmp_path / "a")
     assert first.shape == (6, 24)
     assert first.dtype == torch.int64
@@ -128,7 +139,8 @@ def test_a_template_that_fails_is_said_and_not_used(
 
 
 def test_a_template_without_an_opening_begins_with_bos(checkpoint: Make, tmp_path: Path) -> None:
-    source = with_template(checkpoint("llama"), "{% for m in messages %}{{ m.content }}{{ '</s>' }}{% endfor %}")
+    template = "{% for m in messages %}{{ m.content }}{{ '</s>' }}{% endfor %}"
+    source = with_template(beginning_with_bos(checkpoint("llama")), template)
     turns = Voice.of(Source.parse(str(source))).turns
     assert turns == Turns((), (2,), (2,))
     assert set(written(source, tmp_path / "kept")[:, 0].tolist()) == {1}
@@ -151,17 +163,35 @@ def test_a_template_that_names_the_day_says_the_same_every_day(checkpoint: Make)
     assert tokenizer.decode(turns.opening).replace(" ", "").startswith("01Jan2026")
 
 
-def test_without_bos_rows_begin_with_what_the_model_writes(checkpoint: Make, tmp_path: Path) -> None:
-    source = checkpoint("llama", bos_token_id=None)
-    for name in ("tokenizer_config.json", "generation_config.json"):
-        values = json.loads((source / name).read_text())
-        values.pop("bos_token", None), values.pop("bos_token_id", None)
-        (source / name).write_text(json.dumps(values))
+def test_where_texts_begin_with_any_token_so_do_rows(checkpoint: Make, tmp_path: Path) -> None:
+    """A chat model's BOS may open turns alone: its tokenizer does not put it before a text."""
+    source = checkpoint("llama")
+    assert Source.parse(str(source)).tokenizer().bos_token_id == 1
     assert Voice.of(Source.parse(str(source))).start is None
     first = written(source, tmp_path / "a")
     assert len(set(first[:, 0].tolist())) > 1
     assert written(source, tmp_path / "short", length=4).shape == (6, 4)
     assert torch.equal(first, written(source, tmp_path / "b"))
+
+
+def test_a_token_between_texts_begins_them(checkpoint: Make, tmp_path: Path) -> None:
+    """As in GPT-2, whose tokenizer puts nothing before a text."""
+    source = checkpoint("llama")
+    file = source / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<s>"}))
+    assert set(written(source, tmp_path / "kept")[:, 0].tolist()) == {1}
+
+
+def test_behind_an_end_another_token_is_drawn(tmp_path: Path) -> None:
+    model = tiny_model(tiny_config("llama"))
+    always(model, 2, 5)
+    writer = writing._Writer(model, Voice(None, frozenset({2}), None, 96), 40)
+    writer._starts = torch.tensor([7, 8, 9])
+    rows = writer.written(0, torch.rand(4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    ends = (rows[:, :-1] == 2).nonzero().tolist()
+    assert {int(rows[row, place + 1]) for row, place in ends} == {7, 8, 9}
+    assert set(rows[:, 0].tolist()) <= {7, 8, 9}
+    assert len(ends) + 4 == int((rows > 6).sum())
 
 
 def test_a_model_without_a_tokenizer_writes_too(checkpoint: Make, tmp_path: Path) -> None:
