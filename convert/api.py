@@ -432,7 +432,7 @@ def heal(
     """
     from convert.healing import run
     from convert.healing.plan import HealOptions, plan_heal
-    from convert.healing.texts import GivenTexts
+    from convert.healing.texts import TrainingTexts
 
     counts = {
         "tokens": tokens,
@@ -472,7 +472,7 @@ def heal(
     if seconds is not None:
         planned = _within(seconds, planned, about_tokens(evaluate))
     if dry_run:
-        texts = GivenTexts.read(planned)
+        texts = TrainingTexts.read(planned)
         expected = run.expected_duration(planned, texts, about_tokens(evaluate))
         return Healing(planned, texts.known.passes(planned.steps, planned.batch), None, expected)
     held_out = None if evaluate is None else read_text(evaluate, None, "test")

@@ -200,8 +200,8 @@ def _texts(use: str, writer: str) -> Decorator:
             type=TextFile(exists=True, dir_okay=False, path_type=Path),
             multiple=True,
             metavar="FILE",
-            help=f"UTF-8 text to {use} on, or self for what {writer} writes itself; repeatable. Never use the text that you "
-            "evaluate on.  [default: self]",
+            help=f"UTF-8 text to {use} on, or self for what {writer} writes itself, or its own-text.safetensors of an earlier "
+            "run; repeatable. Never use the text that you evaluate on.  [default: self]",
         ),
         click.option(
             "--text-shares",

@@ -30,7 +30,7 @@ from convert.healing.plan import HealPlan
 from convert.healing.record import record_of
 from convert.healing.states import Progressed, States
 from convert.healing.team import Team
-from convert.healing.texts import GivenTexts
+from convert.healing.texts import TrainingTexts
 from convert.healing.tracking import tracked
 from convert.healing.weights import write
 from convert.planning.texts import written_before
@@ -75,7 +75,7 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
     """
     where, team = plan.output, Team.of(plan)
     if not team.leads:
-        _follow(plan, GivenTexts.read(plan), team)
+        _follow(plan, TrainingTexts.read(plan), team)
         return Healed(plan, {})
     with exclusive(where.path):
         for source in (plan.converted, plan.teacher):  # again, now that no other run writes
@@ -89,7 +89,7 @@ def _execute(plan: HealPlan, evaluate_on: Text | None, team: Team, progress: Pro
     if evaluate_on:
         _, held_out = prepare([plan.teacher, plan.converted], evaluate_on, settings)
         evaluated = len(held_out.ids)
-    texts = GivenTexts.read(plan)
+    texts = TrainingTexts.read(plan)
     if evaluate_on:
         _warn_of_overlap(evaluate_on, held_out, texts)
     reader = Reader(plan.converted.files)
@@ -127,21 +127,21 @@ def _execute(plan: HealPlan, evaluate_on: Text | None, team: Team, progress: Pro
         ) from None
 
 
-def expected_duration(plan: HealPlan, texts: GivenTexts, evaluated: int) -> float:
+def expected_duration(plan: HealPlan, texts: TrainingTexts, evaluated: int) -> float:
     """The seconds that a healing takes in one process, with an evaluation on so many tokens; 0 without."""
     device = compute_device(plan.device)
     width, dtype = plan.converted.decoder.hidden_size, _dtype(device.type == "cuda")
     return expected_seconds(_work(plan, texts, texts.rows_to_write, evaluated), device, width, dtype)
 
 
-def _foretell(plan: HealPlan, texts: GivenTexts, evaluated: int, team: Team) -> float | None:
+def _foretell(plan: HealPlan, texts: TrainingTexts, evaluated: int, team: Team) -> float | None:
     """Say how long it takes. One process writes and evaluates, all share everything else that takes long."""
     shared, whole = _work(plan, texts, 0, 0), _work(plan, texts, texts.rows_to_write, evaluated)
     work = whole + (1 / team.accelerator.num_processes - 1) * shared
     return foretell(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(team.bfloat16))
 
 
-def _work(plan: HealPlan, texts: GivenTexts, rows_to_write: int, evaluated: int) -> Work:
+def _work(plan: HealPlan, texts: TrainingTexts, rows_to_write: int, evaluated: int) -> Work:
     text = texts.known
     work = work_of(plan, len(text.tokens.ids), len(text.held_out) * plan.context, evaluated)
     if not rows_to_write:
@@ -161,7 +161,7 @@ def _teacher_files(plan: HealPlan) -> dict[str, list[int]]:
     return {f"teacher/{file}": values for file, values in Reader(plan.teacher.files).fingerprint().items()}
 
 
-def _same_texts(plan: HealPlan, texts: GivenTexts) -> bool:
+def _same_texts(plan: HealPlan, texts: TrainingTexts) -> bool:
     """Whether the healing at OUTPUT was on these texts.
 
     Raises:
@@ -176,7 +176,7 @@ def _same_texts(plan: HealPlan, texts: GivenTexts) -> bool:
     )
 
 
-def _inputs(plan: HealPlan, reader: Reader, texts: GivenTexts) -> dict[str, Any]:
+def _inputs(plan: HealPlan, reader: Reader, texts: TrainingTexts) -> dict[str, Any]:
     """Everything that the result depends on, which `--resume` compares."""
     ((command, options),) = plan.recipe().items()
     return {
@@ -193,7 +193,7 @@ def _inputs(plan: HealPlan, reader: Reader, texts: GivenTexts) -> dict[str, Any]
 
 
 def _healed(
-    plan: HealPlan, texts: GivenTexts, reader: Reader, work: WorkDirectory, team: Team, progress: Progress
+    plan: HealPlan, texts: TrainingTexts, reader: Reader, work: WorkDirectory, team: Team, progress: Progress
 ) -> dict[str, Any]:
     """Train, and write everything but the record, which is returned."""
     if any(work.training.iterdir()):
@@ -225,7 +225,7 @@ def _healed(
     return record_of(plan, texts.facts, text, outcome, sorted(where) if outcome.weights else [])
 
 
-def _written(plan: HealPlan, texts: GivenTexts, work: WorkDirectory, progress: Progress) -> TrainingText:
+def _written(plan: HealPlan, texts: TrainingTexts, work: WorkDirectory, progress: Progress) -> TrainingText:
     """The whole text, with what the teacher writes or has written, which is kept beside the weights."""
     if texts.own is not None:
         write_own_text(work.path, texts.own)
@@ -251,7 +251,7 @@ def _say_memory(plan: HealPlan, team: Team) -> None:
         )  # fmt: skip
 
 
-def _follow(plan: HealPlan, texts: GivenTexts, team: Team) -> None:
+def _follow(plan: HealPlan, texts: TrainingTexts, team: Team) -> None:
     """What the other processes do: train, if there is anything to train."""
     text = texts.known
     if (states := team.told()) is None:
@@ -282,7 +282,7 @@ def _memory(plan: HealPlan, work: WorkDirectory) -> Iterator[None]:
         ) from None
 
 
-def _warn_of_overlap(held_out: Text, evaluated: Tokens, texts: GivenTexts) -> None:
+def _warn_of_overlap(held_out: Text, evaluated: Tokens, texts: TrainingTexts) -> None:
     for seen in filter(None, texts.parts):
         if (share := shared_share(evaluated.ids, seen.ids)) > WARN_ABOVE:
             _log.warning(

@@ -19,7 +19,7 @@ _MOST_WRITTEN = 2**20  # tokens, which are used again if more are wanted: writin
 
 
 @dataclass(frozen=True)
-class GivenTexts:
+class TrainingTexts:
     """The texts of a plan, but for what the teacher writes.
 
     Attributes:
@@ -31,7 +31,7 @@ class GivenTexts:
     parts: tuple[Tokens | None, ...]
 
     @classmethod
-    def read(cls, plan: HealPlan) -> GivenTexts:
+    def read(cls, plan: HealPlan) -> TrainingTexts:
         """Read the texts.
 
         Raises:

@@ -9,7 +9,7 @@ from attention.errors import Refusal
 from convert.checkpoint.workdir import begun, recorded
 from convert.healing.plan import HealPlan
 from convert.healing.run import expected_duration
-from convert.healing.texts import GivenTexts
+from convert.healing.texts import TrainingTexts
 from convert.planning.base import Output
 from convert.processes import launched_count
 
@@ -35,7 +35,7 @@ def tokens_within(seconds: float, sized: Callable[[int], HealPlan], evaluated: i
             f"{count} processes would each have a forecast of their own",
             hint="give --tokens; --time TIME --dry-run in one process says how many",
         )
-    texts = GivenTexts.read(sized(_FIRST))
+    texts = TrainingTexts.read(sized(_FIRST))
 
     def expected(tokens: int) -> float:
         found = replace(texts, plan=sized(tokens))
