@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,12 +43,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
         resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes too: `finished` must then
             check which one it is.
     """
-    if output.is_symlink() and not output.exists():
-        raise Refusal(f"OUTPUT {output} is a link to nothing", hint="remove the link, or choose another OUTPUT")
-    if output.is_file() or any(parent.is_file() for parent in output.parents):
-        raise Refusal(f"OUTPUT {output} is a file, or lies in one", hint="give a directory that does not exist yet")
-    if not output.resolve().name or not _is_unicode(output):
-        raise Refusal(f"OUTPUT {str(output)!r} is no name for a directory", hint="choose another")
+    _require_place(output)
     partial = partial_path(output)
     for ours in (output.resolve(), partial.resolve()) if source else ():
         whole = source.resolve() if source else ours
@@ -56,8 +52,11 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
     if output.is_dir() and any(output.iterdir()):
         if not (overwrite or (resume and (_is_published(partial) or _may_be_finished(output, partial)))):
             raise Refusal(f"OUTPUT {output} exists already", hint="choose another, or replace it with --overwrite")
-        if not _is_checkpoint(output):
-            raise Refusal(f"OUTPUT {output} is no checkpoint, so --overwrite leaves it alone", hint="choose another OUTPUT")
+        if not ("recipe" in recorded(output) or _is_published(partial)):
+            raise Refusal(
+                f"OUTPUT {output} has no conversion.json: kvfold did not make it, so --overwrite leaves it alone",
+                hint="choose another OUTPUT",
+            )
     if partial.exists() or partial.is_symlink():
         if not _is_ours(partial):
             raise Refusal(f"{partial} is in the way, and no conversion made it", hint="move it, or choose another OUTPUT")
@@ -65,6 +64,26 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
             raise Refusal(
                 f"{partial} holds an unfinished conversion", hint="finish it with --resume, or start again with --overwrite"
             )
+
+
+def _require_place(output: Path) -> None:
+    """Refuse an OUTPUT where no directory can be renamed to: it has to be nothing yet, or a directory."""
+    if output.is_symlink():
+        raise Refusal(f"OUTPUT {output} is a link to {output.readlink()}", hint="give the directory that it is to be itself")
+    if output.exists() and not output.is_dir():
+        raise Refusal(f"OUTPUT {output} is {_kind(output)}", hint="give a directory that does not exist yet")
+    if above := next((parent for parent in output.parents if parent.exists() and not parent.is_dir()), None):
+        raise Refusal(f"OUTPUT {output} lies in {_kind(above)}, {above}", hint="give a directory that does not exist yet")
+    if os.path.ismount(output):
+        raise Refusal(f"OUTPUT {output} is a mount point, which cannot be renamed", hint="give a directory inside it")
+    if not output.resolve().name or not _is_unicode(output):
+        raise Refusal(f"OUTPUT {str(output)!r} is no name for a directory", hint="choose another")
+
+
+def _kind(path: Path) -> str:
+    """Names what stands there instead of a directory."""
+    kinds = {"a device": (path.is_char_device, path.is_block_device), "a FIFO": (path.is_fifo,), "a socket": (path.is_socket,)}
+    return next((name for name, tests in kinds.items() if any(test() for test in tests)), "a file")
 
 
 def _is_ours(partial: Path) -> bool:

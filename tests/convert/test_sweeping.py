@@ -425,7 +425,7 @@ def test_a_directory_that_is_a_file_or_the_model_is_refused(
     source = checkpoint()
     (tmp_path / "file").write_text("")
     for targets in ([], FEW):
-        refused(convert("sweep", source, tmp_path / "file", *targets, *held_out), 2, "is a file")
+        refused(convert("sweep", source, tmp_path / "file", *targets, *held_out), 2, "lies in a file")
         refused(convert("sweep", source, source, *targets, *held_out), 2, "lie inside each other")
 
 

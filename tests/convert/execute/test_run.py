@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -517,17 +518,30 @@ def test_what_is_not_ours_is_never_deleted(checkpoint: Make, convert: Convert, t
     assert {path.name for path in tmp_path.iterdir()} == {*ours, "out.old", ".out.old", "thesis.txt", "other.partial"}
 
 
-def test_an_output_that_is_a_link_is_written_where_it_points(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
-    source = checkpoint()
-    (tmp_path / "disk" / "out").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
-    ok(convert("gqa", source, tmp_path / "link", "--groups", 2))
-    ok(convert("gqa", source, tmp_path / "link", "--groups", 1, "--overwrite"))
-    assert (tmp_path / "link").is_symlink()
-    assert json.loads((tmp_path / "disk" / "out" / "config.json").read_text())["num_key_value_heads"] == 1
-    assert {path.name for path in (tmp_path / "disk").iterdir()} == {"out", "out.lock"}
+def test_an_output_that_cannot_be_a_directory_is_refused_and_stays(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    source, linked = checkpoint(), tmp_path / "disk"
+    linked.mkdir()
+    (tmp_path / "link").symlink_to(linked)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    assert "is a link to nothing" in convert("gqa", source, tmp_path / "dangling", "--groups", 2).stderr
+    (tmp_path / "a-file").write_text("years")
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+    before = {path.name: path.lstat().st_mode for path in tmp_path.iterdir()}
+    said = {
+        "link": f"is a link to {linked}", "dangling": "is a link to", "a-file": "is a file", "pipe": "is a FIFO",
+        "socket": "is a socket", "a-file/out": "lies in a file", "pipe/out": "lies in a FIFO",
+    }  # fmt: skip
+    for name, message in said.items():
+        for flags in ([], ["--overwrite"], ["--resume"]):
+            result = convert("gqa", source, tmp_path / name, "--groups", 2, *flags)
+            assert result.exit_code == 2
+            assert message in result.stderr
+    for device in ("/dev/null", "/dev/null/out"):
+        assert "a device" in convert("gqa", source, device, "--groups", 2, "--overwrite").stderr
+    assert Path("/dev/null").is_char_device()
+    assert "is a mount point" in convert("gqa", source, "/dev", "--groups", 2).stderr
+    assert before == {path.name: path.lstat().st_mode for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("name", ["out.partial", "out.old"])
@@ -553,10 +567,10 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(checkpoint: Make, conv
     (home / "thesis.txt").write_text("years")
     result = convert("gqa", source, home, "--groups", 1, "--overwrite")
     assert result.exit_code == 2
-    assert "is no checkpoint" in result.stderr
+    assert "has no conversion.json: kvfold did not make it" in result.stderr
     assert (home / "thesis.txt").read_text() == "years"
-    (home / "config.json").write_text('{"name": "a web application"}')
-    assert "is no checkpoint" in convert("gqa", source, home, "--groups", 1, "--overwrite").stderr
+    shutil.copytree(source, home, dirs_exist_ok=True)
+    assert convert("gqa", source, home, "--groups", 1, "--overwrite").exit_code == 2, "a checkpoint that others made"
     assert (home / "thesis.txt").exists()
 
 
