@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import sys
 import traceback
@@ -12,7 +13,7 @@ from typing import Any
 
 import click
 
-from attention.errors import GateMissed, Interrupted, KvfoldError
+from attention.errors import Failure, GateMissed, Interrupted, KvfoldError
 from convert import options
 from convert.methods import GROUPED, LATENT
 from eval.escapes import printable, printable_lines, shell_line
@@ -23,6 +24,12 @@ from eval.threads import wait_wisely
 
 class Commands(click.Group):
     """A group that turns known errors into one line, a hint and an exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # what the terminal's encoding lacks
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -64,7 +71,12 @@ _method = click.option("--method", type=click.Choice(GROUPED), help=f"How to mer
 
 def _show(facts: Any, text: str, as_json: bool) -> None:
     with contextlib.redirect_stdout(click.get_current_context().meta.get("kvfold.stdout", sys.stdout)):
-        click.echo(json.dumps(facts, indent=2) if as_json else printable_lines(text))
+        try:
+            click.echo(json.dumps(facts, indent=2) if as_json else printable_lines(text))
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            raise Failure(f"the work is done, but stdout cannot be written: {error.strerror}") from None
 
 
 def _console(given: dict[str, Any]) -> Any:

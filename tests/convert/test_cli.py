@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 from latents import SMALL
 from written import edit, left_nothing, ok, refused
 
@@ -63,6 +65,29 @@ def test_results_reach_a_stdout_that_takes_ascii_alone(checkpoint: Make, tmp_pat
     command = [sys.executable, "-m", "convert.cli", "mqa", str(checkpoint()), str(tmp_path / "out"), "--dry-run"]
     done = subprocess.run(command, capture_output=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert "GQA-4 → MQA" in done.stdout.decode("utf-8"), done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "koi8-r"])
+def test_what_the_encoding_of_stdout_lacks_is_replaced(encoding: str, checkpoint: Make, tmp_path: Path) -> None:
+    runner = CliRunner(charset=encoding)
+    result = runner.invoke(main, ["mqa", str(checkpoint()), str(tmp_path / "out"), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "GQA-4 ? MQA" in result.stdout_bytes.decode(encoding)
+
+
+def test_a_stdout_that_is_full_is_said_apart_from_the_work(
+    checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main(["mqa", str(checkpoint()), str(tmp_path / "out"), "--no-text", "--heal", "0"], standalone_mode=True)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()  # what it could not write is still in it
+    assert ended.value.code == 1
+    assert "the work is done, but stdout cannot be written: No space left on device" in capsys.readouterr().err
+    assert (tmp_path / "out" / "conversion.json").exists()
 
 
 def test_a_dry_run_writes_nothing_and_reads_no_weights(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
