@@ -418,19 +418,22 @@ def families(as_json: bool, **given: Any) -> None:
 @main.command()
 @click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override an option of the recipe; repeatable.")
-def run(recipe: Path, settings: tuple[str, ...]) -> None:
+@click.option("--allow-paths", is_flag=True, help="Let the recipe write outside the current directory.")
+@click.option("--dry-run", is_flag=True, help="Print the commands, and run none of them.")
+def run(recipe: Path, settings: tuple[str, ...], allow_paths: bool, dry_run: bool) -> None:
     """Run commands from a YAML file.
 
     RECIPE is one step or a list of steps, each {command: {option: value}}. It may also be the conversion.json of a checkpoint.
+    Only --set allows what could do harm: to run a model's code, to overwrite, to publish a ruined model, tasks and trackers.
 
     Example: convert run my-model-gqa8/conversion.json --set output=again
     """
     from convert.recipe import command_lines, read
 
-    for arguments in command_lines(read(recipe), settings, main):
-        click.echo(shell_line(["convert", *arguments]), err=True)
+    for arguments in command_lines(read(recipe), settings, main, allow_paths):
+        click.echo(shell_line(["convert", *arguments]), err=not dry_run)
         # Outside standalone mode click returns a command's exit code.
-        if code := main.main(arguments, prog_name="convert", standalone_mode=False):
+        if not dry_run and (code := main.main(arguments, prog_name="convert", standalone_mode=False)):
             click.get_current_context().exit(code)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ import click
 import yaml
 
 from attention.errors import Refusal
+from eval.escapes import printable
 from eval.text import OWN_TEXT, SELF
 
 _LONGEST = 4096  # entries of one mapping: what `<<` of aliases of aliases would multiply
 _LONGEST_INTEGER = 64  # bits
 _FORM = "gqa: {model: …, output: …, groups: 8}"
 _QUOTE = "put quotes around a word that YAML takes for something else"
+
+# Only the command line may allow these: a recipe, and a conversion.json most of all, may come from anyone.
+_CONSENT = ("trust_remote_code", "overwrite", "force", "task_path", "track")
+_WRITTEN = ("output", "teacher_cache")
 
 Step = tuple[str, dict[str, Any]]
 
@@ -93,23 +99,27 @@ def _step(path: Path, number: int, step: Any) -> Step:
     return name, options
 
 
-def command_lines(steps: Sequence[Step], settings: Sequence[str], group: click.Group) -> list[list[str]]:
+def command_lines(
+    steps: Sequence[Step], settings: Sequence[str], group: click.Group, any_paths: bool = False
+) -> list[list[str]]:
     """Arguments of each step, after overriding; every step is parsed before the first may run.
 
     Args:
         steps: From `read`.
         settings: "KEY=VALUE", applied to every step that has the option.
         group: The click group with the commands.
+        any_paths: Whether the recipe may write outside the current directory.
 
     Raises:
-        Refusal: A command or an option does not exist, an argument is missing, or a value is none that the option takes.
+        Refusal: A command or an option does not exist, an argument is missing, or a value is none that the option takes. Or the
+            recipe asks for what only the command line may allow.
     """
     overrides = dict(_split(setting) for setting in settings)
     parameters = [_parameters(name, group) for name, _ in steps]
     for key in overrides:
         if not any(key in known for known in parameters):
             raise Refusal(f"--set {key}: no step of this recipe has that option")
-    lines = []
+    lines, asked = list[list[str]](), dict[str, None]()
     for number, ((name, given), known) in enumerate(zip(steps, parameters, strict=True), 1):
         if "strings" in given and "strings" not in known:  # a conversion.json of the Python API
             if "text" not in overrides:
@@ -122,11 +132,40 @@ def command_lines(steps: Sequence[Step], settings: Sequence[str], group: click.G
             raise Refusal(f"convert {name} has no option {unknown[0]!r} (it has {', '.join(sorted(known))})")
         if "text" in overrides and "text_shares" not in overrides:  # which were of the texts before
             given = {key: value for key, value in given.items() if key != "text_shares"}
+        own = {key: value for key, value in given.items() if key not in overrides and value is not None}
+        asked |= dict.fromkeys(_asked(own, known, f"step {number} ({name})"))
+        if not any_paths:
+            _require_inside(own, f"step {number} ({name})")
         chosen = given | {key: value for key, value in overrides.items() if key in known}
         line = _line({key: value for key, value in chosen.items() if value is not None}, known, f"step {number} ({name})")
         _parse(group.commands[name], line, f"step {number} ({name})")
         lines.append([name, *line])
+    if asked:
+        raise Refusal(
+            f"the recipe asks for {', '.join(asked)}: only the command line may allow that",
+            hint=f"if you trust the recipe, add {' '.join(f'--set {shlex.quote(one)}' for one in asked)}",
+        )
     return lines
+
+
+def _asked(given: dict[str, Any], known: dict[str, click.Parameter], step: str) -> list[str]:
+    """Settings of a recipe that need consent, as KEY=VALUE."""
+    found = {key: given[key] for key in _CONSENT if key in given}
+    flags = {key: p for key in found if isinstance(p := known[key], click.Option) and p.is_flag}
+    off = {key for key, flag in flags.items() if _flag(flag, key, found[key], step) != [max(flag.opts, key=len)]}
+    values = {key: "true" if key in flags else printable(str(value)) for key, value in found.items() if key not in off}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def _require_inside(given: dict[str, Any], step: str) -> None:
+    """Refuse a recipe that would write outside the current directory."""
+    here = Path.cwd()
+    for key in _WRITTEN:
+        if isinstance(place := given.get(key), str) and not Path(place).resolve().is_relative_to(here):
+            raise Refusal(
+                f"{step} of the recipe would write to {place}, outside the directory that it is run in",
+                hint=f"allow it with --allow-paths, or say where with --set {key}=PATH",
+            )
 
 
 def _split(setting: str) -> tuple[str, str]:

@@ -156,7 +156,7 @@ def test_a_recipe_runs_its_steps(checkpoint: Make, convert: Convert, text: Path,
         f"- gqa: {{model: {checkpoint()}, output: {out}, groups: 4, overwrite: false}}\n"
         f"- eval: {{models: [{tmp_path / 'source'}, {out}], text: {text}, max-tokens: 200, quiet: true}}\n"
     )
-    result = convert("run", recipe, "--set", "groups=2")
+    result = convert("run", recipe, "--allow-paths", "--set", "groups=2")
     assert result.exit_code == 0, result.output
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 2
     assert "| model" in result.stdout
@@ -179,7 +179,7 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
     source = checkpoint()
     steps = [{"gqa": {"model": str(source), "output": str(tmp_path / str(g)), "groups": g}} for g in (2, 3, 1)]
     (tmp_path / "recipe.yaml").write_text(json.dumps(steps))
-    result = convert("run", tmp_path / "recipe.yaml")
+    result = convert("run", tmp_path / "recipe.yaml", "--allow-paths")
     assert result.exit_code == 2
     assert "cannot make 3 groups" in result.stderr
     assert [(tmp_path / str(g)).exists() for g in (2, 3, 1)] == [True, False, False]

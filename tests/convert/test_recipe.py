@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,62 @@ def test_strings_of_a_program_need_a_file(lines: Lines, tmp_path: Path) -> None:
 def test_shared_options_may_be_merged(lines: Lines) -> None:
     recipe = "- gqa: &all {model: m, output: a, groups: 4}\n- gqa: {<<: *all, output: b}"
     assert lines(recipe) == [["gqa", "--groups=4", "--", "m", "a"], ["gqa", "--groups=4", "--", "m", "b"]]
+
+
+# ---- what only the command line may allow ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "asked"),
+    [
+        (
+            "mqa: {model: m, output: o, trust_remote_code: true, overwrite: 'yes', force: true}",
+            "trust_remote_code=true, overwrite=true, force=true",
+        ),
+        ("mqa: {model: m, output: o, trust-remote-code: true}", "trust_remote_code=true"),
+        ("eval: {models: m, text: t, task_path: 'mine dir'}", "task_path=mine dir"),
+        ("heal: {converted: c, output: o, track: wandb}", "track=wandb"),
+    ],
+)
+def test_what_could_do_harm_needs_consent(
+    step: str, asked: str, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t").write_text("text")
+    (tmp_path / "mine dir").mkdir()
+    with pytest.raises(Refusal, match=f"the recipe asks for {asked}: only the command line may allow that") as caught:
+        lines(step)
+    given = shlex.split(str(caught.value.hint).partition("add ")[2])[1::2]
+    assert given == asked.split(", ")
+    (line,) = lines(step, *given)
+    assert all(f"--{one.partition('=')[0].replace('_', '-')}" in " ".join(line) for one in given)
+
+
+def test_a_recipe_may_say_no_itself(lines: Lines) -> None:
+    (line,) = lines("mqa: {model: m, output: o, trust_remote_code: false, overwrite: null, force: 'no'}")
+    assert line == ["mqa", "--", "m", "o"]
+
+
+@pytest.mark.parametrize("place", ["/elsewhere/out", "../out", "link/out", "in/../../out"])
+def test_a_recipe_writes_where_it_is_run(place: str, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "here")
+    step = f"mqa: {{model: m, output: {place}}}"
+    assert f"would write to {place}, outside the directory" in refusal(lines, step)
+    assert lines(step, f"output={place}") == [["mqa", "--", "m", place]]
+    assert lines("mqa: {model: m, output: in/../out}") == [["mqa", "--", "m", "in/../out"]]
+    cached = f"heal: {{converted: c, output: o, top_k: 4, teacher_cache: {place}}}"
+    assert "would write to" in refusal(lines, cached)
+    assert command_lines([("mqa", {"model": "m", "output": place})], (), main, any_paths=True) == [["mqa", "--", "m", place]]
+
+
+def test_a_dry_run_prints_the_commands_alone(tmp_path: Path, convert: Any) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("- inspect: {model: nothing}\n- mqa: {model: nothing, output: o}")
+    result = convert("run", recipe, "--dry-run")
+    assert result.exit_code == 0
+    assert result.stdout == "convert inspect -- nothing\nconvert mqa -- nothing o\n"
 
 
 # ---- what is none ----------------------------------------------------------------------------------------------------

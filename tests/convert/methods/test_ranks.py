@@ -159,7 +159,7 @@ def test_the_same_command_gives_the_same_bytes_and_a_recipe_repeats_it(
     ok(convert("mla", source, tmp_path / "one", *ranked("llama"), *on))
     record = json.loads((tmp_path / "one" / "conversion.json").read_text())
     (tmp_path / "recipe.yaml").write_text(json.dumps({"mla": {**record["recipe"]["mla"], "output": str(tmp_path / "two")}}))
-    ok(convert("run", tmp_path / "recipe.yaml"))
+    ok(convert("run", tmp_path / "recipe.yaml", "--allow-paths"))
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
