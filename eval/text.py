@@ -181,10 +181,14 @@ def tokenize(text: Text, tokenizer: Any, first: int | None = None) -> Tokens:
     ids, encoded = _start(text.text, tokenizer, first)
     if len(ids) < 2:
         raise Failure(f"{text.name} has {len(ids)} token(s), and it takes at least 2 to predict one", hint="give a longer text")
-    opening = tokenizer("a")["input_ids"][:1]
-    bos = tokenizer.bos_token_id if opening == [tokenizer.bos_token_id] else None
     per_byte = len(ids) / len(encoded.encode())
-    return Tokens(text.name, torch.tensor(ids[:first]), len(text.text.encode()), per_byte, bos)
+    return Tokens(text.name, torch.tensor(ids[:first]), len(text.text.encode()), per_byte, bos_before_texts(tokenizer))
+
+
+def bos_before_texts(tokenizer: Any) -> int | None:
+    """The id of BOS if the tokenizer puts it before a text; some know a BOS that they put nowhere."""
+    bos: int | None = tokenizer.bos_token_id
+    return bos if tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
 def _start(text: str, tokenizer: Any, first: int | None) -> tuple[list[int], str]:

@@ -26,6 +26,7 @@ from eval.device import input_device, memory_for, whole_memory
 from eval.evaluation import EvaluationSettings, load
 from eval.perplexity import finite
 from eval.progress import Progress, stage
+from eval.text import bos_before_texts
 
 if TYPE_CHECKING:
     from eval.source import Source
@@ -115,17 +116,14 @@ class Voice:
 
         known = source.vocabulary if tokenizer is None else min(len(tokenizer), source.vocabulary)
         ends = frozenset(said("eos_token_id"))
-        start = next((token for token in said("bos_token_id") if token in ends or _begins(tokenizer, token)), None)
+        opening = said("bos_token_id")  # some chat models know a BOS that only opens turns
+        begin = opening if tokenizer is None else [bos_before_texts(tokenizer)]
+        start = next((token for token in opening if token in begin or token in ends), None)
         turns = Turns.of(tokenizer)
         if turns and turns.highest >= source.vocabulary:
             _log.warning("the chat template has tokens that the model does not know, so it writes no conversations")
             turns = None
         return cls(start, ends, turns, known)
-
-
-def _begins(tokenizer: Any, token: int) -> bool:
-    """Whether a text begins with this token. Some models know a BOS token that only opens turns of conversations."""
-    return tokenizer is None or tokenizer("a")["input_ids"][:1] == [token]
 
 
 class _Row:
