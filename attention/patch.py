@@ -7,6 +7,7 @@ all other models stay as they are. `save_pretrained` writes the same files.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -33,7 +34,10 @@ from attention.latent import (
     StockLatentAttention,
     When,
 )
+from attention.models import unlike_ours
 from attention.models.modeling_kvfold import KvfoldLatentAttention
+
+_log = logging.getLogger("kvfold")
 
 
 def _before(stock: type[nn.Module], mixin: type[LatentAttention] = StockLatentAttention) -> type[nn.Module]:
@@ -67,6 +71,8 @@ def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **
     """
     _rule(when)
     check(backend)
+    if said := unlike_ours(Path(path)):
+        _log.warning(said)
     return prepared(keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments)), when=when, backend=backend)
 
 

@@ -352,6 +352,7 @@ def _identity(source: Source) -> dict[str, Any]:
         "calibration_hash": made.get("calibration_hash"),
         "calibration_context": calibration.get("max_context") or calibration.get("context"),
         "healing": _healing(source, made),
+        "code": source.code_note,
     }
 
 

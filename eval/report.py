@@ -53,7 +53,7 @@ def to_markdown(report: Report) -> str:
 
 
 def _warnings(report: Report) -> list[str]:
-    """One sentence for each model that was calibrated on parts of this text, or for shorter contexts."""
+    """One sentence for each model that was calibrated on parts of this text or for shorter contexts, or ran with other code."""
     context = max([report["protocol"]["context"], *(other["context"] for other in report.get("other_contexts", []))])
     flattered = [
         f"Warning: {model['name']} was calibrated on text that holds {100 * overlap:.3g} % of this one, "
@@ -67,7 +67,8 @@ def _warnings(report: Report) -> list[str]:
         for model in report["models"]
         if (shorter := model.get("calibration_context") or context) < context
     ]
-    return flattered + beyond
+    unlike = [f"Warning: of {model['name']}, {note}." for model in report["models"] if (note := model.get("code"))]
+    return flattered + beyond + unlike
 
 
 def _tokens(report: Report) -> str:

@@ -132,6 +132,11 @@ class Source:
             )
 
     @cached_property
+    def code_note(self) -> str | None:
+        """What there is to say of kvfold's own files in it (`attention.models.unlike_ours`)."""
+        return models.unlike_ours(self.files) if models.provides(self.model_type) else None
+
+    @cached_property
     def config(self) -> Any:
         """The transformers config, with defaults filled in.
 

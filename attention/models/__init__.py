@@ -24,6 +24,18 @@ def provides(model_type: str) -> bool:
     return model_type == MODEL_TYPE
 
 
+def unlike_ours(directory: Path) -> str | None:
+    """What there is to say of a checkpoint whose files of kvfold's class are not those of this version; None if they are.
+
+    Where kvfold runs a checkpoint of its class, it runs its own code. Those who load it without kvfold run what lies beside it.
+    """
+    there = {file: directory / file.name for file in CODE}
+    changed = [file.name for file, found in there.items() if found.is_file() and found.read_bytes() != file.read_bytes()]
+    if not changed:
+        return None
+    return f"kvfold runs its own code in place of {' and '.join(changed)} in {directory}, which differs from it"
+
+
 def register() -> None:
     """Make transformers' Auto classes know it now, or as soon as they are imported: nothing is imported for that."""
     for module, announce in (("configuration_auto", _register_config), ("modeling_auto", _register_model)):

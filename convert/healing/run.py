@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
+from attention.models import CODE, provides
 from attention.spec import AttentionSpec
 from convert.calibration.own_text import own_text
 from convert.checkpoint.lock import exclusive
@@ -18,7 +19,7 @@ from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import WorkDirectory, calibration_hashes, check_output, finished, recorded, without_text
 from convert.checkpoint.writer import write_whole
 from convert.execute.forecast import writing_work
-from convert.execute.publish import Clock, copy_companions, write_own_text, write_record
+from convert.execute.publish import Clock, copy_code, copy_companions, write_own_text, write_record
 from convert.execute.record import versions
 from convert.healing.batches import TrainingText
 from convert.healing.card import card
@@ -202,6 +203,8 @@ def _healed(
     work.require_space(sum(info.nbytes for info in reader.infos.values()) + max(0, disk(plan) - there))
     for note in plan.notes:
         _log.info(note)
+    if plan.converted.code_note:
+        _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
     text = _written(plan, texts, work, progress)
     _say_memory(plan, team)
     with _memory(plan, work), tracked(team.accelerator, plan):
@@ -221,7 +224,10 @@ def _healed(
             team.accelerator.free_memory()
     write(work.path, plan.converted.files, reader, outcome.weights, where, progress)
     shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
-    copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")))
+    ours = provides(plan.converted.model_type)
+    copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")) and not ours)
+    if ours:
+        copy_code(work.path, CODE)
     return record_of(plan, texts.facts, text, outcome, sorted(where) if outcome.weights else [])
 
 

@@ -13,10 +13,14 @@ from rows import rows
 from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, save_tokenizer, tiny_config, tiny_model
 
+from attention import load
 from attention.errors import Refusal
+from attention.models import CODE
 from convert import heal, mla, mqa
 from convert.healing.rates import start_rate
 from convert.healing.training import Trainer
+from eval import evaluate
+from eval.report import _warnings
 
 SIZES: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "lr": 3e-3, "device": "cpu"}
 TRIED = SIZES | {"lr": "auto", "tokens": 2400, "batch_tokens": 16}  # as few steps as rates are tried for
@@ -55,6 +59,23 @@ def test_only_attention_and_its_norms_change(converted: Path, text: Path, tmp_pa
     assert record["tensors"]["healed"] == sorted(changed)
     assert (record["method"], record["kind"]) == ("mean", "MQA")
     assert record["conversion"]["recipe"]["mqa"]["method"] == "mean"
+
+
+def test_other_code_beside_the_weights_is_said_and_replaced(
+    checkpoint: Make, text: Path, tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    mqa(checkpoint("gpt_neox"), tmp_path / "mqa", method="mean")
+    file = tmp_path / "mqa" / CODE[1].name
+    file.write_text("import this\n" + file.read_text())
+    heal(tmp_path / "mqa", tmp_path / "out", text=text, **SIZES)
+    assert (tmp_path / "out" / file.name).read_bytes() == CODE[1].read_bytes()
+    said = f"kvfold runs its own code in place of {file.name} in {tmp_path / 'mqa'}, which differs from it"
+    assert f"{said}; the result gets kvfold's" in warned()
+    load(tmp_path / "mqa")
+    assert warned()[-1] == said
+    report = evaluate([tmp_path / "mqa", tmp_path / "out"], text=text, context=32, max_tokens=128)
+    assert [model["code"] for model in report["models"]] == [said, None]
+    assert f"Warning: of mqa, {said}." in "\n".join(_warnings(report))
 
 
 def test_shards_stay_as_they_are(checkpoint: Make, text: Path, tmp_path: Path) -> None:
