@@ -8,7 +8,8 @@ import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -27,7 +28,7 @@ from eval.protocol import Protocol
 from eval.recall import work_of as recall_work
 from eval.source import Source, position_limit
 from eval.tasks import TaskSettings
-from eval.text import Text, Tokens, tokenize
+from eval.text import Text, Tokens, reach, tokenize
 
 _log = logging.getLogger("kvfold")
 _DEFAULT_CONTEXT = 2048
@@ -102,9 +103,13 @@ def report_of(
         Refusal: The models' configs do not allow the comparison.
         Failure: A model cannot be loaded, or its figures cannot be trusted.
     """
-    protocols, whole = prepare(sources, text, settings)
-    tokens = replace(whole, ids=whole.ids[: settings.max_tokens])
-    models = _Models(sources, settings, tokens, lambda source: _overlap(source, tokens, whole, calibrated_on), progress)
+    protocols, tokens = prepare(sources, text, settings)
+
+    @cache
+    def calibration(count: int) -> Tokens:
+        return calibration_tokens(sources[0], text, count)
+
+    models = _Models(sources, settings, tokens, lambda source: _overlap(source, tokens, calibration, calibrated_on), progress)
     if not foretold:
         _foretell(sources, len(tokens.ids), settings)
     scores = [[Score() for _ in sources] for _ in protocols]
@@ -213,7 +218,7 @@ class _Models:
 def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[list[Protocol], Tokens]:
     """Check configs, tokenizer and text before models are loaded. Returns a protocol per context, and the text's tokens."""
     protocols = check(sources, settings)
-    tokens = tokens_of(sources[0], text)
+    tokens = tokens_of(sources[0], text, settings.max_tokens)
     for protocol in protocols:
         protocol.blocks(tokens)
     return protocols, tokens
@@ -340,6 +345,11 @@ def tokens_of(source: Source, text: Text, first: int | None = None) -> Tokens:
     return tokens
 
 
+def calibration_tokens(source: Source, text: Text, count: int) -> Tokens:
+    """The tokens of a text among which `Tokens.spread` chooses `count` to calibrate on. Raises as `tokens_of`."""
+    return tokens_of(source, text.all_over(reach(count)), reach(count))
+
+
 def _identity(source: Source) -> dict[str, Any]:
     spec = AttentionSpec.from_config(source.config)
     made = _made(source)
@@ -399,17 +409,22 @@ def _made(source: Source) -> dict[str, Any]:
     return made
 
 
-def _overlap(source: Source, tokens: Tokens, whole: Tokens, calibrated_on: Tokens | None) -> float | None:
+def _overlap(
+    source: Source, tokens: Tokens, calibration_of: Callable[[int], Tokens], calibrated_on: Tokens | None
+) -> float | None:
     """The share of the evaluated `tokens` that calibration has seen; None without calibration or if its text is unknown."""
     made = _made(source)
     if calibrated_on is not None:
         return shared_share(tokens.ids, calibrated_on.ids)
     calibration = made.get("calibration") or {}
     context, texts = calibration.get("context"), calibration.get("texts")
-    if not context or not isinstance(texts, list) or len(whole.ids) < context:
+    if not context or not isinstance(texts, list):
         return None
     for text in (one for one in texts if isinstance(one, dict) and isinstance(one.get("tokens"), int)):
-        seen = whole.spread(text["tokens"], context)
+        seen = calibration_of(text["tokens"])
+        if len(seen.ids) < context:
+            return None
+        seen = seen.spread(text["tokens"], context)
         if seen.hash == text.get("hash"):
             return shared_share(tokens.ids, seen.ids)
     return None

@@ -3,32 +3,63 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from attention.errors import Failure, Refusal
 from attention.spread import evenly_spread
+from eval import large_file
+from eval.encoding import PIECE, UNSURE, encoded
 
 if TYPE_CHECKING:
     import torch
 
 
+_log = logging.getLogger("kvfold")
 OWN_TEXT = Path("calibration", "own-text.safetensors")  # in a checkpoint: what its source wrote to calibrate on
 SELF = "self"  # what a model writes itself, as the name of a text; a file of that name is ./self
 
 
 @dataclass(frozen=True)
 class Text:
-    """A named piece of plain text."""
+    """A named piece of plain text.
+
+    Attributes:
+        name: For people.
+        text: All of it, or the start of a large file.
+        file: That file.
+    """
 
     name: str
     text: str
+    file: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.text.strip():
             raise Failure(f"{self.name} is empty", hint="give a text of some thousand words")
+
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of all of it."""
+        return len(self.text.encode()) if self.file is None else self.file.stat().st_size
+
+    def pieces(self, first: int = PIECE) -> Iterator[str]:
+        """All of it, in pieces, the first one of so many characters."""
+        if self.file is not None:
+            yield from large_file.pieces(self.file, first)
+            return
+        yield self.text[:first]
+        for start in range(first, len(self.text), PIECE):
+            yield self.text[start : start + PIECE]
+
+    def all_over(self, tokens: int) -> Text:
+        """A text from which about as many tokens can be taken: of a large file, lines from all over it."""
+        if self.file is None or self.size <= _CHARACTERS * tokens:
+            return self
+        return Text(self.name, large_file.excerpts(self.file, _CHARACTERS * tokens))
 
 
 @dataclass(frozen=True)
@@ -95,7 +126,7 @@ DATASETS = tuple(_DATASETS)
 
 _REACH = 2**19  # tokens of a text, since encoding takes time and memory
 _BYTES = 4  # per token, about, of English by common tokenizers
-_CHARACTERS, _UNSURE = 8, 256  # first guess of characters per token; tokens before a cut that do not count
+_CHARACTERS = 8  # per token, as a first guess
 
 
 def reach(count: int) -> int:
@@ -104,20 +135,16 @@ def reach(count: int) -> int:
 
 
 def read_file(path: Path) -> Text:
-    """A UTF-8 text file.
+    """A UTF-8 text file. Of a large one, only the start is read now.
 
     Raises:
         Failure: The file cannot be read, is not UTF-8, or is empty.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:  # keep line ends
-            return Text(path.name, file.read())
-    except UnicodeDecodeError as error:
-        raise Failure(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", hint="convert it: iconv -t UTF-8"
-        ) from None
-    except OSError as error:
-        raise Failure(f"cannot read {path}: {error.strerror}") from None
+    large = path.is_file() and path.stat().st_size > large_file.LARGE
+    text = next(large_file.pieces(path, PIECE if large else None), "")
+    if "\r\n" in text[:PIECE]:
+        _log.warning("%s has the line ends of Windows (CR LF), which stay: models read few texts like that", path.name)
+    return Text(path.name, text, path if large else None)
 
 
 def text_of(given: str | Path | Sequence[str]) -> Text:
@@ -166,39 +193,23 @@ def load_dataset(name: str, split: Literal["test", "train"] = "test") -> Text:
 
 
 def tokenize(text: Text, tokenizer: Any, first: int | None = None) -> Tokens:
-    """Encode a text as a whole; the tokenizer says whether BOS precedes it.
+    """Encode a text, as if as a whole; the tokenizer says whether BOS precedes it.
 
     Args:
         text: The text to encode.
         tokenizer: A tokenizer of transformers.
-        first: How many tokens to keep, from the start; None for all. Encoding takes about a hundred times the text's size.
+        first: How many tokens to keep, from the start; None for all. No more of the text is read than these need.
 
     Raises:
         Failure: The text has fewer than two tokens.
     """
-    import torch
-
-    ids, encoded = _start(text.text, tokenizer, first)
+    ids, size = encoded(text.pieces(PIECE if first is None else _CHARACTERS * (first + UNSURE)), tokenizer, first)
     if len(ids) < 2:
         raise Failure(f"{text.name} has {len(ids)} token(s), and it takes at least 2 to predict one", hint="give a longer text")
-    per_byte = len(ids) / len(encoded.encode())
-    return Tokens(text.name, torch.tensor(ids[:first]), len(text.text.encode()), per_byte, bos_before_texts(tokenizer))
+    return Tokens(text.name, ids[:first], text.size, len(ids) / size, bos_before_texts(tokenizer))
 
 
 def bos_before_texts(tokenizer: Any) -> int | None:
     """The id of BOS if the tokenizer puts it before a text; some know a BOS that they put nowhere."""
     bos: int | None = tokenizer.bos_token_id
     return bos if tokenizer("a")["input_ids"][:1] == [bos] else None
-
-
-def _start(text: str, tokenizer: Any, first: int | None) -> tuple[list[int], str]:
-    """The ids of at least `first` tokens, and the encoded part: all of the text, or more than those tokens need.
-
-    A cut can change the tokens before it, so tokens near the cut do not count.
-    """
-    end = len(text) if first is None else _CHARACTERS * (first + _UNSURE)
-    while True:
-        ids = tokenizer(text[:end], add_special_tokens=False, verbose=False)["input_ids"]
-        if first is None or end >= len(text) or len(ids) >= first + _UNSURE:
-            return ids, text[:end]
-        end *= 2

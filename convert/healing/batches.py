@@ -7,41 +7,17 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from attention.errors import Failure
 from attention.spread import evenly_spread
-from eval.text import Text, Tokens, joined, tokenize
+from eval.text import Tokens, joined
 
-_SOMETHING = re.compile(r"\S")
-_PIECE = 2**20  # characters that are encoded at a time: encoding takes about a hundred times their size
 _HELD_OUT = 50  # one token of so many
 _MOST_HELD_OUT = 32768  # tokens
-
-
-def encoded(text: Text, tokenizer: Any) -> Tokens:
-    """A text of any length as tokens, encoded piece by piece; pieces end with a line where lines are shorter than a piece."""
-    pieces = [tokenize(Text(text.name, piece), tokenizer) for piece in _pieces(text.text)]
-    ids = torch.cat([piece.ids for piece in pieces])
-    size = len(text.text.encode())
-    return Tokens(text.name, ids, size, len(ids) / size, pieces[0].bos)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    start = 0
-    while start < len(text):
-        end = min(start + _PIECE, len(text))
-        if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
-        if len(text) - end < _PIECE // 64 or not _SOMETHING.search(text, end):
-            end = len(text)  # no short piece at the end: it may have too few tokens
-        yield text[start:end]
-        start = end
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from attention.errors import Failure
-from convert.healing.batches import TrainingText, encoded, held_out
+from convert.healing.batches import TrainingText, held_out
 from convert.healing.plan import HealPlan
 from convert.planning.texts import TextSource, written_before
-from eval.text import Text, Tokens
+from eval.text import Text, Tokens, tokenize
 
 OWN = "the teacher's own text"
 _START = 4096  # characters of a text by which tokenizers are compared
@@ -83,9 +83,14 @@ class TrainingTexts:
 
 def _rows(plan: HealPlan, text: TextSource) -> int:
     """Blocks of what the teacher writes: those that its share of the training takes, and those to judge by."""
-    tokens = min(_MOST_WRITTEN, int(plan.tokens * text.share / sum(one.share for one in plan.options.texts)))
+    tokens = min(_MOST_WRITTEN, _wanted(plan, text))
     train = max(plan.batch, tokens // plan.context)
     return train + held_out(train, plan.context, tokens)
+
+
+def _wanted(plan: HealPlan, text: TextSource) -> int:
+    """Tokens of the training that fall on a text."""
+    return int(plan.tokens * text.share / sum(one.share for one in plan.options.texts))
 
 
 def _own(written: torch.Tensor) -> Tokens:
@@ -97,11 +102,11 @@ def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
         if text.written is None:
             return None
         return _own(written_before(plan.teacher, text.written, None, plan.context))
-    return _encoded(plan, text.read())
+    return _encoded(plan, text.read().all_over(_wanted(plan, text)))
 
 
 def _encoded(plan: HealPlan, text: Text) -> Tokens:
-    tokens = encoded(text, plan.converted.tokenizer())
+    tokens = tokenize(text, plan.converted.tokenizer())
     largest, known = int(tokens.ids.max()), plan.converted.vocabulary
     if largest >= known:
         raise Failure(
@@ -109,7 +114,7 @@ def _encoded(plan: HealPlan, text: Text) -> Tokens:
             hint="the tokenizer's files are not this model's",
         )
     start = Text(text.name, text.text[:_START])
-    if not torch.equal(encoded(start, plan.teacher.tokenizer()).ids, encoded(start, plan.converted.tokenizer()).ids):
+    if not torch.equal(tokenize(start, plan.teacher.tokenizer()).ids, tokenize(start, plan.converted.tokenizer()).ids):
         raise Failure(
             f"the tokenizers of {plan.converted.reference} and {plan.teacher.reference} make other tokens of the same text",
             hint="--teacher names the model that it was converted from",

@@ -210,10 +210,9 @@ class GivenTexts:
 
 
 def _encoded(source: Source, plan: Calibration, text: Text, blocks: int) -> Tokens:
-    from eval.evaluation import tokens_of
-    from eval.text import reach
+    from eval.evaluation import calibration_tokens
 
-    tokens = tokens_of(source, text, reach(blocks * plan.context))
+    tokens = calibration_tokens(source, text, blocks * plan.context)
     if len(tokens.ids) < plan.context:
         raise Failure(
             f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {plan.context}",

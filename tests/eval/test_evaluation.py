@@ -80,7 +80,7 @@ def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
     assert len(report["models"]) == 2
     for entry in report["models"]:
         calibration = {f"calibration_{key}" for key in ("hash", "context", "overlap")}
-        others = {"name", "path", "kind", "cache_dtype", "method", "loss_by_position", "healing"} | calibration
+        others = {"name", "path", "kind", "cache_dtype", "method", "loss_by_position", "healing", "code"} | calibration
         assert others | set(NUMBERS) == set(entry)
         (place,) = entry["loss_by_position"]
         assert place == {"from": 0, "to": 128, "tokens": entry["tokens"], "loss_nats": pytest.approx(entry["loss_nats"])}

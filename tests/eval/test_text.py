@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import save_tokenizer
+from tiny import save_tokenizer, sentencepiece_style
 
 from attention.errors import Failure, Refusal
 from eval.text import Text, Tokens, about_tokens, load_dataset, read_file, tokenize
@@ -172,27 +172,6 @@ def test_blocks_come_from_the_part_of_a_text_that_is_encoded(count: int, last: i
     monkeypatch.setattr("eval.text._REACH", 50)
     found = tokens_of(list(range(1000))).spread(count, 10)
     assert found.ids.max() < last + 10
-
-
-def sentencepiece_style(corpus: list[str]) -> Any:
-    """Llama's kind of tokenizer: BPE with byte fallback over the whole text at once, nothing split beforehand."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    special = ["<unk>", "<s>", "</s>"]
-    backend.train_from_iterator(
-        corpus, trainers.BpeTrainer(vocab_size=1500, special_tokens=special + byte_tokens, show_progress=False)
-    )
-    backend.pre_tokenizer = None
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 @pytest.mark.parametrize("first", [2, 100, 3000, 10**6])

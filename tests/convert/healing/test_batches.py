@@ -8,35 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.errors import Failure
-from convert.healing import batches
-from convert.healing.batches import TrainingText, encoded, turn
-from eval.text import Text, Tokens
-
-
-class Letters:
-    """A tokenizer of single characters."""
-
-    bos_token_id = None
-
-    def __call__(self, text: str, **kwargs: object) -> dict[str, list[int]]:
-        return {"input_ids": [ord(character) for character in text]}
+from convert.healing.batches import TrainingText, turn
+from eval.text import Tokens
 
 
 def tokens(count: int) -> Tokens:
     return Tokens("a text", torch.arange(count), count, 1.0, None)
-
-
-def test_a_long_text_is_encoded_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "".join(f"line {i}\n" for i in range(400)) + "x" * 700 + "\nend"
-    whole = encoded(Text("t", text), Letters())
-    monkeypatch.setattr(batches, "_PIECE", 128)
-    pieces = list(batches._pieces(text))
-    assert "".join(pieces) == text
-    assert len(pieces) > 20
-    assert all(piece.endswith("\n") for piece in pieces[:20])
-    found = encoded(Text("t", text), Letters())
-    assert found.hash == whole.hash
-    assert (found.text_bytes, found.per_byte) == (whole.text_bytes, whole.per_byte)
 
 
 @settings(max_examples=50, deadline=None)
