@@ -203,7 +203,7 @@ def tokenize(text: Text, tokenizer: Any, first: int | None = None) -> Tokens:
     Raises:
         Failure: The text has fewer than two tokens.
     """
-    ids, size = encoded(text.pieces(PIECE if first is None else _CHARACTERS * (first + UNSURE)), tokenizer, first)
+    ids, size = encoded(text.pieces(PIECE if first is None else min(PIECE, _CHARACTERS * (first + UNSURE))), tokenizer, first)
     if len(ids) < 2:
         raise Failure(f"{text.name} has {len(ids)} token(s), and it takes at least 2 to predict one", hint="give a longer text")
     return Tokens(text.name, ids[:first], text.size, len(ids) / size, bos_before_texts(tokenizer))
