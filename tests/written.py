@@ -80,7 +80,6 @@ def refused(result: Any, code: int, message: str) -> None:
 
 
 def left_nothing(result: Any, code: int, message: str, out: Path) -> None:
-    """A conversion to `out` said why it ended, and nothing is left but, where it had begun, the lock."""
+    """A conversion to `out` said why it ended, and nothing is left."""
     refused(result, code, message)
-    lock = {f"{out.name}.lock"} if code == 1 else set[str]()
-    assert {path.name for path in out.parent.glob(f"{out.name}*")} <= lock, "something is left"
+    assert list(out.parent.glob(f"{out.name}*")) == []

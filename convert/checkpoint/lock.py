@@ -1,6 +1,6 @@
 """Allows one run per OUTPUT, by a file lock beside it, which the system releases when its process dies.
 
-The lock file is `OUTPUT.lock`. It is never removed: otherwise two runs could lock two files of the same name. While
+The lock file is `OUTPUT.lock`. Its holder removes it, and who locks a file that is not there any more has not got the lock. While
 it is held, one line of JSON in it names the holder. That line is only for messages; the system keeps the lock.
 """
 
@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from attention.errors import Failure
 
 _MARK = b'{"kvfold"'  # the start of the line
 _LONGEST = 4096  # bytes of the line that are read
 _NAMED_WITHIN = 0.5  # seconds in which a new holder must write its line
+_TRIES = 20  # if the holder has just removed the file
 
 
 def lock_path(output: Path) -> Path:
@@ -53,27 +54,37 @@ def exclusive(output: Path) -> Iterator[None]:
         _write(descriptor, _line())
         descriptors.append(descriptor)
 
-    # A soft lock would outlive a killed run. preserve_lock_file: as the module says.
+    # A soft lock would outlive a killed run. preserve_lock_file: it is removed below.
     with _one_line(output, path):
         if issubclass(FileLock, SoftFileLock):
             raise NotImplementedError("this system has no file locks")
         path.parent.mkdir(parents=True, exist_ok=True)
         _require_ours(path)
         lock = FileLock(path, blocking=False, fallback_to_soft=False, preserve_lock_file=True, on_acquired=sign)
-        try:
-            lock.acquire()
-        except Timeout:
-            if not path.exists():  # to filelock it is just being removed
-                raise OSError(errno.ENOENT, "no file can be made there") from None
-            raise Failure(
-                f"another run is writing {output}: {_named(path)}", hint="wait until it has ended, or choose another OUTPUT"
-            ) from None
+        _acquire(lock, output, path)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            os.ftruncate(descriptors[0], 0)  # so that later messages do not name this run
+            os.ftruncate(descriptors[0], 0)  # if it cannot be removed, later messages do not name this run
+            if os.path.samestat(os.fstat(descriptors[0]), path.stat()):
+                path.unlink()
         lock.release()
+
+
+def _acquire(lock: BaseFileLock, output: Path, path: Path) -> None:
+    """Get the lock, or say who has it. filelock does not take a file that has been removed or replaced."""
+    for _ in range(_TRIES):
+        try:
+            lock.acquire()
+            return
+        except Timeout:
+            if path.exists():
+                raise Failure(
+                    f"another run is writing {output}: {_named(path)}",
+                    hint="wait until it has ended, or choose another OUTPUT",
+                ) from None
+    raise OSError(errno.ENOENT, "no file can be made there")
 
 
 @contextlib.contextmanager

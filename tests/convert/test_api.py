@@ -208,7 +208,7 @@ def test_mistakes_are_refusals_and_bad_data_is_a_failure(checkpoint: Make, tmp_p
     (source / "model.safetensors").write_bytes(b"garbage")
     with pytest.raises(Failure, match=r"model\.safetensors"):
         mqa(source, out)
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
 @pytest.mark.parametrize(

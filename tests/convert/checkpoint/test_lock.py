@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -65,15 +66,44 @@ def refusal(output: Path) -> Failure:
 # ---- the lock --------------------------------------------------------------------------------------------------------
 
 
-def test_the_lock_file_lies_beside_output_stays_and_names_its_holder(tmp_path: Path) -> None:
+def test_the_lock_file_lies_beside_output_names_its_holder_and_goes(tmp_path: Path) -> None:
+    for _ in range(2):
+        with exclusive(tmp_path / "out"):
+            holder = json.loads((tmp_path / "out.lock").read_text())
+            assert holder["pid"] == os.getpid()
+            assert holder.keys() == {"kvfold", "pid", "machine", "began", "command"}
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_file_that_is_not_ours_any_more_stays(tmp_path: Path) -> None:
     with exclusive(tmp_path / "out"):
-        holder = json.loads((tmp_path / "out.lock").read_text())
-        assert holder["pid"] == os.getpid()
-        assert holder.keys() == {"kvfold", "pid", "machine", "began", "command"}
-    assert (tmp_path / "out.lock").read_text() == ""
-    with exclusive(tmp_path / "out"):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["out.lock"]
+        (tmp_path / "out.lock").unlink()
+        (tmp_path / "out.lock").write_text("of somebody else")
+    assert (tmp_path / "out.lock").read_text() == "of somebody else"
+
+
+def test_two_never_hold_it_however_often_it_is_removed(tmp_path: Path) -> None:
+    """Each run opens the file, which the one before may have removed since."""
+    inside, most, times = [0], [0], [0]
+
+    def run() -> None:
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            with contextlib.suppress(Failure), exclusive(tmp_path / "out"):
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                time.sleep(0)
+                inside[0] -= 1
+                times[0] += 1
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+    assert times[0] > 10
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_parents_are_made(tmp_path: Path) -> None:

@@ -352,7 +352,7 @@ def test_a_late_refusal_leaves_nothing_behind(
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--method", "mean")
     assert result.exit_code == error.exit_code
     assert "error: late" in result.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
 def test_an_evaluation_that_is_refused_does_not_lose_the_conversion(

@@ -100,4 +100,4 @@ def test_bad_weights_leave_nothing_behind(case: str, checkpoint: Make, convert: 
     assert result.exit_code == 1
     assert message in result.stderr
     assert result.stderr.startswith("error: ")
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}

@@ -514,7 +514,7 @@ def test_what_is_not_ours_is_never_deleted(checkpoint: Make, convert: Convert, t
     for _ in range(2):
         ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--overwrite"))
     assert (tmp_path / "out.old" / "thesis.txt").exists()
-    ours = {"source", "out", "out.lock"}
+    ours = {"source", "out"}
     assert {path.name for path in tmp_path.iterdir()} == {*ours, "out.old", ".out.old", "thesis.txt", "other.partial"}
 
 
@@ -561,7 +561,7 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(checkpoint: Make, conv
     ok(convert("gqa", source, out, "--groups", 1, "--overwrite"))
     assert not (out / "stale.txt").exists()
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "out.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
     home = tmp_path / "home"
     home.mkdir()
     (home / "thesis.txt").write_text("years")

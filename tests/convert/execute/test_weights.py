@@ -146,7 +146,7 @@ def test_too_little_space_is_seen_before_the_first_byte(
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2)
     assert result.exit_code == 1
     assert "no space" in result.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
 def test_a_full_disk_under_the_statistics_leaves_the_work_for_resume(
