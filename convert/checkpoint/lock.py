@@ -1,7 +1,7 @@
 """Allows one run per OUTPUT, by a file lock beside it, which the system releases when its process dies.
 
-The lock file is `OUTPUT.lock`. Its holder removes it; a lock on a file that is no longer there does not count. While it is held,
-one line of JSON in it names the holder. That line is only for messages; the system keeps the lock.
+The lock file is `OUTPUT.lock`. Its holder removes it; a lock on a file that is no longer there does not count. While it is
+held, one line of JSON in it names the holder. That line is only for messages; the system keeps the lock.
 """
 
 from __future__ import annotations
