@@ -220,6 +220,8 @@ def _not_a_value(value: Any) -> str | None:
         return "true or false"
     if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
         return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str) and "\0" in value:
+        return "text with a NUL character"
     if isinstance(value, str | int | float):
         return None
     names: dict[type, str] = {list: "a list", dict: "a mapping", type(None): "null", datetime.date: "a date"}

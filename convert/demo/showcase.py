@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from attention.errors import Interrupted
 from convert.demo.corpus import VALIDATION, held_out_text
 from convert.planning.base import Output
 from convert.planning.calibration import CalibrationOptions
@@ -44,5 +45,8 @@ def showcase(output: Path, progress: Progress = silent) -> tuple[dict[str, Any],
     plans = plans_for(source, Wanted(_GROUPS, _SIZES, _METHODS, text, Output(output, overwrite=True), "cpu"))
     held_out = Text(f"Python {platform.python_version()}: {', '.join(_MODULES)}", held_out_text(_MODULES))
     settings = EvaluationSettings(max_tokens=_TOKENS, device="cpu")
-    found = sweep(plans, held_out, settings, progress)
+    try:
+        found = sweep(plans, held_out, settings, progress)
+    except Interrupted:
+        raise Interrupted("interrupted", hint="the same command begins again") from None
     return found, output / "report" / "report.html"

@@ -43,6 +43,18 @@ def test_held_out_modules_are_not_in_the_training_text() -> None:
         assert seen < 0.05 * len(lines), module
 
 
+def test_an_interrupted_demo_advises_what_it_can_do(
+    convert: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("convert.sweeping._swept", interrupted)
+    result = convert("demo", "--output", tmp_path / "demo", "-q")
+    assert result.exit_code == 130
+    assert result.stderr == "error: interrupted\nhint: the same command begins again\n"
+
+
 def test_the_demo_converts_evaluates_and_reports(
     convert: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,7 @@ def test_what_is_no_recipe_is_refused_in_one_line(recipe: str | bytes, said: str
         ("bench: {models: m, batch: [1, 0]}", "Invalid value for '--batch': 0 is not in the range x>=1."),
         ("gqa: {model: m, output: o, groups: true}", "groups takes one value, not true or false"),
         ("gqa: {model: yes, output: o, groups: 2}", "model takes one value, not true or false"),
+        ('gqa: {model: "m\\0", output: o, groups: 2}', "model takes one value, not text with a NUL character"),
         ("gqa: {model: 2024-01-01, output: o, groups: 2}", "model takes one value, not a date"),
         ("gqa: {model: 2024-01-01 10:00:00, output: o, groups: 2}", "model takes one value, not a datetime"),
         ("gqa: {model: !!binary aGk=, output: o, groups: 2}", "model takes one value, not a bytes"),
