@@ -26,9 +26,8 @@ class Commands(click.Group):
     """A group that turns known errors into one line, a hint and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # what the terminal's encoding lacks
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # what its encoding lacks; stderr escapes that
         return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -76,7 +75,9 @@ def _show(facts: Any, text: str, as_json: bool) -> None:
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise
-            raise Failure(f"the work is done, but stdout cannot be written: {error.strerror}") from None
+            raise Failure(
+                f"stdout cannot be written: {error.strerror}", hint="what the command wrote to files is whole"
+            ) from None
 
 
 def _console(given: dict[str, Any]) -> Any:

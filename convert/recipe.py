@@ -25,8 +25,10 @@ _FORM = "gqa: {model: …, output: …, groups: 8}"
 _QUOTE = "put quotes around a word that YAML takes for something else"
 
 # Only the command line may allow these: a recipe, and a conversion.json most of all, may come from anyone.
-_CONSENT = ("trust_remote_code", "overwrite", "force", "task_path", "track")
+_CONSENT = ("trust_remote_code", "overwrite", "resume", "force", "task_path", "track")
 _WRITTEN = ("output", "teacher_cache")
+
+_NEVER = ("run", "demo")  # the demo replaces what it finds
 
 Step = tuple[str, dict[str, Any]]
 
@@ -132,13 +134,13 @@ def command_lines(
             raise Refusal(f"convert {name} has no option {unknown[0]!r} (it has {', '.join(sorted(known))})")
         if "text" in overrides and "text_shares" not in overrides:  # which were of the texts before
             given = {key: value for key, value in given.items() if key != "text_shares"}
+        chosen = given | {key: value for key, value in overrides.items() if key in known}
+        line = _line({key: value for key, value in chosen.items() if value is not None}, known, f"step {number} ({name})")
+        _parse(group.commands[name], line, f"step {number} ({name})")
         own = {key: value for key, value in given.items() if key not in overrides and value is not None}
         asked |= dict.fromkeys(_asked(own, known, f"step {number} ({name})"))
         if not any_paths:
             _require_inside(own, f"step {number} ({name})")
-        chosen = given | {key: value for key, value in overrides.items() if key in known}
-        line = _line({key: value for key, value in chosen.items() if value is not None}, known, f"step {number} ({name})")
-        _parse(group.commands[name], line, f"step {number} ({name})")
         lines.append([name, *line])
     if asked:
         raise Refusal(
@@ -161,9 +163,9 @@ def _require_inside(given: dict[str, Any], step: str) -> None:
     """Refuse a recipe that would write outside the current directory."""
     here = Path.cwd()
     for key in _WRITTEN:
-        if isinstance(place := given.get(key), str) and not Path(place).resolve().is_relative_to(here):
+        if isinstance(place := given.get(key), str) and here not in Path(place).resolve().parents:
             raise Refusal(
-                f"{step} of the recipe would write to {place}, outside the directory that it is run in",
+                f"{step} of the recipe would write to {place}, which is not inside the directory that it is run in",
                 hint=f"allow it with --allow-paths, or say where with --set {key}=PATH",
             )
 
@@ -178,8 +180,8 @@ def _split(setting: str) -> tuple[str, str]:
 def _parameters(name: str, group: click.Group) -> dict[str, click.Parameter]:
     """A command's parameters by the name a recipe gives them: a long option without dashes, or an argument."""
     command = group.commands.get(name)
-    if command is None or name == "run":
-        known = ", ".join(sorted(set(group.commands) - {"run"}))
+    if command is None or name in _NEVER:
+        known = ", ".join(sorted(set(group.commands) - set(_NEVER)))
         raise Refusal(f"a recipe cannot run {name!r} (choose {known})")
     names: dict[str, click.Parameter] = {}
     for parameter in command.params:

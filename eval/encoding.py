@@ -24,22 +24,24 @@ def encoded(pieces: Iterator[str], tokenizer: Any, first: int | None = None) -> 
 
     Args:
         pieces: The text; no more of them are taken than needed.
-        tokenizer: A tokenizer of transformers. One that does not say where its tokens begin encodes all as a whole.
+        tokenizer: A tokenizer of transformers. One that does not say where its tokens begin gets as much as is needed at once.
         first: How many tokens are wanted, from the start; more may come. None for all.
     """
     import torch
 
+    if not getattr(tokenizer, "is_fast", False):
+        return _at_once(pieces, tokenizer, first)
     done, text, following = list[torch.Tensor](), next(pieces, ""), next(pieces, None)
     count, skipped, size = 0, 0, len(text.encode())  # `skipped` tokens of this text are done already
-    ids, starts = _encoded(text, tokenizer, following is not None)
+    ids, starts = _encoded(text, tokenizer)
     while following is not None and (first is None or count + len(ids) - skipped < first + UNSURE):
         size += len(following.encode())
         tail = text[-_OVERLAP:]
-        after = _encoded(tail + following, tokenizer, True)
+        after = _encoded(tail + following, tokenizer)
         joint = _joint(ids[skipped:], [start - (len(text) - len(tail)) for start in starts[skipped:]], *after)
         if joint is None:  # begin this text again, with both pieces in it
             text += following
-            ids, starts = _encoded(text, tokenizer, True)
+            ids, starts = _encoded(text, tokenizer)
         else:
             before, behind = joint
             done.append(torch.tensor(ids[skipped : skipped + before]))
@@ -49,10 +51,29 @@ def encoded(pieces: Iterator[str], tokenizer: Any, first: int | None = None) -> 
     return torch.cat([*done, torch.tensor(ids[skipped:], dtype=torch.int64)]), size
 
 
-def _encoded(text: str, tokenizer: Any, places: bool) -> tuple[list[int], list[int]]:
-    """The ids, and where each begins in the text; nothing where the tokenizer does not say that, or nobody asks."""
-    if not (places and getattr(tokenizer, "is_fast", False)):
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], []
+def _at_once(pieces: Iterator[str], tokenizer: Any, first: int | None) -> tuple[torch.Tensor, int]:
+    """The same, encoded as a whole; for `first` tokens twice as much as before, until it is enough."""
+    import torch
+
+    text, tried, ids = "", 0, list[int]()
+    for piece in pieces:
+        text += piece
+        if first is not None and len(text) >= 2 * tried:
+            ids, tried = _plain(text, tokenizer), len(text)
+            if len(ids) >= first + UNSURE:
+                break
+    if tried < len(text):
+        ids = _plain(text, tokenizer)
+    return torch.tensor(ids, dtype=torch.int64), len(text.encode())
+
+
+def _plain(text: str, tokenizer: Any) -> list[int]:
+    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return found
+
+
+def _encoded(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids, and where each begins in the text."""
     found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
     return found["input_ids"], [start for start, _ in found["offset_mapping"]]
 
@@ -66,10 +87,10 @@ def _joint(ids: list[int], starts: list[int], after: list[int], after_starts: li
         after: Of the second one.
         after_starts: Where these begin.
     """
-    every = enumerate(zip(after_starts, after, strict=False))
+    every = enumerate(zip(after_starts, after, strict=True))
     places = {(start, token): i for i, (start, token) in every if start < _SURE * _OVERLAP}
     run, last = 0, -1
-    for i, (start, token) in enumerate(zip(starts, ids, strict=False)):
+    for i, (start, token) in enumerate(zip(starts, ids, strict=True)):
         if (place := places.get((start, token))) is None:
             run = 0
             continue

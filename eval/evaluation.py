@@ -92,7 +92,7 @@ def report_of(
         text: The text to evaluate on.
         settings: How to evaluate.
         calibrated_on: The text that the others were calibrated on, if known. Otherwise their own conversion.json tells
-            whether it was the start of this text.
+            whether it was this text.
         progress: Called with the progress of each stage.
         foretold: Whether the caller has said how long it takes, as part of its own work.
 
@@ -106,10 +106,10 @@ def report_of(
     protocols, tokens = prepare(sources, text, settings)
 
     @cache
-    def calibration(count: int) -> Tokens:
+    def within(count: int) -> Tokens:
         return calibration_tokens(sources[0], text, count)
 
-    models = _Models(sources, settings, tokens, lambda source: _overlap(source, tokens, calibration, calibrated_on), progress)
+    models = _Models(sources, settings, tokens, lambda source: _overlap(source, tokens, within, calibrated_on), progress)
     if not foretold:
         _foretell(sources, len(tokens.ids), settings)
     scores = [[Score() for _ in sources] for _ in protocols]
@@ -409,9 +409,7 @@ def _made(source: Source) -> dict[str, Any]:
     return made
 
 
-def _overlap(
-    source: Source, tokens: Tokens, calibration_of: Callable[[int], Tokens], calibrated_on: Tokens | None
-) -> float | None:
+def _overlap(source: Source, tokens: Tokens, within: Callable[[int], Tokens], calibrated_on: Tokens | None) -> float | None:
     """The share of the evaluated `tokens` that calibration has seen; None without calibration or if its text is unknown."""
     made = _made(source)
     if calibrated_on is not None:
@@ -421,10 +419,13 @@ def _overlap(
     if not context or not isinstance(texts, list):
         return None
     for text in (one for one in texts if isinstance(one, dict) and isinstance(one.get("tokens"), int)):
-        seen = calibration_of(text["tokens"])
-        if len(seen.ids) < context:
+        try:
+            whole = within(reach(text["tokens"]))
+        except Failure:  # damaged far behind what is evaluated
             return None
-        seen = seen.spread(text["tokens"], context)
+        if len(whole.ids) < context:
+            return None
+        seen = whole.spread(text["tokens"], context)
         if seen.hash == text.get("hash"):
             return shared_share(tokens.ids, seen.ids)
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +10,14 @@ from attention.errors import Failure
 from attention.spread import evenly_spread
 from eval.encoding import PIECE
 
-_log = logging.getLogger("kvfold")
 LARGE = 2**24  # bytes; a smaller file is read as a whole
 _EXCERPT = 2**15  # bytes of a part
-_MARK = "\ufeff"  # before a text, by which some editors tell its encoding
+_GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, fill the range from 0 to 1 evenly
+MARK = "\ufeff"  # before a text, by which some editors tell its encoding
 
 
 def pieces(path: Path, first: int | None) -> Iterator[str]:
-    """The text of a file; line ends stay as they are.
+    """The text of a file as it is: line ends stay, and so does a byte order mark.
 
     Args:
         path: The file.
@@ -27,13 +26,8 @@ def pieces(path: Path, first: int | None) -> Iterator[str]:
     Raises:
         Failure: The file cannot be read, or is not UTF-8.
     """
-    held, wanted, begun = "", first, False
+    held, wanted = "", first
     for part in _decoded(path):
-        if not begun and part:
-            begun = True
-            if part.startswith(_MARK):
-                _log.warning("%s begins with a byte order mark, which is left out", path.name)
-                part = part.removeprefix(_MARK)
         held += part
         while wanted is not None and len(held) > wanted:
             yield held[:wanted]
@@ -62,19 +56,22 @@ def _decoded(path: Path) -> Iterator[str]:
 def excerpts(path: Path, size: int) -> str:
     """About `size` bytes of a file: whole lines, where they are short, from evenly spread places.
 
+    Not in the file's order: those of any part of the result, from its start, are spread evenly, too.
+
     Raises:
         Failure: The file cannot be read, or is not UTF-8.
     """
-    whole = path.stat().st_size
     parts = []
     try:
+        whole = path.stat().st_size
+        places = evenly_spread(max(1, size // _EXCERPT), max(1, whole // _EXCERPT))
         with path.open("rb") as file:
-            for place in evenly_spread(max(1, size // _EXCERPT), max(1, whole // _EXCERPT)):
+            for _, place in sorted((number * _GOLDEN % 1, place) for number, place in enumerate(places)):
                 file.seek(place * _EXCERPT)
                 parts.append(_lines(path, file.read(_EXCERPT), place * _EXCERPT))
     except OSError as error:
         raise Failure(f"cannot read {path}: {error.strerror}") from None
-    return "\n".join(parts).removeprefix(_MARK)
+    return "\n".join(part.removeprefix(MARK) for part in parts)
 
 
 def _lines(path: Path, data: bytes, place: int) -> str:

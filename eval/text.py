@@ -49,14 +49,18 @@ class Text:
     def pieces(self, first: int = PIECE) -> Iterator[str]:
         """All of it, in pieces, the first one of so many characters."""
         if self.file is not None:
-            yield from large_file.pieces(self.file, first)
+            for number, piece in enumerate(large_file.pieces(self.file, first)):
+                yield piece if number else piece.removeprefix(large_file.MARK)
             return
         yield self.text[:first]
         for start in range(first, len(self.text), PIECE):
             yield self.text[start : start + PIECE]
 
     def all_over(self, tokens: int) -> Text:
-        """A text from which about as many tokens can be taken: of a large file, lines from all over it."""
+        """A text from which about as many tokens can be taken: of a large file, lines from all over it.
+
+        So are those of any start of it: whoever takes fewer tokens has some from all over the file, too.
+        """
         if self.file is None or self.size <= _CHARACTERS * tokens:
             return self
         return Text(self.name, large_file.excerpts(self.file, _CHARACTERS * tokens))
@@ -69,7 +73,7 @@ class Tokens:
     Attributes:
         name: The name of the text.
         ids: `[tokens]`, int64, without special tokens: the whole text, its start, or blocks of it (`spread`).
-        text_bytes: UTF-8 bytes of the whole text.
+        text_bytes: UTF-8 bytes of the whole text; of a large file's lines, where these stand for it.
         per_byte: Tokens per byte of the encoded part.
         bos: The id of the begin-of-sequence token if the tokenizer adds one to a text, else None.
     """
@@ -140,8 +144,14 @@ def read_file(path: Path) -> Text:
     Raises:
         Failure: The file cannot be read, is not UTF-8, or is empty.
     """
-    large = path.is_file() and path.stat().st_size > large_file.LARGE
+    try:
+        large = path.is_file() and path.stat().st_size > large_file.LARGE
+    except OSError as error:
+        raise Failure(f"cannot read {path}: {error.strerror}") from None
     text = next(large_file.pieces(path, PIECE if large else None), "")
+    if text.startswith(large_file.MARK):
+        _log.warning("%s begins with a byte order mark, which is left out", path.name)
+        text = text.removeprefix(large_file.MARK)
     if "\r\n" in text[:PIECE]:
         _log.warning("%s has the line ends of Windows (CR LF), which stay: models read few texts like that", path.name)
     return Text(path.name, text, path if large else None)

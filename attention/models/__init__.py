@@ -6,8 +6,9 @@ transformers' Auto classes know it as soon as they and `attention` are imported,
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -25,15 +26,29 @@ def provides(model_type: str) -> bool:
 
 
 def unlike_ours(directory: Path) -> str | None:
-    """What there is to say of a checkpoint whose files of kvfold's class are not those of this version; None if they are.
+    """What there is to say of a checkpoint of kvfold's class that comes with other code than this version's, or None.
 
     Where kvfold runs a checkpoint of its class, it runs its own code. Those who load it without kvfold run what lies beside it.
     """
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(config, dict) or config.get("model_type") != MODEL_TYPE:
+        return None
     there = {file: directory / file.name for file in CODE}
     changed = [file.name for file, found in there.items() if found.is_file() and found.read_bytes() != file.read_bytes()]
+    if not names_ours(config):
+        changed.append("the code that auto_map names")
     if not changed:
         return None
     return f"kvfold runs its own code in place of {' and '.join(changed)} in {directory}, which differs from it"
+
+
+def names_ours(config: Mapping[str, Any]) -> bool:
+    """Whether the `auto_map` of a config, if it has one, names kvfold's classes."""
+    named = config.get("auto_map", AUTO_MAP)
+    return isinstance(named, dict) and {key: named.get(key) for key in AUTO_MAP} == AUTO_MAP
 
 
 def register() -> None:

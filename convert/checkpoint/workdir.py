@@ -29,7 +29,7 @@ _RECORD = "conversion.json"  # in OUTPUT
 
 def partial_path(output: Path) -> Path:
     """The work directory of OUTPUT, beside it."""
-    whole = output.resolve()  # "." has no name, and a link's target may be on another disk
+    whole = output.resolve()  # "." has no name
     return whole.with_name(whole.name + ".partial")
 
 
@@ -52,7 +52,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
     if output.is_dir() and any(output.iterdir()):
         if not (overwrite or (resume and (_is_published(partial) or _may_be_finished(output, partial)))):
             raise Refusal(f"OUTPUT {output} exists already", hint="choose another, or replace it with --overwrite")
-        if not ("recipe" in recorded(output) or _is_published(partial)):
+        if not ({"kvfold", "recipe"} <= recorded(output).keys() or _is_published(partial)):
             raise Refusal(
                 f"OUTPUT {output} has no conversion.json: kvfold did not make it, so --overwrite leaves it alone",
                 hint="choose another OUTPUT",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from attention.models import CODE, provides
+from attention.models import AUTO_MAP, CODE, names_ours, provides
 from attention.spec import AttentionSpec
 from convert.calibration.own_text import own_text
 from convert.checkpoint.lock import exclusive
@@ -19,7 +19,7 @@ from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import WorkDirectory, calibration_hashes, check_output, finished, recorded, without_text
 from convert.checkpoint.writer import write_whole
 from convert.execute.forecast import writing_work
-from convert.execute.publish import Clock, copy_code, copy_companions, write_own_text, write_record
+from convert.execute.publish import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
 from convert.execute.record import versions
 from convert.healing.batches import TrainingText
 from convert.healing.card import card
@@ -228,6 +228,8 @@ def _healed(
     copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")) and not ours)
     if ours:
         copy_code(work.path, CODE)
+    if ours and not names_ours(plan.converted.raw):
+        write_config(work.path, plan.converted.raw | {"auto_map": AUTO_MAP}, None)
     return record_of(plan, texts.facts, text, outcome, sorted(where) if outcome.weights else [])
 
 

@@ -15,6 +15,7 @@ from eval.text import Text, Tokens, tokenize
 
 OWN = "the teacher's own text"
 _START = 4096  # characters of a text by which tokenizers are compared
+_ENOUGH = 2**21  # tokens, or as many as are trained on, that are taken from a file that has more
 _MOST_WRITTEN = 2**20  # tokens, which are used again if more are wanted: writing takes as long as training, or longer
 
 
@@ -102,7 +103,7 @@ def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
         if text.written is None:
             return None
         return _own(written_before(plan.teacher, text.written, None, plan.context))
-    return _encoded(plan, text.read().all_over(_wanted(plan, text)))
+    return _encoded(plan, text.read().all_over(max(_ENOUGH, _wanted(plan, text))))
 
 
 def _encoded(plan: HealPlan, text: Text) -> Tokens:

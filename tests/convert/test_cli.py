@@ -86,7 +86,7 @@ def test_a_stdout_that_is_full_is_said_apart_from_the_work(
         with contextlib.suppress(OSError):
             full.close()  # what it could not write is still in it
     assert ended.value.code == 1
-    assert "the work is done, but stdout cannot be written: No space left on device" in capsys.readouterr().err
+    assert "error: stdout cannot be written: No space left on device" in capsys.readouterr().err
     assert (tmp_path / "out" / "conversion.json").exists()
 
 
@@ -192,7 +192,7 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
         ("a: {b: c", "is no YAML"),
         (
             "shrink: {model: x}",
-            "a recipe cannot run 'shrink' (choose bench, demo, eval, families, gqa, heal, inspect, mla, mqa, plan, sweep)",
+            "a recipe cannot run 'shrink' (choose bench, eval, families, gqa, heal, inspect, mla, mqa, plan, sweep)",
         ),
         ("run: {recipe: x}", "a recipe cannot run 'run'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),

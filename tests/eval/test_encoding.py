@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ ENDS = [" ", " ", " ", "  ", "\n", "\n\n", ", ", " 12.5 ", "é≠😀", "\r\n", 
 
 def byte_level() -> Any:
     """GPT-2's kind of tokenizer: bytes of words that a pattern splits."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
         [" ".join(WORDS)], trainers.BpeTrainer(vocab_size=800, initial_alphabet=alphabet, show_progress=False)
@@ -45,9 +47,10 @@ class Slow:
     bos_token_id = None
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.seen = tokenizer, 0
 
     def __call__(self, text: str, **options: Any) -> Any:
+        self.seen += len(text)
         assert "return_offsets_mapping" not in options
         return self._tokenizer(text, **options)
 
@@ -74,10 +77,14 @@ def test_wherever_a_text_is_cut_its_tokens_are_the_same(
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoding, "_OVERLAP", overlap)
-        for encoder in (tokenizer, Slow(tokenizer)):
+        for encoder in (tokenizer, slow := Slow(tokenizer)):
             ids, size = encoded(iter(cut(text, *places)), encoder)
             assert ids.tolist() == whole
             assert size == len(text.encode())
+    assert slow.seen == len(text)
+    first, _ = encoded(iter(cut(text, *places)), slow, 20)
+    assert first[:20].tolist() == whole[:20]
+    assert slow.seen <= 4 * len(text)
 
 
 def test_no_more_pieces_are_taken_than_the_first_tokens_need() -> None:
@@ -135,6 +142,17 @@ def test_excerpts_are_lines_from_all_over_a_file(large: Path) -> None:
     assert numbers[-1] > 16_000
     assert part == read_file(large).all_over(20_000)
     assert text.all_over(10**9) is text
+
+
+def test_calibration_sees_all_of_a_large_file(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_file, "_EXCERPT", 2**10)
+    monkeypatch.setattr("eval.text._REACH", 8_000)
+    text, tokenizer = read_file(large), TOKENIZERS["byte level"]
+    tokens = tokenize(text.all_over(8_000), tokenizer, 8_000).spread(2_000, 50)
+    found = [int(number) for number in re.findall(r"\n(\d+) ", tokenizer.decode(tokens.ids))]
+    assert min(found) < 2_000
+    assert max(found) > 18_000
+    assert 0.3 < sum(number > 10_000 for number in found) / len(found) < 0.7
 
 
 def test_lines_longer_than_an_excerpt_are_cut_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -444,7 +444,7 @@ def test_a_record_that_cannot_be_read_is_none_of_ours(damage: str, grouped: Stop
 def test_other_recipes_are_not_the_same(recipe: Any, tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "conversion.json").write_text(json.dumps({"recipe": recipe}))
+    (tmp_path / "conversion.json").write_text(json.dumps({"kvfold": "0.1.0", "recipe": recipe}))
     ours = {"gqa": {"groups": 2}}
     if isinstance(recipe, dict):
         with pytest.raises(Refusal, match="made by another recipe"):
@@ -454,7 +454,7 @@ def test_other_recipes_are_not_the_same(recipe: Any, tmp_path: Path) -> None:
         assert finished(tmp_path, [ours], [], {}) is None
         with pytest.raises(Refusal, match="exists already"):
             check_output(tmp_path, None, False, True)
-    (tmp_path / "conversion.json").write_text(json.dumps({"recipe": ours, "calibration_hash": None}))
+    (tmp_path / "conversion.json").write_text(json.dumps({"kvfold": "0.1.0", "recipe": ours, "calibration_hash": None}))
     check_output(tmp_path, None, False, True)
     assert finished(tmp_path, [{"gqa": {"groups": 1}}, ours], [], {}) == ours
     with pytest.raises(Refusal, match="exists already"):

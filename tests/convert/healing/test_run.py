@@ -15,7 +15,7 @@ from tiny import VOCABULARY, save_tokenizer, tiny_config, tiny_model
 
 from attention import load
 from attention.errors import Refusal
-from attention.models import CODE
+from attention.models import AUTO_MAP, CODE, unlike_ours
 from convert import heal, mla, mqa
 from convert.healing.rates import start_rate
 from convert.healing.training import Trainer
@@ -76,6 +76,13 @@ def test_other_code_beside_the_weights_is_said_and_replaced(
     report = evaluate([tmp_path / "mqa", tmp_path / "out"], text=text, context=32, max_tokens=128)
     assert [model["code"] for model in report["models"]] == [said, None]
     assert f"Warning: of mqa, {said}." in "\n".join(_warnings(report))
+    file.write_bytes(CODE[1].read_bytes())
+    assert unlike_ours(tmp_path / "mqa") is None
+    config = tmp_path / "mqa" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_map": {"AutoConfig": "evil--code.Config"}}))
+    heal(tmp_path / "mqa", tmp_path / "again", text=text, **SIZES)
+    assert "in place of the code that auto_map names in" in warned()[-1]
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
 def test_shards_stay_as_they_are(checkpoint: Make, text: Path, tmp_path: Path) -> None:
