@@ -237,6 +237,7 @@ def heal(as_json: bool, **given: Any) -> None:
 @click.option(
     "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write report.json, .md and .html to DIR."
 )
+@click.option("--overwrite", is_flag=True, help="Replace an earlier report in DIR.")
 @options.arithmetic
 @options.device
 @options.common

@@ -28,6 +28,7 @@ def evaluate(
     device: str = "auto",
     trust_remote_code: bool = False,
     output: str | Path | None = None,
+    overwrite: bool = False,
     max_perplexity_ratio: float | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def evaluate(
         device: "auto", "cpu", "cuda", "cuda:1", …
         trust_remote_code: Run Python code that comes with a checkpoint.
         output: A directory for report.json, report.md, report.html and curve.svg.
+        overwrite: Replace these files.
         max_perplexity_ratio: Raise `GateMissed` if a model's perplexity exceeds the first's times this ratio.
         progress: Called as `progress(stage, done, total, unit)`.
 
@@ -78,6 +80,8 @@ def evaluate(
         raise Refusal(f"a limit of {limit} examples leaves none of a task", hint="leave it out for all of them")
     settings = EvaluationSettings(protocol, contexts_of(context), max_tokens, dtype, device, recall, wanted)
     check(sources, settings)  # refuse configs before reading a text
+    if output is not None:
+        report.require_room(Path(output), report.NAMES, overwrite)
     found = report_of(sources, read_text(text, dataset, "test"), settings, progress=progress)
     if output is not None:
         report.write(found, Path(output))
@@ -127,14 +131,14 @@ def bench(
         Refusal: The arguments or the models' configs do not allow it.
         Failure: A model cannot be loaded, or there is not enough memory.
     """
-    from eval import bench_report
+    from eval import bench_report, report
     from eval.speed import BenchSettings, run
 
     if not models:
         raise Refusal("there is no model to measure")
     sources = _sources(models, trust_remote_code)
     if output is not None:
-        bench_report.require_room(Path(output), overwrite)
+        report.require_room(Path(output), bench_report.NAMES, overwrite)
     sizes = tuple(batch), tuple(context)
     found = run(sources, BenchSettings(*sizes, steps, rounds, dtype, device, compile, stock, largest_batch), progress)
     if output is not None:

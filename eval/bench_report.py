@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attention.errors import Refusal
 from eval import drawing
 from eval.escapes import markdown, printable
 from eval.report import write_pages
@@ -171,20 +169,6 @@ def _plot(axes: Axes, report: Report) -> None:
         title += f", batch {batches[0]}"
     axes.set_title(printable(f"{title}; {setup['name']}, {models[0]['dtype']}"), loc="left")
     axes.set_xlabel(f"tokens of context{' (log scale)' if log_x else ''}")
-
-
-def require_room(directory: Path, overwrite: bool) -> None:
-    """Refuse a `directory` that cannot be written or that holds results which may not be replaced; other files do not matter.
-
-    Raises:
-        Refusal: It cannot be written, or it holds results and `overwrite` is false.
-    """
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise Refusal(f"cannot write into {directory}: {existing} is no directory that you may write to")
-    there = [name for name in NAMES if (directory / name).exists()]
-    if there and not overwrite:
-        raise Refusal(f"{directory / there[0]} exists", hint="give --overwrite, or another --output")
 
 
 def write(report: Report, directory: Path) -> dict[str, Path]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from attention.errors import Failure
+from attention.errors import Failure, Refusal
 from eval import curve
 from eval.escapes import markdown, printable
 from eval.overlap import WARN_ABOVE
@@ -24,6 +24,7 @@ from eval.tables import table
 Model = dict[str, Any]
 Report = dict[str, Any]
 
+NAMES = ("report.json", "report.md", "report.html", "curve.svg")
 _CURVE = (760, 440)  # pixels of the curve at its largest
 
 
@@ -189,8 +190,21 @@ def _part(name: str) -> str:
 
 def write(report: Report, directory: Path) -> dict[str, Path]:
     """Write report.json, report.md, report.html and curve.svg, each completely or not at all; return their paths by name."""
-    pages = {"report.json": to_json, "report.md": to_markdown, "report.html": to_html, "curve.svg": to_svg}
-    return write_pages({name: made(report) for name, made in pages.items()}, directory)
+    made = (to_json, to_markdown, to_html, to_svg)
+    return write_pages({name: page(report) for name, page in zip(NAMES, made, strict=True)}, directory)
+
+
+def require_room(directory: Path, names: Sequence[str], overwrite: bool) -> None:
+    """Refuse a directory that cannot be written, or that has files of these names which may not be replaced.
+
+    Raises:
+        Refusal: It is so.
+    """
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise Refusal(f"cannot write into {directory}: {existing} is no directory that you may write to")
+    if not overwrite and (there := [name for name in names if (directory / name).exists()]):
+        raise Refusal(f"{directory / there[0]} exists", hint="give --overwrite, or another --output")
 
 
 def write_pages(pages: dict[str, str], directory: Path) -> dict[str, Path]:

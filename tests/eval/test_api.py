@@ -69,6 +69,12 @@ def test_the_report_is_written_where_it_is_wanted(pair: list[Path], text: Path, 
     found = evaluate(pair, text=text, max_tokens=64, device="cpu", output=tmp_path / "report")
     assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.md", "report.html", "curve.svg"}
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == found
+    with pytest.raises(Refusal, match=r"report\.json exists") as caught:
+        evaluate(pair, text=text, max_tokens=128, device="cpu", output=tmp_path / "report")
+    assert caught.value.hint == "give --overwrite, or another --output"
+    assert json.loads((tmp_path / "report" / "report.json").read_text()) == found
+    again = evaluate(pair, text=text, max_tokens=128, device="cpu", output=tmp_path / "report", overwrite=True)
+    assert json.loads((tmp_path / "report" / "report.json").read_text()) == again != found
 
 
 def test_a_missed_gate_is_raised_with_the_report_written(pair: list[Path], text: Path, tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ from attention.errors import Failure, Refusal
 from attention.spec import AttentionSpec
 from eval import bench_report, clock, entrant, largest, workload
 from eval import speed as bench
+from eval.bench_report import NAMES
 from eval.device import free_memory
 from eval.largest import largest_batch, most
+from eval.report import clock, entrant, largest, require_room, workload
 from eval.source import Source
 from eval.speed import BenchSettings, Case, check, run
 from eval.workload import Workload
@@ -691,15 +693,15 @@ def test_the_plot_has_a_line_for_each_model_and_batch(report: dict[str, Any]) ->
 
 def test_figures_are_not_replaced_unasked(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("another's")
-    bench_report.require_room(tmp_path, False)
-    bench_report.require_room(tmp_path / "new" / "one", False)
+    require_room(tmp_path, NAMES, False)
+    require_room(tmp_path / "new" / "one", NAMES, False)
     (tmp_path / "bench.md").write_text("costly")
-    bench_report.require_room(tmp_path, True)
+    require_room(tmp_path, NAMES, True)
     with pytest.raises(Refusal, match=r"bench\.md exists") as caught:
-        bench_report.require_room(tmp_path, False)
+        require_room(tmp_path, NAMES, False)
     assert caught.value.hint == "give --overwrite, or another --output"
     with pytest.raises(Refusal, match="is no directory that you may write to"):
-        bench_report.require_room(tmp_path / "bench.md" / "speed", False)
+        require_room(tmp_path / "bench.md" / "speed", NAMES, False)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
