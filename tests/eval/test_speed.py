@@ -26,7 +26,7 @@ from eval import speed as bench
 from eval.bench_report import NAMES
 from eval.device import free_memory
 from eval.largest import largest_batch, most
-from eval.report import clock, entrant, largest, require_room, workload
+from eval.report import require_room
 from eval.source import Source
 from eval.speed import BenchSettings, Case, check, run
 from eval.workload import Workload
