@@ -81,7 +81,7 @@ def test_a_time_is_as_many_tokens_as_it_takes(
     given = {name: value for name, value in SIZES.items() if name != "tokens"} | {"text": text}
     for time, seconds in (("1min", 60), (30, 30), ("0.5h", 1800)):
         plan = heal(converted, tmp_path / "out", time=time, dry_run=True, **given).plan
-        assert 0.96 * seconds < timed.expected_duration(plan, timed.GivenTexts.read(plan), 0) <= seconds
+        assert 0.96 * seconds < timed.expected_duration(plan, timed.TrainingTexts.read(plan), 0) <= seconds
     with pytest.raises(Refusal, match="a healing of 128 tokens takes 6 seconds here, longer than --time allows"):
         heal(converted, tmp_path / "out", time=4, **given)
     with pytest.raises(Refusal, match="contradict each other"):
