@@ -202,7 +202,7 @@ def require_room(directory: Path, names: Sequence[str], overwrite: bool) -> None
     """
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise Refusal(f"cannot write into {directory}: {existing} is no directory that you may write to")
+        raise Refusal(f"cannot write into {directory}: {existing} is not a directory that you may write to")
     if not overwrite and (there := [name for name in names if (directory / name).exists()]):
         raise Refusal(f"{directory / there[0]} exists", hint="give --overwrite, or another --output")
 

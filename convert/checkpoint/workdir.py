@@ -54,7 +54,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
             raise Refusal(f"OUTPUT {output} exists already", hint="choose another, or replace it with --overwrite")
         if not ({"kvfold", "recipe"} <= recorded(output).keys() or _is_published(partial)):
             raise Refusal(
-                f"OUTPUT {output} has no conversion.json: kvfold did not make it, so --overwrite leaves it alone",
+                f"OUTPUT {output} has no conversion.json of kvfold, so --overwrite leaves it alone",
                 hint="choose another OUTPUT",
             )
     if partial.exists() or partial.is_symlink():

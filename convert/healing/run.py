@@ -228,8 +228,8 @@ def _healed(
     copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")) and not ours)
     if ours:
         copy_code(work.path, CODE)
-    if ours and not names_ours(plan.converted.raw):
-        write_config(work.path, plan.converted.raw | {"auto_map": AUTO_MAP}, None)
+        if not names_ours(plan.converted.raw):
+            write_config(work.path, plan.converted.raw | {"auto_map": AUTO_MAP}, None)
     return record_of(plan, texts.facts, text, outcome, sorted(where) if outcome.weights else [])
 
 

@@ -700,7 +700,7 @@ def test_figures_are_not_replaced_unasked(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"bench\.md exists") as caught:
         require_room(tmp_path, NAMES, False)
     assert caught.value.hint == "give --overwrite, or another --output"
-    with pytest.raises(Refusal, match="is no directory that you may write to"):
+    with pytest.raises(Refusal, match="is not a directory that you may write to"):
         require_room(tmp_path / "bench.md" / "speed", NAMES, False)
 
 

@@ -567,7 +567,7 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(checkpoint: Make, conv
     (home / "thesis.txt").write_text("years")
     result = convert("gqa", source, home, "--groups", 1, "--overwrite")
     assert result.exit_code == 2
-    assert "has no conversion.json: kvfold did not make it" in result.stderr
+    assert "has no conversion.json of kvfold, so --overwrite leaves it alone" in result.stderr
     assert (home / "thesis.txt").read_text() == "years"
     shutil.copytree(source, home, dirs_exist_ok=True)
     assert convert("gqa", source, home, "--groups", 1, "--overwrite").exit_code == 2, "a checkpoint that others made"
