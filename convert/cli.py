@@ -440,6 +440,29 @@ def run(recipe: Path, settings: tuple[str, ...], allow_paths: bool, dry_run: boo
 
 
 @main.command()
+@click.argument("action", type=click.Choice(("list", "clear")))
+@options.plain
+def cache(action: str, as_json: bool, **given: Any) -> None:
+    """List or clear what GGUF files were unpacked to.
+
+    Each file is unpacked once, into $XDG_CACHE_HOME/kvfold or ~/.cache/kvfold. A file that has changed is unpacked
+    again, in the place of what it was.
+
+    Example: convert cache clear
+    """
+    from eval import unpacked
+
+    _console(given)
+    if action == "clear":
+        freed = unpacked.clear()
+        _show({"freed_bytes": freed}, f"{freed / 1e9:.2f} GB freed", as_json)
+        return
+    found = unpacked.entries()
+    lines = [f"{entry.nbytes / 1e9:8.2f} GB  {entry.file}" for entry in found] or ["nothing is unpacked"]
+    _show([entry.as_dict() for entry in found], "\n".join(lines), as_json)
+
+
+@main.command()
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),

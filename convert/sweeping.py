@@ -16,8 +16,7 @@ from attention.errors import Failure, Interrupted, Refusal
 from convert import methods
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import check_output, partial_path, read_object, recorded
-from convert.checkpoint.writer import write_whole
+from convert.checkpoint.workdir import check_output, partial_path, recorded
 from convert.execute.run import carried_out, execute, expected_duration, inputs_of, works_of
 from convert.healing.closing import heal_result
 from convert.methods.grouped import GroupedMethod
@@ -33,6 +32,7 @@ from eval.device import compute_device, require_device
 from eval.evaluation import EvaluationSettings, evaluation_work, prepare, report_of
 from eval.forecast import Decoder, Work, foretell
 from eval.progress import Progress, silent
+from eval.sealed import seal, unsealed
 from eval.source import Source
 from eval.text import Text
 
@@ -287,7 +287,7 @@ def _output(output: Output, name: str) -> Output:
 
 def _noted(directory: Path) -> dict[str, Any]:
     """What the finished results of a sweep in DIR were made from, by name."""
-    return read_object(directory / _LEDGER) or {}
+    return unsealed(directory / _LEDGER) or {}
 
 
 class _Ledger:
@@ -326,4 +326,4 @@ class _Ledger:
     def note(self, plan: Plan) -> None:
         name = plan.output.path.name
         self._entries[name] = self._inputs[name]
-        write_whole(self._path, json.dumps(self._entries, indent=1).encode())
+        seal(self._path, self._entries)

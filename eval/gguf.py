@@ -1,4 +1,4 @@
-"""GGUF files as sources: an ordinary checkpoint of what transformers reads in one, dequantised, kept in a cache.
+"""GGUF files as sources: an ordinary checkpoint of what transformers reads in one, dequantised.
 
 transformers ignores the keys and tensors of a file that it does not know, such as scaled RoPE. Here they are refused. What it
 makes of a tokenizer may split text in another way than the original; the note says where that is known.
@@ -6,10 +6,7 @@ makes of a tokenizer may split text in another way than the original; the note s
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-import os
 import re
 import tempfile
 from collections import Counter
@@ -19,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Refusal
-
-_log = logging.getLogger("kvfold")
+from eval.gguf_header import require_sound
 
 # Architectures whose weights were compared with what had been written.
 _READ = ("LLAMA", "QWEN2", "QWEN3")  # by the names of gguf.MODEL_ARCH
@@ -32,123 +28,35 @@ _KEYS = {
 _TENSORS = re.compile(
     r"(token_embd|output|output_norm|blk\.\d+\.(attn_(norm|q|k|v|output|q_norm|k_norm)|ffn_(norm|gate|up|down)))\.(weight|bias)"
 )
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _HEAD_DIMS = ("rope.dimension_count", "attention.key_length", "attention.value_length")
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTISED = "bfloat16"  # what quantised weights become
-_FORMAT = 1  # of an entry in the cache
 _MERGES = "tokenizer.ggml.merges"  # of byte pairs; SentencePiece has none
 _TOKENS = ("tokenizer.ggml.tokens", _MERGES, "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _ORIGINAL = "convert the checkpoint that it was made from"
 
 
 @dataclass(frozen=True)
-class Unpacked:
-    """The checkpoint that a GGUF file became.
-
-    Attributes:
-        directory: Where it is.
-        note: What to know of it, for plans and cards.
-    """
-
-    directory: Path
-    note: str
-
-
-def unpacked(path: Path) -> Unpacked:
-    """The checkpoint of a file; the first call makes it, and takes the memory of all its weights.
-
-    Raises:
-        Refusal: The package gguf is missing, the file is no GGUF file, or it has something that transformers does not read.
-        Failure: The file cannot be read, or the checkpoint cannot be written.
-    """
-    import transformers
-
-    try:
-        found = path.stat()
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise Failure(f"cannot read {path}: {error}") from None
-    identity = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {_FORMAT} {transformers.__version__}"
-    place = _cache() / hashlib.sha256(identity.encode()).hexdigest()[:24]
-    if not (place / "gguf.json").is_file():
-        described = _Described.of(path)
-        described.check_keys()
-        _log.warning("%s is unpacked into %s, where later commands find it", path, place)
-        _make(described, place)
-    return Unpacked(place / "checkpoint", json.loads((place / "gguf.json").read_text(encoding="utf-8"))["note"])
-
-
-def _make(described: _Described, place: Path) -> None:
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=place.parent) as directory:
-            whole = Path(directory) / "whole"
-            _unpack(described, whole)
-            if not place.is_dir():
-                whole.rename(place)
-    except OSError as error:
-        if not (place / "gguf.json").is_file():  # unless another process was faster
-            raise Failure(
-                f"cannot unpack {described.path} into {place}: {error}",
-                hint="is the disk full? XDG_CACHE_HOME may name a directory on another one",
-            ) from None
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "kvfold" / "gguf"
-
-
-def _unpack(described: _Described, place: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    path = described.path
-    (place / "checkpoint").mkdir(parents=True)
-    # By an absolute path and from an empty directory: nothing that lies beside the file, or in the working directory, is read.
-    with tempfile.TemporaryDirectory(dir=place) as nothing:
-        where = {"pretrained_model_name_or_path": nothing, "gguf_file": str(path.absolute()), "local_files_only": True}
-        try:
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                **where,
-                dtype=getattr(torch, described.dtype),
-                quantization_config=GgufConfig(dequantize=True),
-                output_loading_info=True,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-        except Exception as error:  # transformers raises several exception types of its own
-            reason = " ".join(str(error).split())[:300]
-            raise Refusal(f"transformers cannot read {path}: {reason}", hint=_ORIGINAL) from error
-    described.check_read(model, loaded)
-    model.config.architectures = [type(model).__name__]
-    model.save_pretrained(place / "checkpoint")
-    tokenizer.save_pretrained(place / "checkpoint")
-    if licence := described.keys.get("general.license"):
-        (place / "checkpoint" / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", encoding="utf-8")
-    (place / "gguf.json").write_text(json.dumps({"note": described.note}), encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class _Described:
+class Described:
     """What the header of a file says.
 
     Attributes:
         path: The file.
         keys: Its keys; True in place of lists of tokens.
-        tensors: The names of its tensors.
+        tensors: Its tensors' names, and their sizes as the file has them: columns first.
         quantisation: What most bytes of its weights are: "Q4_1"; if all are plain floats, what most of these are.
         dtype: What the weights become.
     """
 
     path: Path
     keys: Mapping[str, Any]
-    tensors: tuple[str, ...]
+    tensors: Mapping[str, tuple[int, ...]]
     quantisation: str
     dtype: str
 
     @classmethod
-    def of(cls, path: Path) -> _Described:
+    def of(cls, path: Path) -> Described:
         """Read a header.
 
         Raises:
@@ -160,11 +68,14 @@ class _Described:
             hint = "pip install 'kvfold[gguf]'"
             raise Refusal(f"{path} is a GGUF file, for which the package gguf is missing", hint=hint) from None
         try:
+            require_sound(path)
             reader = GGUFReader(path)
-        except (ValueError, IndexError, KeyError, OverflowError) as error:
+            keys = {name: name in _TOKENS or field.contents() for name, field in reader.fields.items()}
+        except OSError as error:
+            raise Failure(f"cannot read {path}: {error}") from None
+        except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise Refusal(f"{path} is no GGUF file, or is incomplete: {reason}", hint="download it again") from None
-        keys = {name: name in _TOKENS or field.contents() for name, field in reader.fields.items()}
         sizes: Counter[str] = Counter()
         for tensor in reader.tensors:
             if len(tensor.shape) > 1:
@@ -174,7 +85,8 @@ class _Described:
             raise Refusal(f"{path} has {found}; kvfold reads GGUF files of {', '.join(_READ).lower()}", hint=_ORIGINAL)
         quantised = Counter({kind: size for kind, size in sizes.items() if kind not in _PLAIN})
         most = (quantised or sizes).most_common(1)[0][0]
-        return cls(path, keys, tuple(tensor.name for tensor in reader.tensors), most, _PLAIN.get(most, _QUANTISED))
+        tensors = {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors}
+        return cls(path, keys, tensors, most, _PLAIN.get(most, _QUANTISED))
 
     @property
     def note(self) -> str:
@@ -197,10 +109,30 @@ class _Described:
         if self.keys.get("split.count", 1) > 1:
             hint = "merge them with llama-gguf-split --merge"
             raise Refusal(f"{self.path} is one of {self.keys['split.count']} parts", hint=hint)
+        self._require_sizes()
         strange = [name for name in self._own() if name not in _KEYS and name not in _HEAD_DIMS]
         problems = [f"its key {architecture}.{name} is {self._own()[name]}" for name in strange]
         problems += [f"it has a tensor {name}" for name in self.tensors if not _TENSORS.fullmatch(name)]
         self._refuse(problems)
+
+    def _require_sizes(self) -> None:
+        """Refuse sizes that are not those of the tensors, before a model of these sizes is made."""
+        blocks = {int(found[1]) for name in self.tensors if (found := _BLOCK.match(name))}
+        own, wide = self._own(), self.tensors.get("token_embd.weight", ())
+        sizes = {"block_count": len(blocks) if blocks == set(range(len(blocks))) else None}
+        if len(wide) == 2:
+            sizes |= {"embedding_length": wide[0]}
+        if "vocab_size" in own and len(wide) == 2:
+            sizes |= {"vocab_size": wide[1]}
+        if len(up := self.tensors.get("blk.0.ffn_up.weight", ())) == 2:
+            sizes |= {"feed_forward_length": up[1]}
+        for name, size in sizes.items():
+            if (said := own.get(name)) != size or isinstance(said, bool):
+                raise Refusal(
+                    f"{self.path} is damaged: its key {self.keys['general.architecture']}.{name} is {said!r}, and its tensors "
+                    f"say {'no number' if size is None else size}",
+                    hint="download it again",
+                )
 
     def check_read(self, model: Any, loaded: Mapping[str, Any]) -> None:
         """Refuse a file of which transformers has not read everything."""
@@ -224,6 +156,43 @@ class _Described:
         if problems:
             listed = ", ".join(problems[:3]) + (f", and {len(problems) - 3} more" if len(problems) > 3 else "")
             raise Refusal(f"transformers does not read all of {self.path}: {listed}", hint=_ORIGINAL)
+
+
+def unpack(described: Described, place: Path) -> None:
+    """Write the checkpoint of a file into an empty directory; it takes the memory of all its weights.
+
+    Raises:
+        Refusal: transformers does not read all of it.
+        OSError: The disk is full.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    path = described.path
+    # By an absolute path and from an empty directory: nothing that lies beside the file, or in the working directory, is read.
+    with tempfile.TemporaryDirectory(dir=place.parent) as nothing:
+        where = {"pretrained_model_name_or_path": nothing, "gguf_file": str(path.absolute()), "local_files_only": True}
+        try:
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                **where,
+                dtype=getattr(torch, described.dtype),
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+        except Exception as error:  # transformers raises several exception types of its own
+            reason = " ".join(str(error).split())[:300]
+            raise Refusal(f"transformers cannot read {path}: {reason}", hint=_ORIGINAL) from error
+    described.check_read(model, loaded)
+    model.config.architectures = [type(model).__name__]
+    try:
+        model.save_pretrained(place)
+    except SafetensorError as error:  # where a disk is full
+        raise OSError(str(error)) from error
+    tokenizer.save_pretrained(place)
+    if licence := described.keys.get("general.license"):
+        (place / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", encoding="utf-8")
 
 
 def _pre_tokenizers() -> set[str]:

@@ -15,7 +15,8 @@ from typing import Any
 
 from attention import models
 from attention.errors import Failure, Refusal
-from eval import config_rules, gguf
+from eval import config_rules
+from eval.unpacked import unpacked
 
 # The files of a Hub repository that a conversion or an evaluation needs: no other formats, no folders of other models.
 _WANTED = [
@@ -60,8 +61,8 @@ class Source:
         No weights are read, but those of a GGUF file, when it is named for the first time.
 
         Raises:
-            Refusal: It looks like a path, and no such directory exists; or as `eval.gguf.unpacked`.
-            Failure: As `eval.gguf.unpacked`.
+            Refusal: It looks like a path, and no such directory exists; or as `eval.unpacked.unpacked`.
+            Failure: As `eval.unpacked.unpacked`.
         """
         path = Path(reference)
         with contextlib.suppress(RuntimeError):  # ~ of an unknown user
@@ -69,7 +70,7 @@ class Source:
         if reference and path.is_dir():
             return cls(reference, path, None, None, trust_remote_code)
         if path.suffix == ".gguf" and path.is_file():
-            made = gguf.unpacked(path)
+            made = unpacked(path)
             return cls(reference, made.directory, None, None, trust_remote_code, path.stem, path, made.note)
         repository, _, revision = reference.partition("@")
         looks_local = reference.startswith((".", "/", "~")) or repository.count("/") > 1 or path.exists() or not repository

@@ -21,11 +21,11 @@ from attention.patch import prepared
 from attention.spec import AttentionSpec
 from convert.calibration.least_squares import rough
 from convert.checkpoint.shelf import Shelf
-from convert.checkpoint.workdir import read_object
 from eval.device import input_device, memory_for, whole_memory
 from eval.evaluation import EvaluationSettings, load
 from eval.perplexity import finite
 from eval.progress import Progress, stage
+from eval.sealed import read_object
 from eval.text import bos_before_texts
 
 if TYPE_CHECKING:

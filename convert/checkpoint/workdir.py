@@ -7,7 +7,6 @@ deleted. Files in it may be damaged in any way: any file whose checksum does not
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.writer import checksum, sync_directory, sync_tree, write_whole
+from eval.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
 from eval.text import SELF
 
 # In the work directory: the plan, a note for each finished shard, the growing checkpoint, results of the survey, and states of
@@ -195,16 +194,6 @@ def _is_unicode(path: Path) -> bool:
     return True
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a file, or None if there is none: no file, a damaged one, or other JSON."""
-    try:
-        # Reading a pipe would wait for ever.
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 class WorkDirectory:
     """The work directory of one conversion, opened for a plan. The caller holds the lock of OUTPUT.
 
@@ -298,7 +287,7 @@ class WorkDirectory:
         On the first call for a shard, its file is read and must match the noted checksum.
         """
         if shard not in self._done:
-            noted, file = _unsealed(self._notes / f"{shard}.json"), self.path / shard
+            noted, file = unsealed(self._notes / f"{shard}.json"), self.path / shard
             if noted is None or not file.is_file() or noted["sha256"] != checksum(file):
                 return None
             self._done[shard] = json.dumps(noted["value"])
@@ -312,17 +301,17 @@ class WorkDirectory:
             value: Any JSON value except None.
             sha256: The file's checksum from `write_shard`; None to compute it from the file.
         """
-        _seal(self._notes / f"{shard}.json", {"sha256": sha256 or checksum(self.path / shard), "value": value})
+        seal(self._notes / f"{shard}.json", {"sha256": sha256 or checksum(self.path / shard), "value": value})
         self._done[shard] = json.dumps(value)
 
     def recall(self, name: str) -> Any | None:
         """The value that an earlier run stored under a name, or None."""
-        noted = _unsealed(self.survey / f"{name}.json")
+        noted = unsealed(self.survey / f"{name}.json")
         return None if noted is None else noted["value"]
 
     def remember(self, name: str, value: Any) -> None:
         """Store a JSON value for a resumed run."""
-        _seal(self.survey / f"{name}.json", {"value": value})
+        seal(self.survey / f"{name}.json", {"value": value})
 
     def require_space(self, needed: int) -> None:
         """Fail if the disk cannot hold `needed` more bytes; finished shards stay for `--resume`."""
@@ -367,19 +356,3 @@ def _short(value: Any) -> str:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1).encode()
-
-
-def _seal(path: Path, noted: dict[str, Any]) -> None:
-    """Write a JSON object together with its checksum."""
-    write_whole(path, _json({"sha256": _hash(noted), "noted": noted}))
-
-
-def _unsealed(path: Path) -> dict[str, Any] | None:
-    """What `_seal` wrote, or None if the file is not there or not as it was written."""
-    found = read_object(path) or {}
-    noted = found.get("noted")
-    return noted if isinstance(noted, dict) and found.get("sha256") == _hash(noted) else None
-
-
-def _hash(noted: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(noted, sort_keys=True).encode()).hexdigest()

@@ -8,7 +8,6 @@ A file gets its name only when its bytes are on disk, so that a file that exists
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -24,10 +23,10 @@ import torch
 
 from attention.errors import Failure
 from convert.checkpoint.reader import DTYPES, SAFETENSORS, open_safetensors
+from eval.sealed import give_name, write_whole
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 2**20  # values per chunk that is checked, cast and written; small enough for the CPU's cache
-_HASH = "sha256"
 _AHEAD = 8  # chunks that may wait for the hashing thread
 _FAILING = "the disk or the memory is failing"
 
@@ -71,7 +70,7 @@ def write_shard(
         synced = beside.submit(os.fsync, file.fileno())
         _verify(temporary, ordered, dtypes)
         synced.result()
-    _replace(temporary, path)
+    give_name(temporary, path)
     return hashed.checksum()
 
 
@@ -85,7 +84,7 @@ class _Hashed:
 
     def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
         self._file, self._beside = file, beside
-        self._hash, self._pending = hashlib.new(_HASH), deque[Future[None]]()
+        self._hash, self._pending = hashlib.sha256(), deque[Future[None]]()
 
     def write(self, data: bytes | memoryview) -> None:
         self._pending.append(self._beside.submit(self._hash.update, data))
@@ -97,53 +96,6 @@ class _Hashed:
         while self._pending:
             self._pending.popleft().result()
         return self._hash.hexdigest()
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, _HASH).hexdigest()
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it exists either completely or not at all, even after a power failure."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    _replace(temporary, path)
-
-
-def sync_tree(directory: Path) -> None:
-    """Wait until everything in a directory is on disk."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        elif path.is_dir():
-            sync_directory(path)
-    sync_directory(directory)
-
-
-def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on disk, on file systems that support it."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except PermissionError:  # Windows cannot open directories
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _replace(temporary: Path, path: Path) -> None:
-    temporary.replace(path)
-    sync_directory(path.parent)
 
 
 def _header(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> bytes:

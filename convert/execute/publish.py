@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from convert.checkpoint.writer import write_whole
+from eval.sealed import write_whole
 from eval.source import TOKENIZER_FILES
 from eval.text import OWN_TEXT
 

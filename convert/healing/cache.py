@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from attention.errors import Failure, Refusal
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import read_object
-from convert.checkpoint.writer import write_shard, write_whole
+from convert.checkpoint.writer import require_finite
 from convert.healing.batches import TrainingText
 from convert.healing.distance import Expected, Prediction, spans
 from convert.healing.plan import HealPlan
 from convert.healing.teacher import Teacher
+from eval.sealed import read_object, seal_tensors, unsealed_tensors, write_whole
 
 _MADE_OF = "teacher.json"
 _HIDDEN = ".writing-"
@@ -89,8 +88,10 @@ class TeacherCache:
         expected = teacher.predictions(ids, torch.tensor(places), len(ids))
         for place, parts in zip(places, _of_each(expected, ids, vocabulary), strict=True):
             self._file(place).parent.mkdir(exist_ok=True)
+            for name, part in parts.items():
+                require_finite(f"{name} of block {place}", part)
             with self._writing(self._file(place)) as file:
-                write_shard(file, parts, _DTYPES)
+                seal_tensors(file, parts, {"block": place})
 
     @contextlib.contextmanager
     def _writing(self, file: Path) -> Iterator[Path]:
@@ -105,12 +106,12 @@ class TeacherCache:
         Raises:
             Failure: Its file is damaged.
         """
-        file = self._file(place)
-        try:
-            with safe_open(file, framework="pt") as opened:
-                values, tokens, losses = (opened.get_tensor(name) for name in _DTYPES)
-        except (SafetensorError, OSError) as error:
-            raise Failure(f"{file} is damaged: {error}", hint="remove it, and repeat the command with --resume") from error
+        found = unsealed_tensors(file := self._file(place))
+        if found is None or found[1] != {"block": place}:
+            raise Failure(
+                f"{file} is damaged, or no block {place} of the teacher", hint="remove it, and repeat the command with --resume"
+            )
+        values, tokens, losses = (found[0][name] for name in _DTYPES)
         return values, tokens.long(), losses
 
     def _file(self, place: int) -> Path:

@@ -11,7 +11,6 @@ import torch
 from attention.errors import Failure, KvfoldError, Refusal
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import WorkDirectory
-from convert.checkpoint.writer import checksum
 from convert.healing.batches import TrainingText
 from convert.healing.loop import healed
 from convert.healing.memory import disk
@@ -24,6 +23,7 @@ from convert.healing.weights import write_files
 from convert.planning.base import Plan
 from eval.device import memory_for
 from eval.progress import Progress
+from eval.sealed import checksum
 from eval.source import Source
 from eval.text import Tokens
 

@@ -17,7 +17,6 @@ from convert.calibration.own_text import own_text
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import WorkDirectory, calibration_hashes, check_output, finished, recorded, without_text
-from convert.checkpoint.writer import write_whole
 from convert.execute.forecast import writing_work
 from convert.execute.publish import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
 from convert.execute.record import versions
@@ -40,6 +39,7 @@ from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.forecast import Decoder, Work, expected_seconds, foretell
 from eval.overlap import WARN_ABOVE, shared_share
 from eval.progress import Progress, silent
+from eval.sealed import write_whole
 from eval.source import Source
 from eval.text import OWN_TEXT, Text, Tokens
 

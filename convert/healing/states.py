@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from attention.errors import Failure
-from convert.checkpoint.workdir import read_object
-from convert.checkpoint.writer import sync_directory, sync_tree, write_shard, write_whole
+from convert.checkpoint.writer import write_shard
 from convert.healing.training import Point, State, Trainer
+from eval.sealed import checksum, give_name, seal, sync_tree, unsealed
 
+_log = logging.getLogger("kvfold")
 _STATE, _TRAINED, _PROGRESS, _BEST = "state-", "trained.pt", "progress.json", "best"
 
 
@@ -60,6 +60,7 @@ class States:
 
     def __init__(self, directory: Path, trainer: Trainer) -> None:
         self._directory, self._trainer = directory, trainer
+        self._hashes: dict[int, str] = {}  # of the weights that were kept for some steps
 
     def save(self, progressed: Progressed) -> None:
         """Keep the state, and forget those before it. If its point is the best so far, keep its weights, too."""
@@ -75,31 +76,41 @@ class States:
                 torch.save(state._asdict(), temporary / _TRAINED)
             except RuntimeError as error:  # which torch raises where a disk is full
                 raise OSError(f"cannot write {temporary / _TRAINED}: {str(error).splitlines()[0][:160]}") from error
-            write_whole(temporary / _PROGRESS, json.dumps(progressed.as_dict()).encode())
+            hashes = {"trained": checksum(temporary / _TRAINED), "best": self._hashes.get(progressed.best.step)}
+            seal(temporary / _PROGRESS, {"progress": progressed.as_dict(), "hashes": hashes})
             sync_tree(temporary)
-            temporary.rename(new)
-            sync_directory(self._directory)
+            shutil.rmtree(new, ignore_errors=True)  # a damaged one
+            give_name(temporary, new)
             for old in self._directory.glob(f"{_STATE}*"):
                 if old != new:
                     shutil.rmtree(old, ignore_errors=True)
         self._trainer.accelerator.wait_for_everyone()
 
     def load(self) -> Progressed | None:
-        """Go back to the last state; None if there is none.
-
-        Raises:
-            Failure: It is damaged.
-        """
+        """Go back to the last state that is whole; None if there is none."""
         for state in sorted(self._directory.glob(f"{_STATE}*"), reverse=True):
-            found = read_object(state / _PROGRESS)
-            if state.suffix != ".tmp" and found is not None:
-                try:
-                    self._trainer.load(State(**torch.load(state / _TRAINED, map_location="cpu", weights_only=True)))
-                    return Progressed.parse(found)
-                except Exception as error:  # unpickling can fail in any way
-                    reason = " ".join(str(error).split())[:160]
-                    raise Failure(f"{state} is damaged: {reason}", hint="begin again with --overwrite") from error
+            if state.suffix == ".tmp":
+                continue
+            if (progressed := self._whole(state)) is not None:
+                self._trainer.load(State(**torch.load(state / _TRAINED, map_location="cpu", weights_only=True)))
+                return progressed
+            if self._trainer.leads:
+                _log.warning("%s is damaged, so training goes on from an earlier state, or begins again", state)
         return None
+
+    def _whole(self, state: Path) -> Progressed | None:
+        """What a state says of itself; None if it, or the best weights that it names, are not as they were written."""
+        try:
+            found = unsealed(state / _PROGRESS)
+            if found is None or found["hashes"]["trained"] != checksum(state / _TRAINED):
+                return None
+            progressed = Progressed.parse(found["progress"])
+            if (best := progressed.best.step) and found["hashes"]["best"] != checksum(self._best(best)):
+                return None
+        except (OSError, LookupError, TypeError, ValueError):
+            return None
+        self._hashes[progressed.best.step] = found["hashes"]["best"]
+        return progressed
 
     def best(self, step: int) -> dict[str, torch.Tensor]:
         """The weights that were kept for this step, fp32 in main memory."""
@@ -109,7 +120,8 @@ class States:
 
     def _save_best(self, step: int, weights: dict[str, torch.Tensor]) -> None:
         """Keep the weights, and those of the best point before it, which the last state may name."""
-        write_shard(self._best(step), weights, {name: weight.dtype for name, weight in weights.items()})
+        kept = {name: weight.dtype for name, weight in weights.items()}
+        self._hashes[step] = write_shard(self._best(step), weights, kept)
         for old in sorted(self._directory.glob(f"{_BEST}-*.safetensors"))[:-2]:
             old.unlink()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ import torch
 from tiny import save_tokenizer, tiny_config, tiny_model
 from written import left_nothing, ok, refused
 
-from eval.gguf import unpacked
 from eval.source import Source
+from eval.unpacked import unpacked
 
 Convert = Callable[..., Any]
 NAMES = {gguf.MODEL_ARCH.LLAMA: "llama", gguf.MODEL_ARCH.QWEN2: "qwen2", gguf.MODEL_ARCH.QWEN3: "qwen3"}
@@ -203,7 +205,7 @@ def test_what_transformers_would_leave_out_is_refused(
 ) -> None:
     source = write(tmp_path / "model.gguf", model_of("llama"), keys=keys, more=more)
     left_nothing(convert("mqa", source, tmp_path / "out"), 2, message, tmp_path / "out")
-    assert not (cache.exists() and list(cache.iterdir())), "nothing is kept of it"
+    assert not [path for path in cache.glob("*") if path.is_dir()], "nothing is kept of it"
 
 
 def test_a_missing_tensor_is_refused(convert: Convert, tmp_path: Path) -> None:
@@ -223,6 +225,104 @@ def test_other_files_are_refused(convert: Convert, tmp_path: Path, monkeypatch: 
     refused(convert("inspect", tmp_path / "missing.gguf"), 2, "no model directory")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     refused(convert("inspect", tmp_path / "other.gguf"), 2, "pip install 'kvfold[gguf]'")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "missing entry", "no entry", "other entry", "unfinished"])
+def test_a_damaged_entry_is_made_again(damage: str, cache: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", model_of("llama"))
+    first = unpacked(path)
+    entry, weights = first.directory.parent / "gguf.json", first.directory / "model.safetensors"
+    whole = weights.read_bytes()
+    if damage == "flipped":
+        entry.write_bytes(entry.read_bytes().replace(b"GGUF", b"GGUE"))
+    elif damage == "cut":
+        weights.write_bytes(whole[:-1])
+    elif damage == "gone":
+        weights.unlink()
+    elif damage == "missing entry":
+        entry.unlink()
+    elif damage == "no entry":
+        entry.write_text("[1")
+    elif damage == "other entry":
+        entry.write_text(json.dumps({"note": "a"}))
+    else:
+        (cache / "unfinished").mkdir()
+        (cache / "unfinished" / "part").write_text("half")
+        path.touch()
+    again = unpacked(path)
+    assert again.note == first.note
+    assert (again.directory / "model.safetensors").read_bytes() == whole
+    assert len([place for place in cache.iterdir() if place.is_dir()]) == 1, "of the same file, only one is kept"
+
+
+def test_the_cache_is_listed_and_cleared(convert: Convert, cache: Path, tmp_path: Path) -> None:
+    assert "nothing is unpacked" in ok(convert("cache", "list")).stdout
+    assert "0.00 GB freed" in ok(convert("cache", "clear")).stdout
+    path = write(tmp_path / "model.gguf", model_of("llama"))
+    found = unpacked(path)
+    listed = json.loads(ok(convert("cache", "list", "--json")).stdout)
+    assert [(one["file"], one["bytes"]) for one in listed] == [(str(path), found.nbytes)]
+    assert found.nbytes > (found.directory / "model.safetensors").stat().st_size
+    assert json.loads(ok(convert("cache", "clear", "--json")).stdout)["freed_bytes"] >= found.nbytes
+    assert not [place for place in cache.iterdir() if place.is_dir()]
+
+
+_COUNTS = struct.Struct("<4sIQQ")  # magic, version, tensors, keys
+
+
+def header(tensors: int = 0, keys: int = 1, key: bytes = b"general.architecture", value: bytes = b"", kind: int = 8) -> bytes:
+    return _COUNTS.pack(b"GGUF", 3, tensors, keys) + struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + value
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header(keys=2**40, value=text(b"llama")), "has 1099511627776 keys"),
+        (header(tensors=2**31, value=text(b"llama")), "has 2147483648 tensors"),
+        (header(value=struct.pack("<IQ", 0, 2**40), kind=9), "lists have more than 2097152 values"),
+        (header(value=struct.pack("<IQ", 9, 2**20) + b"\0" * 99, kind=9), "has a list of lists"),
+        (header(value=struct.pack("<Q", 2**63), kind=8), "its header ends too soon"),
+        (header(value=struct.pack("<IQ", 4, 2**20), kind=9), "its header ends too soon"),
+        (header(value=b"\0" * 8, kind=77), "has a value of type 77"),
+        (header(value=text(b"ll\xffma")), "codec can't decode"),
+        (header(key=b"\xff" * 9, value=text(b"llama")), "codec can't decode"),
+        (header(value=text(b"llama"))[:-1], "its header ends too soon"),
+        (_COUNTS.pack(b"GGUF", 3 << 24, 0, 0), "another byte order"),
+        (b"", "does not begin with GGUF"),
+    ],
+)
+def test_a_header_that_no_model_has_is_refused_at_once(data: bytes, message: str, convert: Convert, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(data)
+    began = time.monotonic()
+    refused(convert("inspect", tmp_path / "model.gguf"), 2, message)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "feed_forward_length"])
+def test_sizes_that_are_not_those_of_the_tensors_are_refused_at_once(key: str, convert: Convert, tmp_path: Path) -> None:
+    source = write(tmp_path / "model.gguf", model_of("llama"), keys={key: 2**31})
+    refused(convert("inspect", source), 2, f"is damaged: its key llama.{key} is 2147483648, and its tensors say")
+
+
+def test_a_disk_that_fills_up_while_it_unpacks_is_named(
+    convert: Convert, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+    from transformers import PreTrainedModel
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    source = write(tmp_path / "model.gguf", model_of("llama"))
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", full)
+        refused(convert("inspect", source), 1, "No space left on device")
+    assert not [place for place in cache.iterdir() if place.is_dir()]
+    ok(convert("inspect", source))
 
 
 def test_a_full_disk_is_named(convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from written import ok, same_but_for_the_run
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, partial_path, recorded
-from convert.checkpoint.writer import checksum, write_shard
+from convert.checkpoint.writer import write_shard
+from eval.sealed import checksum
 
 Make = Callable[..., Path]
 Convert = Callable[..., Result]

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from attention.errors import Failure
 from convert.checkpoint.reader import TensorInfo
-from convert.checkpoint.writer import checksum, shard_names, sync_tree, write_index, write_shard, write_whole
+from convert.checkpoint.writer import shard_names, write_index, write_shard
+from eval.sealed import checksum, sync_tree, write_whole
 
 TENSORS = {
     "a.weight": torch.randn(4, 6),

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY
 
 from attention.errors import Failure, Interrupted, Refusal
@@ -100,11 +101,33 @@ def test_another_cache_is_named(converted: Path, text: Path, tmp_path: Path) -> 
     assert not (tmp_path / "two").exists()
 
 
-def test_a_damaged_block_is_named(converted: Path, text: Path, tmp_path: Path) -> None:
+def edited(change: Callable[[dict[str, torch.Tensor]], None], keep_header: bool = True) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        found = load_file(file)
+        change(found)
+        with safe_open(file, "pt") as opened:
+            header = opened.metadata()
+        save_file(found, file, header if keep_header else None)
+
+    return damage
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:100]),
+    "token ids out of range": edited(lambda said: said["tokens"].add_(10**6)),
+    "fewer tokens": edited(lambda said: said.update({name: part[:1].clone() for name, part in said.items()})),
+    "larger log-probabilities": edited(lambda said: said["log_probabilities"].add_(5)),
+    "the same, by another program": edited(lambda said: said["log_probabilities"].add_(5), keep_header=False),
+    "another block": lambda file: file.write_bytes(min(file.parent.iterdir()).read_bytes()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_block_is_named(damage: str, converted: Path, text: Path, tmp_path: Path) -> None:
     heal(converted, tmp_path / "one", text=text, teacher_cache=tmp_path / "cache", **SIZES)
     files = list(tmp_path.glob("cache/*/*.safetensors"))
     for file in files[1:]:  # held-out blocks stay, if they are the first
-        file.write_bytes(file.read_bytes()[:100])
+        DAMAGES[damage](file)
     with pytest.raises(Failure, match="is damaged") as error:
         heal(converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "cache", **(SIZES | {"tokens": 12800}))
     assert any(str(file) in str(error.value) for file in files)

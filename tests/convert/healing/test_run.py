@@ -214,6 +214,65 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     assert not (tmp_path / "out.partial").exists()
 
 
+def flipped(state: Path) -> None:
+    data = bytearray((state / "trained.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (state / "trained.pt").write_bytes(data)
+
+
+def cut_to_a_row(state: Path) -> None:
+    found = torch.load(state / "trained.pt", weights_only=True)
+    name = next(name for name, weight in found["weights"].items() if weight.ndim > 1)
+    found["weights"][name] = found["weights"][name][:1]
+    torch.save(found, state / "trained.pt")
+
+
+def progressed(**changes: Any) -> Callable[[Path], None]:
+    def change(state: Path) -> None:
+        found = json.loads((state / "progress.json").read_text())
+        found["noted"]["progress"] |= changes
+        (state / "progress.json").write_text(json.dumps(found))
+
+    return change
+
+
+def other_best_weights(state: Path) -> None:
+    file = sorted(state.parent.glob("best-*.safetensors"))[-1]
+    save_file({name: weight + 1 for name, weight in load_file(file).items()}, file)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": flipped,
+    "a tensor cut to its first row": cut_to_a_row,
+    "no weights": lambda state: (state / "trained.pt").unlink(),
+    "step -5": progressed(step=-5),
+    "step 1e9": progressed(step=10**9),
+    "a word for a number": progressed(rate="high"),
+    "no curve": progressed(curve=[]),
+    "no JSON": lambda state: (state / "progress.json").write_text("{"),
+    "other best weights": other_best_weights,
+    "no best weights": lambda state: [file.unlink() for file in state.parent.glob("best-*")],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_does_not_count(
+    damage: str, converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    from attention.errors import Interrupted
+
+    whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
+    stopping(monkeypatch, 7, KeyboardInterrupt())
+    with pytest.raises(Interrupted):
+        heal(converted, tmp_path / "out", text=text, **SIZES)
+    (state,) = (tmp_path / "out.partial" / "training").glob("state-*")
+    DAMAGES[damage](state)
+    done = heal(converted, tmp_path / "out", text=text, resume=True, **SIZES)
+    assert any(f"{state} is damaged" in line for line in warned())
+    assert done.curve == whole.curve
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
 def test_a_finished_run_is_not_done_again(
     converted: Path, text: Path, tmp_path: Path, warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
