@@ -19,6 +19,7 @@ from convert import methods
 from convert.planning.texts import DEFAULT, OneText, TextGiven, texts_of
 from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_time, parse_tokens
 from eval.api import contexts_of, read_text
+from eval.arguments import checked
 from eval.progress import Progress, silent
 from eval.source import Source
 from eval.text import about_tokens
@@ -164,6 +165,7 @@ class Sweep:
         return plans_text(self.plans, sum(self.expected_seconds)) if self.report is None else to_markdown(self.report)
 
 
+@checked
 def gqa(
     model: str | Path,
     output: str | Path,
@@ -247,6 +249,7 @@ def gqa(
     return _carried_out(planned, evaluate, dry_run, progress)
 
 
+@checked
 def mqa(
     model: str | Path,
     output: str | Path,
@@ -290,6 +293,7 @@ def mqa(
     return _carried_out(planned, evaluate, dry_run, progress)
 
 
+@checked
 def mla(
     model: str | Path,
     output: str | Path,
@@ -360,6 +364,7 @@ def mla(
     return _carried_out(planned, evaluate, dry_run, progress)
 
 
+@checked
 def heal(
     converted: str | Path,
     output: str | Path,
@@ -503,6 +508,7 @@ def _within(seconds: float, plan: HealPlan, evaluated: int) -> HealPlan:
     return of(begun or tokens_within(seconds, of, evaluated))
 
 
+@checked
 def sweep(
     model: str | Path,
     output: str | Path,
@@ -581,6 +587,7 @@ def sweep(
     return Sweep(done, found, directory)
 
 
+@checked
 def plan(
     model: str | Path,
     *,
@@ -624,6 +631,7 @@ def plan(
     return capacity(source, dtype or source.dtype, batch, size, gpus or GPUS, gpu_share, engine_of(engine))
 
 
+@checked
 def inspect(model: str | Path, *, trust_remote_code: bool = False) -> Facts:
     """A model's attention and what it can be converted to; reads only the config.
 

@@ -229,7 +229,7 @@ def heal(as_json: bool, **given: Any) -> None:
     "--task-path",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Find tasks in the YAML files of DIR, too.",
+    help="Find tasks in the YAML files of DIR, too. These can run code: read them first.",
 )
 @click.option(
     "--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × that of the first."

@@ -31,6 +31,7 @@ from eval import report
 from eval.device import compute_device, require_device
 from eval.evaluation import EvaluationSettings, evaluation_work, prepare, report_of
 from eval.forecast import Decoder, Work, foretell
+from eval.overlap import warn_of_overlap
 from eval.progress import Progress, silent
 from eval.sealed import seal, unsealed
 from eval.source import Source
@@ -135,7 +136,10 @@ def sweep(
     _foretell(plans, len(held_out.ids[: settings.max_tokens]), settings)
     try:
         with exclusive(directory):
-            return _swept(directory, plans, evaluate_on, settings, progress, made)
+            ledger = _Ledger(directory, plans)
+            if ledger.texts:
+                warn_of_overlap(held_out, ledger.texts.whole, "calibration")
+            return _swept(directory, ledger, plans, evaluate_on, settings, progress, made)
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the sweep") from None
     except OSError as error:
@@ -146,13 +150,14 @@ def sweep(
 
 def _swept(
     directory: Path,
+    ledger: _Ledger,
     plans: Sequence[Plan],
     evaluate_on: Text,
     settings: EvaluationSettings,
     progress: Progress,
     made: Callable[[Plan], object],
 ) -> dict[str, Any]:
-    source, ledger = plans[0].source, _Ledger(directory, plans)
+    source = plans[0].source
     directory.mkdir(parents=True, exist_ok=True)
     for plan in plans:
         if ledger.has(plan):
@@ -297,6 +302,9 @@ class _Ledger:
         directory: DIR, which need not exist yet.
         plans: The plans of the sweep.
 
+    Attributes:
+        texts: That its plans calibrate on; None if none does.
+
     Raises:
         Failure: A text cannot be read, or is shorter than one block.
     """
@@ -305,7 +313,7 @@ class _Ledger:
         self._path, self._entries = directory / _LEDGER, _noted(directory)
         source, calibration = plans[0].source, next((plan.calibration for plan in plans if plan.calibration), None)
         reader = Reader(source.files)
-        texts = GivenTexts.read(source, calibration) if calibration else None  # one for all
+        self.texts = texts = GivenTexts.read(source, calibration) if calibration else None  # one for all
         inputs = {
             plan.output.path.name: inputs_of(plan, reader, texts if plan.calibration else None)
             | {"heal": plan.calibration.heal if plan.calibration else None}

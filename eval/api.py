@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Refusal
+from eval.arguments import checked
 from eval.progress import Progress, silent
 from eval.source import Source
 from eval.text import Text, load_dataset, text_of
 
 
+@checked
 def evaluate(
     models: str | Path | Sequence[str | Path],
     *,
@@ -44,7 +46,7 @@ def evaluate(
         recall: Also measure how well the models copy tokens over distances (`eval.recall`).
         tasks: A task of lm-eval to run, too, or several.
         limit: Examples per task; None for all.
-        task_path: A directory with task files of one's own.
+        task_path: A directory with task files of one's own, which can run code.
         dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", …
         trust_remote_code: Run Python code that comes with a checkpoint.
@@ -89,6 +91,7 @@ def evaluate(
     return found
 
 
+@checked
 def bench(
     models: str | Path | Sequence[str | Path],
     *,

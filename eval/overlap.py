@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
+    from eval.text import Tokens
+
+_log = logging.getLogger("kvfold")
 WARN_ABOVE = 0.01  # texts of one language share some runs
 _RUN = 32  # tokens; different texts hardly share a run of this length
 
@@ -22,6 +26,22 @@ def shared_share(evaluated: torch.Tensor, seen: torch.Tensor) -> float:
     wanted = set(runs)
     found = {part for part in _runs(seen, run, 1) if part in wanted}
     return sum(part in found for part in runs) / len(runs)
+
+
+def warn_of_overlap(evaluated: Tokens, texts: Iterable[Tokens], what: str) -> None:
+    """Warn, before the work, of text that is to be evaluated on and is also to be learned from.
+
+    Args:
+        evaluated: What perplexity will be measured on.
+        texts: What is learned from.
+        what: What the texts are for: "calibration" or "training".
+    """
+    for seen in texts:
+        if (share := shared_share(evaluated.ids, seen.ids)) > WARN_ABOVE:
+            _log.warning(
+                "%s shares %.0f%% of its runs with the %s text %s: its perplexity will be flattered",
+                evaluated.name, 100 * share, what, seen.name,
+            )  # fmt: skip
 
 
 def _runs(ids: torch.Tensor, length: int, stride: int) -> Iterator[bytes]:

@@ -43,7 +43,7 @@ from convert.processes import ALONE, Processes
 from eval.device import compute_device, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.forecast import Decoder, Work, expected_seconds, foretell
-from eval.overlap import WARN_ABOVE
+from eval.overlap import warn_of_overlap
 from eval.progress import Progress, silent
 from eval.source import Source
 from eval.text import Text, Tokens
@@ -147,6 +147,8 @@ def _execute(
         _, held_out = prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
         evaluated = len(held_out.ids)
     texts = _given_texts(plan, processes)
+    if evaluate_on and texts:
+        warn_of_overlap(held_out, texts.whole, "calibration")
     processes = processes if texts else ALONE
     reader = Reader(plan.source.files, plan.family.renamed)
     if done := _finished_already(plan, reader, texts):
@@ -455,9 +457,4 @@ def _evaluate(
         "calibration_hash": text.tokens.hash if text else None,
         "calibration_context": text.plan.max_context if text else None,
     }
-    if (converted["calibration_overlap"] or 0.0) > WARN_ABOVE:
-        _log.warning(
-            "%s shares %.0f%% of its runs with the calibration text: its perplexity is flattered",
-            on.name, 100 * converted["calibration_overlap"],
-        )  # fmt: skip
     return report

@@ -139,6 +139,18 @@ class HealPlan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user."""
+        return (*self._of_another_teacher(), *self._of_refinement())
+
+    def _of_another_teacher(self) -> tuple[str, ...]:
+        named, place = _recorded_source(self.converted), _place(self.teacher)
+        if named is None or str(Path(named).resolve()) == place or named.split("@")[0] == self.teacher.repository:
+            return ()
+        return (
+            f"conversion.json says that it was made from {named}, and the teacher is {place}: if that is another model, "
+            "the result will follow it, and not its source",
+        )
+
+    def _of_refinement(self) -> tuple[str, ...]:
         made = recorded(self.converted.files).get("recipe")
         options = next(iter(made.values())) if isinstance(made, dict) and made else None
         if not isinstance(options, dict) or "refine" in options or "converted" in options:
@@ -276,14 +288,20 @@ def _budget(name: str, converted: Source) -> int:
 
 
 def _named_teacher(converted: Source) -> str:
-    """The source that conversion.json names."""
-    recipe = recorded(converted.files).get("recipe")
-    options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
-    named = (options.get("teacher") or options.get("model")) if isinstance(options, dict) else None
-    if not isinstance(named, str):
+    """The source that conversion.json names, which must be there."""
+    named = _recorded_source(converted)
+    if named is None:
         raise Refusal(
             f"{converted.reference} has no conversion.json that names its source", hint="name the source with --teacher"
         )
     if named.startswith("/") and not Path(named).exists():
         raise Refusal(f"{converted.reference} was made from {named}, which is not there", hint="name the source with --teacher")
     return named
+
+
+def _recorded_source(converted: Source) -> str | None:
+    """The model that conversion.json says it was made from; None if it says nothing."""
+    recipe = recorded(converted.files).get("recipe")
+    options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
+    named = (options.get("teacher") or options.get("model")) if isinstance(options, dict) else None
+    return named if isinstance(named, str) else None

@@ -37,11 +37,11 @@ from convert.planning.texts import written_before
 from eval.device import compute_device, free_memory, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.forecast import Decoder, Work, expected_seconds, foretell
-from eval.overlap import WARN_ABOVE, shared_share
+from eval.overlap import warn_of_overlap
 from eval.progress import Progress, silent
 from eval.sealed import write_whole
 from eval.source import Source
-from eval.text import OWN_TEXT, Text, Tokens
+from eval.text import OWN_TEXT, Text
 
 _log = logging.getLogger("kvfold")
 _CURVE = "healing.jsonl"  # beside the weights
@@ -92,7 +92,7 @@ def _execute(plan: HealPlan, evaluate_on: Text | None, team: Team, progress: Pro
         evaluated = len(held_out.ids)
     texts = TrainingTexts.read(plan)
     if evaluate_on:
-        _warn_of_overlap(evaluate_on, held_out, texts)
+        warn_of_overlap(held_out, filter(None, texts.parts), "training")
     reader = Reader(plan.converted.files)
     if plan.output.resume and not plan.output.overwrite:
         known = calibration_hashes(recorded(plan.converted.files))
@@ -288,15 +288,6 @@ def _memory(plan: HealPlan, work: WorkDirectory) -> Iterator[None]:
             hint="repeat the command with --resume and --checkpointing, or a smaller --micro-batch-tokens; a shorter --context "
             "takes less, too, but begins again",
         ) from None
-
-
-def _warn_of_overlap(held_out: Text, evaluated: Tokens, texts: TrainingTexts) -> None:
-    for seen in filter(None, texts.parts):
-        if (share := shared_share(evaluated.ids, seen.ids)) > WARN_ABOVE:
-            _log.warning(
-                "%s shares %.0f%% of its runs with the training text %s: its perplexity will be flattered",
-                held_out.name, 100 * share, seen.name,
-            )  # fmt: skip
 
 
 def _evaluate(

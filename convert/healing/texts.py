@@ -86,7 +86,10 @@ def _rows(plan: HealPlan, text: TextSource) -> int:
     """Blocks of what the teacher writes: those that its share of the training takes, and those to judge by."""
     tokens = min(_MOST_WRITTEN, _wanted(plan, text))
     train = max(plan.batch, tokens // plan.context)
-    return train + held_out(train, plan.context, tokens)
+    count = train + 1
+    while count - held_out(count, plan.context, tokens) < train:
+        count += 1
+    return count
 
 
 def _wanted(plan: HealPlan, text: TextSource) -> int:

@@ -166,11 +166,13 @@ class GivenTexts:
     Attributes:
         plan: How they are used.
         parts: Of each text whole blocks, spread evenly over it; None for the model's own.
-        others: Of each text but the model's own some other blocks, where it has more; otherwise some of the same.
+        whole: Each text but the model's own, as far as it was read.
+        others: Of each of these some other blocks, where it has more; otherwise some of the same.
     """
 
     plan: Calibration
     parts: tuple[Tokens | None, ...]
+    whole: tuple[Tokens, ...]
     others: tuple[Tokens, ...]
 
     @classmethod
@@ -181,6 +183,7 @@ class GivenTexts:
             Failure: A text cannot be read, or is shorter than one block.
         """
         parts: list[Tokens | None] = []
+        whole: list[Tokens] = []
         others: list[Tokens] = []
         for text, count in zip(plan.texts, plan.blocks, strict=True):
             if text.own:
@@ -191,8 +194,9 @@ class GivenTexts:
             if len(plan.texts) > 1 and len(part.ids) < count * plan.context:
                 _log.warning("%s has %d of the %d tokens of its share", tokens.name, len(part.ids), count * plan.context)
             parts.append(part)
+            whole.append(tokens)
             others.append(tokens.beside(count * plan.context, plan.context, _OTHERS))
-        return cls(plan, tuple(parts), tuple(others))
+        return cls(plan, tuple(parts), tuple(whole), tuple(others))
 
     @property
     def hashes(self) -> list[str | None]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.errors import Failure
-from convert.healing.batches import TrainingText, turn
+from convert.healing.batches import TrainingText, held_out, turn
 from eval.text import Tokens
 
 
@@ -19,12 +19,27 @@ def tokens(count: int) -> Tokens:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 400), st.integers(1, 5), st.integers(1, 10**6))
 def test_no_block_is_both_trained_on_and_held_out(blocks: int, batch: int, wanted: int) -> None:
-    if blocks < batch + 1 + blocks // 50:
+    if blocks < batch + 1 + blocks // 8:
         return
     text = TrainingText.of([(tokens(blocks * 4 + 3), 1.0)], 4, wanted, batch)
     assert sorted(torch.cat((text.parts[0].places, text.held_out)).tolist()) == list(range(blocks))
     assert text.blocks[:, 0].tolist() == list(range(0, blocks * 4, 4))
-    assert 1 <= len(text.held_out) <= max(1, blocks // 50)
+    assert len(text.held_out) == max(1, blocks // 8)  # these blocks are so short that all of them are 2048 tokens at most
+
+
+@pytest.mark.parametrize(
+    ("blocks", "context", "wanted", "count"),
+    [
+        (10**6, 512, 10**9, 64),  # 32768 tokens, however long the training is
+        (10**6, 512, 10**6, 39),  # a fiftieth of it
+        (10**4, 512, 2000, 4),  # 2048 tokens, however short it is,
+        (40, 2048, 2000, 1),
+        (16, 512, 2000, 2),  # but an eighth of the text at most
+        (3, 512, 2000, 1),
+    ],
+)
+def test_so_much_is_held_out_that_it_tells(blocks: int, context: int, wanted: int, count: int) -> None:
+    assert held_out(blocks, context, wanted) == count
 
 
 def test_every_pass_sees_every_block_once_in_another_order() -> None:

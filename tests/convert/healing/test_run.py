@@ -351,7 +351,7 @@ def test_parts_of_a_step_give_what_the_whole_step_gives(converted: Path, text: P
     assert [point["kl"] for point in parts.curve] == pytest.approx([point["kl"] for point in plain.curve], rel=1e-4)
 
 
-@pytest.mark.parametrize(("start", "count"), [(8.1e-2, 3), (3e-5, 6), (1.5, 4)], ids=["around the best", "too low", "too high"])
+@pytest.mark.parametrize(("start", "count"), [(2.7e-2, 3), (3e-5, 6), (2.7, 3)], ids=["around the best", "too low", "too high"])
 def test_a_rate_is_chosen_among_three_or_beyond_them(
     start: float, count: int, converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,7 +359,7 @@ def test_a_rate_is_chosen_among_three_or_beyond_them(
     done = heal(converted, tmp_path / "out", text=text, **(TRIED | {"tokens": 300 * 16}))
     assert done.record is not None
     tried, rate = done.record["healing"]["rates_tried"], done.record["healing"]["rate"]
-    assert len(tried) == count
+    assert len(tried) == count  # without those at which the loss is not finite
     assert rate == max(float(rate) for rate, kl in tried.items() if kl <= 1.1 * min(tried.values()))
     rates = sorted(map(float, tried))
     assert rates[1:] == pytest.approx([3 * rate for rate in rates[:-1]], rel=1e-2)
@@ -629,7 +629,7 @@ def test_command_line(converted: Path, text: Path, tmp_path: Path, convert: Call
     sizes = ["--tokens", "1280", "--context", 16, "--batch-tokens", 64, "--device", "cpu"]
     planned = convert("heal", converted, tmp_path / "out", "--text", text, *sizes, "--dry-run")
     assert planned.exit_code == 0
-    assert "1280 tokens of train.txt in 20 steps of 4 × 16, 21% of the text" in planned.stdout.replace(f"{tmp_path}/", "")
+    assert "1280 tokens of train.txt in 20 steps of 4 × 16, 24% of the text" in planned.stdout.replace(f"{tmp_path}/", "")
     assert "the steps are too few to try others" in planned.stdout
     assert "each tried for 10 steps" in str(heal(converted, tmp_path / "out", text=text, dry_run=True, **TRIED))
     assert not (tmp_path / "out.partial").exists()

@@ -37,7 +37,7 @@ def test_without_text_the_teacher_writes_it(
     assert record["texts"] == [{"text": "the teacher's own text", "share": 1.0, "hash": None}]
     assert record["after"]["kl"] < record["before"]["kl"]
     ids = load_file(out / "calibration" / "own-text.safetensors")["ids"]
-    assert ids.shape == (81, 16), "80 rows to train on, one to judge by"
+    assert ids.shape == (91, 16), "80 rows to train on, and an eighth to judge by"
     assert "--text self" in (out / "README.md").read_text()
     monkeypatch.setattr("convert.healing.run.own_text", never)
     finished = convert("heal", converted, out, *OPTIONS, "--resume")
@@ -83,7 +83,7 @@ def test_several_texts_share_the_steps(converted: Path, text: Path, tmp_path: Pa
     own, file = record["healing"]["texts"]
     assert (own["share"], own["hash"], file["text"], file["share"]) == (1.0, None, "train.txt", 3.0)
     assert record["healing"]["text"] == "the teacher's own text and train.txt"
-    assert len(load_file(out / "calibration" / "own-text.safetensors")["ids"]) == 21, "a quarter of 80, and one to judge by"
+    assert len(load_file(out / "calibration" / "own-text.safetensors")["ids"]) == 22, "a quarter of 80, and an eighth to judge by"
     assert "is finished already" in convert("heal", converted, out, *OPTIONS, *given, "--resume").stderr
     (tmp_path / "other.txt").write_text("another text " * 100)
     other = convert("heal", converted, out, *OPTIONS, *given[:3], tmp_path / "other.txt", *given[4:], "--resume")
