@@ -26,7 +26,7 @@ from eval.probes import PROBES
 from eval.progress import Progress, silent
 from eval.protocol import Protocol
 from eval.recall import work_of as recall_work
-from eval.source import Source, position_limit
+from eval.source import FLOATS, Source, position_limit
 from eval.tasks import TaskSettings
 from eval.text import Text, Tokens, reach, tokenize
 
@@ -314,10 +314,32 @@ def load(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
                 f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …",
                 hint="config.json and the weights are not of the same model",
             )
+        _require_floats(source, model)
         if info["unexpected_keys"]:
             unused = sorted(map(str, info["unexpected_keys"]))
             _log.warning("%s has no use for %d tensors of %s: %s, …", type(model).__name__, len(unused), source.name, unused[0])
         yield keep_caps(model).eval()
+
+
+def _require_floats(source: Source, model: Any) -> None:
+    """Refuse weights of other numbers, which transformers casts to floats as they are.
+
+    Raises:
+        Failure: A parameter is stored as integers or 8-bit floats, and the config names no quantisation.
+    """
+    from safetensors import safe_open
+
+    if getattr(model, "hf_quantizer", None) is not None:
+        return
+    parameters = {name for name, _ in model.named_parameters()}
+    for path in sorted(source.files.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in sorted(parameters.intersection(file.keys())):
+                if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
+                    raise Failure(
+                        f"{name} of {source.reference} is stored as {kind}, and its config names no quantisation",
+                        hint="the checkpoint is damaged or incomplete; get it again",
+                    )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ makes of a tokenizer may split text in another way than the original; the note s
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import tempfile
@@ -174,12 +176,13 @@ def unpack(described: Described, place: Path) -> None:
     with tempfile.TemporaryDirectory(dir=place.parent) as nothing:
         where = {"pretrained_model_name_or_path": nothing, "gguf_file": str(path.absolute()), "local_files_only": True}
         try:
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                **where,
-                dtype=getattr(torch, described.dtype),
-                quantization_config=GgufConfig(dequantize=True),
-                output_loading_info=True,
-            )
+            with contextlib.redirect_stderr(io.StringIO()):  # transformers' bar, which no setting hides
+                model, loaded = AutoModelForCausalLM.from_pretrained(
+                    **where,
+                    dtype=getattr(torch, described.dtype),
+                    quantization_config=GgufConfig(dequantize=True),
+                    output_loading_info=True,
+                )
             tokenizer = AutoTokenizer.from_pretrained(**where)
         except Exception as error:  # transformers raises several exception types of its own
             reason = " ".join(str(error).split())[:300]

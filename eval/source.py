@@ -25,7 +25,7 @@ _WANTED = [
 ]  # fmt: skip
 _UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # all folders except additional_chat_templates; variants
 _PICKLES = ["pytorch_model*.bin"]
-_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _LARGEST_CONFIG = 2**26  # bytes
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
@@ -199,7 +199,7 @@ class Source:
                 found = {entry.get("dtype") for name, entry in header.items() if name != "__metadata__"}
             except (struct.error, ValueError, AttributeError, TypeError, RecursionError, MemoryError, OverflowError):
                 return None  # a damaged file is for those to name who read its weights
-        return next((name for short, name in _FLOATS.items() if short in found), None)
+        return next((name for short, name in FLOATS.items() if short in found), None)
 
     @property
     def max_positions(self) -> int | None:

@@ -135,6 +135,8 @@ def _manager(make: Any, wanted: TaskSettings) -> Any:
         Failure: A task cannot be loaded.
     """
     own = wanted.path is not None
+    if own:
+        _log.warning("the task files in %s can run code, and so can what lies beside them", wanted.path)
     hint = "its data comes from the Hub: run once with a network, or name tasks with local data by --task-path"
     for defaults in (False, True) if own else (True,):
         with _quiet():

@@ -41,7 +41,7 @@ class Unpacked:
     @property
     def nbytes(self) -> int:
         """Of the checkpoint, on disk."""
-        return sum(_sizes(self.directory).values())
+        return sum(size for size, _ in _files(self.directory).values())
 
     def as_dict(self) -> dict[str, Any]:
         return {"file": str(self.file), "directory": str(self.directory), "bytes": self.nbytes, "note": self.note}
@@ -115,8 +115,8 @@ def _make(described: Described, place: Path) -> None:
     (unfinished / _CHECKPOINT).mkdir(parents=True)
     try:
         unpack(described, unfinished / _CHECKPOINT)
-        sizes = _sizes(unfinished / _CHECKPOINT)
-        seal(unfinished / _ENTRY, {"file": str(file), "note": described.note, "sizes": sizes})
+        files = _files(unfinished / _CHECKPOINT)
+        seal(unfinished / _ENTRY, {"file": str(file), "note": described.note, "files": files})
         sync_tree(unfinished)
         for other in _places():
             known = unsealed(other / _ENTRY) or {}
@@ -127,21 +127,24 @@ def _make(described: Described, place: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
     _log.warning(
         "%s is unpacked into %s (%.2f GB), where later commands find it; `convert cache clear` removes it",
-        described.path, place, sum(sizes.values()) / 1e9,
+        described.path, place, sum(size for size, _ in files.values()) / 1e9,
     )  # fmt: skip
 
 
 def _whole(place: Path) -> Unpacked | None:
-    """An entry; None if it is not there, or files of it are missing, cut or damaged."""
+    """An entry; None if it is not there, or files of it are missing or were written since."""
     found = unsealed(place / _ENTRY)
-    if found is None or found["sizes"] != _sizes(place / _CHECKPOINT):
+    if found is None or found["files"] != _files(place / _CHECKPOINT):
         return None
     return Unpacked(Path(found["file"]), place / _CHECKPOINT, found["note"])
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    """The files of a directory, with their bytes."""
-    return {path.name: path.stat().st_size for path in sorted(directory.iterdir())} if directory.is_dir() else {}
+def _files(directory: Path) -> dict[str, list[int]]:
+    """The files of a directory, with their bytes and the times at which they were written."""
+    if not directory.is_dir():
+        return {}
+    found = {path.name: path.stat() for path in sorted(directory.iterdir())}
+    return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
 
 
 @contextlib.contextmanager

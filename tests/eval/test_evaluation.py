@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY
 
 from attention.errors import Failure, GateMissed, Refusal
@@ -249,6 +250,16 @@ def test_weights_of_another_shape_fail(pair: list[Source]) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     edit_weights(pair[1], lambda tensors: tensors.update({name: tensors[name][:8].clone()}))
     with pytest.raises(Failure, match=r"small"):
+        report_of(pair, TEXT, SHORT)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.float8_e4m3fn])
+def test_weights_that_are_no_floats_fail(dtype: torch.dtype, pair: list[Source]) -> None:
+    path = pair[1].files / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "q_proj" in name)
+    save_file(tensors | {name: tensors[name].to(dtype)}, path, {"format": "pt"})
+    with pytest.raises(Failure, match=rf"{name} of .*small is stored as [IF]\d"):
         report_of(pair, TEXT, SHORT)
 
 

@@ -180,12 +180,12 @@ def run(command: str, directory: Path) -> tuple[str, str] | None:
     try:
         result = CliRunner().invoke(convert, [command, str(directory)], color=True)  # or click takes escapes out
     except Hang as error:
-        return "hang", _raised_at(error)
+        return "hang", raised_at(error)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
-        return "traceback", _raised_at(result.exception)
+        return "traceback", raised_at(result.exception)
     if result.exit_code not in (0, 1, 2):
         return "exit code", str(result.exit_code)
     lines = result.stderr.splitlines()
@@ -197,7 +197,7 @@ def run(command: str, directory: Path) -> tuple[str, str] | None:
     return None
 
 
-def _raised_at(error: BaseException) -> str:
+def raised_at(error: BaseException) -> str:
     """The error, and the last lines of code outside installed packages that led to it, the innermost first."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     lines = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:]))

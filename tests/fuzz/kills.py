@@ -2,10 +2,11 @@
 
     python tests/fuzz/kills.py [COUNT] [SEED] [COMMAND...]
 
-COUNT times each of `gqa`, `mla --refine` and `sweep`, or of those that are named, is killed by SIGKILL at a moment drawn
+COUNT times each of `gqa`, `mla --refine`, `sweep`, `heal`, `own` (a conversion whose source writes its text, and which is
+healed) and `gguf` (one of a file that is unpacked), or of those that are named, is killed by SIGKILL at a moment drawn
 between its start and the time that an undisturbed run takes. Then nothing may be at OUTPUT but a whole result, and the same
-command with `--resume` must give the bytes of the undisturbed run. Runs are forked from a process that has imported
-everything, so that the moments fall into the work and not into the imports.
+command with `--resume` must give the bytes of the undisturbed run, and leave nothing else behind. Runs are forked from a
+process that has imported everything, so that the moments fall into the work and not into the imports.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ if __name__ == "__main__":
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads do not survive a fork
 
+from gguf_files import model_of, write
 from tiny import save_tokenizer, tiny_config, tiny_model
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n"
+COMMANDS = ("gqa", "mla", "sweep", "heal", "own", "gguf")
 CALIBRATION = ("--calibration-tokens", "4096", "--calibration-context", "64")
 
 
@@ -55,8 +58,9 @@ class Work:
 
 
 def works(source: Path, text: Path) -> list[Work]:
-    """The three commands over a tiny checkpoint, cut into many shards so that there are many moments to be killed at."""
+    """The commands over a tiny checkpoint, cut into many shards so that there are many moments to be killed at."""
     given, shards = ("--text", str(text), *CALIBRATION), ("--max-shard-size", "20KB")
+    converted, file = source.with_name("converted"), source.with_name("model.gguf")
     return [
         Work("gqa", ("gqa", str(source), "OUTPUT", "--groups", "2", *given, *shards)),
         Work(
@@ -69,6 +73,9 @@ def works(source: Path, text: Path) -> list[Work]:
              "--evaluate", str(text), "--max-tokens", "256"),
             ("gqa-2-aligned", "mla-24+8-weighted"),
         ),
+        Work("heal", ("heal", str(converted), "OUTPUT", "--text", "self", "--tokens", "4k", "--context", "64", "--lr", "1e-3")),
+        Work("own", ("mqa", str(source), "OUTPUT", "--text", "self", "--heal", "1k", *CALIBRATION, *shards)),
+        Work("gguf", ("mqa", str(file), "OUTPUT", "--method", "mean")),
     ]  # fmt: skip
 
 
@@ -132,11 +139,12 @@ def wrong(work: Work, output: Path, expected: dict[str, dict[str, str]], after: 
         for result in work.results
         if not code and content(output / result) != expected[result]
     ]
-    left = [path.name for path in (output.parent, output) for path in path.glob("*.partial")]
+    patterns = ("*.partial", "*.lock", "*.tmp", "cache/kvfold/gguf/unfinished*")
+    left = [path.name for place in (output.parent, output) for pattern in patterns for path in place.glob(pattern)]
     return found + ([f"{work.name}: {left} is left behind"] if left and not code else [])
 
 
-def main(count: int = 50, seed: int = 0, commands: Sequence[str] = ("gqa", "mla", "sweep")) -> list[str]:
+def main(count: int = 50, seed: int = 0, commands: Sequence[str] = COMMANDS) -> list[str]:
     """Kill each of some commands `count` times; what went wrong."""
     for name in ("torch", "transformers", "convert.execute.run", "convert.sweeping"):
         importlib.import_module(name)  # before any fork
@@ -147,7 +155,10 @@ def main(count: int = 50, seed: int = 0, commands: Sequence[str] = ("gqa", "mla"
         tiny_model(tiny_config("llama", num_key_value_heads=8)).save_pretrained(source)
         save_tokenizer(source)
         text.write_text(TEXT * 60)
-        for work in (work for work in works(source, text) if work.arguments[0] in commands):
+        write(directory / "model.gguf", model_of("llama"))
+        os.environ["XDG_CACHE_HOME"] = str(directory / "cache")
+        run(["mqa", str(source), str(directory / "converted"), "--method", "mean", "-q"])
+        for work in (work for work in works(source, text) if work.name.split()[0] in commands):
             output = directory / "out"
             began = time.monotonic()
             if code := run(work.line(output)):
@@ -157,6 +168,7 @@ def main(count: int = 50, seed: int = 0, commands: Sequence[str] = ("gqa", "mla"
             expected = {result: content(output / result) for result in work.results}
             for _ in range(count):
                 shutil.rmtree(output)
+                shutil.rmtree(directory / "cache", ignore_errors=True)
                 found += wrong(work, output, expected, draw.uniform(0, took))
                 shutil.rmtree(directory / "out.partial", ignore_errors=True)
             shutil.rmtree(output, ignore_errors=True)

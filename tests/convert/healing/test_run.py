@@ -85,6 +85,17 @@ def test_other_code_beside_the_weights_is_said_and_replaced(
     assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
+def test_another_teacher_than_the_recorded_source_is_said(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    mqa(source, tmp_path / "mqa", method="mean")
+    said = "conversion.json says that it was made from"
+    known = heal(tmp_path / "mqa", tmp_path / "out", text=text, dry_run=True, **SIZES)
+    same = heal(tmp_path / "mqa", tmp_path / "out", text=text, teacher=source, dry_run=True, **SIZES)
+    assert not any(said in note for plan in (known, same) for note in plan.plan.notes)
+    other = heal(tmp_path / "mqa", tmp_path / "out", text=text, teacher=tmp_path / "mqa", dry_run=True, **SIZES)
+    assert any(f"{said} {source}, and the teacher is {tmp_path / 'mqa'}" in note for note in other.plan.notes)
+
+
 def test_shards_stay_as_they_are(checkpoint: Make, text: Path, tmp_path: Path) -> None:
     mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=24, qk_rope_head_dim=8, method="svd", max_shard_size="40KB")
     heal(tmp_path / "mla", tmp_path / "out", text=text, **SIZES)

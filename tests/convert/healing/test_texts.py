@@ -83,7 +83,8 @@ def test_several_texts_share_the_steps(converted: Path, text: Path, tmp_path: Pa
     own, file = record["healing"]["texts"]
     assert (own["share"], own["hash"], file["text"], file["share"]) == (1.0, None, "train.txt", 3.0)
     assert record["healing"]["text"] == "the teacher's own text and train.txt"
-    assert len(load_file(out / "calibration" / "own-text.safetensors")["ids"]) == 22, "a quarter of 80, and an eighth to judge by"
+    written = load_file(out / "calibration" / "own-text.safetensors")["ids"]
+    assert len(written) == 22, "a quarter of 80, and an eighth to judge by"
     assert "is finished already" in convert("heal", converted, out, *OPTIONS, *given, "--resume").stderr
     (tmp_path / "other.txt").write_text("another text " * 100)
     other = convert("heal", converted, out, *OPTIONS, *given[:3], tmp_path / "other.txt", *given[4:], "--resume")

@@ -1,0 +1,15 @@
+"""A short slice of the damage to what runs leave behind, the same every time."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz.left_behind import KINDS, main
+
+COUNTS = {"gguf": 60, "recipe": 60}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_ends_in_one_line_or_in_the_same_weights(kind: str) -> None:
+    found = main(COUNTS.get(kind, 6), 5, (kind,))
+    assert found.cases == COUNTS.get(kind, 6)
+    assert not found.wrong, str(found)
