@@ -26,11 +26,11 @@ from eval.threads import wait_wisely
 wait_wisely()
 
 import torch
-from safetensors.torch import save_file
 
 from convert import gqa, mla
 from convert.checkpoint.workdir import partial_path
 from eval import evaluate
+from eval.sealed import seal_tensors
 from eval.source import Source
 
 Given = dict[str | Path, float]
@@ -111,7 +111,7 @@ def random_tokens(model: str, tokens: int, context: int, path: Path) -> Path:
     """A file of tokens that are all as likely."""
     known = Source.parse(model).vocabulary
     ids = torch.randint(known, (tokens // context, context), generator=torch.Generator().manual_seed(0))
-    save_file({"ids": ids.to(torch.int32)}, path)
+    seal_tensors(path, {"ids": ids.to(torch.int32)}, {})
     return path
 
 

@@ -209,14 +209,17 @@ def gqa(
             None for "self", where a method uses text.
         dataset: A named dataset, whose training split is used; beside `text` with a share of 1.
         no_text: Calibrate on no text: from weights alone, which ruins most models.
-        calibration_tokens: Tokens to use, in blocks spread evenly over each text; None for 32768.
-        calibration_context: Tokens per block; None for min(2048, the model's limit).
+        calibration_tokens: Tokens to use, in blocks spread evenly over each text; None for 32768, or for 65536 of the model's
+            own text alone.
+        calibration_context: Tokens per block; None for 2048, or for 512 of the model's own text alone; at most the model's
+            limit.
         max_context: Tokens of the longest context that the result is for; None for the calibration context.
         propagate: Calibrate each layer on the outputs of the converted layers before it.
         refit: Refit queries, keys, values (GQA) and outputs by least squares; None: if there is text and the method uses it.
         refine: Steps of gradient descent that then fit each layer to its source.
-        heal: Tokens of the text, a number or "64k", that the result is distilled on at the end; 0 for none; None for 16384
-            where the model trains in memory and the method uses text, but in sweeps, which heal only if asked to.
+        heal: Tokens of the text, a number or "64k", that the result is distilled on at the end; 0 for none; None for
+            as many as are calibrated on, up to 65536, where the model trains in memory and the method uses text, but in
+            sweeps, which heal only if asked to.
         evaluate: Held-out text to measure perplexity on: a UTF-8 file, or a list of strings.
         dtype: "float32", "bfloat16" or "float16" to store floats in; None keeps each tensor's own.
         engine: What has to run the result, one of `convert.engines.ENGINES`; None for nothing in particular.

@@ -224,14 +224,14 @@ calibration = _all(
         "--calibration-tokens",
         type=click.IntRange(1),
         metavar="N",
-        help="Calibrate on N tokens from all over the text.  [default: 32768]",
+        help="Calibrate on N tokens from all over the text.  [default: 32768; of MODEL's own text alone 65536]",
     ),
     click.option(
         "--calibration-context",
         type=click.IntRange(2),
         metavar="N",
         help="Tokens per calibration block; from 1024 on, half of the text is in blocks of N / 4.  "
-        "[default: 2048, or MODEL's limit]",
+        "[default: 2048, of MODEL's own text alone 512, or MODEL's limit]",
     ),
     click.option(
         "--max-context",
@@ -261,7 +261,7 @@ calibration = _all(
         type=Count(parse_tokens),
         metavar="N",
         help="At the end, distil the source into the result on N tokens of the text, such as 64k; 0 for none.  [default: "
-        "16384, where the model trains in memory, for methods that use text; 0 in sweeps]",
+        "as many as are calibrated on, up to 64k, where the model trains in memory, for methods that use text; 0 in sweeps]",
     ),
 )
 

@@ -51,7 +51,11 @@ def exclusive(output: Path) -> Iterator[None]:
     descriptors: list[int] = []
 
     def sign(descriptor: int) -> None:
-        _write(descriptor, _line())
+        try:
+            _write(descriptor, _line())
+        except OSError:
+            path.unlink()  # the lock is held
+            raise
         descriptors.append(descriptor)
 
     # A soft lock would outlive a killed run. preserve_lock_file: it is removed below.

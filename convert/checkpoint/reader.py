@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -153,9 +154,10 @@ class _Pickle:
             # Files from before torch 1.6 are not zip archives and cannot be mapped.
             loaded = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         except Exception as error:  # unpickling can fail in any way
-            reason = " ".join(str(error).split())[:160]
+            _require_readable(path)
             raise Failure(
-                f"{path.name} is no weights-only pickle: {reason}", hint="convert it to safetensors where it came from"
+                f"{path.name} does not hold weights alone, or is damaged: {_reason(error)}",
+                hint="get it again, or have who made it save it as safetensors",
             ) from None
         if not isinstance(loaded, dict) or not all(
             isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()
@@ -177,6 +179,24 @@ class _Pickle:
         return self.tensors[name]
 
 
+def _reason(error: Exception) -> str:
+    """What torch says of a pickle that it refuses, without its advice to run the code in it."""
+    said = " ".join(str(error).split())
+    found = re.search(r"unsupported (global: )?GLOBAL \S+|Unsupported operand \d+", said, re.IGNORECASE)
+    if found or "weights_only" in said:
+        return found[0] if found else "torch refuses it"
+    return f"{type(error).__name__}: {said[:160]}"
+
+
+def _require_readable(path: Path) -> None:
+    """Fail if the file exists, and the system does not let it be read."""
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise Failure(f"cannot read {path}: {error.strerror or error}", hint="look at its permissions") from None
+
+
 def _require_plain(file: str, name: str, tensor: torch.Tensor) -> None:
     """Refuse tensors that safetensors cannot hold (sparse, quantised, …)."""
     layout = tensor.layout if tensor.layout is not torch.strided else None
@@ -191,6 +211,7 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
+        _require_readable(path)
         raise Failure(
             f"{path.name} is truncated or damaged: {' '.join(str(error).split())[:200]}",
             hint="compare its size with where it came from, and get it again",

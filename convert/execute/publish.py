@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
-from eval.sealed import write_whole
+from eval.sealed import seal_tensors
 from eval.source import TOKENIZER_FILES
 from eval.text import OWN_TEXT
 
@@ -94,7 +93,7 @@ def write_own_text(path: Path, ids: torch.Tensor) -> None:
     They lie in a directory of their own: engines load every file of weights beside a config.
     """
     (path / OWN_TEXT).parent.mkdir(exist_ok=True)
-    write_whole(path / OWN_TEXT, save({"ids": ids.to(torch.int32)}))
+    seal_tensors(path / OWN_TEXT, {"ids": ids.to(torch.int32)}, {})
 
 
 def write_record(path: Path, record: Mapping[str, Any], card: str) -> None:

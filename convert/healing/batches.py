@@ -17,8 +17,8 @@ from attention.spread import evenly_spread
 from eval.text import Tokens, joined
 
 _HELD_OUT = 50  # one token of so many
-_LEAST_HELD_OUT, _MOST_HELD_OUT = 2048, 32768  # tokens
-_SPARED = 8  # one block of so many is held out at most, where that is less
+LEAST_HELD_OUT, _MOST_HELD_OUT = 2048, 32768  # tokens
+SPARED = 8  # one block of so many is held out at most, where that is less
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def held_out(blocks: int, context: int, wanted: int) -> int:
     Enough to tell a gain from noise, however few are trained on, if the text has them.
     """
     found = min(blocks * context, wanted, _HELD_OUT * _MOST_HELD_OUT) // (_HELD_OUT * context)
-    return max(1, found, min(_LEAST_HELD_OUT // context, blocks // _SPARED))
+    return max(1, found, min(-(-LEAST_HELD_OUT // context), blocks // SPARED))
 
 
 def turn(place: int, shares: Sequence[float]) -> tuple[int, int]:

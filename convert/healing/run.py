@@ -20,7 +20,7 @@ from convert.checkpoint.workdir import WorkDirectory, calibration_hashes, check_
 from convert.execute.forecast import writing_work
 from convert.execute.publish import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
 from convert.execute.record import versions
-from convert.healing.batches import TrainingText
+from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
 from convert.healing.card import card
 from convert.healing.forecast import work_of
 from convert.healing.loop import healed
@@ -206,6 +206,7 @@ def _healed(
     if plan.converted.code_note:
         _log.warning("%s; the result gets kvfold's", plan.converted.code_note)
     text = _written(plan, texts, work, progress)
+    _say_what_judges(plan, text)
     _say_memory(plan, team)
     with _memory(plan, work), tracked(team.accelerator, plan):
         if plan.options.teacher_cache is not None:
@@ -246,6 +247,14 @@ def _written(plan: HealPlan, texts: TrainingTexts, work: WorkDirectory, progress
     write_own_text(work.path, own)
     work.keep()  # it may have taken hours
     return texts.with_own(own)
+
+
+def _say_what_judges(plan: HealPlan, text: TrainingText) -> None:
+    if (tokens := len(text.held_out) * plan.context) < LEAST_HELD_OUT:
+        _log.warning(
+            "%d held-out tokens judge the healing, too few to tell a small gain from noise: %d are held out of a text of %d",
+            tokens, LEAST_HELD_OUT, SPARED * LEAST_HELD_OUT,
+        )  # fmt: skip
 
 
 def _say_memory(plan: HealPlan, team: Team) -> None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from eval.text import Text, Tokens
 
 _log = logging.getLogger("kvfold")
-_TOKENS = 32768
+_TOKENS, _CONTEXT = 32768, 2048
+_OWN_TOKENS, _OWN_CONTEXT = 65536, 512  # of what a model writes: it drifts, so many beginnings are worth more than long texts
 _TOKENS_PER_CHANNEL = 8
 _OTHERS = 1024  # tokens of each text, at least a block, by which the result is checked
 _HEALED_CONTEXT = 512  # at most: many steps are worth more than long blocks
@@ -353,14 +354,15 @@ def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
 
 def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int, int]:
     """Tokens in all, per block, and in the longest context that the result is for."""
-    limit = source.max_positions
-    context = min(2048, limit or 2048) if wanted.context is None else wanted.context
+    limit, own = source.max_positions, bool(wanted.texts) and all(text.own for text in wanted.texts)
+    usual = _OWN_CONTEXT if own else _CONTEXT
+    context = min(usual, limit or usual) if wanted.context is None else wanted.context
     if limit and context > limit:
         raise Refusal(
             f"a calibration context of {context} tokens exceeds the {limit} positions of the model",
             hint=f"use --calibration-context {limit} or less",
         )
-    tokens = _TOKENS if wanted.tokens is None else wanted.tokens
+    tokens = (_OWN_TOKENS if own else _TOKENS) if wanted.tokens is None else wanted.tokens
     if tokens < context:
         raise Refusal(
             f"{tokens} calibration tokens are less than one block of {context}",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _BYTES = 4  # of a weight: models run in fp32 on some devices
 _TO_HEAL = 20  # bytes for each weight: source and result in fp32, gradients and moments of attention, activations
 _SHARE = 0.8  # of a device's memory that a healing by default may take
-HEALED = 16384  # tokens by default: from there on, a real model gained little per minute
+HEALED = 65536  # tokens by default, at most: as many as the calibration has
 
 
 def require_room_to_write(source: Source, calibration: Calibration | None, device: Any) -> None:
@@ -45,7 +45,7 @@ def with_default_healing(source: Source, calibration: Calibration | None, device
     if launched_count() > 1:
         return replace(calibration, heal=0)
     needed = _TO_HEAL * count_parameters(source.config, source.trust_remote_code)
-    return replace(calibration, heal=HEALED if needed <= _SHARE * whole_memory(device) else 0)
+    return replace(calibration, heal=min(HEALED, calibration.tokens) if needed <= _SHARE * whole_memory(device) else 0)
 
 
 def lacks_room(source: Source, device: Any) -> str | None:

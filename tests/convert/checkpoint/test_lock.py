@@ -259,6 +259,7 @@ def test_a_disk_too_full_for_the_holders_name_is_one_line(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr("convert.checkpoint.lock._write", full)
         assert "No space left on device" in str(refusal(tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
     with exclusive(tmp_path / "out"):
         pass
 

@@ -148,8 +148,12 @@ def test_a_repeated_conversion_reads_what_was_written(
     )
     assert longer.exit_code == 1
     assert "holds torch.int32 of shape [16, 32], where 32 rows of 32 tokens" in longer.stderr
-    file.write_bytes(b"garbage")
-    assert convert("mqa", source, tmp_path / "more", "--text", file).exit_code == 1
+    other_ids = {"ids": load_file(file)["ids"].flip(0)}
+    for damage in (lambda: save_file(other_ids, file), lambda: file.write_bytes(b"garbage")):
+        damage()
+        refused = convert("mqa", source, tmp_path / "more", "--text", file, *sizes[4:])
+        assert refused.exit_code == 1
+        assert f"{file} is not there, damaged, or not what a model wrote" in refused.stderr
 
 
 def test_several_texts_share_the_tokens(checkpoint: Make, letters: Path, tmp_path: Path, convert: Callable[..., Any]) -> None:
