@@ -213,7 +213,8 @@ def gqa(
             own text alone.
         calibration_context: Tokens per block; None for 2048, or for 512 of the model's own text alone; at most the model's
             limit.
-        max_context: Tokens of the longest context that the result is for; None for the calibration context.
+        max_context: Tokens of the longest context that the result is for; None for `calibration_context`, or 2048, or the
+            model's limit.
         propagate: Calibrate each layer on the outputs of the converted layers before it.
         refit: Refit queries, keys, values (GQA) and outputs by least squares; None: if there is text and the method uses it.
         refine: Steps of gradient descent that then fit each layer to its source.

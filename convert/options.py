@@ -238,7 +238,7 @@ calibration = _all(
         type=click.IntRange(2),
         metavar="N",
         help="Tokens of the longest context that the result is for: rotary keys serve distances up to N.  "
-        "[default: the calibration context]",
+        "[default: --calibration-context, or 2048, or MODEL's limit]",
     ),
     click.option(
         "--propagate",

@@ -41,7 +41,7 @@ class CalibrationOptions:
         propagate: Whether a layer's statistics are measured behind the layers converted before it.
         refit: Whether least squares refits queries, keys, values (GQA) and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.
-        max_context: Tokens of the longest context that the result is for; None for `context`.
+        max_context: Tokens of the longest context that the result is for; None for `context` as it is given or usual.
         no_text: Whether methods that use text have to do without; otherwise the model writes one where none is given.
         heal: Tokens of the text that the whole result is distilled on at the end; None where the device decides.
     """
@@ -325,6 +325,7 @@ def calibration_for(
     if method.text is not TextUse.USED and wanted.max_context is not None:
         raise Refusal(f"method {method.name} has no use for --max-context", hint="leave it out")
     tokens, context, longest = _numbers(source, wanted)
+    longest = longest if method.text is TextUse.USED else context
     refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
     heal = wanted.heal if wanted.heal is not None or method.text is TextUse.USED else 0
     return Calibration(wanted.texts, tokens, context, wanted.propagate, refit, wanted.refine, longest, heal)
@@ -355,8 +356,8 @@ def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
 def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int, int]:
     """Tokens in all, per block, and in the longest context that the result is for."""
     limit, own = source.max_positions, bool(wanted.texts) and all(text.own for text in wanted.texts)
-    usual = _OWN_CONTEXT if own else _CONTEXT
-    context = min(usual, limit or usual) if wanted.context is None else wanted.context
+    usual = min(_CONTEXT, limit or _CONTEXT)
+    context = (min(_OWN_CONTEXT, usual) if own else usual) if wanted.context is None else wanted.context
     if limit and context > limit:
         raise Refusal(
             f"a calibration context of {context} tokens exceeds the {limit} positions of the model",
@@ -369,7 +370,8 @@ def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int, int]
             hint="raise --calibration-tokens, or lower --calibration-context",
         )
     shared_out(tokens // context, wanted.texts)
-    longest = context if wanted.max_context is None else wanted.max_context
+    served = usual if wanted.context is None else wanted.context
+    longest = served if wanted.max_context is None else wanted.max_context
     if limit and longest > limit:
         raise Refusal(
             f"a --max-context of {longest} tokens exceeds the {limit} positions of the model",

@@ -154,13 +154,15 @@ def test_by_default_where_the_model_trains_in_memory(
     checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = checkpoint()
-    monkeypatch.setattr("convert.planning.memory.HEALED", 16384)
+    monkeypatch.setattr("convert.planning.memory.HEALED", 65536)
 
     def by_default(**given: Any) -> Any:
         found = mqa(source, tmp_path / "out", dry_run=True, **given).plan.calibration
         return found and found.heal
 
-    assert by_default(text=text) == 16384
+    assert by_default(text=text) == 32768, "as many tokens as are calibrated on"
+    assert by_default(text="self") == by_default(text=text, calibration_tokens=10**6) == 65536
+    assert by_default(text=text, calibration_tokens=2048) == 2048
     assert by_default(text=text, heal=0) == 0
     assert by_default(no_text=True) is None
     assert by_default(text=text, method="mean", refit=True) == 0, "a baseline is healed only if asked for"

@@ -70,6 +70,29 @@ def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refi
     assert decided(source(max_position_embeddings=8192), method, texts=TEXT).context == 2048
 
 
+OWN_TEXT = texts_of("self", None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "options", "sizes"),
+    [
+        (8192, {"texts": OWN_TEXT}, (65536, 512, 2048)),
+        (1024, {"texts": OWN_TEXT}, (65536, 512, 1024)),
+        (128, {"texts": OWN_TEXT}, (65536, 128, 128)),
+        (8192, {"texts": OWN_TEXT, "context": 256}, (65536, 256, 256)),
+        (8192, {"texts": OWN_TEXT, "max_context": 512}, (65536, 512, 512)),
+        (8192, {"texts": texts_of({"self": 1, "some.txt": 1}, None)}, (32768, 2048, 2048)),
+    ],
+)
+def test_a_models_own_text_is_many_short_ones(
+    limit: int, options: dict[str, Any], sizes: tuple[int, int, int], source: Sources
+) -> None:
+    found = decided(source(max_position_embeddings=limit), **options)
+    assert found is not None
+    assert (found.tokens, found.context, found.max_context) == sizes
+    assert decided(source(max_position_embeddings=limit), "pca", texts=OWN_TEXT).max_context in (512, limit)
+
+
 def test_what_is_said_is_what_is_done(source: Sources) -> None:
     found = decided(source(), texts=TEXT, tokens=500, context=50, propagate=True, refit=False, refine=3, heal=640)
     assert found == Calibration(TEXT, 500, 50, True, False, 3, 50, 640)
