@@ -261,7 +261,7 @@ calibration = _all(
         type=Count(parse_tokens),
         metavar="N",
         help="At the end, distil the source into the result on N tokens of the text, such as 64k; 0 for none.  [default: "
-        "as many as are calibrated on, up to 64k, where the model trains in memory, for methods that use text; 0 in sweeps]",
+        "as many as are calibrated on, up to 65536, where the model trains in memory, for methods that use text; 0 in sweeps]",
     ),
 )
 

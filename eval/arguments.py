@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from attention.errors import Refusal
@@ -60,6 +62,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
     if origin is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(_fits(v, parts[0]) for v in value)
+    if hint is Path:
+        return isinstance(value, os.PathLike)
     if origin is Callable or getattr(hint, "_is_protocol", False):
         return callable(value)
     return isinstance(value, hint)

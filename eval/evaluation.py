@@ -331,7 +331,8 @@ def _require_floats(source: Source, model: Any) -> None:
 
     if getattr(model, "hf_quantizer", None) is not None:
         return
-    parameters = {name for name, _ in model.named_parameters()}
+    parameters, base = {name for name, _ in model.named_parameters()}, f"{model.base_model_prefix}."
+    parameters |= {name.removeprefix(base) for name in parameters}  # as a checkpoint of the base model has them
     for path in sorted(source.files.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in sorted(parameters.intersection(file.keys())):

@@ -109,7 +109,7 @@ def clear() -> int:
 
 def _make(described: Described, place: Path) -> None:
     """Unpack a file, then remove what earlier files of its name became."""
-    unfinished, file = place.parent / _UNFINISHED, described.path.resolve()
+    unfinished, file = place.parent / _UNFINISHED, described.path.absolute()
     if unfinished.exists():  # of a run that was killed
         shutil.rmtree(unfinished)
     (unfinished / _CHECKPOINT).mkdir(parents=True)

@@ -109,7 +109,8 @@ class TeacherCache:
         found = unsealed_tensors(file := self._file(place))
         if found is None or found[1] != {"block": place}:
             raise Failure(
-                f"{file} is damaged, or no block {place} of the teacher", hint="remove it, and repeat the command with --resume"
+                f"{file} is damaged, or is of another block than {place}",
+                hint="remove it, and repeat the command with --resume",
             )
         values, tokens, losses = (found[0][name] for name in _DTYPES)
         return values, tokens.long(), losses
