@@ -64,7 +64,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_tasks_are_run_side_by_side_with_standard_errors(
-    checkpoint: Checkpoint, own: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    checkpoint: Checkpoint, own: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], warned: Callable[[], list[str]]
 ) -> None:
     latent = tmp_path / "latent"
     tiny_model(tiny_config("deepseek_v3")).save_pretrained(latent)
@@ -72,6 +72,7 @@ def test_tasks_are_run_side_by_side_with_standard_errors(
     names = ("words", "mmlu_letters")
     found = evaluate([checkpoint(), latent], text=[WORDS], context=32, device="cpu", tasks=names, task_path=own, limit=5,
                      output=tmp_path / "report")  # fmt: skip
+    assert f"the task files in {own} can run code, and so can what lies beside them" in warned()
     part = found["tasks"]
     assert (part["limit"], part["knowledge"][0]) == (5, "mmlu")
     assert [model["name"] for model in part["models"]] == ["source", "latent"]

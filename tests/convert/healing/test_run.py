@@ -96,6 +96,18 @@ def test_another_teacher_than_the_recorded_source_is_said(checkpoint: Make, text
     assert any(f"{said} {source}, and the teacher is {tmp_path / 'mqa'}" in note for note in other.plan.notes)
 
 
+def test_too_few_held_out_tokens_are_said(
+    converted: Path, text: Path, tmp_path: Path, warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heal(converted, tmp_path / "out", text=text, **SIZES)
+    assert any(
+        "736 held-out tokens judge the healing" in line and "2048 are held out of a text of 16384" in line for line in warned()
+    )
+    monkeypatch.setattr("convert.healing.run.LEAST_HELD_OUT", 736)
+    heal(converted, tmp_path / "again", text=text, **SIZES)
+    assert sum("judge the healing" in line for line in warned()) <= 1
+
+
 def test_shards_stay_as_they_are(checkpoint: Make, text: Path, tmp_path: Path) -> None:
     mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=24, qk_rope_head_dim=8, method="svd", max_shard_size="40KB")
     heal(tmp_path / "mla", tmp_path / "out", text=text, **SIZES)
