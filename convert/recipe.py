@@ -28,7 +28,7 @@ _QUOTE = "put quotes around a word that YAML takes for something else"
 _CONSENT = ("trust_remote_code", "overwrite", "resume", "force", "task_path", "track")
 _WRITTEN = ("output", "teacher_cache")
 
-_NEVER = ("run", "demo")  # the demo replaces what it finds
+_NEVER = ("run", "cache", "demo")  # the demo replaces what it finds, and `cache clear` is of the user's own files
 
 Step = tuple[str, dict[str, Any]]
 

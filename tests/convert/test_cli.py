@@ -195,6 +195,7 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
             "a recipe cannot run 'shrink' (choose bench, eval, families, gqa, heal, inspect, mla, mqa, plan, sweep)",
         ),
         ("run: {recipe: x}", "a recipe cannot run 'run'"),
+        ("cache: {action: clear}", "a recipe cannot run 'cache'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
         ("gqa: {model: x, output: y, groups: [4, 2]}", "step 1 (gqa) of the recipe: groups takes one value, not a list"),
         ("[]", "is no recipe"),

@@ -81,7 +81,7 @@ def test_other_code_beside_the_weights_is_said_and_replaced(
     config = tmp_path / "mqa" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_map": {"AutoConfig": "evil--code.Config"}}))
     heal(tmp_path / "mqa", tmp_path / "again", text=text, **SIZES)
-    assert "in place of the code that auto_map names in" in warned()[-1]
+    assert "in place of the code that auto_map names in" in warned()[-2]  # before what few held-out tokens mean
     assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
