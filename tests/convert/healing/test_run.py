@@ -96,6 +96,15 @@ def test_another_teacher_than_the_recorded_source_is_said(checkpoint: Make, text
     assert any(f"{said} {source}, and the teacher is {tmp_path / 'mqa'}" in note for note in other.plan.notes)
 
 
+def test_what_a_single_step_gains_is_kept(converted: Path, text: Path, tmp_path: Path) -> None:
+    done = heal(converted, tmp_path / "out", text=text, **(SIZES | {"tokens": 10, "batch_tokens": None}))
+    assert done.record is not None
+    start, end = done.curve
+    assert (end["tokens"], done.record["healing"]["rates_tried"]) == (16, {}), "a whole block, and no trials"
+    assert end["kl"] < start["kl"]
+    assert done.record["healing"]["after"]["kl"] == pytest.approx(end["kl"])
+
+
 def test_too_few_held_out_tokens_are_said(
     converted: Path, text: Path, tmp_path: Path, warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
