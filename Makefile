@@ -28,7 +28,7 @@ BEYOND_OLDEST := --ignore tests/convert/hosts/test_latent.py \
 	--deselect 'tests/convert/test_hosts.py::test_small_sizes_run_alike_in_every_way[bloom]' \
 	--deselect tests/convert/hosts/test_kvfold.py::test_results_run_where_kvfold_is_not_installed
 
-.PHONY: demo test test-all test-oldest test-deepspeed test-engines lint bench bench-all clean
+.PHONY: demo test test-all test-oldest test-engines lint bench bench-all clean
 
 demo: .venv/installed
 	$(BIN)/convert demo
@@ -42,9 +42,6 @@ test-all: .venv/installed-test
 
 test-oldest: .venv-oldest/installed-test
 	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(BEYOND_OLDEST) $(WITH_TRANSFORMERS)
-
-test-deepspeed: .venv-deepspeed/installed-test
-	HF_HUB_OFFLINE=1 .venv-deepspeed/bin/python -m pytest -q -rs tests/convert/healing/test_team.py
 
 test-engines: .venv-engines/installed-test .venv-engines/llama.cpp/logits
 	HF_HUB_OFFLINE=1 .venv-engines/bin/python -m pytest -q -rs tests/engines
@@ -62,7 +59,7 @@ bench-all: .venv/installed-test
 	$(BIN)/python benchmarks/everyday.py --all
 
 clean:
-	rm -rf .venv .venv-oldest .venv-deepspeed .venv-engines kvfold-demo kvfold-demo.lock
+	rm -rf .venv .venv-oldest .venv-engines kvfold-demo kvfold-demo.lock
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -90,13 +87,6 @@ clean:
 	sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python $(INSTALL) --constraint .venv-oldest/constraints.txt --editable '.[test]'
 	$(call compile,.venv-oldest)
-	@touch $@
-
-.venv-deepspeed/installed-test: pyproject.toml constraints.txt Makefile
-	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv .venv-deepspeed
-	.venv-deepspeed/bin/python $(INSTALL) --constraint constraints.txt --editable '.[test,deepspeed]'
-	$(call compile,.venv-deepspeed)
 	@touch $@
 
 # torchvision, torchaudio and torchcodec, which come with vLLM, fail to import beside a CPU build of torch.

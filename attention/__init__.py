@@ -1,4 +1,4 @@
-"""What a converted attention is, and how it runs.
+"""Definition and runtime of a converted attention.
 
 Letters, used everywhere in this project: B batch, T query tokens, S cached tokens, E model width, H query heads,
 G KV heads (groups), D head dim. Activations are `[B, heads, T, D]` as in transformers; weights of one layer are

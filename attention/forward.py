@@ -1,4 +1,4 @@
-"""What a record computes on a sample of inputs: its outputs, and where it looks. Methods choose between results by it."""
+"""The output of a record on a sample of inputs: its outputs, and where it looks. Methods choose between results by it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _by_distance(weights: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Heads:
-    """What the heads of a record make of one block, fp32.
+    """Queries, keys and values of a record's heads in one block, fp32.
 
     Attributes:
         inputs: `[T, E]`, what keys and values are made of.
@@ -145,7 +145,7 @@ class Heads:
         )
 
     def kept(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a head's queries meet: `[T, N]` nope and `[T, P]` rope."""
+        """Keys that a head's queries meet: `[T, N]` nope and `[T, P]` rope."""
         group = head * len(self.kept_nope) // len(self.plain)
         return self.kept_nope[group], self.kept_rope[group]
 
@@ -217,7 +217,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
 
 
 def inputs_of(record: Record, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What queries, and what keys and values, are made of: a block `[T, E]`, or `[H, T, D]` for the queries of projections."""
+    """The inputs of queries, and of keys and values: a block `[T, E]`, or `[H, T, D]` for the queries of projections."""
     if record.projections is None:
         return x, x
     queries, both = record.projections(x[None])
@@ -246,7 +246,7 @@ def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
 
 
 def _read(heads: Heads, values: torch.Tensor) -> torch.Tensor:
-    """What heads read, `[H, T, D]`, of `values [G, T, D]`, or of one for each head."""
+    """The values that heads read, `[H, T, D]`, of `values [G, T, D]`, or of one for each head."""
     share, tokens = len(heads.plain) // len(values), len(heads.inputs)
     values = values.repeat_interleave(share, 0)
     if heads.scoring.softcap is not None:

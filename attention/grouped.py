@@ -126,7 +126,7 @@ def grouped_attention(
     backend: Backend,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' "sdpa" computes: `decode_grouped` does one query per head with shared KV heads, sdpa does the rest.
+    """The same as transformers' "sdpa": `decode_grouped` does one query per head with shared KV heads, sdpa does the rest.
 
     The rest is several queries, dropout, a paged cache, position biases, and whatever sdpa refuses.
 

@@ -30,6 +30,7 @@ from attention.forward import widened
 from attention.kernels import Backend, decode
 from attention.kernels.torch_decode import probabilities, read
 from attention.models.modeling_kvfold import eager
+from attention.neutral import constant_channels, undone
 
 # (queries T, cached S, rank R, nope N, rope P, value Dv) -> whether to absorb
 Rule = Callable[[int, int, int, int, int, int], bool]
@@ -39,8 +40,6 @@ When = Literal["auto", "always", "never"] | Rule
 # values it makes. benchmarks/decode.py (fp32, 2 CPU threads, 16 heads, R 256, P 32, N = Dv = 64) found both paths equally fast
 # at about 100 queries over 1k tokens, 140 over 4k and 135 over 16k, where this constant is 0.85, 0.71 and 0.73.
 ABSORBED_COST = 0.8
-
-_NEUTRAL_WEIGHT = 2.0**8  # smaller ones are those of trained norms
 
 
 def absorbs(queries: int, cached: int, rank: int, nope: int, rope: int, value: int) -> bool:
@@ -314,10 +313,7 @@ class OwnLatentAttention(LatentAttention):
 def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
     """The constant channels of `kv_a_proj_with_mqa`, `[R + P]` bool, if the latent norm of `module` is neutral.
 
-    Converted checkpoints switch the stock class's RMSNorm off with one or more constant channels: zero weight rows
-    with biases so large that they alone determine the norm, √(Σ b² / R) = w; the norm weight is w on true channels, which
-    undoes the division, and 0 on the constants. Those of 2²⁰, which kvfold once wrote, overflow in fp16; then only
-    the pattern is checked.
+    Converted checkpoints switch the stock class's RMSNorm off so (`attention.neutral`).
 
     Returns:
         None if the norm has an effect and has to run.
@@ -326,16 +322,8 @@ def neutral_constants(module: LatentAttention) -> torch.Tensor | None:
     if type(down) is not nn.Linear or down.bias is None or not down.weight.is_floating_point() or type(norm) is nn.Identity:
         return None
     rank = module.kv_lora_rank
-    weight, rows, bias = norm.weight.detach().double(), down.weight.detach()[:rank], down.bias.detach()[:rank].double()
-    constant = weight == 0
-    true = weight[~constant]
-    if not bool(constant.any()) or not len(true) or bool(rows[constant].any()):
-        return None
-    level = (bias[constant].square().sum() / rank).sqrt()
-    kept = bool(level.isinf()) or bool((true[0] / level - 1).abs() < 2**-8)  # bf16 rounds constants by up to 2⁻⁹
-    if not kept or bool((true != true[0]).any()) or not bool(true[0] >= _NEUTRAL_WEIGHT):
-        return None
-    return nn.functional.pad(constant, (0, module.qk_rope_head_dim))
+    constant = constant_channels(norm.weight.detach(), down.weight.detach()[:rank], down.bias.detach()[:rank])
+    return None if constant is None else nn.functional.pad(constant, (0, module.qk_rope_head_dim))
 
 
 def query_bias_channel(module: LatentAttention) -> int | None:
@@ -361,8 +349,8 @@ def query_bias_channel(module: LatentAttention) -> int | None:
     identity = torch.zeros_like(weight).fill_diagonal_(float(weight[0, 0]))
     if int(riding.sum()) != 1 or bool(constant[:width].any()) or bool((gain[constant & ~riding] != 0).any()):
         return None
-    kept = bool(level.isinf()) or bool(((torch.stack((true[0], bias[riding][0])) / level - 1).abs() < 2**-8).all())
-    if not kept or bool((true != true[0]).any()) or not bool(true[0] >= _NEUTRAL_WEIGHT) or bool((weight != identity).any()):
+    of_one = bool(level.isinf()) or bool((bias[riding][0] / level - 1).abs() < 2**-8)
+    if not of_one or not undone(true, bias[constant], len(bias)) or bool((weight != identity).any()):
         return None
     return int(riding.nonzero())
 

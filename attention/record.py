@@ -173,7 +173,7 @@ class Attention:
             rotary=replace(self.rotary, pairing=pairing),
         )
 
-    def behind_norms(self, clip: float | None = None) -> Attention:
+    def on_projected_inputs(self, clip: float | None = None) -> Attention:
         """The same function, without norms of its own: it reads `projections` that have them. Without QK-norm, itself.
 
         Args:

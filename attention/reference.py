@@ -154,7 +154,7 @@ def _of_heads(read: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _read(x: torch.Tensor, heads: int, projections: Projections | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the queries of each head read `[B, H, T, E]`, and what keys and values read `[B, T, E]`."""
+    """The inputs of each head's queries `[B, H, T, E]`, and of keys and values `[B, T, E]`."""
     if projections is None:
         return x[:, None].expand(-1, heads, -1, -1), x
     p = projections

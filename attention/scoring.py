@@ -1,4 +1,4 @@
-"""What becomes of a head's scaled logits before they are attention, besides that no token sees a later one."""
+"""Changes to a head's scaled logits before they are attention, besides that no token sees a later one."""
 
 from __future__ import annotations
 

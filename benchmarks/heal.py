@@ -66,7 +66,7 @@ def speed(plan: HealPlan, rounds: int) -> None:
     with running(plan, "cpu") as teacher, student_of(plan, "cpu") as student:
         names = trained(student, plan.family, plan.spec.num_layers, "attention")
         what, other = Trainable(student, names), copy.deepcopy(student)
-        schedule = Schedule(4 * rounds, plan.batch, plan.at_once, 1e-5, 0)
+        schedule = Schedule(4 * rounds, plan.batch, plan.micro_batch, 1e-5, 0)
         trainer = Trainer(
             Accelerator(cpu=True),
             Distillation(student, teacher, 0.0, plan.converted.vocabulary),

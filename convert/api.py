@@ -40,8 +40,7 @@ class Conversion:
 
     Attributes:
         plan: The plan of the conversion.
-        record: The content of conversion.json; None after a dry run, and empty in processes that only work on the text
-            (`accelerate launch`).
+        record: The content of conversion.json; None after a dry run.
         expected_seconds: After a dry run, how long the conversion will take here.
     """
 
@@ -78,7 +77,7 @@ class Conversion:
         """The plan's facts and, where the conversion was done, its record."""
         if self.record is None:
             return self.plan.as_dict() | {"expected_seconds": self.expected_seconds}
-        return self.plan.as_dict() | ({"conversion": self.record} if self.record else {})
+        return self.plan.as_dict() | {"conversion": self.record}
 
     def __str__(self) -> str:
         from convert.planning.describe import conversion_text, plan_text

@@ -15,6 +15,7 @@ import click
 
 from attention.errors import Failure, GateMissed, Interrupted, KvfoldError
 from convert import options
+from convert.launch import goes_on_alone, launched_count
 from convert.methods import GROUPED, LATENT
 from eval.escapes import printable, printable_lines, shell_line
 from eval.memory import keep_freed
@@ -55,7 +56,8 @@ class Commands(click.Group):
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="kvfold", prog_name="kvfold")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Convert a Hugging Face checkpoint to a smaller KV cache, and measure the loss.
 
     MODEL is a checkpoint directory, a Hub id with an optional @revision, or a GGUF file, which is unpacked when it
@@ -63,6 +65,12 @@ def main() -> None:
     """
     wait_wisely()
     keep_freed()
+    if ctx.invoked_subcommand != "heal" and (count := launched_count()) > 1:
+        if not goes_on_alone():
+            ctx.exit()
+        click.echo(
+            f"warning: {ctx.invoked_subcommand} runs in one process: the first of the {count} that were launched", err=True
+        )
 
 
 _method = click.option("--method", type=click.Choice(GROUPED), help=f"How to merge KV heads.  [default: {GROUPED[0]}]")
@@ -97,8 +105,7 @@ def _converted(convert: Any, given: dict[str, Any]) -> None:
     options.texts(given)
     as_json, progress = given.pop("as_json"), _console(given)
     done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
-    if done.record != {}:  # of several processes, one reports
-        _show(done.as_dict(), str(done), as_json)
+    _show(done.as_dict(), str(done), as_json)
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""What engines take of the checkpoints that kvfold writes: the sizes of a latent, and the command that serves them.
+"""Checkpoints of kvfold that engines take: the sizes of a latent, and the command that serves them.
 
 Output classes name the engines that run them (`Host.engines`). docs/serving.md says what was run, and with which versions.
 """
@@ -65,7 +65,7 @@ class Engine:
         return max(within)
 
     def note(self, before: AttentionSpec) -> str | None:
-        """What each size of a latent that it takes would hold of a source's cache, or None if it takes any."""
+        """The share of a source's cache that each latent size it takes would hold, or None if it takes any."""
         if not self.latents:
             return None
         whole = before.values_per_token // before.num_layers

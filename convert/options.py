@@ -82,7 +82,7 @@ class Rate(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             rate = 0.0
         if not 0 < rate <= 1:
-            self.fail(f"{value!r} is no learning rate: give auto, or a number above 0 and up to 1, as in 1e-4", param, ctx)
+            self.fail(f"invalid learning rate {value!r}: give auto, or a number above 0 and up to 1, as in 1e-4", param, ctx)
         return "auto" if value == "auto" else rate
 
 

@@ -63,7 +63,7 @@ def read(path: Path) -> list[Step]:
     except OSError:
         raise
     except Exception as error:  # its constructors raise whatever Python does: KeyError for `!!bool perhaps`
-        raise Refusal(f"{path} is no YAML: {' '.join(str(error).split())[:200]}") from None
+        raise Refusal(f"{path} is not valid YAML: {' '.join(str(error).split())[:200]}") from None
     if isinstance(data, dict) and "recipe" in data and "kvfold" in data:  # a conversion.json
         data = _with_own_text(data["recipe"], path.parent / OWN_TEXT)
     steps = data if isinstance(data, list) and data else [data]
@@ -86,12 +86,12 @@ def _with_own_text(recipe: Any, file: Path) -> Any:
 
 def _step(path: Path, number: int, step: Any) -> Step:
     if not (isinstance(step, dict) and len(step) == 1 and isinstance(next(iter(step.values())), dict | None)):
-        raise Refusal(f"{path} is no recipe: step {number} is not one command with its options", hint=_FORM)
+        raise Refusal(f"{path} is not a recipe: step {number} is not one command with its options", hint=_FORM)
     ((name, given),) = step.items()
     for key in (name, *(given or {})):
         if not isinstance(key, str):
             raise Refusal(
-                f"{path} is no recipe: step {number} has a key of type {type(key).__name__}", hint="put it into quotes"
+                f"{path} is not a recipe: step {number} has a key of type {type(key).__name__}", hint="put it into quotes"
             )
     options: dict[str, Any] = {}
     for key, value in (given or {}).items():
@@ -217,7 +217,7 @@ def _values(parameter: click.Parameter, key: str, value: Any, step: str) -> list
 
 
 def _not_a_value(value: Any) -> str | None:
-    """What stands where a string or a number should; it is not shown, since aliases may have made it endless."""
+    """The value that stands where a string or a number should; it is not shown, since aliases may have made it endless."""
     if isinstance(value, bool):
         return "true or false"
     if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:

@@ -19,7 +19,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMG]?i?B)\s*", text, re.IGNORECASE | re.ASCII)
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size < 1:
-        raise Refusal(f"{text!r} is no size: give a number and a unit, as in 5GB or 500MB")
+        raise Refusal(f"invalid size {text!r}: give a number and a unit, as in 5GB or 500MB")
     return size
 
 
@@ -32,7 +32,7 @@ def parse_count(text: str) -> int:
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([kMB]?)\s*", text, re.IGNORECASE | re.ASCII)
     count = round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[match[2].upper()]) if match else 0
     if count < 1:
-        raise Refusal(f"{text!r} is no number of tokens: give one above 0, as in 300k, 20M or 4096")
+        raise Refusal(f"invalid number of tokens {text!r}: give one above 0, as in 300k, 20M or 4096")
     return count
 
 
@@ -69,7 +69,7 @@ def parse_budget(text: str) -> tuple[float, None] | tuple[None, int]:
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMG]?i?B", text, re.IGNORECASE | re.ASCII):
         return None, parse_bytes(text)
     raise Refusal(
-        f"{text!r} is no budget: give a share of the source's cache above 0 and up to 100 %, as in 12.5%, or bytes per "
+        f"invalid budget {text!r}: give a share of the source's cache above 0 and up to 100 %, as in 12.5%, or bytes per "
         "token, as in 4096 or 4KB"
     )
 

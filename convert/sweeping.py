@@ -19,6 +19,7 @@ from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import check_output, partial_path, recorded
 from convert.execute.run import carried_out, execute, expected_duration, inputs_of, works_of
 from convert.healing.closing import heal_result
+from convert.launch import require_alone
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
@@ -26,7 +27,6 @@ from convert.planning.base import Output, Plan, readable
 from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent
-from convert.processes import launched_count
 from eval import report
 from eval.device import compute_device, require_device
 from eval.evaluation import EvaluationSettings, evaluation_work, prepare, report_of
@@ -44,7 +44,7 @@ _LEDGER, REPORT = "sweep.json", "report"  # in DIR
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a sweep should make.
+    """The results that a sweep should make.
 
     Attributes:
         groups: KV heads of GQA; if None and `latents` is None too, halves of the source's.
@@ -126,11 +126,7 @@ def sweep(
     Raises:
         KvfoldError: Finished results stay, for a resumed sweep.
     """
-    if (count := launched_count()) > 1:
-        raise Refusal(
-            f"a sweep runs in one process, not in {count}",
-            hint="several can share gqa, mqa, mla and heal; launch these one by one",
-        )
+    require_alone("a sweep")
     directory, source = plans[0].output.path.parent, plans[0].source
     _, held_out = prepare([source], evaluate_on, settings)  # errors in a text should come before the work
     _foretell(plans, len(held_out.ids[: settings.max_tokens]), settings)
@@ -143,9 +139,7 @@ def sweep(
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the sweep") from None
     except OSError as error:
-        raise Failure(
-            f"the sweep into {directory} stopped: {error}", hint="mend that, then repeat the command with --resume"
-        ) from None
+        raise Failure(f"the sweep into {directory} stopped: {error}", hint="fix the cause and rerun with --resume") from None
 
 
 def _swept(
@@ -291,7 +285,7 @@ def _output(output: Output, name: str) -> Output:
 
 
 def _noted(directory: Path) -> dict[str, Any]:
-    """What the finished results of a sweep in DIR were made from, by name."""
+    """The inputs of the finished results of a sweep in DIR, by name."""
     return unsealed(directory / _LEDGER) or {}
 
 

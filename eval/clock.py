@@ -48,7 +48,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What timings depend on besides the model: the processor of `device`, cores, threads, versions, the current load."""
+    """Conditions of a timing besides the model: the processor of `device`, cores, threads, versions, the current load."""
     is_gpu = device.type == "cuda"
     return {
         "device": str(device),

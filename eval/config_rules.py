@@ -181,7 +181,7 @@ def check_keys(raw: Mapping[str, Any], config_class: type, where: str) -> None:
         read_only = isinstance(found, property) and found.fset is None
         if key.startswith("__") or key == "attribute_map" or callable(found) or read_only:
             raise Refusal(
-                f"{where} has a key {key!r}, which is no setting: transformers' {config_class.__name__} uses that name itself",
+                f"{where} has a key {key!r}, which is not a setting: {config_class.__name__} of transformers uses it itself",
                 hint="take it out",
             )
 

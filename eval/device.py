@@ -44,6 +44,17 @@ def compute_device(name: str) -> Any:
     return torch.device(name)
 
 
+def rough(device: Any) -> Any:
+    """The dtype of products that may be rounded: bfloat16 where the machine multiplies that faster, else float32."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    read = getattr(torch.cpu, "get_capabilities", dict)  # older versions of torch do not tell
+    found: dict[str, object] = read() if device.type == "cpu" else {}
+    return torch.bfloat16 if found.get("avx512_bf16") or found.get("amx_bf16") else torch.float32
+
+
 def free_memory(device: Any) -> int:
     """Bytes still available to tensors on `device`: a GPU's free memory, or this machine's."""
     import torch

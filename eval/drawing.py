@@ -1,4 +1,4 @@
-"""What the drawings of reports share: their style, their axes, and a figure as the inside of an inline SVG."""
+"""The base of the drawings in reports: their style, their axes, and a figure as the inside of an inline SVG."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def legend_columns(names: Sequence[str], width: int) -> int:
 
 
 def series_label(text: str) -> str:
-    """What a legend calls a series. matplotlib leaves out those whose label begins with an underscore."""
+    """A series' name in a legend. matplotlib leaves out those whose label begins with an underscore."""
     shown = printable(text)
     return f" {shown}" if shown.startswith("_") else shown
 

@@ -266,7 +266,7 @@ def require_causal(source: Source) -> None:
     known = type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
     if getattr(source.config, "is_encoder_decoder", False) or not known:
         raise Refusal(
-            f"{source.reference} is no decoder-only language model (model type {source.model_type!r})",
+            f"{source.reference} is not a decoder-only language model (model type {source.model_type!r})",
             hint="it takes a model that AutoModelForCausalLM loads",
         )
 

@@ -35,7 +35,7 @@ _UPDATED = 12  # values of a step of AdamW, and of the norm of gradients, for ea
 
 @dataclass(frozen=True)
 class Work:
-    """What work consists of, whatever the machine. Work adds up, and can be multiplied.
+    """Work, whatever the machine. It adds up, and can be multiplied.
 
     Attributes:
         flops: Of matrix products: two for each weight and token.
@@ -60,7 +60,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device does per second.
+    """The rates of a device, per second.
 
     Attributes:
         device: "cpu", "cuda:0", …
@@ -131,7 +131,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Decoder:
-    """What a token costs in a model, from shapes alone.
+    """The cost of a token in a model, from shapes alone.
 
     Attributes:
         layers: L.

@@ -41,7 +41,7 @@ _ORIGINAL = "convert the checkpoint that it was made from"
 
 @dataclass(frozen=True)
 class Described:
-    """What the header of a file says.
+    """The header of a file.
 
     Attributes:
         path: The file.
@@ -77,7 +77,7 @@ class Described:
             raise Failure(f"cannot read {path}: {error}") from None
         except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise Refusal(f"{path} is no GGUF file, or is incomplete: {reason}", hint="download it again") from None
+            raise Refusal(f"{path} is not a GGUF file, or is incomplete: {reason}", hint="download it again") from None
         sizes: Counter[str] = Counter()
         for tensor in reader.tensors:
             if len(tensor.shape) > 1:

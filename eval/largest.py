@@ -8,37 +8,37 @@ from typing import Any
 import torch
 
 from eval.device import free_memory
-from eval.entrant import Entrant, loaded
+from eval.model_run import ModelRun, loaded
 from eval.workload import Workload, fits
 
 MOST_SEQUENCES = 4096  # where the search ends
 Largest = tuple[int | None, str | None]  # a batch, and why there is none or no larger one
 
 
-def search(entrant: Entrant, contexts: Sequence[int], device: torch.device) -> dict[int, Largest]:
+def search(run: ModelRun, contexts: Sequence[int], device: torch.device) -> dict[int, Largest]:
     """The largest batch at each context. No error may escape, so that the earlier measurements are kept."""
     sizes: dict[int, Largest] = {}
     failed = None
     try:
-        with loaded([entrant], device) as models:
+        with loaded([run], device) as models:
             for context in contexts:
-                sizes[context] = _largest(entrant, models[0], context, device)
+                sizes[context] = _largest(run, models[0], context, device)
     except Exception as error:  # after a failed search a GPU may neither load nor free memory
-        failed = _failed(entrant, error)
+        failed = _failed(run, error)
     return {context: sizes.get(context, (None, failed)) for context in contexts}
 
 
 @torch.no_grad()
-def _largest(entrant: Entrant, model: Any, context: int, device: torch.device) -> Largest:
+def _largest(run: ModelRun, model: Any, context: int, device: torch.device) -> Largest:
     try:
-        size = largest_batch(model, context, free_memory(device), entrant.cache_bytes(1, context))
+        size = largest_batch(model, context, free_memory(device), run.cache_bytes(1, context))
     except Exception as error:  # kernels, their compilers and the driver have their own limits and exception classes
-        return None, _failed(entrant, error)
+        return None, _failed(run, error)
     return size, f"the search ends at {MOST_SEQUENCES}" if size == MOST_SEQUENCES else None
 
 
-def _failed(entrant: Entrant, error: Exception) -> str:
-    return f"the search failed for {entrant.source.name}: {' '.join(str(error).split())[:200] or type(error).__name__}"
+def _failed(run: ModelRun, error: Exception) -> str:
+    return f"the search failed for {run.source.name}: {' '.join(str(error).split())[:200] or type(error).__name__}"
 
 
 def largest_batch(model: Any, context: int, room: int, bytes_per_sequence: int) -> int:

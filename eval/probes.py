@@ -40,7 +40,7 @@ class Probe(Protocol):
         """The figures of a loaded model, as in report.json; `name` is for messages."""
 
     def record(self) -> dict[str, Any]:
-        """What the figures depend on besides the model, as in report.json."""
+        """Conditions of the figures besides the model, as in report.json."""
 
 
 PROBES: tuple[type[Probe], ...] = (Recall, Tasks)

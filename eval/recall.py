@@ -115,7 +115,7 @@ class Recall:
         return cls(tuple(_reading(opening, text, ids, distances, generator) for text in texts), tuple(distances))
 
     def record(self) -> dict[str, Any]:
-        """What the figures depend on besides the model."""
+        """Conditions of the figures besides the model."""
         pairs = Counter(distance for sequence in self.sequences for distance in sequence.distances)
         return {"copy_tokens": COPY, "pairs": {str(distance): pairs[distance] for distance in self.distances}}
 

@@ -35,7 +35,7 @@ def seal(path: Path, noted: Mapping[str, Any]) -> None:
 
 
 def unsealed(path: Path) -> dict[str, Any] | None:
-    """What `seal` wrote, or None if the file is not there or not as it was written."""
+    """The object that `seal` wrote, or None if the file is not there or not as it was written."""
     found = read_object(path) or {}
     noted = found.get("noted")
     return noted if isinstance(noted, dict) and found.get("sha256") == _hash(noted) else None
@@ -57,7 +57,7 @@ def seal_tensors(path: Path, tensors: Mapping[str, torch.Tensor], note: Mapping[
 
 
 def unsealed_tensors(path: Path, known: bool = False) -> Content | None:
-    """What `seal_tensors` wrote, or None if the file is not there or not as it was written.
+    """The tensors that `seal_tensors` wrote, or None if the file is not there or not as it was written.
 
     Args:
         path: The file.

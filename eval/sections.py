@@ -115,7 +115,7 @@ def _at_context(other: Report) -> Iterator[Section]:
 
 
 def _by_position(models: list[Model], context: int) -> Iterator[Section]:
-    """What each converted model loses early and late in its blocks; nothing if there is one bucket."""
+    """The loss of each converted model early and late in its blocks; nothing if there is one bucket."""
     source, *others = models
     places = source.get("loss_by_position", [])
     if len(places) < 2 or not others:

@@ -134,7 +134,7 @@ class Source:
 
     @cached_property
     def code_note(self) -> str | None:
-        """What there is to say of kvfold's own files in it (`attention.models.unlike_ours`)."""
+        """A remark on kvfold's own files in it (`attention.models.unlike_ours`)."""
         return models.unlike_ours(self.files) if models.provides(self.model_type) else None
 
     @cached_property

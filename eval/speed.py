@@ -19,10 +19,10 @@ from attention.errors import Failure, Refusal
 from eval.capacity import GIGABYTE
 from eval.clock import hardware, spread, timed
 from eval.device import compute_device, free_memory, memory_for, require_device
-from eval.entrant import Entrant, describe, entrants, loaded
 from eval.evaluation import require_causal, require_contexts
 from eval.forecast import Decoder, Work, foretell
 from eval.largest import Largest, search
+from eval.model_run import ModelRun, describe, loaded, model_runs
 from eval.progress import Progress, silent, stage
 from eval.source import Source
 from eval.workload import Workload, weight_bytes
@@ -35,7 +35,7 @@ _NO_LARGEST = "not searched for on a CPU, where memory that is not there is lent
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What to measure.
+    """Settings of a measurement.
 
     Attributes:
         batches: Batch sizes.
@@ -90,14 +90,14 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
         Refusal: The settings or the configs do not allow it.
         Failure: A model cannot be loaded, or there is not enough memory.
     """
-    entered, cases = check(sources, settings)
+    runs, cases = check(sources, settings)
     device = compute_device(settings.device)
     setup = hardware(device)  # includes the load before the first round
-    _require_memory(entered, cases, device)
-    together = len(entered) > 1 and not settings.compile and _fit_together(entered, cases, device)
-    groups = [entered] if together else [[entrant] for entrant in entered]
-    _foretell(entered, cases, settings, device)
-    total = len(entered) * len(cases) * settings.rounds
+    _require_memory(runs, cases, device)
+    together = len(runs) > 1 and not settings.compile and _fit_together(runs, cases, device)
+    groups = [runs] if together else [[run] for run in runs]
+    _foretell(runs, cases, settings, device)
+    total = len(runs) * len(cases) * settings.rounds
     found: list[dict[str, Any]] = []
     with stage(progress, "bench", total, "round") as done:
         for group in groups:
@@ -108,37 +108,37 @@ def run(sources: Sequence[Source], settings: BenchSettings, progress: Progress =
                     for entry, row in zip(figures, rows, strict=True):
                         entry["cases"].append(row)
             found += figures
-    _add_largest(entered, found, settings, device)
+    _add_largest(runs, found, settings, device)
     _add_ratios(found)
-    order = None if len(entered) == 1 else "alternating" if together else "one after another"
+    order = None if len(runs) == 1 else "alternating" if together else "one after another"
     asked = {"rounds": settings.rounds, "steps": settings.steps, "compile": settings.compile, "order": order}
     return {"kvfold": version("kvfold"), "setup": setup | asked, "models": found}
 
 
-def work_of(entrant: Entrant, decoder: Decoder, cases: Sequence[Case], settings: BenchSettings) -> Work:
+def work_of(run: ModelRun, decoder: Decoder, cases: Sequence[Case], settings: BenchSettings) -> Work:
     """The work of measuring a model in one runtime: without compilation, and without the search for the largest batch."""
     total, rounds = decoder.load(), settings.rounds
     for case in cases:
         prefill = decoder.forward(case.batch * case.context, case.context, case.batch, 1)
         step = decoder.forward(case.batch, case.context, passes=1)
-        step += Work(bytes=entrant.weight_bytes + _CACHE_READ * entrant.cache_bytes(*case))
+        step += Work(bytes=run.weight_bytes + _CACHE_READ * run.cache_bytes(*case))
         total += (rounds + 1) * prefill + (1 + _WARM_UP + rounds * (1 + settings.steps)) * step
     return total
 
 
-def _foretell(entered: Sequence[Entrant], cases: Sequence[Case], settings: BenchSettings, device: torch.device) -> None:
+def _foretell(runs: Sequence[ModelRun], cases: Sequence[Case], settings: BenchSettings, device: torch.device) -> None:
     """Say how long it takes."""
     work, width = Work(), 0
-    for entrant in entered:
-        decoder = Decoder.of(entrant.source.config, entrant.source.trust_remote_code)
-        work, width = work + work_of(entrant, decoder, cases, settings), decoder.width
+    for run in runs:
+        decoder = Decoder.of(run.source.config, run.source.trust_remote_code)
+        work, width = work + work_of(run, decoder, cases, settings), decoder.width
     searched = settings.largest_batch and device.type != "cpu"
     named = [("compilation", settings.compile), ("the search for the largest batch", searched)]
     without = " and ".join(name for name, there in named if there)
-    foretell(work, device, width, entered[0].dtype, without)
+    foretell(work, device, width, runs[0].dtype, without)
 
 
-def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Entrant], list[Case]]:
+def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[ModelRun], list[Case]]:
     """Check settings and configs. Returns the models in their runtimes, and the sizes to measure at."""
     require_device(settings.device)
     for name, least in (("batches", 1), ("contexts", 2), ("steps", 1), ("rounds", 1)):
@@ -149,60 +149,60 @@ def check(sources: Sequence[Source], settings: BenchSettings) -> tuple[list[Entr
         require_causal(source)
     contexts = require_contexts(sources, settings.contexts)
     device = compute_device(settings.device)
-    entered = [entrant for source in sources for entrant in entrants(source, settings.dtype, device, settings.stock)]
-    if settings.stock and not any(entrant.ours for entrant in entered):
+    runs = [run for source in sources for run in model_runs(source, settings.dtype, device, settings.stock)]
+    if settings.stock and not any(run.ours for run in runs):
         raise Refusal(
             "none of these models has latent or grouped attention, so there is no stock runtime to compare with",
             hint="leave --stock out",
         )
     # The largest first, so that a lack of memory shows at once.
     cases = [Case(*size) for size in itertools.product(settings.batches, contexts)]
-    return entered, sorted(dict.fromkeys(cases), key=lambda case: -case.batch * case.context)
+    return runs, sorted(dict.fromkeys(cases), key=lambda case: -case.batch * case.context)
 
 
-def _require_memory(entered: Sequence[Entrant], cases: Sequence[Case], device: torch.device) -> None:
+def _require_memory(runs: Sequence[ModelRun], cases: Sequence[Case], device: torch.device) -> None:
     """Fail if weights and cache alone exceed the free memory; on a CPU, the system would kill the process instead.
 
     Raises:
         Failure: They exceed it.
     """
     free = free_memory(device)
-    for entrant in entered:
-        case = max(cases, key=lambda case: entrant.cache_bytes(*case))
-        cache = entrant.cache_bytes(*case)
-        if entrant.weight_bytes + cache > free:
-            most = int((free - entrant.weight_bytes) // entrant.cache_bytes(1, case.context))
+    for run in runs:
+        case = max(cases, key=lambda case: run.cache_bytes(*case))
+        cache = run.cache_bytes(*case)
+        if run.weight_bytes + cache > free:
+            most = int((free - run.weight_bytes) // run.cache_bytes(1, case.context))
             raise Failure(
-                f"{entrant.source.name} at {case} takes {_gigabytes(entrant.weight_bytes)} of weights and {_gigabytes(cache)} "
-                f"of KV cache in {entrant.dtype}; {device} has {_gigabytes(free)} free",
+                f"{run.source.name} at {case} takes {_gigabytes(run.weight_bytes)} of weights and {_gigabytes(cache)} "
+                f"of KV cache in {run.dtype}; {device} has {_gigabytes(free)} free",
                 hint=f"use --batch {most} or less at this context"
                 if most > 0
                 else "use a shorter --context or a smaller --dtype",
             )
 
 
-def _fit_together(entered: Sequence[Entrant], cases: Sequence[Case], device: torch.device) -> bool:
-    caches = max(sum(entrant.cache_bytes(*case) for entrant in entered) for case in cases)
+def _fit_together(runs: Sequence[ModelRun], cases: Sequence[Case], device: torch.device) -> bool:
+    caches = max(sum(run.cache_bytes(*case) for run in runs) for case in cases)
     # Half, since prefills need memory too, and how much is known only afterwards.
-    return sum(entrant.weight_bytes for entrant in entered) + caches <= free_memory(device) / 2
+    return sum(run.weight_bytes for run in runs) + caches <= free_memory(device) / 2
 
 
 @torch.no_grad()  # as in `generate`
 def _measure(
-    entered: Sequence[Entrant], models: Sequence[Any], case: Case, settings: BenchSettings, done: Callable[[int], None]
+    runs: Sequence[ModelRun], models: Sequence[Any], case: Case, settings: BenchSettings, done: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """One row for each of `entered`, which take turns; a different one begins each round."""
+    """One row for each of `runs`, which take turns; a different one begins each round."""
     workloads, rows = [], []
-    for entrant, model in zip(entered, models, strict=True):
-        with _memory_for(entrant, case):
+    for run, model in zip(runs, models, strict=True):
+        with _memory_for(run, case):
             workloads.append(Workload(model, *case))
-            rows.append({**case._asdict(), **_warm_up(workloads[-1], entrant, settings)})
+            rows.append({**case._asdict(), **_warm_up(workloads[-1], run, settings)})
     prefills: list[list[float]] = [[] for _ in rows]
     steps: list[list[float]] = [[] for _ in rows]
     for turn in range(settings.rounds):
         for index in range(len(rows))[:: -1 if turn % 2 else 1]:
             work, device = workloads[index], workloads[index].ids.device
-            with _memory_for(entered[index], case):
+            with _memory_for(runs[index], case):
                 prefills[index] += timed(device, work.prefill, work.to_start, 1)
                 timed(device, work.step, work.to_last, 1)  # the first step after other work is slower
                 taken = timed(device, work.step, work.to_last, settings.steps)
@@ -213,13 +213,13 @@ def _measure(
     return rows
 
 
-def _warm_up(work: Workload, entrant: Entrant, settings: BenchSettings) -> dict[str, Any]:
+def _warm_up(work: Workload, run: ModelRun, settings: BenchSettings) -> dict[str, Any]:
     """Everything but step times: the backend, the memory, the chunks of the prefill, the time of compilation."""
-    device, name = work.ids.device, entrant.source.name
+    device, name = work.ids.device, run.source.name
     work.fill()
-    work.check_cache(name, entrant.spec, entrant.dtype)
+    work.check_cache(name, run.spec, run.dtype)
     with kernels.watched() as served:
-        work.check_logits(name, entrant.dtype)
+        work.check_logits(name, run.dtype)
     backend, reason = next(iter(served.items()), (None, None))
     found: dict[str, Any] = {
         "backend": backend,
@@ -234,7 +234,7 @@ def _warm_up(work: Workload, entrant: Entrant, settings: BenchSettings) -> dict[
     if settings.compile:
         work.compile(settings.backend)
         (found["compile_seconds"],) = timed(device, work.step, work.to_last, 1)
-        work.check_logits(name, entrant.dtype)
+        work.check_logits(name, run.dtype)
     timed(device, work.step, work.to_last, _WARM_UP)
     return found
 
@@ -278,22 +278,20 @@ def _weights_read(model: Any) -> int | None:
     return weight_bytes(model) - looked_up
 
 
-def _memory_for(entrant: Entrant, case: Case) -> AbstractContextManager[None]:
-    what = f"{entrant.source.name} at {case} in {entrant.dtype}"
+def _memory_for(run: ModelRun, case: Case) -> AbstractContextManager[None]:
+    what = f"{run.source.name} at {case} in {run.dtype}"
     return memory_for(what, "use a smaller --batch or a shorter --context; `convert plan` says what fits by arithmetic")
 
 
-def _add_largest(
-    entered: Sequence[Entrant], found: list[dict[str, Any]], settings: BenchSettings, device: torch.device
-) -> None:
+def _add_largest(runs: Sequence[ModelRun], found: list[dict[str, Any]], settings: BenchSettings, device: torch.device) -> None:
     """Add the largest batch that fits at each context, with one model in memory at a time, or the reason for none."""
-    for entrant, entry in zip(entered, found, strict=True):
+    for run, entry in zip(runs, found, strict=True):
         sizes: dict[int, Largest]
         contexts = sorted({row["context"] for row in entry["cases"]})
         if device.type == "cpu" or not settings.largest_batch:
             sizes = dict.fromkeys(contexts, (None, _NO_LARGEST if device.type == "cpu" else "not asked for"))
         else:
-            sizes = search(entrant, contexts, device)
+            sizes = search(run, contexts, device)
         for row in entry["cases"]:
             row["largest_batch"], row["largest_batch_reason"] = sizes[row["context"]]
 

@@ -84,7 +84,7 @@ class Tasks:
         return cls(wanted, manager, sources[0].tokenizer(), position_limit(sources) or _CONTEXT)
 
     def record(self) -> dict[str, Any]:
-        """What the figures depend on besides the model."""
+        """Conditions of the figures besides the model."""
         return {
             "lm_eval": version("lm_eval"),
             "limit": self.settings.limit,

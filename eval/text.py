@@ -170,7 +170,7 @@ def text_of(given: str | Path | Sequence[str]) -> Text:
 
 
 def about_tokens(given: str | Path | Sequence[str] | None, most: int | None = None) -> int:
-    """About how many tokens a text has, by its size alone, but at most `most`; that many of one that is no file or strings."""
+    """About how many tokens a text has, by its size alone, but at most `most`; `most` of what is neither a file nor strings."""
     if given is None:
         return most or 0
     if isinstance(given, str | Path):

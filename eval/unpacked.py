@@ -51,7 +51,7 @@ def unpacked(path: Path) -> Unpacked:
     """The checkpoint of a file; the first call makes it, and takes the memory of all its weights.
 
     Raises:
-        Refusal: The package gguf is missing, the file is no GGUF file, or it has something that transformers does not read.
+        Refusal: The package gguf is missing, the file is not a GGUF file, or it has something that transformers does not read.
         Failure: The file cannot be read, or the checkpoint cannot be written.
     """
     import transformers
@@ -84,7 +84,7 @@ def unpacked(path: Path) -> Unpacked:
 
 
 def entries() -> list[Unpacked]:
-    """What is in the cache and whole, by the names of the files."""
+    """Whole entries of the cache, by the names of the files."""
     found = (_whole(place) for place in _places())
     return sorted((entry for entry in found if entry is not None), key=lambda entry: str(entry.file))
 
@@ -149,7 +149,7 @@ def _files(directory: Path) -> dict[str, list[int]]:
 
 @contextlib.contextmanager
 def _alone(cache: Path) -> Iterator[None]:
-    """What one run at a time may do; the system lets the next one in where a run was killed."""
+    """Hold the cache for one run at a time; the system lets the next one in where a run was killed."""
     lock = FileLock(cache / _LOCK)
     try:
         lock.acquire(timeout=0)

@@ -86,7 +86,7 @@ def factored_behind_norms() -> FactoredAttention:
     a = record(nope=2, norm="head")
     (heads, dim, _), (groups, *_) = a.q.shape, a.k.shape
     queries, kept = (factored(heads, width=width, biased=False, value=dim) for width in (dim, 2 * groups * dim))
-    projections = a.behind_norms().projections
+    projections = a.on_projected_inputs().projections
     return dataclasses.replace(kept, q_nope=queries.q_nope, q_rope=queries.q_rope, o=a.o, projections=projections)
 
 

@@ -15,7 +15,6 @@ from convert.calibration.stream import LayerStream
 from convert.checkpoint.reader import TensorInfo
 from convert.families import FAMILIES
 from convert.methods.blocks import Blocks
-from convert.processes import ALONE
 
 CPU = torch.device("cpu")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,4 +91,4 @@ def model_of(case: str = "llama") -> Any:
 def of_blocks(count: int, context: int, width: int) -> Any:
     """As much of a stream as sums have to know."""
     text = Blocks.whole(torch.zeros(count, context))
-    return types.SimpleNamespace(text=text, width=width, device=CPU, processes=ALONE, rows_before=0)
+    return types.SimpleNamespace(text=text, width=width, device=CPU)

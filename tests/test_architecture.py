@@ -23,18 +23,18 @@ ROOMS = {
     "sizes": set[str](),
     "hosts": {"families"},
     "engines": {"families", "hosts"},
-    "planning": {"families", "methods", "hosts", "engines", "checkpoint", "processes"},
-    "processes": set[str](),
-    "calibration": {"methods", "checkpoint", "processes"},
-    "execute": {"families", "methods", "hosts", "engines", "checkpoint", "planning", "processes", "calibration"},
-    "sweeping": {"methods", "checkpoint", "planning", "processes", "execute", "healing"},
-    "healing": {"families", "checkpoint", "planning", "processes", "calibration", "execute"},
+    "planning": {"families", "methods", "hosts", "engines", "checkpoint"},
+    "launch": set[str](),
+    "calibration": {"methods", "checkpoint"},
+    "execute": {"families", "methods", "hosts", "engines", "checkpoint", "planning", "launch", "calibration"},
+    "sweeping": {"methods", "checkpoint", "planning", "launch", "execute", "healing"},
+    "healing": {"families", "checkpoint", "planning", "launch", "calibration", "execute"},
     "demo": {"planning", "sweeping"},
     "api": {"methods", "sizes", "engines", "planning", "execute", "healing", "sweeping"},
     "options": {"sizes", "engines"},
     "console": set[str](),
     "recipe": set[str](),
-    "cli": {"api", "options", "console", "recipe", "methods", "planning", "demo"},
+    "cli": {"api", "launch", "options", "console", "recipe", "methods", "planning", "demo"},
     "__init__": {"api"},
 }
 # Modules that are named like a model type's or a method's home may say its name.
@@ -59,7 +59,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and value of every string constant that is no docstring."""
+    """Line and value of every string constant other than docstrings."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:

@@ -35,7 +35,6 @@ from convert.methods.blocks import Blocks
 from convert.methods.grouped import Draw, reordered
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Statistics
-from convert.processes import ALONE
 
 X = inputs(20, tokens=6)
 SURVEYED, ASSUMED = measured(X), Statistics.assumed(20)  # on the CPU, as they come from the disk and from gains
@@ -296,7 +295,7 @@ class Stream:
     text = Blocks.whole(torch.zeros(4, 6))
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.processes = device, ALONE
+        self.device = device
 
     def select(self, layer: int, rows: Sequence[int]) -> list[torch.Tensor]:
         return [X[[row % len(X) for row in rows]].to(self.device)]

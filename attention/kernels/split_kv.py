@@ -65,7 +65,7 @@ def _width(padded, chunk):
 
 @triton.constexpr_function
 def _unseen(mask):
-    """What a mask of this kind says of a token that is not seen."""
+    """The value of a mask of this kind for a token that is not seen."""
     return 0 if mask == "bool" else float("-inf")
 
 
@@ -214,7 +214,7 @@ def _attend(
                 scores += (tl.maximum(said.to(tl.float32), -2e38) * 1.4426950408889634)[None, :]
             scores = tl.where(seen[None, :], scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(higher > float("-inf"), higher, 0.0)  # −∞ − −∞ is no number
+            base = tl.where(higher > float("-inf"), higher, 0.0)  # −∞ − −∞ is NaN
             rescale = tl.exp2(top - base)
             p = tl.exp2(scores - base[:, None])
             weight = weight * rescale + tl.sum(p, 1)

@@ -26,7 +26,7 @@ def provides(model_type: str) -> bool:
 
 
 def unlike_ours(directory: Path) -> str | None:
-    """What there is to say of a checkpoint of kvfold's class that comes with other code than this version's, or None.
+    """A remark on a checkpoint of kvfold's class that comes with other code than this version's, or None.
 
     Where kvfold runs a checkpoint of its class, it runs its own code. Those who load it without kvfold run what lies beside it.
     """

@@ -32,7 +32,7 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  
 
 
 class _Attention(nn.Module):
-    """What both kinds of attention have.
+    """The base of both kinds of attention.
 
     Args:
         config: The whole model's config.

@@ -23,8 +23,8 @@ from convert.calibration.least_squares import (
     grouped,
     missing,
     ridged,
-    rough,
 )
+from eval.device import rough
 
 _LEAST = 1e-3  # of the queries' mean power: a dim that they hardly use
 

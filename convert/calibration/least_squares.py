@@ -2,6 +2,10 @@
 
 All take a few steps of preconditioned conjugate gradients over some spans of tokens. Queries and keys minimise
 E_t Var_{s ~ p_t} of what a result's logits lack, with p_t the source's attention of token t.
+
+Fits of keys and values multiply large matrices in `eval.device.rough`. What logits and outputs lack is computed in fp32
+before it is rounded, so that nothing lacks where a result is exact. They lose nothing by it; fits of queries do, and stay in
+fp32 (docs/results.md).
 """
 
 from __future__ import annotations
@@ -59,19 +63,6 @@ def centred(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Half the gradient of the logits' variances under the weights, `[h, t, s]`; it takes the place of the logits."""
     pull = logits.mul_(weights)
     return pull.addcmul_(weights, pull.sum(-1, keepdim=True), value=-1)
-
-
-def rough(device: torch.device) -> torch.dtype:
-    """The dtype of the products of large matrices in a fit: bfloat16 where the machine multiplies that faster.
-
-    What logits and outputs lack is computed in fp32 before it is rounded, so that nothing lacks where a result is exact. Fits
-    of keys and values lose nothing by it; those of queries do, and stay in fp32 (docs/results.md).
-    """
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    read = getattr(torch.cpu, "get_capabilities", dict)  # older versions of torch do not tell
-    found: dict[str, object] = read() if device.type == "cpu" else {}
-    return torch.bfloat16 if found.get("avx512_bf16") or found.get("amx_bf16") else torch.float32
 
 
 def grouped(rows: torch.Tensor, groups: int) -> torch.Tensor:

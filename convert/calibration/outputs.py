@@ -12,7 +12,6 @@ import torch
 
 from attention.record import Record
 from attention.spread import evenly_spread
-from convert.processes import ALONE, Processes
 
 _RIDGES = (1e-3, 1e-2, 1e-1)  # of the mean square of what a dim of a head reads; 1 was chosen everywhere, and lost more
 _JUDGED = 1024  # outputs, by which ridges are compared: solving for all outputs of a wide model takes long
@@ -83,12 +82,10 @@ class OutputFit:
 
     Args:
         record: Its `o`, and `o_bias` if it has one, are what is fitted.
-        processes: Those that share the text.
-        before: The blocks of the text before those that this process sees.
     """
 
-    def __init__(self, record: Record, processes: Processes = ALONE, before: int = 0) -> None:
-        self._record, self._processes, self._blocks = record, processes, before
+    def __init__(self, record: Record) -> None:
+        self._record, self._blocks = record, 0
         self._halves = [_Sums.none(record) for _ in range(2)]  # of the blocks with even numbers, and of those with odd ones
 
     def see(self, read: torch.Tensor, target: torch.Tensor) -> None:
@@ -115,9 +112,7 @@ class OutputFit:
         )
 
     def record(self) -> Record:
-        """The record with its output projection fitted to what all processes have seen. Called once."""
-        for sums in self._halves:
-            self._processes.add(*sums.tensors)
+        """The record with its output projection fitted to what was seen."""
         a, total = self._record, self._halves[0] + self._halves[1]
         if total.missing_energy <= _ROUNDING * total.target_energy:
             return a

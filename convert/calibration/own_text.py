@@ -19,9 +19,8 @@ import torch
 from attention.errors import Failure
 from attention.patch import prepared
 from attention.spec import AttentionSpec
-from convert.calibration.least_squares import rough
 from convert.checkpoint.shelf import Shelf
-from eval.device import input_device, memory_for, whole_memory
+from eval.device import input_device, memory_for, rough, whole_memory
 from eval.evaluation import EvaluationSettings, load
 from eval.perplexity import finite
 from eval.progress import Progress, stage
@@ -43,7 +42,7 @@ _MARKS = "⟦1⟧", "⟦2⟧", "⟦3⟧"  # of turns, which no template holds
 
 @dataclass(frozen=True)
 class Turns:
-    """What a chat template puts around turns, as token ids.
+    """The frame that a chat template puts around turns, as token ids.
 
     Attributes:
         opening: Before the first turn of the user.
@@ -168,7 +167,7 @@ def own_text(
     progress: Progress,
     otherwise: str = _OTHERWISE,
 ) -> torch.Tensor:
-    """What a model writes: `[rows, length]`, int64.
+    """A model's own text: `[rows, length]`, int64.
 
     Every token is drawn by the probability that the model gives it: with colder and with hotter samples, conversions lost more.
     Every other row is a conversation, where the model has a chat template. A text that ends is followed by

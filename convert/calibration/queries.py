@@ -80,7 +80,7 @@ def _together(count: int, context: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class _Met:
-    """What the queries of some heads meet in one block.
+    """Keys that the queries of some heads meet in one block.
 
     Attributes:
         queries: `[h, n, D]`, the source's of the fitted tokens, before they are rotated.

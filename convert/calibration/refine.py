@@ -25,7 +25,7 @@ from convert.calibration.stream import LayerStream
 
 _RATES = (0.03, 0.003)  # first step, as a share of a matrix's root mean square; chosen on text that no reported figure uses
 _WARM = 0.05  # share of all steps
-_TOKENS = 2048  # tokens per step, but at least one row for each process
+_TOKENS = 2048  # tokens per step, but at least one row
 _JUDGED = 8192  # tokens of a trial that no step sees
 _TOLERATED = 1.1  # times the error there: whole models still gain from steps on all blocks
 _NOTHING = 1e-12  # share of the input's energy
@@ -65,7 +65,7 @@ def refined(
 
 
 class _Fit:
-    """What a layer is fitted to.
+    """The aim of a layer's fit.
 
     Args:
         run: `(input [b, t, E], weights by their names) -> output`.
@@ -77,22 +77,17 @@ class _Fit:
 
     def __init__(self, run: Run, write: Write, student: LayerStream, teacher: LayerStream, layer: int) -> None:
         self._run, self._write, self._student, self._teacher, self._layer = run, write, student, teacher, layer
-        self._processes = student.processes
         text = student.text
         self.rows = list(range(len(text.rows)))
         self.fitted, others = text.parted()
-        # Rows per step; processes would have nothing to do with fewer of them.
-        self._count = min(len(self.fitted), max(self._processes.count, _TOKENS // text.context))
+        self._count = min(len(self.fitted), max(1, _TOKENS // text.context))  # rows per step
         self._others = [others[i] for i in spread_blocks(_JUDGED, len(others), text.context)]
 
     def judged(self, record: Record) -> float:
         """The error on rows that no step of a trial sees."""
         parts = [self._others[start : start + self._count] for start in range(0, len(self._others), self._count)]
         with torch.no_grad():
-            own = sum(float(self._error(record, part)) * len(part) for part in parts)
-        error = torch.tensor(own, dtype=torch.float64, device=self._student.device)
-        self._processes.add(error)
-        return float(error) / len(self._others)
+            return sum(float(self._error(record, part)) * len(part) for part in parts) / len(self._others)
 
     def descended(self, record: Record, rate: float, steps: int, seed: int, rows: list[int]) -> Record:
         """The record that steps at this rate on these rows lead to."""
@@ -103,25 +98,20 @@ class _Fit:
         for step in range(steps):
             for gradient in weights.gradients:
                 gradient.zero_()
-            error = self._error(weights.record(), order[step * count : (step + 1) * count])
-            if error.requires_grad:  # not if all rows are those of other processes
-                error.backward()
-            self._processes.add(*weights.gradients)
+            self._error(weights.record(), order[step * count : (step + 1) * count]).backward()
             for optimiser, rates in zip(optimisers, schedule, strict=True):
                 optimiser.step()
                 rates.step()
         return weights.detached()
 
     def _error(self, record: Record, rows: Sequence[int]) -> torch.Tensor:
-        """This process's share of the error on these rows, which is the sum over all processes."""
+        """The error on these rows."""
         tensors, sums = self._write(record), torch.zeros(2, device=self._student.device)
-        own = [rows[i] for i in self._processes.part(len(rows))]
-        inputs, expected = self._student.select(self._layer, own), self._teacher.select(self._layer + 1, own)
+        inputs, expected = self._student.select(self._layer, rows), self._teacher.select(self._layer + 1, rows)
         for x, y in zip(inputs, expected, strict=True):
             sums = sums + _energies(self._run(x, tensors) - y, y - x, x, y)
-        energy = sums[1].detach().clone()
-        self._processes.add(energy)
-        return sums[0] / energy
+        missing, energy = sums
+        return missing / energy.detach()
 
 
 def _energies(missing: torch.Tensor, added: torch.Tensor, inputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 The model is built without weights and takes them from the checkpoint as transformers' own loading would. A probing pass
 through its own forward, with recorders in place of the layers, shows the arguments of each layer (masks, rotary tables,
-…), so that any class works, of a source or of a result. Several processes run a part of the text each, and share the files.
+…), so that any class works, of a source or of a result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from convert.checkpoint.loading import ClassTensors, Read, empty_model
 from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.writer import require_finite
 from convert.methods.blocks import Blocks
-from convert.processes import ALONE, Processes
 from eval.memory import release
 
 _TOKENS = 4096  # tokens per forward pass, unless one row is longer
@@ -46,8 +45,6 @@ class LayerStream:
             appears when it is complete, and replaces the one before it, so that an interrupted run can continue there.
         device: The device on which layers run.
         trust_remote_code: As in transformers.
-        processes: Those that share the work. Each calls the same methods; the callbacks of `observe` and `advance` get its own
-            part of the text.
     """
 
     def __init__(
@@ -60,16 +57,13 @@ class LayerStream:
         spool: Path,
         device: torch.device,
         trust_remote_code: bool = False,
-        processes: Processes = ALONE,
     ) -> None:
         model = pad_values(empty_model(config, trust_remote_code))
         self._model, self._read, self.text, self._spool, self.device = model, read, text, spool, device
         self._tensors = ClassTensors(model, infos)
         self._attentions = list(attentions)
         self.width = int(config.get_text_config(decoder=True).hidden_size)
-        assert len(text.rows) >= processes.count, "each process has a part of the text"
-        self.processes, self._batches = processes, text.batches(min(_TOKENS, text.rows.numel() // processes.count))
-        self._own = processes.part(len(self._batches))
+        self._batches = text.batches(min(_TOKENS, text.rows.numel()))
         self._arguments: dict[tuple[int, int], list[_Call]] = {}  # by blocks and their length
         self._trusted: set[int] = set()  # layers whose inputs this object has written or checked
         embeddings = model.get_input_embeddings()
@@ -83,16 +77,6 @@ class LayerStream:
     @property
     def num_layers(self) -> int:
         return len(self._attentions)
-
-    @property
-    def rows_before(self) -> int:
-        """The rows of the text before this process's own."""
-        return self._batches[self._own.start][0]
-
-    @property
-    def blocks_before(self) -> int:
-        """The blocks of the text before this process's own."""
-        return sum(self.text.cuts[: self.rows_before])
 
     @property
     def ready(self) -> set[int]:
@@ -109,7 +93,7 @@ class LayerStream:
         require_finite(self._embedding, embeddings.weight)
         try:
             with self._loaded(self._around()), self._writing(0) as write:
-                for rows in (self._batches[batch] for batch in self._own):
+                for rows in self._batches:
                     embedded = embeddings(self.text.shaped(rows, ids[rows])).to(self.device)
                     write(self._calls(embedded, first_only=True)[0].hidden)
         finally:
@@ -124,7 +108,7 @@ class LayerStream:
             raise _EnoughError
 
         with self._loaded(self._within(layer, attention=False)), self._watched(layer, see_and_stop):
-            for batch in self._own:
+            for batch in range(len(self._batches)):
                 with contextlib.suppress(_EnoughError):
                     self._forward(layer, self.batch(layer, batch))
 
@@ -154,16 +138,15 @@ class LayerStream:
         note = None if attended is None else out.append
         loaded = self._loaded(self._within(layer), weights)
         with loaded, self._watched(layer, see, note, output), self._writing(layer + 1) as write:
-            for batch in self._own:
+            for batch in range(len(self._batches)):
                 inputs = self.batch(layer, batch)
                 write(self._forward(layer, inputs))
                 if attended:
                     attended(batch, inputs, out.pop())
             if then:
                 then()
-        if self.processes.leads:
-            for earlier in self.ready - {layer + 1, *([layer] if keep else [])}:
-                self._inputs(earlier).unlink()
+        for earlier in self.ready - {layer + 1, *([layer] if keep else [])}:
+            self._inputs(earlier).unlink()
         release()
 
     @contextlib.contextmanager
@@ -188,8 +171,6 @@ class LayerStream:
 
     def discard(self) -> None:
         """Remove the spooled inputs."""
-        if not self.processes.leads:
-            return
         for path in self._spool.parent.glob(f"{self._spool.name}-*"):
             path.unlink()
 
@@ -201,30 +182,17 @@ class LayerStream:
     @contextlib.contextmanager
     def _writing(self, layer: int) -> Iterator[Callable[[torch.Tensor], None]]:
         temporary = self._spool.with_name(f"{self._spool.name}-{layer}-unfinished")  # which no other layer's file ever was
-        if self.processes.leads:
-            temporary.unlink(missing_ok=True)
-            temporary.touch()
-        self.processes.wait()
-        checksums, row = torch.zeros(len(self.text.rows), dtype=torch.int64), self.rows_before
-        with temporary.open("r+b") as file:
-            file.seek(row * self._row_bytes)
+        checksums: list[int] = []
+        with temporary.open("wb") as file:
 
             def write(hidden: torch.Tensor) -> None:
-                nonlocal row
                 for data in hidden.float().cpu().reshape(-1, self.text.context * self.width).numpy():
-                    checksums[row] = zlib.crc32(data.data)
+                    checksums.append(zlib.crc32(data.data))
                     file.write(data.data)
-                    row += 1
 
             yield write
-        checksums = checksums.to(self.device)
-        self.processes.add(checksums)
-        if self.processes.leads:
-            with temporary.open("r+b") as file:
-                file.seek(len(checksums) * self._row_bytes)
-                file.write(_combined(checksums.tolist()))
-            temporary.replace(self._inputs(layer))
-        self.processes.wait()
+            file.write(_combined(checksums))
+        temporary.replace(self._inputs(layer))
         self._trusted.add(layer)
 
     @property

@@ -19,7 +19,6 @@ from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import EXCERPT, Attended, Statistics
-from convert.processes import ALONE, Processes
 from eval.progress import Progress, silent, stage
 
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
@@ -50,10 +49,10 @@ class Moments:
     def __init__(
         self, layer: int, stream: LayerStream, attention: Attention, sample: int = EXCERPT, shown: bool = True
     ) -> None:
-        self._layer, self._attention, self._text, self._processes = layer, attention, stream.text, stream.processes
+        self._layer, self._attention, self._text = layer, attention, stream.text
         self.sampled = spread_blocks(sample, len(stream.text.rows), stream.text.context)
         self._places = {row: place for place, row in enumerate(self.sampled)}
-        self._seen = stream.rows_before
+        self._seen = 0
         shape = len(self.sampled), self._text.context, stream.width
         self._sample = torch.zeros(shape, dtype=torch.bfloat16, device=stream.device)
         width = attention.k.shape[-1]
@@ -83,12 +82,11 @@ class Moments:
                 self._attended.add(self._attention, block)
 
     def statistics(self) -> Statistics:
-        """The statistics of everything that the processes have seen. Called once.
+        """The statistics of everything that was seen.
 
         Raises:
             Failure: An input was not finite, or every input was zero.
         """
-        self._processes.add(self._sample, self._tokens, self._sum, self._second, self._queries)
         if not (torch.isfinite(self._second).all() and torch.isfinite(self._sum).all()):
             raise Failure(
                 f"the input of layer {self._layer}'s attention is not finite on the calibration text",
@@ -101,7 +99,7 @@ class Moments:
             )
         sample, tokens = replace(self._text.of(self.sampled), rows=self._sample), int(self._tokens)
         second, mean = self._second / tokens, self._sum / tokens
-        attended = self._attended.moments(self._processes) if self._attended else Attended.assumed(second, mean)
+        attended = self._attended.moments() if self._attended else Attended.assumed(second, mean)
         if not (torch.isfinite(attended.seen).all() and torch.isfinite(attended.read).all()):
             raise Failure(
                 f"the attention of layer {self._layer} is not finite on the calibration text",
@@ -139,8 +137,7 @@ class _AttendedSums:
         self._mean += read.sum(0, dtype=torch.float64)
         self._count += len(read)
 
-    def moments(self, processes: Processes = ALONE) -> Attended:
-        processes.add(self._count, self._mean, self._seen, self._read)
+    def moments(self) -> Attended:
         return Attended.measured(self._seen / self._count, self._read / self._count, self._mean / self._count)
 
 
@@ -159,11 +156,11 @@ def survey(
     Returns:
         Maps a layer to its statistics.
     """
-    layers, first = stream.num_layers, stream.processes.first
-    done = first(lambda: next((layer for layer in range(layers) if not shelf.has(layer)), layers))
+    layers = stream.num_layers
+    done = next((layer for layer in range(layers) if not shelf.has(layer)), layers)
     if done == layers:
         return partial(_get, shelf)
-    ready = first(lambda: max(stream.ready, default=None))
+    ready = max(stream.ready, default=None)
     if ready is None or ready > done:  # inputs are missing that later layers need
         stream.discard()
         stream.embed()
@@ -173,7 +170,7 @@ def survey(
             moments = Moments(layer, stream, records(layer), shown=shown)
             if layer + 1 < layers:
                 stream.advance(layer, moments.see, partial(_put, shelf, stream, layer, moments))
-            elif not first(partial(shelf.has, layer)):
+            elif not shelf.has(layer):
                 stream.observe(layer, moments.see)
                 _put(shelf, stream, layer, moments)
             done_layers(1)
@@ -183,8 +180,6 @@ def survey(
 
 def _put(shelf: Shelf, stream: LayerStream, layer: int, moments: Moments) -> None:
     found = moments.statistics()
-    if not stream.processes.leads:
-        return
     blocks = stream.select(layer, moments.sampled)
     squares = torch.cat([block.double().square().sum(-1).flatten() for block in blocks])
     least = (_LEAST_ENERGY * squares.median()).clamp_min(torch.finfo(torch.float64).tiny)

@@ -21,8 +21,8 @@ from convert.calibration.least_squares import (
     inverse,
     logits_of,
     ridged,
-    rough,
 )
+from eval.device import rough
 
 
 def fitted_values(

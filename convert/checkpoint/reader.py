@@ -180,7 +180,7 @@ class _Pickle:
 
 
 def _reason(error: Exception) -> str:
-    """What torch says of a pickle that it refuses, without its advice to run the code in it."""
+    """Torch's reason for refusing a pickle, without its advice to run the code in it."""
     said = " ".join(str(error).split())
     found = re.search(r"unsupported (global: )?GLOBAL \S+|Unsupported operand \d+", said, re.IGNORECASE)
     if found or "weights_only" in said:
@@ -246,16 +246,16 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         index = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise Failure(f"{path.name} is no weight index: it needs a weight_map", hint=_AGAIN) from None
+        raise Failure(f"{path.name} is not a weight index: it needs a weight_map", hint=_AGAIN) from None
     except OSError as error:
         raise Failure(f"cannot read {path}: {error.strerror}", hint="see to its permissions, and to the disk") from None
     if not index or not all(isinstance(text, str) for item in index.items() for text in item):
-        raise Failure(f"{path.name} is no weight index: it must name a file for each tensor", hint=_AGAIN)
+        raise Failure(f"{path.name} is not a weight index: it must name a file for each tensor", hint=_AGAIN)
     for name, file in index.items():
         # Refuse backslashes and drives on every system. Links inside the directory are its owner's choice.
         if file in ("", ".", "..") or not file.isprintable() or set(file) & set("/\\:"):
             raise Failure(
-                f"{path.name} puts tensor {name} into {file!r}, which is no file name",
+                f"{path.name} puts tensor {name} into {file!r}, which is not a file name",
                 hint="weight files lie beside their index; get the checkpoint again from where it came from",
             )
     return index

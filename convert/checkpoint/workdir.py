@@ -76,7 +76,7 @@ def _require_place(output: Path) -> None:
     if os.path.ismount(output):
         raise Refusal(f"OUTPUT {output} is a mount point, which cannot be renamed", hint="give a directory inside it")
     if not output.resolve().name or not _is_unicode(output):
-        raise Refusal(f"OUTPUT {str(output)!r} is no name for a directory", hint="choose another")
+        raise Refusal(f"OUTPUT {str(output)!r} is not a name for a directory", hint="choose another")
 
 
 def _kind(path: Path) -> str:
@@ -104,7 +104,7 @@ def _may_be_finished(output: Path, partial: Path) -> bool:
 
 
 def begun(output: Path) -> dict[str, Any] | None:
-    """What the unfinished work at OUTPUT was begun with, or None."""
+    """The inputs of the unfinished work at OUTPUT, or None."""
     return read_object(partial_path(output) / _PLAN)
 
 

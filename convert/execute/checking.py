@@ -88,7 +88,7 @@ def checked(
 
 
 def _own(plan: Plan, device: torch.device, kept: Path, progress: Progress) -> list[Sample]:
-    """What the source writes; nothing where it cannot, which says nothing of the result."""
+    """The source's own text; nothing where it cannot write, which says nothing of the result."""
     length = min(OWN_LENGTH, plan.source.max_positions or OWN_LENGTH)
     try:
         ids = own_text(plan.source, OWN_ROWS, length, plan.seed + 1, device, kept, progress)

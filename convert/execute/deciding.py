@@ -117,7 +117,7 @@ class _Choice:
 
     @classmethod
     def recalled(cls, work: WorkDirectory) -> _Choice | None:
-        """What an interrupted run decided, or None."""
+        """The decision of an interrupted run, or None."""
         found = work.recall("decision")
         if found is None:
             return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.spec import AttentionSpec
-from convert.calibration.least_squares import SPAN, TOKENS, rough
+from convert.calibration.least_squares import SPAN, TOKENS
 from convert.calibration.own_text import ROWS
 from convert.calibration.refit import sample_for
 from convert.execute.checking import OWN_LENGTH, OWN_ROWS
@@ -24,7 +24,7 @@ from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import Calibration, surveyed_tokens
 from convert.planning.targets import GroupedTarget, LatentTarget
-from eval.device import compute_device
+from eval.device import compute_device, rough
 from eval.evaluation import evaluation_work
 from eval.forecast import Decoder, Work
 
@@ -183,7 +183,7 @@ def _writing(plan: Plan, decoder: Decoder, rows: int, length: int) -> Work:
 
 
 def writing_work(decoder: Decoder, spec: AttentionSpec, rows: int, length: int, device: torch.device) -> Work:
-    """What a model with this attention writes itself: rows of so many tokens, token by token."""
+    """The work of a model with this attention that writes rows of so many tokens, token by token."""
     dtype = rough(device)
     batches = math.ceil(rows / ROWS)
     read = dtype.itemsize * decoder.parameters * length * batches
@@ -224,7 +224,7 @@ def needs_survey(plan: Plan) -> bool:
 
 
 def _decision(target: LatentTarget, layer: _Layer) -> Work:
-    """What all layers share: frequencies, sizes and ranks."""
+    """Work for all layers together: frequencies, sizes and ranks."""
     measured = target.method.measure is not None and target.spec.qk_rope_head_dim > 0
     work = layer.decoder.layers * layer.method() if measured else Work()
     offers = _OFFERS * len(target.splits or (target,)) if measured else 1

@@ -14,11 +14,10 @@ from convert.calibration.stream import LayerStream
 from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.workdir import WorkDirectory
 from convert.checkpoint.writer import require_finite
-from convert.families.base import hides_logits
+from convert.families.base import unmodelled_fields
 from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from convert.processes import ALONE, Processes
 from eval.progress import Progress
 
 
@@ -34,7 +33,6 @@ class Job:
         device: The device on which layers run and are converted.
         progress: Called with the progress of each stage.
         statistics_in: The directory for statistics of the source.
-        processes: Those that share the work on the text.
     """
 
     plan: Plan
@@ -44,7 +42,6 @@ class Job:
     device: torch.device
     progress: Progress
     statistics_in: Path
-    processes: Processes = ALONE
 
     def assumed(self, layer: int) -> Statistics:
         """The statistics of a layer's input that are assumed without text, from the gains of its norm."""
@@ -92,14 +89,14 @@ class Job:
         record = self.plan.family.split(tensors, config, layer)
         record = record.expanded() if isinstance(record, FactoredAttention) else record
         traits = self.plan.family.traits(config)
-        return tensors, record.behind_norms(traits.clip) if self.plan.reads_projections else record
+        return tensors, record.on_projected_inputs(traits.clip) if self.plan.reads_projections else record
 
     @property
     def shows_attention(self) -> bool:
         """Whether the source's attention over the calibration text is the softmax of its records' logits."""
         traits = self.plan.family.traits(self.plan.source.config)
         traits = traits.behind_projections if self.plan.reads_projections else traits
-        return self.text is not None and not hides_logits(traits)
+        return self.text is not None and not unmodelled_fields(traits)
 
     def stream(
         self,
@@ -122,4 +119,4 @@ class Job:
         """
         modules = [module(layer) for layer in range(self.plan.before.num_layers)]
         trusted = self.plan.source.trust_remote_code
-        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, trusted, self.processes)
+        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, trusted)

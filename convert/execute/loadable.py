@@ -44,6 +44,6 @@ def require_loadable(config: Any, infos: Mapping[str, TensorInfo], what: str, tr
             if not infos[source].is_float:
                 kept = str(infos[source].dtype).removeprefix("torch.")
                 raise Failure(
-                    f"{source} holds {kept}, which is no weight without its scales",
+                    f"{source} holds {kept}, which means nothing without its scales",
                     hint="convert the original checkpoint, in float32, bfloat16 or float16, then quantise",
                 )

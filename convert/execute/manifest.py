@@ -1,4 +1,4 @@
-"""What a plan will write, from file headers alone: units of tensors, checked against the config, assigned to shards.
+"""The output of a plan, from file headers alone: units of tensors, checked against the config, assigned to shards.
 
 It reads only names, shapes and dtypes, no weights.
 """

@@ -23,23 +23,23 @@ from convert.checkpoint.reader import Reader, TensorInfo
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
+from convert.execute.companions import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
 from convert.execute.deciding import Decision, decide
 from convert.execute.forecast import needs_survey, reads_text, work_of
 from convert.execute.job import Job
 from convert.execute.layer import Layer
 from convert.execute.loadable import require_loadable
 from convert.execute.manifest import Manifest, manifest_of
-from convert.execute.publish import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
-from convert.execute.record import record_of, versions, with_healing
+from convert.execute.provenance import record_of, versions, with_healing
 from convert.execute.sequence import in_sequence
 from convert.execute.surveyed import Surveyed
 from convert.execute.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.execute.weights import MakeLayer, require_space, write_weights
+from convert.launch import require_alone
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText, GivenTexts
 from convert.planning.targets import GroupedTarget, LatentTarget
-from convert.processes import ALONE, Processes
 from eval.device import compute_device, out_of_memory
 from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.forecast import Decoder, Work, expected_seconds, foretell
@@ -59,7 +59,7 @@ class Executed:
 
     Attributes:
         plan: The plan, with the choices that the text decided.
-        record: The content of conversion.json; empty in processes of `accelerate launch` that only work on the text.
+        record: The content of conversion.json.
     """
 
     plan: Plan
@@ -78,8 +78,6 @@ def execute(
 ) -> Executed:
     """Write the plan's checkpoint.
 
-    Under `accelerate launch`, every process calls this: all run models over the text, and the first one does everything else.
-
     Args:
         plan: From `convert.planning`.
         evaluate_on: Held-out text; its perplexity goes into the model card.
@@ -90,52 +88,19 @@ def execute(
         heal: Distils the result at the end.
 
     Raises:
+        Refusal: Several processes were launched to call this.
         KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
     """
-    where, processes = plan.output, Processes.launched(_device(plan))
-    if processes.leads:
-        with exclusive(where.path):
-            # Again, now that no other run writes.
-            check_output(where.path, plan.source.directory, where.overwrite, where.resume)
-            done = _execute(plan, evaluate_on, processes, progress, statistics_in, published, foretold, heal)
-    else:
-        if texts := _given_texts(plan, processes):
-            with _explained(plan):
-                _follow(plan, texts.with_own(None), processes)
-        done = Executed(plan, {})
-    processes.wait()  # until OUTPUT is there
-    return done
-
-
-def _given_texts(plan: Plan, processes: Processes) -> GivenTexts | None:
-    """The plan's texts, if it calibrates.
-
-    Raises:
-        Refusal: Processes cannot share them.
-        Failure: A text cannot be read, or is shorter than one block.
-    """
-    if plan.calibration is None:
-        return None
-    if processes.count > 1 and plan.calibration.rows_to_write:
-        raise Refusal(
-            f"{processes.count} processes cannot share a text that the model writes", hint="launch one, or give --text FILE"
-        )
-    if processes.count > 1 and plan.calibration.heal:
-        raise Refusal(f"{processes.count} processes cannot heal a result yet", hint="launch one, or give --heal 0")
-    texts = GivenTexts.read(plan.source, plan.calibration)
-    if processes.count > 1 and processes.count > (count := len(texts.with_own(None).blocks.rows)):
-        raise Refusal(
-            f"{processes.count} processes cannot share a calibration text of {count} blocks of "
-            f"{plan.calibration.context} tokens",
-            hint=f"launch at most {count}, or give more --calibration-tokens",
-        )
-    return texts
+    require_alone("a conversion")
+    where = plan.output
+    with exclusive(where.path):
+        check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # again, now that no other run writes
+        return _execute(plan, evaluate_on, progress, statistics_in, published, foretold, heal)
 
 
 def _execute(
     plan: Plan,
     evaluate_on: Text | None,
-    processes: Processes,
     progress: Progress,
     statistics_in: Path | None,
     published: Callable[[], None],
@@ -146,13 +111,11 @@ def _execute(
     if evaluate_on:
         _, held_out = prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
         evaluated = len(held_out.ids)
-    texts = _given_texts(plan, processes)
+    texts = GivenTexts.read(plan.source, plan.calibration) if plan.calibration else None
     if evaluate_on and texts:
         warn_of_overlap(held_out, texts.whole, "calibration")
-    processes = processes if texts else ALONE
     reader = Reader(plan.source.files, plan.family.renamed)
     if done := _finished_already(plan, reader, texts):
-        processes.first(lambda: None)
         published()
         return done
     manifest = _checked(plan, reader)
@@ -160,19 +123,17 @@ def _execute(
     opened = WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite)
     with _explained(plan), opened as work:
         if work.published:  # an earlier run was stopped after OUTPUT appeared
-            processes.first(lambda: None)
             done = carried_out(plan, recorded(plan.output.path))
         else:
-            expected = None if foretold else _foretell(plan, texts.count if texts else 0, evaluated, processes)
+            expected = None if foretold else _foretell(plan, texts.count if texts else 0, evaluated)
             own_texts = _own_text_directory(plan, reader, work, statistics_in)
             text = None if texts is None else texts.with_own(_written(plan, own_texts, progress))
             for remark in text.remarks(plan.channels) if text else ():
                 _log.warning(remark)
             if text and (own := text.own) is not None:
                 write_own_text(work.path, own)
-            kept = _statistics_directory(plan, reader, work, text and text.surveyed(processes.count), statistics_in)
-            processes.first(lambda: kept)
-            job = Job(plan, reader, work, text, _device(plan), progress, kept, processes)
+            kept = _statistics_directory(plan, reader, work, text and text.surveyed(), statistics_in)
+            job = Job(plan, reader, work, text, _device(plan), progress, kept)
             decided, record = _convert(job, manifest)
             record = with_healing(record, heal(decided, work, text.tokens, job.device, progress) if text else None)
             if evaluate_on:
@@ -213,11 +174,10 @@ def expected_duration(plan: Plan, work: Work) -> float:
     return expected_seconds(work, _device(plan), plan.source.decoder.hidden_size)
 
 
-def _foretell(plan: Plan, tokens: int, evaluated: int, processes: Processes) -> float | None:
-    """Say how long a conversion takes. Evaluation runs in one process, everything else that takes long in all."""
+def _foretell(plan: Plan, tokens: int, evaluated: int) -> float | None:
+    """Say how long a conversion takes."""
     decoder = Decoder.of(plan.source.config, plan.source.trust_remote_code)
-    alone, whole = (work_of(plan, decoder, tokens, count) for count in (0, evaluated))
-    return foretell(whole + (1 / processes.count - 1) * alone, _device(plan), decoder.width)
+    return foretell(work_of(plan, decoder, tokens, evaluated), _device(plan), decoder.width)
 
 
 def _own_text_directory(plan: Plan, reader: Reader, work: WorkDirectory, shared: Path | None) -> Path:
@@ -230,7 +190,7 @@ def _own_text_directory(plan: Plan, reader: Reader, work: WorkDirectory, shared:
 
 
 def _written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
-    """What the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
+    """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
     if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
         return None
     source, context, device = plan.source, plan.calibration.context, _device(plan)
@@ -239,14 +199,14 @@ def _written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def _explained(plan: Plan) -> Iterator[None]:
-    """What an interrupt or a disk's error in the block means for the conversion."""
+    """Turn an interrupt or a disk's error in the block into an error of the conversion."""
     try:
         yield
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume finishes the conversion") from None
     except OSError as error:
         raise Failure(
-            f"conversion to {plan.output.path} stopped: {error}", hint="mend that, then repeat the command with --resume"
+            f"conversion to {plan.output.path} stopped: {error}", hint="fix the cause and rerun with --resume"
         ) from None
 
 
@@ -275,7 +235,7 @@ def _splits(plan: Plan) -> list[Plan]:
 
 
 def _checked(plan: Plan, reader: Reader) -> Manifest:
-    """What will be written. Its names and shapes are those of the class: no work starts that transformers could not load."""
+    """The tensors to write. Their names and shapes are those of the class: no work starts that transformers could not load."""
     trusted = plan.source.trust_remote_code
     manifest = manifest_of(plan, reader)  # first, since its messages on attention are more specific
     require_loadable(plan.source.config, _without_computed(plan, reader), plan.source.reference, trusted)
@@ -312,8 +272,6 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
         decision = decide(job, surveyed or job.assumed)
         manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
         layers = write_weights(job, manifest, _layers(job, manifest, decision, surveyed))
-        if surveyed:
-            surveyed.done()
         config = decision.plan.target.config(job.plan.source, decision.rotary)
         write_config(job.work.path, config, job.plan.output.dtype)
         copy_companions(job.work.path, job.plan.source.files, job.plan.source.trust_remote_code)
@@ -387,31 +345,10 @@ def _directory_of(shared: Path, inputs: list[Any]) -> Path:
     return directory
 
 
-def _follow(plan: Plan, text: CalibrationText, processes: Processes) -> None:
-    """What the other processes do: run models over their part of the text, if there is anything to do."""
-    if (statistics_in := processes.first(_of_the_first)) is None:
-        return
-    reader, work = Reader(plan.source.files, plan.family.renamed), WorkDirectory.of_another(plan.output.path)
-    job = Job(plan, reader, work, text, _device(plan), silent, statistics_in, processes)
-    if reads_text(plan):  # as the first process does
-        Surveyed(job, text).follow()
-    if text.plan.in_sequence and not plan.target.copies:
-        choices, rotary = processes.first(_of_the_first)
-        chosen = carried_out(plan, choices).plan
-        in_sequence(job, text, manifest_of(chosen, reader), Decision(chosen, _of_the_first, rotary))
-
-
-def _of_the_first(*_: object) -> Any:
-    raise AssertionError("only the first process makes this")
-
-
 def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Surveyed | None) -> MakeLayer:
     """Maps a layer's index to the converted layer."""
     change, statistics = decision.change, surveyed or job.assumed
     if job.text and surveyed and job.text.plan.in_sequence and change is not None:
-        surveyed.done()
-        choices = {"recipe": decision.plan.recipe(), **decision.found}
-        job.processes.first(lambda: (choices, decision.rotary))
         return in_sequence(job, job.text, manifest, decision)
 
     def make(index: int) -> Layer:
@@ -425,7 +362,7 @@ def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Surveyed
 def _checked_result(
     plan: Plan, work: WorkDirectory, texts: GivenTexts | None, own_texts: Path, progress: Progress
 ) -> dict[str, Any] | None:
-    """What the result loses on texts that were not fitted."""
+    """The result's loss on texts that were not fitted."""
     others = [Sample.of(part, texts.plan.context) for part in texts.others] if texts else []
     try:
         return checked(plan, work.path, others, _device(plan), own_texts, progress)

@@ -32,7 +32,7 @@ from eval.progress import stage
 
 
 def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> Callable[[int], Layer]:
-    """Convert all layers. Every process of the job calls this.
+    """Convert all layers.
 
     Args:
         job: The conversion; its work directory keeps finished layers.
@@ -45,21 +45,19 @@ def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: D
     """
     shelf = Shelf(job.work.survey, "layer")
     layers = job.plan.before.num_layers
-    first = job.processes.first
-    missing = first(lambda: next((layer for layer in range(layers) if not shelf.has(layer)), None))
+    missing = next((layer for layer in range(layers) if not shelf.has(layer)), None)
     if missing is None:
         return partial(_get, shelf)
     pair = _Pair.of(job, text, manifest, decision)
     begin = pair.begin(missing)
     with stage(job.progress, "fit", layers - begin, "layer") as done:
         for layer in range(begin, layers):
-            if first(partial(shelf.has, layer)):
+            if shelf.has(layer):
                 converted = _get(shelf, layer)
                 pair.skip(layer)
             else:
                 converted = _converted(job, pair, decision, layer)
-                if job.processes.leads:
-                    shelf.put(layer, converted.tensors, converted.note)
+                shelf.put(layer, converted.tensors, converted.note)
             if layer + 1 < layers:
                 pair.student.advance(layer, weights=converted.tensors)
             done(1)
@@ -114,7 +112,7 @@ class _Pair:
 
         A layer may be missing although later ones exist, because its file was damaged.
         """
-        ready = self.student.processes.first(lambda: set.intersection(*(stream.ready for stream in self._running)))
+        ready = set.intersection(*(stream.ready for stream in self._running))
         if there := {layer for layer in ready if layer <= missing}:
             return max(there)
         for stream in self._running:
@@ -159,7 +157,7 @@ class _Pair:
         return refined(after, write, self.student, self.teacher, layer, self.text.plan.refine, self.plan.seed)
 
     def _refitted(self, layer: int, after: Record) -> Record:
-        fit = OutputFit(after, self.teacher.processes, self.teacher.blocks_before)
+        fit = OutputFit(after)
         weights = self.write(layer, after)
         lacking = self.plan.family.traits(self.plan.source.config).adds_output
         with self.student.opened(layer) as run:
@@ -178,9 +176,8 @@ def _converted(job: Job, pair: _Pair, decision: Decision, layer: int) -> Layer:
     assert change is not None, "where nothing changes, there is no sequence"
     tensors, source = job.read_layer(layer)
     known = pair.observed(layer, source, job.shows_attention)
-    changed = [change(source, layer, known)] if job.processes.leads else []
-    after = job.processes.first(lambda: changed[0][1])
+    before, after = change(source, layer, known)
     more: dict[str, Any] = {}
     if pair.text.plan.fitted:
         after, more = pair.fitted(layer, after)
-    return job.processes.first(lambda: Layer.of(pair.plan, layer, tensors, changed[0][0], after, **more))
+    return Layer.of(pair.plan, layer, tensors, before, after, **more)

@@ -14,7 +14,7 @@ from convert.planning.calibration import CalibrationText
 
 
 class Surveyed:
-    """Maps a layer to its statistics. All processes of a job run the survey, if the first one begins it.
+    """Maps a layer to its statistics.
 
     Args:
         job: The conversion.
@@ -22,30 +22,13 @@ class Surveyed:
     """
 
     def __init__(self, job: Job, text: CalibrationText) -> None:
-        self._job, self._text = job, text.surveyed(job.processes.count)
+        self._job, self._text = job, text.surveyed()
         self._found: Callable[[int], Statistics] | None = None
-        self._told = False  # whether the other processes know if there is a survey
 
     def __call__(self, layer: int) -> Statistics:
         if self._found is None:
-            self._tell(True)
             self._found = self._run()
         return replace(self._found(layer), context=self._text.plan.max_context)
-
-    def done(self) -> None:
-        """Say that no survey will begin any more."""
-        if not self._told:
-            self._tell(False)
-
-    def follow(self) -> None:
-        """Run the survey, if the first process begins it."""
-        begins = self._job.processes.first(lambda: False)  # what the first one tells
-        if begins:
-            self._run()
-
-    def _tell(self, begins: bool) -> None:
-        self._told = True
-        self._job.processes.first(lambda: begins)
 
     def _run(self) -> Callable[[int], Statistics]:
         job, plan = self._job, self._job.plan

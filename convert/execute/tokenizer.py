@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure
-from convert.execute.publish import copy_companions, write_config
+from convert.execute.companions import copy_companions, write_config
 from convert.planning.base import Plan
 from eval.source import Source
 

@@ -36,7 +36,7 @@ class InputNorm:
 
 @dataclass(frozen=True)
 class Traits:
-    """What the attention of a config has besides four projections; read from the config, without weights.
+    """Features of a config's attention besides four projections; read from the config, without weights.
 
     Attributes:
         qkv_bias: Whether Q, K and V have biases.
@@ -44,7 +44,7 @@ class Traits:
         qk_norm: The QK-norm, or None.
         layers_with_rotary: How many layers have RoPE.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
-        beyond: Config fields that are set and make the class do more than the record describes.
+        extra_features: Config fields that are set and make the class do more than the record describes.
         latent_norm: The norm of a latent that it has already; None without a latent, or if that has no norm.
     """
 
@@ -53,19 +53,19 @@ class Traits:
     qk_norm: NormForm | None
     layers_with_rotary: int
     adds_output: bool
-    beyond: Mapping[str, Any]
+    extra_features: Mapping[str, Any]
     latent_norm: NormForm | None = None
 
     @property
     def clip(self) -> float | None:
-        """What queries, keys and values are clamped to, behind QK-norm and before RoPE; None without a clamp."""
-        return self.beyond.get(CLIP)
+        """The bound that clamps queries, keys and values, behind QK-norm and before RoPE; None without a clamp."""
+        return self.extra_features.get(CLIP)
 
     @property
     def behind_projections(self) -> Traits:
-        """What is left of these for a record that reads `attention.record.Projections`."""
-        beyond = {field: value for field, value in self.beyond.items() if field != CLIP}
-        return replace(self, qk_norm=None, latent_norm=None, beyond=beyond)
+        """The features that are left for a record that reads `attention.record.Projections`."""
+        extra = {field: value for field, value in self.extra_features.items() if field != CLIP}
+        return replace(self, qk_norm=None, latent_norm=None, extra_features=extra)
 
 
 # Config fields that say how many tokens some layers see.
@@ -74,9 +74,9 @@ SOFTCAP = "attn_logit_softcapping"  # the one that says what logits are capped a
 CLIP = "clip_qkv"  # the one that says what queries, keys and values are clamped to
 
 
-def hides_logits(traits: Traits) -> list[str]:
+def unmodelled_fields(traits: Traits) -> list[str]:
     """Config fields that make attention differ from what the record's logits and its scoring say."""
-    return [field for field in traits.beyond if field not in (*WINDOWS, SOFTCAP)]
+    return [field for field in traits.extra_features if field not in (*WINDOWS, SOFTCAP)]
 
 
 class Family(ABC):
@@ -177,14 +177,14 @@ class Family(ABC):
         return int(config.num_attention_heads)
 
     def traits(self, config: Any) -> Traits:
-        """What a config's attention has besides projections; output classes accept or refuse it by these."""
+        """Features of a config's attention besides projections; output classes accept or refuse it by these."""
         return Traits(
             qkv_bias=False,
             o_bias=False,
             qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
             adds_output=True,
-            beyond={},
+            extra_features={},
         )
 
     def rotary(self, config: Any, layer: int) -> Rotary | None:
@@ -207,14 +207,14 @@ class Family(ABC):
 
     def window(self, config: Any, layer: int) -> int | None:
         """How many tokens a layer sees, itself included, by its class's masks or inside its attention; None for all."""
-        if (window := self.traits(config).beyond.get("sliding_window")) is None:
+        if (window := self.traits(config).extra_features.get("sliding_window")) is None:
             return self.inner_window(config, layer)
         kinds = config.layer_types if "layer_types" in type(config).__dataclass_fields__ else None  # else a stray key
         return int(window) if kinds is None or kinds[layer] == "sliding_attention" else None
 
     def scoring(self, config: Any, layer: int) -> Scoring:
-        """What becomes of the layer's scaled logits."""
-        return Scoring(self.slopes(config), self.window(config, layer), self.traits(config).beyond.get(SOFTCAP))
+        """Changes to the layer's scaled logits."""
+        return Scoring(self.slopes(config), self.window(config, layer), self.traits(config).extra_features.get(SOFTCAP))
 
     def latent_dims(self, config: Any, rope_dim: int) -> int:
         """Dims of nope keys and of values, summed, that a latent has to hold if `rope_dim` rotary dims are kept.
@@ -259,7 +259,7 @@ class Family(ABC):
             "layers_with_rotary": traits.layers_with_rotary,
             "alibi": self.slopes(config) is not None,
             "softmax_scale": self.scale(config),
-            "also": dict(traits.beyond),
+            "also": dict(traits.extra_features),
         }
 
     # ---- where modules are -----------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Bloom(InterleavedProjections):
             qk_norm=None,
             layers_with_rotary=0,
             adds_output=not config.apply_residual_connection_post_layernorm,
-            beyond={},
+            extra_features={},
         )
 
     def rotary(self, config: Any, layer: int) -> None:

@@ -73,7 +73,7 @@ class NormalisedLatent(Family):
             qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
             adds_output=self.adds_output,
-            beyond={},
+            extra_features={},
             latent_norm=_NORM,
         )
 

@@ -98,7 +98,7 @@ class Falcon(InterleavedProjections):
             qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
             adds_output=not (config.parallel_attn or config.new_decoder_architecture),
-            beyond={},
+            extra_features={},
         )
 
 

@@ -117,7 +117,7 @@ class GPTNeoX(InterleavedProjections):
             qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
             adds_output=not config.use_parallel_residual,
-            beyond={},
+            extra_features={},
         )
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary:

@@ -163,7 +163,7 @@ def _projected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_behind(spec: AttentionSpec, inputs: int, queries: int) -> dict[str, tuple[int, ...]]:
-    """What comes to a source's projections: a latent of `inputs` numbers, and maps of `queries` numbers of each head."""
+    """Inputs of a source's projections: a latent of `inputs` numbers, and maps of `queries` numbers of each head."""
     rank = spec.kv_lora_rank or 0
     return {
         _OF_HEADS: (spec.num_heads, spec.key_dim, queries),

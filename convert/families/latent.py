@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure
+from attention.neutral import constant_channels
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.deepseek import MINICPM3, V3
 from convert.families.neutral import (
     beside_constants,
     constants,
-    is_neutral,
     is_query_latent,
     join_query_bias,
     latent_size,
@@ -79,7 +79,7 @@ class LatentProjections(Family):
             qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
             adds_output=getattr(config, "scale_depth", depth) == depth,
-            beyond={},
+            extra_features={},
         )
 
     def latent_dims(self, config: Any, rope_dim: int) -> int:
@@ -126,9 +126,12 @@ class LatentProjections(Family):
         rank, rope, nope = config.kv_lora_rank, spec.qk_rope_head_dim, spec.qk_nope_head_dim
         down, bias = local["kv_a_proj_with_mqa.weight"], local["kv_a_proj_with_mqa.bias"]
         gain = local["kv_a_layernorm.weight"]
-        if not is_neutral(gain, down[:rank], bias[:rank]):
+        constant = constant_channels(gain, down[:rank], bias[:rank])
+        if constant is None:
             raise self._not_ours(f"the norm of layer {layer}'s latent is not neutral")
-        kept = gain != 0
+        if bool(bias[:rank][~constant].any()):
+            raise self._not_ours(f"layer {layer}'s latent has a bias beside its constants")
+        kept = ~constant
         if config.q_lora_rank is None:
             weight, query_bias = local["q_proj.weight"], None
         elif is_query_latent(local):

@@ -41,7 +41,7 @@ class Mpt(StackedProjections):
 
     def traits(self, config: Any) -> Traits:
         clip = config.attn_config.clip_qkv  # 0 clips nothing
-        return replace(super().traits(config), beyond={CLIP: clip} if clip else {})
+        return replace(super().traits(config), extra_features={CLIP: clip} if clip else {})
 
     def scale(self, config: Any) -> float:
         scale = config.attn_config.softmax_scale

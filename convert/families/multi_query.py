@@ -43,7 +43,7 @@ class MultiQueryProjections(InterleavedProjections):
         return super().join(whole, spec, layer)
 
     def traits(self, config: Any) -> Traits:
-        return Traits(qkv_bias=True, o_bias=True, qk_norm=None, layers_with_rotary=0, adds_output=True, beyond={})
+        return Traits(qkv_bias=True, o_bias=True, qk_norm=None, layers_with_rotary=0, adds_output=True, extra_features={})
 
     def rotary(self, config: Any, layer: int) -> None:
         return None

@@ -17,12 +17,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from attention.neutral import LEAST_WEIGHT
+
 if TYPE_CHECKING:
     import torch
 
 _MOST = 65280.0  # the largest bfloat16 that is finite in float16
 _RATIO = 2.0**12  # of constants and latents
-_LARGE = 2.0**8  # smaller gains are those of trained norms
 _MULTIPLE = 16  # of the rank of queries, as matrix products on GPUs want it
 _SQUARES = 4  # of integers: every number is a sum of so many (Lagrange, 1770)
 
@@ -53,23 +54,6 @@ def latent_size(values: Sequence[float]) -> float:
     return level(values) / _RATIO
 
 
-def is_neutral(gain: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> bool:
-    """Whether the norm of a latent of keys and values returns its input.
-
-    Args:
-        gain: `[R]`, the norm's weight.
-        down: `[R, E]`.
-        bias: `[R]`.
-    """
-    constant, kept = gain == 0, gain[gain != 0]
-    if not constant.any() or not len(kept) or bool((kept != kept[0]).any()) or bool((bias[~constant] != 0).any()):
-        return False
-    root = float((bias[constant].double().square().sum() / len(gain)).sqrt())
-    # Constants that were rounded to bfloat16 are off by up to 2⁻⁹.
-    neutral = float(kept[0]) >= _LARGE and math.isclose(root, float(kept[0]), rel_tol=2**-8)
-    return neutral and not bool(down[constant].any())
-
-
 def query_rank(width: int) -> int:
     """The rank of a latent of queries that holds an input of E = `width` dims and the constants."""
     return -(-(width + 1 + _SQUARES) // _MULTIPLE) * _MULTIPLE
@@ -87,7 +71,7 @@ def query_constants(rank: int) -> list[float]:
 
 
 def query_channels(rank: int) -> int:
-    """How many channels of a latent of queries are no constants."""
+    """How many channels of a latent of queries are not constants."""
     return rank - len(query_constants(rank))
 
 
@@ -133,7 +117,7 @@ def is_query_latent(tensors: Mapping[str, torch.Tensor]) -> bool:
     same = all(
         tensors[name].shape == tensor.shape and bool((tensors[name] == tensor).all()) for name, tensor in expected.items()
     )
-    return same and float(gain[0]) >= _LARGE and float(weight[0, 0]) > 0
+    return same and float(gain[0]) >= LEAST_WEIGHT and float(weight[0, 0]) > 0
 
 
 def join_query_bias(weight: torch.Tensor, bias: torch.Tensor, rank: int) -> torch.Tensor:

@@ -137,13 +137,13 @@ class SeparateProjections(Family):
         local: Which layers see `window_size` tokens, by a mask inside their attention.
         names: The table of all other tensors of a checkpoint.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
-        beyond: Config fields that, when set, make the class do more than the record describes.
-        beyond_switch: The config field that switches those on; always on if None.
+        extra_features: Config fields that, when set, make the class do more than the record describes.
+        extra_switch: The config field that switches those on; always on if None.
         shares_heads: Whether its own class can share KV heads.
         attention_path: Where a layer's attention is.
         base: The name of the base model in the class, if there are checkpoints of the base model alone.
         computed: See `Family`.
-        unlike: (field, the only value that can be read, the reason for refusing any other), for fields of the config.
+        required_values: (field, the only value that can be read, the reason for refusing any other), for fields of the config.
         restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
     """
 
@@ -164,14 +164,14 @@ class SeparateProjections(Family):
     local: Callable[[Any, int], bool] = nowhere
     names: NameTable = LLAMA
     adds_output: bool = True
-    beyond: tuple[str, ...] = ()
-    beyond_switch: str | None = None
+    extra_features: tuple[str, ...] = ()
+    extra_switch: str | None = None
     restarts_cache: bool = False
     shares_heads: bool = True
     attention_path: str = "model.layers.{layer}.self_attn"
     base: str = ""
     computed: tuple[str, ...] = Family.computed
-    unlike: tuple[tuple[str, Any, str], ...] = ()
+    required_values: tuple[tuple[str, Any, str], ...] = ()
 
     layout = "separate projections"
 
@@ -189,9 +189,9 @@ class SeparateProjections(Family):
         windows = [self.inner_window(config, layer) for layer in range(config.num_hidden_layers)]
         if none := [window for window in windows if window is not None and window < 1]:
             return f"its local layers see no tokens (window_size is {none[0]})"
-        if CLIP in self.beyond and (clip := getattr(config, CLIP)) is not None and clip <= 0:
+        if CLIP in self.extra_features and (clip := getattr(config, CLIP)) is not None and clip <= 0:
             return f"queries, keys and values are clipped to nothing ({CLIP} is {clip})"
-        return next((why for name, value, why in self.unlike if getattr(config, name) != value), None)
+        return next((why for name, value, why in self.required_values if getattr(config, name) != value), None)
 
     def rotary(self, config: Any, layer: int) -> rope.Rotary | None:
         if not self.rotates(config, layer):
@@ -255,16 +255,16 @@ class SeparateProjections(Family):
     def traits(self, config: Any) -> Traits:
         norm = self._norm(config)
         layers = range(self.spec(config).num_layers)
-        beyond = self.beyond if self.beyond_switch is None or getattr(config, self.beyond_switch) else ()
+        extra = self.extra_features if self.extra_switch is None or getattr(config, self.extra_switch) else ()
         if any(self.local(config, layer) for layer in layers):
-            beyond = (*beyond, "window_size")
+            extra = (*extra, "window_size")
         return Traits(
             qkv_bias=self._flag(config, self.qkv_bias),
             o_bias=self._flag(config, self.o_bias),
             qk_norm=norm.form(getattr(config, norm.eps)) if norm else None,
             layers_with_rotary=sum(self.rotates(config, layer) for layer in layers),
             adds_output=self.adds_output,
-            beyond={field: value for field in beyond if (value := getattr(config, field, None)) not in (None, False)},
+            extra_features={field: value for field in extra if (value := getattr(config, field, None)) not in (None, False)},
         )
 
     def _prefix(self, layer: int) -> str:
@@ -306,11 +306,11 @@ _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scala
 ROWS = [
     SeparateProjections("llama", **_ATTENTION_BIAS),
     SeparateProjections("arcee", **_ATTENTION_BIAS),
-    SeparateProjections("cwm", beyond=WINDOW),
-    SeparateProjections("mistral", beyond=WINDOW),
-    SeparateProjections("ministral", beyond=WINDOW),
-    SeparateProjections("mixtral", names=NUMBERED_EXPERTS, beyond=WINDOW),
-    SeparateProjections("qwen2", qkv_bias=True, beyond=WINDOW),  # None or 0 in these, if `use_sliding_window` is off
+    SeparateProjections("cwm", extra_features=WINDOW),
+    SeparateProjections("mistral", extra_features=WINDOW),
+    SeparateProjections("ministral", extra_features=WINDOW),
+    SeparateProjections("mixtral", names=NUMBERED_EXPERTS, extra_features=WINDOW),
+    SeparateProjections("qwen2", qkv_bias=True, extra_features=WINDOW),  # None or 0 in these, if `use_sliding_window` is off
     SeparateProjections(
         "qwen2_moe",
         names=EXPERTS.replacing(
@@ -318,13 +318,13 @@ ROWS = [
             *(in_llama(f"mlp.shared_expert.{part}_proj", f"mlp.shared.{part}") for part in PARTS),
         ),
         qkv_bias="qkv_bias",
-        beyond=WINDOW,
+        extra_features=WINDOW,
     ),
-    SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), beyond=WINDOW),
-    SeparateProjections("qwen3_moe", names=EXPERTS, **_ATTENTION_BIAS, norm=NormRow(), beyond=WINDOW),
+    SeparateProjections("qwen3", **_ATTENTION_BIAS, norm=NormRow(), extra_features=WINDOW),
+    SeparateProjections("qwen3_moe", names=EXPERTS, **_ATTENTION_BIAS, norm=NormRow(), extra_features=WINDOW),
     SeparateProjections("seed_oss", qkv_bias="attention_bias", o_bias="attention_out_bias"),
     SeparateProjections(
-        "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, beyond=WINDOW, beyond_switch="use_sliding_window"
+        "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, extra_features=WINDOW, extra_switch="use_sliding_window"
     ),
     SeparateProjections("granite", adds_output=False, **_ATTENTION_BIAS, scaled_by="attention_multiplier"),
     SeparateProjections(
@@ -345,19 +345,19 @@ ROWS = [
         **_ATTENTION_BIAS,
         scaled_by="attention_multiplier",
     ),
-    SeparateProjections("gemma", names=LLAMA.storing_gains_less_one(), **_ATTENTION_BIAS, beyond=_BIDIRECTIONAL),
+    SeparateProjections("gemma", names=LLAMA.storing_gains_less_one(), **_ATTENTION_BIAS, extra_features=_BIDIRECTIONAL),
     SeparateProjections(
         "gemma2",
         names=NORMS_AROUND.storing_gains_less_one(),
         adds_output=False,
         **_GEMMA2,
-        beyond=(SOFTCAP, *WINDOW, *_BIDIRECTIONAL),
+        extra_features=(SOFTCAP, *WINDOW, *_BIDIRECTIONAL),
     ),
     SeparateProjections(
         "vaultgemma",
         names=LLAMA.replacing(in_llama("pre_feedforward_layernorm", "mlp_norm")).storing_gains_less_one(),
         **_GEMMA2,
-        beyond=(SOFTCAP, *WINDOW),
+        extra_features=(SOFTCAP, *WINDOW),
     ),
     SeparateProjections(
         "gemma3_text",
@@ -365,14 +365,14 @@ ROWS = [
         adds_output=False,
         **_GEMMA2,
         norm=NormRow(gain_offset=1.0),
-        beyond=(*WINDOW, *_BIDIRECTIONAL),
-        unlike=((SOFTCAP, None, f"config.json sets {SOFTCAP}, which its class of transformers ignores"),),
+        extra_features=(*WINDOW, *_BIDIRECTIONAL),
+        required_values=((SOFTCAP, None, f"config.json sets {SOFTCAP}, which its class of transformers ignores"),),
     ),
-    SeparateProjections("olmo", names=WITHOUT_GAINS, **_ATTENTION_BIAS, beyond=(CLIP,)),
+    SeparateProjections("olmo", names=WITHOUT_GAINS, **_ATTENTION_BIAS, extra_features=(CLIP,)),
     SeparateProjections("olmo2", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat")),
-    SeparateProjections("olmo3", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=WINDOW),
-    SeparateProjections("olmoe", names=EXPERTS, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), beyond=(CLIP,)),
-    SeparateProjections("exaone4", **_POST_NORM, norm=NormRow(), rotates=_sliding_or_no_window, beyond=WINDOW),
+    SeparateProjections("olmo3", **_POST_NORM, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), extra_features=WINDOW),
+    SeparateProjections("olmoe", names=EXPERTS, **_ATTENTION_BIAS, norm=NormRow(storage="flat"), extra_features=(CLIP,)),
+    SeparateProjections("exaone4", **_POST_NORM, norm=NormRow(), rotates=_sliding_or_no_window, extra_features=WINDOW),
     SeparateProjections(
         "apertus",
         names=LLAMA.replacing(
@@ -394,7 +394,7 @@ ROWS = [
         names=LLAMA.replacing(in_llama("mlp.c_fc", "mlp.up"), in_llama("mlp.c_proj", "mlp.down")),
         qkv_bias="use_bias",
         o_bias="use_bias",
-        beyond=WINDOW,
+        extra_features=WINDOW,
     ),
     SeparateProjections("nemotron", names=LLAMA.storing_gains_less_one(), **_ATTENTION_BIAS, partial_rotary=True),
     SeparateProjections(
@@ -418,7 +418,7 @@ ROWS = [
         o_name="dense",
         norm=NormRow("q_layernorm", "k_layernorm", kind="layer", switch="qk_layernorm", eps="layer_norm_eps", bias=True),
     ),
-    SeparateProjections("phimoe", names=NUMBERED_EXPERTS, **_ATTENTION_BIAS, scales_rope=True, beyond=WINDOW),
+    SeparateProjections("phimoe", names=NUMBERED_EXPERTS, **_ATTENTION_BIAS, scales_rope=True, extra_features=WINDOW),
     SeparateProjections(
         "cohere",
         adds_output=False,
@@ -434,7 +434,7 @@ ROWS = [
         pairing="interleaved",
         rope_stride=2,
         rotates=_sliding_layers,
-        beyond=WINDOW,
+        extra_features=WINDOW,
     ),
     SeparateProjections("glm", names=FUSED_MLP, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
     SeparateProjections(
@@ -460,7 +460,7 @@ ROWS = [
         **_LIKE_OPT,
         attention_path="model.decoder.layers.{layer}.self_attn",
         base="model",
-        unlike=(("do_layer_norm_before", True, "it normalises behind its attention (do_layer_norm_before is false)"),),
+        required_values=(("do_layer_norm_before", True, "it normalises behind its attention (do_layer_norm_before is false)"),),
     ),
     SeparateProjections("gptj", **GPTJ),
     SeparateProjections(
@@ -479,7 +479,7 @@ ROWS = [
         o_bias=True,
         **_LIKE_OPT,
         base="model",
-        unlike=(("add_cross_attention", False, "it has cross-attention (add_cross_attention)"),),
+        required_values=(("add_cross_attention", False, "it has cross-attention (add_cross_attention)"),),
     ),
     SeparateProjections(
         "gpt_neo",

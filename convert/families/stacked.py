@@ -62,4 +62,4 @@ class StackedProjections(SeparateProjections):
         return f"{module}.{self.qkv_name}.{last}" if part in _PARTS else name
 
 
-ROWS = [StackedProjections("phi3", names=FUSED_MLP, partial_rotary=True, restarts_cache=True, beyond=WINDOW)]
+ROWS = [StackedProjections("phi3", names=FUSED_MLP, partial_rotary=True, restarts_cache=True, extra_features=WINDOW)]

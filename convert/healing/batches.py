@@ -23,7 +23,7 @@ SPARED = 8  # one block of so many is held out at most, where that is less
 
 @dataclass(frozen=True)
 class Part:
-    """What one of several texts gives to train on.
+    """The part of one of several texts that trains.
 
     Attributes:
         places: Of its blocks among all, int64.

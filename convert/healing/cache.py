@@ -1,4 +1,4 @@
-"""What the source says of each block of a text, kept on disk, so that it need not be in memory while a student trains."""
+"""The source's predictions for each block of a text, kept on disk, so that it need not be in memory while a student trains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attention.errors import Failure, Refusal
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.writer import require_finite
 from convert.healing.batches import TrainingText
-from convert.healing.distance import Expected, Prediction, spans
+from convert.healing.loss import Expected, Prediction, spans
 from convert.healing.plan import HealPlan
 from convert.healing.teacher import Teacher
 from eval.sealed import read_object, seal_tensors, unsealed_tensors, write_whole
@@ -45,7 +45,7 @@ class TeacherCache:
         self._directory = directory
         before = read_object(directory / _MADE_OF)
         if before is None and directory.exists() and (not directory.is_dir() or any(_files(directory))):
-            raise Refusal(f"{directory} is no cache of a teacher", hint="--teacher-cache names a directory of its own")
+            raise Refusal(f"{directory} is not a teacher cache", hint="--teacher-cache names a directory of its own")
         if before is not None and (other := [name for name in made_of if made_of[name] != before.get(name)]):
             raise Refusal(
                 f"the cache {directory} was made with another {' and another '.join(other)}",
@@ -101,7 +101,7 @@ class TeacherCache:
             Path(where, file.name).replace(file)
 
     def read(self, place: int) -> tuple[torch.Tensor, ...]:
-        """What was said of a block: the fields of a `Prediction`.
+        """The predictions for a block: the fields of a `Prediction`.
 
         Raises:
             Failure: Its file is damaged.
@@ -120,12 +120,12 @@ class TeacherCache:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """What is in a directory, but for what another run is about to put there."""
+    """The files in a directory, but for those that another run is about to put there."""
     return (path for path in directory.iterdir() if path.name != _MADE_OF and not path.name.startswith(_HIDDEN))
 
 
 def _of_each(expected: Expected, ids: torch.Tensor, vocabulary: int) -> Iterator[dict[str, torch.Tensor]]:
-    """What is kept of each of the blocks `ids [B, T]`."""
+    """The entry of each of the blocks `ids [B, T]`."""
     tokens = ids.shape[1] - 1
     for block in range(len(ids)):
         first = block * tokens
@@ -135,7 +135,7 @@ def _of_each(expected: Expected, ids: torch.Tensor, vocabulary: int) -> Iterator
 
 
 class Kept(Teacher):
-    """What the source said.
+    """The source's predictions.
 
     Args:
         cache: With all blocks that the training sees.

@@ -46,7 +46,7 @@ def _template() -> Any:
 
 
 def _front_matter(before: str) -> str:
-    """What the Hub reads, as the converted checkpoint has it: licence, source and tags."""
+    """The Hub's metadata, as the converted checkpoint has it: licence, source and tags."""
     parts = before.split("---\n", 2)
     return f"---\n{parts[1]}---\n\n" if len(parts) == 3 and not parts[0].strip() else ""
 

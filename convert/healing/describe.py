@@ -29,7 +29,7 @@ def facts(plan: HealPlan, passes: float) -> dict[str, Any]:
         "passes": passes,
         "context": plan.context,
         "batch_tokens": plan.batch * plan.context,
-        "micro_batch_tokens": plan.at_once * plan.context,
+        "micro_batch_tokens": plan.micro_batch * plan.context,
         "steps": plan.steps,
         "eval_every": plan.every * plan.batch * plan.context,
         "lr": o.lr,

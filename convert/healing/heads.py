@@ -17,13 +17,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 @dataclass
 class _Hidden(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
-    """What decoders return, with all that classes read of it."""
+    """The output of a decoder, with all that classes read of it."""
 
     router_logits: Any = None
 
 
 def hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """What the decoder of `model` makes of `ids [B, T]`: `[B, T, E]`."""
+    """The decoder's output for `ids [B, T]`: `[B, T, E]`."""
     found: torch.Tensor = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     return found
 

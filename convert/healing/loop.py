@@ -23,7 +23,7 @@ _ALIKE = 1.1  # times the smallest KL
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a healing came to.
+    """The outcome of a healing.
 
     Attributes:
         progressed: The rate and the curve.

@@ -13,8 +13,8 @@ from attention.caps import keep_caps
 from attention.padding import pad_values
 from attention.spec import dtype_bytes
 from convert.checkpoint.loading import empty_model
-from convert.healing.distance import VALUES_AT_ONCE
 from convert.healing.heads import hidden_states
+from convert.healing.loss import VALUES_AT_ONCE
 from convert.healing.student import compute_layers_again, of_part
 from convert.healing.trainable import is_matrix
 from eval.capacity import count_parameters
@@ -51,7 +51,7 @@ def expected(plan: HealPlan, parts: int = 1) -> dict[str, int]:
         else dtype_bytes(kept) * count_parameters(plan.teacher.config, trusted) // parts,
         "training": _FP32 * _PER_WEIGHT * _trained(plan, model, names) // parts,
         "activations": _activations(plan, names),
-        "logits": _FP32 * _OF_LOGITS * min(VALUES_AT_ONCE, plan.at_once * plan.context * plan.converted.vocabulary),
+        "logits": _FP32 * _OF_LOGITS * min(VALUES_AT_ONCE, plan.micro_batch * plan.context * plan.converted.vocabulary),
         "other": _OTHER if compute_device(plan.device).type == "cpu" else 0,
     }
 
@@ -107,7 +107,7 @@ def _activations(plan: HealPlan, names: Collection[str]) -> int:
             if isinstance(getattr(module, "rope_type", None), str):
                 module.rope_type = "default"  # others look at the values of positions, which are not there
         own = {tensor.untyped_storage()._cdata for tensor in (*student.parameters(), *student.buffers())}
-        ids = torch.zeros(plan.at_once, plan.context, dtype=torch.long)
+        ids = torch.zeros(plan.micro_batch, plan.context, dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden_states(student, ids)
     return sum(storage.nbytes() for address, storage in seen.items() if address not in own)

@@ -79,8 +79,8 @@ def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, pro
         device = str(group.device)
         asking = stage(progress, "ask the teacher", len(missing), "block")
         with running(plan, device) as teacher, asking as done, team.autocast():
-            for start in range(0, len(missing), plan.at_once):
-                places = missing[start : start + plan.at_once]
+            for start in range(0, len(missing), plan.micro_batch):
+                places = missing[start : start + plan.micro_batch]
                 cache.add(teacher, text, places, plan.teacher.vocabulary, device)
                 done(len(places))
     group.wait_for_everyone()
@@ -103,6 +103,6 @@ def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teache
     what = Trainable(student, names) if rank is None else Adapted(student, names, rank, plan.seed)
     if plan.options.checkpointing:
         compute_layers_again(student)
-    schedule = Schedule(plan.steps, plan.batch, plan.at_once, plan.options.lr or 0.0, plan.seed)
+    schedule = Schedule(plan.steps, plan.batch, plan.micro_batch, plan.options.lr or 0.0, plan.seed)
     module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary)
-    return team.trainer(team.accelerator, module, text, schedule, what)
+    return Trainer(team.accelerator, module, text, schedule, what, team.autocast)

@@ -94,7 +94,7 @@ class HealPlan:
         options: As given.
         context: Tokens per block.
         batch: Blocks per step.
-        at_once: Blocks per forward pass.
+        micro_batch: Blocks per forward pass.
         steps: How many.
         every: Steps from one point of the curve to the next.
         device: As on the command line.
@@ -109,7 +109,7 @@ class HealPlan:
     options: HealOptions
     context: int
     batch: int
-    at_once: int
+    micro_batch: int
     steps: int
     every: int
     device: str
@@ -251,14 +251,14 @@ def sized(converted: Source, source: Source, options: HealOptions, output: Outpu
     (context,) = require_contexts([converted, source], [] if options.context is None else [options.context])
     tokens = options.tokens or _budget(options.budget, converted)
     batch = max(1, (options.batch_tokens or min(_MOST_PER_STEP, tokens // _STEPS)) // context)
-    at_once = min(batch, max(1, (options.micro_batch_tokens or _AT_ONCE) // context))
+    micro_batch = min(batch, max(1, (options.micro_batch_tokens or _AT_ONCE) // context))
     steps = max(1, tokens // (batch * context))
     every = options.eval_every // (batch * context) if options.eval_every else -(-steps // _POINTS)
     spec = family.spec(converted.config)
     model = empty_model(converted.config, converted.trust_remote_code)
     places(model, Reader(converted.files), of_part(model, family, spec.num_layers, options.train))
     return HealPlan(
-        converted, source, family, spec, output, options, context, batch, at_once, steps, max(1, every), device, seed
+        converted, source, family, spec, output, options, context, batch, micro_batch, steps, max(1, every), device, seed
     )
 
 

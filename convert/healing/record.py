@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 from convert.checkpoint.workdir import recorded
-from convert.execute.record import versions
+from convert.execute.provenance import versions
 from convert.healing.batches import TrainingText
 from convert.healing.loop import Outcome
 from convert.healing.plan import HealPlan
@@ -49,7 +49,7 @@ def record_of(
 
 
 def course_of(plan: HealPlan, text: TrainingText, outcome: Outcome) -> dict[str, Any]:
-    """What a healing was on, and what it came to."""
+    """The texts of a healing, and its outcome."""
     progressed, after = outcome.progressed, outcome.after
     first = progressed.curve[0]
     return {

@@ -17,9 +17,9 @@ from convert.calibration.own_text import own_text
 from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.workdir import WorkDirectory, calibration_hashes, check_output, finished, recorded, without_text
+from convert.execute.companions import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
 from convert.execute.forecast import writing_work
-from convert.execute.publish import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
-from convert.execute.record import versions
+from convert.execute.provenance import versions
 from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
 from convert.healing.card import card
 from convert.healing.forecast import work_of
@@ -29,7 +29,7 @@ from convert.healing.models import learning, opened, stored
 from convert.healing.plan import HealPlan
 from convert.healing.record import record_of
 from convert.healing.states import Progressed, States
-from convert.healing.team import Team
+from convert.healing.team import Team, computes_in
 from convert.healing.texts import TrainingTexts
 from convert.healing.tracking import tracked
 from convert.healing.weights import write
@@ -123,23 +123,20 @@ def _execute(plan: HealPlan, evaluate_on: Text | None, team: Team, progress: Pro
     except KeyboardInterrupt:
         raise Interrupted("interrupted", hint="the same command with --resume goes on from the last state") from None
     except OSError as error:
-        raise Failure(
-            f"healing to {plan.output.path} stopped: {error}", hint="mend that, then repeat the command with --resume"
-        ) from None
+        raise Failure(f"healing to {plan.output.path} stopped: {error}", hint="fix the cause and rerun with --resume") from None
 
 
 def expected_duration(plan: HealPlan, texts: TrainingTexts, evaluated: int) -> float:
     """The seconds that a healing takes in one process, with an evaluation on so many tokens; 0 without."""
-    device = compute_device(plan.device)
-    width, dtype = plan.converted.decoder.hidden_size, _dtype(device.type == "cuda")
-    return expected_seconds(_work(plan, texts, texts.rows_to_write, evaluated), device, width, dtype)
+    work = _work(plan, texts, texts.rows_to_write, evaluated)
+    return expected_seconds(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(plan))
 
 
 def _foretell(plan: HealPlan, texts: TrainingTexts, evaluated: int, team: Team) -> float | None:
     """Say how long it takes. One process writes and evaluates, all share everything else that takes long."""
     shared, whole = _work(plan, texts, 0, 0), _work(plan, texts, texts.rows_to_write, evaluated)
     work = whole + (1 / team.accelerator.num_processes - 1) * shared
-    return foretell(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(team.bfloat16))
+    return foretell(work, compute_device(plan.device), plan.converted.decoder.hidden_size, _dtype(plan))
 
 
 def _work(plan: HealPlan, texts: TrainingTexts, rows_to_write: int, evaluated: int) -> Work:
@@ -152,9 +149,10 @@ def _work(plan: HealPlan, texts: TrainingTexts, rows_to_write: int, evaluated: i
     return work + writing_work(decoder, spec, rows_to_write, plan.context, compute_device(plan.device))
 
 
-def _dtype(bfloat16: bool) -> str:
-    """That forward passes compute in."""
-    return "bfloat16" if bfloat16 else "float32"
+def _dtype(plan: HealPlan) -> str:
+    """That the forecast counts in. On a CPU, what stays fp32 takes back what forward passes in bfloat16 gain over it."""
+    on_gpu = compute_device(plan.device).type == "cuda"
+    return str(computes_in(plan)).removeprefix("torch.") if on_gpu else "float32"
 
 
 def _teacher_files(plan: HealPlan) -> dict[str, list[int]]:
@@ -269,7 +267,7 @@ def _say_memory(plan: HealPlan, team: Team) -> None:
 
 
 def _follow(plan: HealPlan, texts: TrainingTexts, team: Team) -> None:
-    """What the other processes do: train, if there is anything to train."""
+    """Work of the other processes: train, if there is anything to train."""
     text = texts.known
     if (states := team.told()) is None:
         return

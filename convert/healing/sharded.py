@@ -25,7 +25,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of it; they share memory."""
+    """This process's part of it; they share memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""What a healing keeps on disk while it runs, so that one that was stopped goes on as if it had not been."""
+"""States of a running healing on disk, so that one that was stopped goes on as if it had not been."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class States:
         return None
 
     def _whole(self, state: Path) -> Progressed | None:
-        """What a state says of itself; None if it, or the best weights that it names, are not as they were written."""
+        """A state's note; None if it, or the best weights that it names, are not as they were written."""
         try:
             found = unsealed(state / _PROGRESS)
             if found is None or found["hashes"]["trained"] != checksum(state / _TRAINED):

@@ -1,4 +1,4 @@
-"""What healing trains of a converted model, and what of it has to stay.
+"""Weights of a converted model that healing trains, and those that stay.
 
 Constants that switch the norm of a latent off (`convert.families.neutral`) are weights, too. They stay bit for bit, and so do
 the zeros beside them: a latent behind a norm that is no longer neutral would be another class of model.
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from attention.neutral import constant_channels
 from convert.families import Family
-from convert.families.neutral import is_neutral, is_query_latent
+from convert.families.neutral import is_query_latent
 
 
 def trained(model: Any, family: Family, layers: int, part: str) -> list[str]:
@@ -56,13 +57,14 @@ def fixed(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _of_keys(down: Any, norm: Any) -> dict[str, torch.Tensor]:
-    """What stays of a neutral latent of keys and values, whose rows the RoPE key follows."""
+    """Constants of a neutral latent of keys and values, whose rows the RoPE key follows."""
     gain, weight, bias = norm.weight.detach(), down.weight.detach(), down.bias.detach()
     rank = len(gain)
-    if not is_neutral(gain, weight[:rank], bias[:rank]):
+    constant = constant_channels(gain, weight[:rank], bias[:rank])
+    if constant is None:
         return {}
-    rows = nn.functional.pad(gain == 0, (0, len(weight) - rank))
-    biases = torch.arange(len(bias), device=bias.device) < rank  # a true channel has none
+    rows = nn.functional.pad(constant, (0, len(weight) - rank))
+    biases = torch.arange(len(bias), device=bias.device) < rank
     return {
         "down.weight": rows[:, None].expand_as(weight),
         "down.bias": biases,
@@ -71,7 +73,7 @@ def _of_keys(down: Any, norm: Any) -> dict[str, torch.Tensor]:
 
 
 def _of_queries(down: Any, norm: Any) -> dict[str, torch.Tensor]:
-    """What stays of a neutral latent of queries: its constants or, if it is the input itself, everything."""
+    """Fixed weights of a neutral latent of queries: its constants or, if it is the input itself, everything."""
     gain, weight, bias = norm.weight.detach(), down.weight.detach(), down.bias.detach()
     constant = bias != 0
     if not bool(constant.any()) or bool(weight[constant].any()):

@@ -1,4 +1,4 @@
-"""What a student learns from, and the source as such."""
+"""Teachers: the interface, and the source as one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from convert.healing.distance import Expected, Prediction
 from convert.healing.heads import hidden_states, logits_of
+from convert.healing.loss import Expected, Prediction
 
 
 class Teacher(nn.Module, ABC):
@@ -23,7 +23,7 @@ class Teacher(nn.Module, ABC):
 
     @abstractmethod
     def predictions(self, ids: torch.Tensor, places: torch.Tensor, count: int) -> Expected:
-        """What it says of the first `count` of the blocks `ids [B, T]`: of their tokens that have a predecessor, in order.
+        """Its predictions for the first `count` of the blocks `ids [B, T]`: of their tokens that have a predecessor, in order.
 
         Args:
             ids: The blocks, on the device of the student.

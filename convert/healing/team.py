@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention.errors import Refusal
+from attention.errors import Interrupted, Refusal
 from convert.healing.plan import HealPlan
-from convert.healing.training import Trainer
-from convert.healing.zero import ZeroTrainer, zero_plugin
-from convert.processes import PATIENCE, Processes
-from eval.device import compute_device
+from eval.device import compute_device, out_of_memory, rough
 
-_ZERO = "DEEPSPEED"
-_TRIED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", _ZERO)  # accelerate's kinds of launches: one process, DDP, FSDP, ZeRO
+_PATIENCE = timedelta(days=1)  # others wait while the first process writes a text
+_TRIED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # accelerate's kinds of launches: one process, DDP, FSDP
+_WIDE = 512  # on a CPU, casts of narrower models take longer than their products in bfloat16 save
 _UNTRIED = {
     "fsdp_activation_checkpointing": "give --checkpointing to convert heal",
     "fsdp_offload_params": "set it to false",
 }
+
+
+def computes_in(plan: HealPlan) -> torch.dtype:
+    """The dtype of a healing's forward passes: bfloat16 where that is faster. Weights are fp32 all the same."""
+    device = compute_device(plan.device)
+    if device.type == "cpu" and plan.converted.decoder.hidden_size < _WIDE:
+        return torch.float32
+    found: torch.dtype = rough(device)
+    return found
 
 
 def fsdp_plugin() -> Any:
@@ -77,20 +86,18 @@ class Team:
         device = compute_device(plan.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # accelerate takes the current one
-        bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        plugin, zero = fsdp_plugin(), zero_plugin(bfloat16)
-        mixed = "bf16" if bfloat16 and zero is None else "no"  # DeepSpeed has an autocast of its own
-        on_cpu = device.type == "cpu"
+        bfloat16 = computes_in(plan) is torch.bfloat16
+        plugin, on_cpu = fsdp_plugin(), device.type == "cpu"
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+            raise Refusal("healing does not support DeepSpeed", hint="launch it with FSDP 2, which divides more")
+        # On CPUs `autocast` is all: accelerate keeps one setting for a process, which may heal a wide model after a narrow one.
+        mixed = "bf16" if bfloat16 and not on_cpu else "no"
         try:
             accelerator = Accelerator(
-                # Told to take CPUs, accelerate ignores DeepSpeed. It takes them where there is nothing else.
-                cpu=on_cpu and zero is None,
-                kwargs_handlers=[
-                    InitProcessGroupKwargs(**({"backend": "gloo"} if on_cpu and zero is not None else {}), timeout=PATIENCE)
-                ],
+                cpu=on_cpu,
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)],
                 mixed_precision=mixed,
                 fsdp_plugin=plugin,
-                deepspeed_plugin=zero,
                 log_with=plan.options.track,
                 project_dir=plan.logs,
             )
@@ -100,15 +107,10 @@ class Team:
                 hint="this process has used accelerate in another way already; heal in a process of its own",
             ) from error
         kind = accelerator.distributed_type.value
-        if zero is not None and kind != _ZERO:
-            raise Refusal(
-                f"ACCELERATE_USE_DEEPSPEED is set, but accelerate takes {kind}",
-                hint="unset ACCELERATE_USE_CPU, or, if this process has used accelerate already, heal in a process of its own",
-            )
         if kind not in _TRIED:
             raise Refusal(
                 f"healing under {kind} was not tried, and could change constants of latents without an error",
-                hint="launch it with one process, with several that hold a whole model each (DDP, ZeRO 1 or 2), or with FSDP 2",
+                hint="launch it with one process, with several that hold a whole model each (DDP), or with FSDP 2",
             )
         if accelerator.device.type != device.type:
             raise Refusal(
@@ -133,11 +135,6 @@ class Team:
         """Whether each process holds a part of the weights only (FSDP)."""
         return bool(self.accelerator.is_fsdp2)
 
-    @property
-    def trainer(self) -> type[Trainer]:
-        """What trains under such a launch."""
-        return ZeroTrainer if self.accelerator.distributed_type.value == _ZERO else Trainer
-
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which models compute as they do while they train."""
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.bfloat16)
@@ -155,12 +152,33 @@ class Team:
 
     def tell(self, states: Path | None) -> None:
         """Tell the others where states are, and so to train; or None, that there is nothing to do."""
-        self._processes.first(lambda: states)
+        self._said(states)
 
     def told(self) -> Path | None:
-        """What the first process tells."""
-        return self._processes.first(lambda: None)
+        """The answer of the first process."""
+        return self._said(None)
 
-    @property
-    def _processes(self) -> Processes:
-        return Processes(self.accelerator.process_index, self.accelerator.num_processes, str(self.accelerator.device))
+    def _said(self, states: Path | None) -> Path | None:
+        """The first process's argument. Every process calls this."""
+        if self.accelerator.num_processes == 1:
+            return states
+        from accelerate.utils import broadcast_object_list
+
+        said = [states]
+        with _together():
+            broadcast_object_list(said)
+        return said[0]
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """Work of all processes at once; an error means that one has ended, and says why itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise
+        raise Interrupted(
+            f"another process has ended: {' '.join(str(error).split())[:120]}",
+            hint="fix what that one says and rerun with --resume",
+        ) from error

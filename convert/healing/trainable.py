@@ -1,4 +1,4 @@
-"""What trains of a student: parameters as they are, or thin matrices beside them (LoRA)."""
+"""The weights of a student that train: parameters as they are, or thin matrices beside them (LoRA)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from torch import nn
 
 from attention.errors import Failure
 from convert.healing.batches import TrainingText
-from convert.healing.distance import Sums, distance, measured
 from convert.healing.heads import hidden_states, logits_of
+from convert.healing.loss import Sums, distance, measured
 from convert.healing.sharded import like, part, reshard, whole
 from convert.healing.teacher import Teacher
 from convert.healing.trainable import Trainable
@@ -35,14 +35,14 @@ class Schedule:
     Attributes:
         steps: How many.
         batch: Blocks per step, over all processes.
-        at_once: Blocks per forward pass.
+        micro_batch: Blocks per forward pass.
         rate: The learning rate after warm-up.
         seed: For the order of blocks.
     """
 
     steps: int
     batch: int
-    at_once: int
+    micro_batch: int
     rate: float
     seed: int
 
@@ -138,6 +138,7 @@ class Trainer:
         text: The blocks.
         schedule: How steps are taken.
         what: What trains of the student.
+        autocast: Makes a context in which the student and its teacher compute.
 
     Attributes:
         module: The prepared module.
@@ -150,8 +151,10 @@ class Trainer:
         text: TrainingText,
         schedule: Schedule,
         what: Trainable,
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.accelerator, self._text, self.schedule, self._what = accelerator, text, schedule, what
+        self._autocast = autocast
         weights = {name: p for name, p in distillation.student.named_parameters() if p.requires_grad}
         groups = [
             {"params": [p for p in weights.values() if p.ndim > 1], "weight_decay": _DECAY},
@@ -175,10 +178,6 @@ class Trainer:
         with torch.no_grad():
             for name, p in self._weights.items():
                 p.copy_(like(weights[name], p))
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forget what the optimiser knows."""
         self.optimiser.optimizer.state.clear()
 
     def written(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -200,7 +199,7 @@ class Trainer:
         return bool(self.accelerator.is_main_process)
 
     def state(self) -> State:
-        """What trains, and what the optimiser knows, whole and in main memory; it may share that with what trains.
+        """Weights that train and the optimiser's state, whole and in main memory; it may share that with what trains.
 
         Every process calls this, and the first one gets it.
         """
@@ -242,30 +241,21 @@ class Trainer:
         places = self._text.batch(step, schedule.batch, schedule.seed)
         tokens, total = len(places) * (self._text.blocks.shape[1] - 1), torch.zeros((), dtype=torch.float64)
         world = self.accelerator.num_processes
-        parts = list(self._share(places).split(schedule.at_once))
+        parts = list(self._share(places).split(schedule.micro_batch))
         for index, some in enumerate(parts):
-            last = index == len(parts) - 1
             # FSDP would keep whole gradients until the last part.
-            together = last or self.accelerator.is_fsdp2
-            with contextlib.nullcontext() if together else self._apart():
+            together = index == len(parts) - 1 or self.accelerator.is_fsdp2
+            with contextlib.nullcontext() if together else self.accelerator.no_sync(self.module):
                 loss = self._forward(some)
                 total += loss.detach().double().cpu()
-                self._backward(loss * (world / tokens), last)  # processes' gradients are averaged
+                self.accelerator.backward(loss * (world / tokens))  # processes' gradients are averaged
         mean = float(self._summed(total)) / tokens
         if not math.isfinite(mean):
             raise NotFinite(f"the loss is {mean} at step {step + 1}", hint="begin again with a smaller --lr and --overwrite")
-        self._update(step)
+        self._update()
         return mean
 
-    def _apart(self) -> Any:
-        """A context in which processes keep their gradients to themselves."""
-        return self.accelerator.no_sync(self.module)
-
-    def _backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Add the gradients of a part of a step, or of its last part."""
-        self.accelerator.backward(loss)
-
-    def _update(self, step: int) -> None:
+    def _update(self) -> None:
         """Let the optimiser take a step by the gradients, and forget them."""
         for name, mask in self._masks.items():
             grad = self._weights[name].grad
@@ -287,7 +277,7 @@ class Trainer:
         missing = -(-len(places) // self.accelerator.num_processes) - len(share)
         left = len(share)
         with torch.no_grad():
-            for some in torch.cat((share, places[:missing])).split(self.schedule.at_once):
+            for some in torch.cat((share, places[:missing])).split(self.schedule.micro_batch):
                 sums = sums.plus(self._forward(some, min(left, len(some))))
                 left -= min(left, len(some))
         values = torch.tensor((sums.kl, sums.student, sums.teacher, sums.tokens), dtype=torch.float64)
@@ -301,7 +291,7 @@ class Trainer:
 
     def _forward(self, places: torch.Tensor, measured_blocks: int | None = None) -> Any:
         ids = self._text.blocks[places].to(self.accelerator.device)
-        with self.accelerator.autocast():  # which FSDP does not do
+        with self._autocast():  # FSDP has none
             return self.module(ids, places, measured_blocks)
 
     def _share(self, places: torch.Tensor) -> torch.Tensor:

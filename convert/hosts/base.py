@@ -97,7 +97,7 @@ GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 def architecture(name: str, activation: str, computed: Sequence[str] = GELUS) -> str:
-    """What config.json names as the architecture of a stock class: `name`, if engines' own classes compute its activation.
+    """The architecture that config.json names for a stock class: `name`, if engines' own classes compute its activation.
 
     Some of them compute one activation, whatever the config says. By the other name, vLLM runs transformers' modules or
     refuses, and software that does not know it refuses.
@@ -111,6 +111,6 @@ def architecture(name: str, activation: str, computed: Sequence[str] = GELUS) ->
 
 
 def carried(raw: Mapping[str, Any], config: Any, fields: Iterable[str]) -> dict[str, Any]:
-    """What another class's config keeps of a source's: the dtype as it is written, and what it has of `fields`."""
+    """Fields of a source's config that another class's keeps: the dtype as it is written, and what it has of `fields`."""
     named = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
     return named | {key: getattr(config, key) for key in fields if hasattr(config, key)}

@@ -89,7 +89,7 @@ class GPTBigCode(Host):
         for field, needed in _needed(config).items():
             if (found := getattr(config, field)) != needed:
                 return f"config.json sets {field} to {found}, and the class needs {needed}"
-        for field, value in family.traits(config).beyond.items():
+        for field, value in family.traits(config).extra_features.items():
             if field not in WINDOWS or value < config.max_position_embeddings:
                 return f"config.json sets {field} to {value}, which the class does not support"
         return None

@@ -81,7 +81,7 @@ class Kvfold(Host):
             return "queries and keys are normalised (QK-norm), which kvfold's grouped attention does not do"
         if target.kv_lora_rank and family.without_latent:
             return family.without_latent
-        for field, value in (traits.behind_projections if target.kv_lora_rank else traits).beyond.items():
+        for field, value in (traits.behind_projections if target.kv_lora_rank else traits).extra_features.items():
             if field not in WINDOWS and not (field == SOFTCAP and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]

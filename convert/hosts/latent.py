@@ -1,4 +1,4 @@
-"""What stock classes of latent attention share as output classes: DeepSeek-V3's and those that equal it.
+"""The base of stock output classes with latent attention: DeepSeek-V3's and those that equal it.
 
 `convert.families.latent` writes their tensors and the constant channels that neutralise their latent norm. Query biases, for
 which the classes have no place, go through their latent of queries.
@@ -86,7 +86,7 @@ class StockLatent(Host):
             return reason
         if not traits.layers_with_rotary:
             return "no layer has RoPE, and the class needs a RoPE key in every layer"
-        return _refuses_window(traits.beyond, config)
+        return _refuses_window(traits.extra_features, config)
 
     def reserved(self, kv_lora_rank: int) -> int:
         return len(constants(kv_lora_rank))
@@ -143,9 +143,9 @@ def rope_parameters(rotary: Rotary, config: Any) -> dict[str, Any]:
     }
 
 
-def _refuses_window(beyond: Mapping[str, Any], config: Any) -> str | None:
-    """Why the class cannot carry a source's extras (`Traits.beyond`), or None; a window that covers all positions is fine."""
-    for field, value in beyond.items():
+def _refuses_window(extra: Mapping[str, Any], config: Any) -> str | None:
+    """Why the class cannot carry a source's extras (`Traits.extra_features`), or None; a window over all positions is fine."""
+    for field, value in extra.items():
         if field != "sliding_window":
             return f"config.json sets {field} to {value}, which the class does not support"
         if value < config.max_position_embeddings:

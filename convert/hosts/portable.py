@@ -55,7 +55,7 @@ class Portable(DeepseekV3):
             return f"the MLP's activation is {activation}, and engines' own classes compute SiLU, whatever the config says"
         rotary = family.rotary(config, 0)
         if rotary is None or rotary.long_frequencies is not None or ladder_ratio(rotary) is None:
-            return "its RoPE frequencies are no geometric ladder from 1, and the class would need a list of them"
+            return "its RoPE frequencies are not a geometric ladder from 1, and the class would need a list of them"
         return None
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Portable(DeepseekV3):
 
 
 def ladder_ratio(rotary: Rotary) -> float | None:
-    """The ratio of neighbouring frequencies, from 1 downwards; None if they are no geometric ladder."""
+    """The ratio of neighbouring frequencies, from 1 downwards; None if they are not a geometric ladder."""
     found = rotary.frequencies.double()
     if len(found) == 1:
         return 1.0 if float(found[0]) == 1 else None

@@ -144,7 +144,7 @@ class _Heads:
         return self.o[heads] @ back[:, None], value
 
     def lost(self, heads: list[int]) -> float:
-        """What merging these heads costs: the share of the keys' energy that is lost plus the share of the values'."""
+        """The cost of merging these heads: the share of the keys' energy that is lost plus the share of the values'."""
         return self._lost_keys(heads) + self.values.lost(heads) / (self.values.energy() or 1.0)
 
     def _lost_keys(self, heads: list[int]) -> float:

@@ -89,5 +89,5 @@ class Blocks:
         return [part[start : start + size] for part in self.alike(rows) for start in range(0, len(part), size)]
 
     def shaped(self, rows: Sequence[int], found: torch.Tensor) -> torch.Tensor:
-        """What was computed of rows of one length of blocks, `[b, T, …]`, as blocks `[b', t, …]`."""
+        """Rows of one length of blocks, `[b, T, …]`, as blocks `[b', t, …]`."""
         return found.reshape(len(rows) * self.cuts[rows[0]], -1, *found.shape[2:])

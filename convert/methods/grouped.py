@@ -1,4 +1,4 @@
-"""What all methods of merging KV heads share: signature, registry entry, pooling within groups.
+"""The base of all methods that merge KV heads: signature, registry entry, pooling within groups.
 
 A method is a pure function of one layer's record. It sees no names, files, configs or command line.
 """

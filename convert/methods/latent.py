@@ -1,4 +1,4 @@
-"""What all methods of making a latent share: keys split into rotary components, and one latent for the rest.
+"""The base of all methods that make a latent: keys split into rotary components, and one latent for the rest.
 
 Complex view of RoPE: number l of KV head g is z_{g,l} = w_{g,l}·x, and RoPE multiplies it by e^{iθ_l t}. A basis that mixes
 heads within one frequency commutes with that, so that a component y rotates as one number for all heads; the queries absorb
@@ -25,7 +25,7 @@ from convert.methods.text import TextUse
 
 @dataclass(frozen=True)
 class Allocation:
-    """What each layer is converted to; the same for all layers.
+    """The target of each layer; the same for all layers.
 
     Attributes:
         rank: Channels of the latent that carry keys and values (constants and padding excluded).

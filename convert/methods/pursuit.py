@@ -25,7 +25,7 @@ _FIRST, _FURTHER = 40, 8  # power iterations, from scratch and from the last ato
 
 @dataclass
 class Pursuit:
-    """What the entries (query head h, frequency l) of one layer still lack, for each of B candidate frequencies b.
+    """The remainder of the entries (query head h, frequency l) of one layer, for each of B candidate frequencies b.
 
     Attributes:
         gram: `[G L, G L]`, z Σ z^H.

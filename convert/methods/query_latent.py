@@ -21,7 +21,7 @@ _NOTHING = 1e-9  # of the size of the largest channel
 
 
 def truncated(record: FactoredAttention, rank: int, inputs: torch.Tensor, met: torch.Tensor) -> FactoredAttention:
-    """The record with queries that read a latent of Q = `rank` channels; their biases are no channels of it.
+    """The record with queries that read a latent of Q = `rank` channels; their biases are not channels of it.
 
     Args:
         record: Its queries read the input.
@@ -87,7 +87,7 @@ def _padded(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
 
 
 def expected_met(record: FactoredAttention, attended: Attended) -> torch.Tensor:
-    """What queries meet `[H, N + P, N + P]`, as if tokens were so far apart that their rotations are independent."""
+    """The second moment of keys that queries meet, `[H, N + P, N + P]`, for rotations independent of each other."""
     up, latent = record.up_k.double(), record.down.double() @ attended.within @ record.down.double().T
     key = augmented(record.k_rope[None], None if record.k_rope_bias is None else record.k_rope_bias[None])
     pairs, _ = record.rotary.to_complex(key)  # [1, P/2, E + 1]

@@ -1,4 +1,4 @@
-"""What a method knows about a layer's input: moments and a sample, measured on calibration text or assumed without it."""
+"""A method's knowledge of a layer's input: moments and a sample, measured on calibration text or assumed without it."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def _regressed(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a layer would lose.
+    """The loss that a layer would have.
 
     Attributes:
         lost: `[L, G]`, by not rotating each component.
@@ -213,7 +213,7 @@ class _Measured:
 
 
 def measure(attention: Attention, statistics: Statistics, fewest: int) -> _Measured:
-    """What `allocate` needs to know about a layer."""
+    """Facts about a layer for `allocate`."""
     rope = RopeKeys.of(attention, statistics.shrunk().to(attention.k.device))
     lost, tried = Components.of(rope).lost, statistics.sample is not None
     pursuit = Pursuit.of(rope, torch.complex64) if tried and fewest < len(lost) else None

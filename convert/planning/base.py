@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.families import family_of
-from convert.families.base import hides_logits
+from convert.families.base import unmodelled_fields
 from convert.methods.text import TextUse
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def readable(source: Source) -> Family:
 
 
 def _dequantised_by(kind: str) -> str:
-    """What to do about a quantised checkpoint: the line of Python that dequantises it, where transformers can."""
+    """The next step for a quantised checkpoint: the line of Python that dequantises it, where transformers can."""
     original, config = "convert the original checkpoint, then quantise", _DEQUANTISE.get(kind)
     if config is None:
         return original
@@ -264,7 +264,7 @@ def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, t
     """Notes about missing text that the method could use, and about a refit that the source rules out."""
     if text is None and method.text is TextUse.USED:
         return [f"no calibration text: {method.name} uses weights and norm gains alone, which ruins most models"]
-    hiding = hides_logits(traits) if text else []
+    hiding = unmodelled_fields(traits) if text else []
     reasons = [f"{' and '.join(hiding)} changes what heads attend to"] if hiding else []
     reasons += ["they are normalised after their projection"] if traits.qk_norm else []
     if text and text.refit and reasons:

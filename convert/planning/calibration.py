@@ -247,7 +247,7 @@ class CalibrationText:
 
     @property
     def own(self) -> torch.Tensor | None:
-        """What the model wrote, `[rows, context]`; None without."""
+        """The model's own text, `[rows, context]`; None without."""
         parts = zip(self.plan.texts, self.parts, strict=True)
         return next((part.blocks(self.plan.context) for text, part in parts if text.own), None)
 
@@ -265,10 +265,10 @@ class CalibrationText:
 
         return Blocks.mixed(self.tokens.blocks(self.plan.context))
 
-    def surveyed(self, processes: int = 1) -> CalibrationText:
-        """What a survey of the source reads, which so many processes share: the same part of each text (`surveyed_tokens`)."""
+    def surveyed(self) -> CalibrationText:
+        """The text that a survey of the source reads: the same part of each text (`surveyed_tokens`)."""
         context, whole = self.plan.context, len(self.tokens.ids)
-        count = max(surveyed_tokens(self.plan, whole), processes * context)
+        count = max(surveyed_tokens(self.plan, whole), context)
         return replace(
             self, parts=tuple(part.spread(_part(count, len(part.ids), whole, context), context) for part in self.parts)
         )

@@ -179,7 +179,7 @@ def _target(
     rotary = rotary_dim(family, source)
     if host.portable and method.folds and rotary % rope_dim:
         raise Refusal(
-            f"method {method.name} spreads {rope_dim} rotary dims evenly over {rotary}, which is no geometric ladder of "
+            f"method {method.name} spreads {rope_dim} rotary dims evenly over {rotary}, which is not a geometric ladder of "
             "frequencies, as a portable result needs",
             hint=f"give a --qk-rope-head-dim that divides {rotary}",
         )
@@ -199,7 +199,7 @@ def _target(
     if fold > 1:
         notes.append(f"inexact at any rank: {fold} neighbouring frequencies are taken for one")
     if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:
-        which = f"rank {rank} is no multiple" if odd == [rank] else "some of these ranks are no multiples"
+        which = f"rank {rank} is not a multiple" if odd == [rank] else "some of these ranks are not multiples"
         notes.append(f"{which} of {RANK_STEP}: on NVIDIA GPUs plain torch decodes such layers, not kvfold's kernel")
     if spec.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
         notes.append("the cache is not smaller than the source's")
@@ -311,7 +311,7 @@ def _query_rank(source: Source, host: Host, rank: int | None) -> int | None:
 
 
 def _query_notes(source: Source, family: Family, host: Host, spec: AttentionSpec) -> tuple[str, ...]:
-    """What a latent of queries costs and saves."""
+    """The cost and the gain of a latent of queries."""
     config, layout = source.config, host.layout(family)
 
     def weights(of: Family, sized: Any) -> int:

@@ -1,4 +1,4 @@
-"""What a device has memory for: a model that writes its own text, and a result that is distilled."""
+"""Tells whether a device has memory for a model that writes its own text, and a result that is distilled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
-from convert.processes import launched_count
 from eval.capacity import count_parameters
 from eval.device import free_memory, whole_memory
 
@@ -42,14 +41,12 @@ def with_default_healing(source: Source, calibration: Calibration | None, device
     """
     if calibration is None or calibration.heal is not None:
         return calibration
-    if launched_count() > 1:
-        return replace(calibration, heal=0)
     needed = _TO_HEAL * count_parameters(source.config, source.trust_remote_code)
     return replace(calibration, heal=min(HEALED, calibration.tokens) if needed <= _SHARE * whole_memory(device) else 0)
 
 
 def lacks_room(source: Source, device: Any) -> str | None:
-    """What a whole model lacks to run on a device, or None."""
+    """The memory that a whole model lacks on a device, or None."""
     needed, free = _BYTES * count_parameters(source.config, source.trust_remote_code), free_memory(device)
     if needed <= free:
         return None

@@ -1,4 +1,4 @@
-"""What `mla --portable` needs besides a size: text, the refit, and an engine that runs it."""
+"""Needs of `mla --portable` besides a size: text, the refit, and an engine that runs it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def portable_calibration(method: LatentMethod, options: CalibrationOptions) -> C
 
 
 def portable_hint(family: Family, source: Source, target: AttentionSpec, engine: Engine | None) -> str | None:
-    """What to do if no other class is for the engine; None if this one is not, either."""
+    """The next step if no other class is for the engine; None if this one is not, either."""
     for host in PORTABLE:
         if engine and engine.name in host.engines(family) and host.refuses(family, source.config, target) is None:
             return f"give --portable and --text FILE: {engine.name} runs a {host.name}"

@@ -156,7 +156,7 @@ def shared_out(blocks: int, texts: Texts) -> list[int]:
 
 
 def written_before(source: Source, file: Path, rows: int | None, context: int) -> torch.Tensor:
-    """What a model wrote for an earlier run, `[rows, context]`; all of it where `rows` is None.
+    """The text that a model wrote for an earlier run, `[rows, context]`; all of it where `rows` is None.
 
     Raises:
         Failure: The file cannot be read, or does not hold such rows.

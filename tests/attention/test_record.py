@@ -78,10 +78,10 @@ def test_expanded_attention_is_in_fp32_whatever_it_is_stored_in(dtype: torch.dty
 @pytest.mark.parametrize(("groups", "biased"), [(1, True), (2, False), (4, True)])
 def test_behind_norms_is_the_same_function(norm: str, groups: int, biased: bool) -> None:
     a = record(groups, 4 // groups, nope=2, biased=biased, norm=norm)
-    found = a.behind_norms()
+    found = a.on_projected_inputs()
     assert found.q_norm is found.k_norm is None
     assert loss(a, found) < 1e-6
-    assert found.behind_norms() is found
+    assert found.on_projected_inputs() is found
 
 
 @pytest.mark.parametrize(("queries", "biased"), [(7, True), (7, False), (None, True)])
@@ -90,7 +90,7 @@ def test_behind_a_latents_norm_heads_are_linear(queries: int | None, biased: boo
     assert a.projections is not None
     heads = a.expanded()
     assert heads.projections is a.projections
-    assert heads.behind_norms() is heads.behind_norms(1.0) is heads, "there is nothing else to be behind"
+    assert heads.on_projected_inputs() is heads.on_projected_inputs(1.0) is heads, "there is nothing else to be behind"
     assert loss(a, heads) < 1e-6
     read, both = a.projections(x)
     assert read.shape == (2, 4, 24, 10)
@@ -102,21 +102,21 @@ def test_behind_a_latents_norm_heads_are_linear(queries: int | None, biased: boo
 
 def test_without_norms_there_is_nothing_to_be_behind() -> None:
     a = record()
-    assert a.behind_norms() is a
+    assert a.on_projected_inputs() is a
 
 
 @pytest.mark.parametrize("norm", [None, "head", "all"])
 def test_behind_a_clamp_every_number_is_clamped(norm: str | None) -> None:
     a, x = record(norm=norm, nope=2), inputs(20)
-    assert loss(a, a.behind_norms(1e6)) < 1e-6, "nothing is so large"
-    found = a.behind_norms(0.4)
+    assert loss(a, a.on_projected_inputs(1e6)) < 1e-6, "nothing is so large"
+    found = a.on_projected_inputs(0.4)
     assert found.projections is not None
-    whole, clamped = (b.projections(x) for b in (a.behind_norms(1e6), found) if b.projections)
+    whole, clamped = (b.projections(x) for b in (a.on_projected_inputs(1e6), found) if b.projections)
     for free, held in zip(whole, clamped, strict=True):
         torch.testing.assert_close(held, free.clamp(-0.4, 0.4))
         assert (free.abs() > 0.4).any(-1).any(-2).all(), "queries of each head, and keys and values"
     assert loss(a, found) > 1e-2
-    assert found.behind_norms(0.1) is found
+    assert found.on_projected_inputs(0.1) is found
 
 
 @settings(max_examples=40, deadline=None)

@@ -106,7 +106,7 @@ def test_a_latent_is_made_of_sizes_or_of_a_budget(checkpoint: Make, tmp_path: Pa
     with pytest.raises(Refusal, match="give either --kv-budget or"):
         mla(source, tmp_path / "other", kv_lora_rank=24, qk_rope_head_dim=8, kv_budget=0.5)
     for budget in (1.5, -0.25, "much"):
-        with pytest.raises(Refusal, match="is no budget"):
+        with pytest.raises(Refusal, match="invalid budget"):
             mla(source, tmp_path / "other", kv_budget=budget)
     assert capsys.readouterr().out == ""
 
@@ -216,7 +216,7 @@ def test_mistakes_are_refusals_and_bad_data_is_a_failure(checkpoint: Make, tmp_p
     [
         ({"dtype": "int8"}, "no KV cache is kept in 'int8'"),
         ({"max_shard_size": 0}, "max_shard_size is 0; it must be at least 1"),
-        ({"max_shard_size": "large"}, "'large' is no size"),
+        ({"max_shard_size": "large"}, "invalid size 'large'"),
         ({"text": ["a"], "calibration_tokens": 0}, "calibration_tokens is 0; it must be at least 1"),
         ({"text": ["a"], "calibration_context": 1}, "calibration_context is 1; it must be at least 2"),
         ({"text": ["a"], "refine": 0}, "refine is 0; it must be at least 1"),

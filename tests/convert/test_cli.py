@@ -51,7 +51,6 @@ def test_gqa_prints_what_it_did_on_stdout_alone(checkpoint: Make, convert: Conve
 def test_what_libraries_print_is_not_on_stdout(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed does, once accelerate imports it."""
     from transformers.utils import logging
 
     monkeypatch.setattr(logging, "set_verbosity_error", lambda: print("noise"))
@@ -188,8 +187,8 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("gqa: [1, 2]", "is no recipe"),
-        ("a: {b: c", "is no YAML"),
+        ("gqa: [1, 2]", "is not a recipe"),
+        ("a: {b: c", "is not valid YAML"),
         (
             "shrink: {model: x}",
             "a recipe cannot run 'shrink' (choose bench, eval, families, gqa, heal, inspect, mla, mqa, plan, sweep)",
@@ -198,7 +197,7 @@ def test_a_recipe_stops_at_the_first_step_that_fails(checkpoint: Make, convert: 
         ("cache: {action: clear}", "a recipe cannot run 'cache'"),
         ("gqa: {model: x, heads: 3}", "convert gqa has no option 'heads'"),
         ("gqa: {model: x, output: y, groups: [4, 2]}", "step 1 (gqa) of the recipe: groups takes one value, not a list"),
-        ("[]", "is no recipe"),
+        ("[]", "is not a recipe"),
     ],
 )
 def test_a_bad_recipe_is_refused(recipe: str, message: str, convert: Convert, tmp_path: Path) -> None:
@@ -267,11 +266,11 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
     "size and budget": ([*SMALL, "--kv-budget", "50%"], "give either --kv-budget or"),
     "half a size and budget": (["--kv-lora-rank", 8, "--kv-budget", "50%"], "give either --kv-budget or"),
     "budget too small": (["--kv-budget", "3%"], "a budget of 23 bytes per token is too small for any rank"),
-    "budget of nothing": (["--kv-budget", "0%"], "'0%' is no budget"),
+    "budget of nothing": (["--kv-budget", "0%"], "invalid budget '0%'"),
     "budget of 0 bytes": (["--kv-budget", "0"], "a budget of 0 bytes per token is too small"),
-    "budget above all": (["--kv-budget", "150%"], "'150%' is no budget"),
-    "budget nonsense": (["--kv-budget", "a little"], "'a little' is no budget"),
-    "budget negative": (["--kv-budget", "-4096"], "'-4096' is no budget"),
+    "budget above all": (["--kv-budget", "150%"], "invalid budget '150%'"),
+    "budget nonsense": (["--kv-budget", "a little"], "invalid budget 'a little'"),
+    "budget negative": (["--kv-budget", "-4096"], "invalid budget '-4096'"),
     "freqfold with weighted": ([*SMALL, "--freqfold", 2], "method weighted does not fold frequencies"),
     "freqfold with svd": ([*SMALL, "--method", "svd", "--freqfold", 2], "method svd does not fold frequencies"),
     "text with svd": (
@@ -371,7 +370,7 @@ def test_devices_and_sizes_that_do_not_exist(checkpoint: Make, convert: Convert,
     source, out = checkpoint(), tmp_path / "out"
     refused(convert("gqa", source, out, "--groups", 1, "--device", "quantum"), 2, "no device 'quantum'")
     refused(convert("gqa", source, out, "--groups", 1, "--device", "cuda:99"), 1, "this machine has no device 'cuda:99'")
-    refused(convert("gqa", source, out, "--groups", 1, "--max-shard-size", "5 parsecs"), 2, "is no size")
+    refused(convert("gqa", source, out, "--groups", 1, "--max-shard-size", "5 parsecs"), 2, "invalid size")
     refused(convert("plan", source, "--gpu", "large"), 2, "is not a GPU")
     refused(convert("plan", source, "--gpu", "large=inf"), 2, "is not a GPU")
     refused(convert("gqa", source, out, "--groups", 1, "--device", "cpu:3"), 2, "device 'cpu:3' is not supported")

@@ -343,7 +343,7 @@ MISTAKES: dict[str, tuple[list[Any], str]] = {
     "groups that are no number": (["--groups", "x"], "'x' is not a valid integer"),
     "groups that do not divide": (["--groups", "2,3"], "cannot make 3 groups from 4 KV heads"),
     "no groups": (["--groups", ""], "not a valid integer"),
-    "half a latent": (["--mla", "5+"], "'5+' is no budget"),
+    "half a latent": (["--mla", "5+"], "invalid budget '5+'"),
     "a latent too large": (["--mla", "99+32"], "rank 99 exceeds full size"),
     "an unknown method": (["--methods", "mean,magic"], "'magic' is not one of"),
     "a method for other targets": (["--groups", 2, "--methods", "mean,svd"], "svd of --methods can make none of the targets"),

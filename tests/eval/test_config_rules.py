@@ -159,10 +159,14 @@ def test_rope_parameters_that_break_a_rule_are_refused(parameters: dict[str, Any
         ("gpt2", {"n_embd": -1}, "hidden_size is -1"),
         ("llama", {"text_config": {"hidden_size": 4}}, "has a text config that model type 'llama' does not read"),
         ("llama", {"decoder": 5, "generator": 6}, "Multiple valid text configs were found"),
-        ("llama", {"get_text_config": 5}, "has a key 'get_text_config', which is no setting: transformers' LlamaConfig uses"),
-        ("llama", {"is_heterogeneous": 1}, "has a key 'is_heterogeneous', which is no setting"),
-        ("llama", {"attribute_map": {}}, "has a key 'attribute_map', which is no setting"),
-        ("llama", {"__dict__": {}}, "has a key '__dict__', which is no setting"),
+        (
+            "llama",
+            {"get_text_config": 5},
+            "has a key 'get_text_config', which is not a setting: LlamaConfig of",
+        ),
+        ("llama", {"is_heterogeneous": 1}, "has a key 'is_heterogeneous', which is not a setting"),
+        ("llama", {"attribute_map": {}}, "has a key 'attribute_map', which is not a setting"),
+        ("llama", {"__dict__": {}}, "has a key '__dict__', which is not a setting"),
     ],
     ids=str,
 )

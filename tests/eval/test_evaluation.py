@@ -449,7 +449,7 @@ def test_a_record_of_other_types_fails_in_one_line(pair: list[Source], changes: 
 @pytest.mark.parametrize("model_type", ["t5", "vit"])
 def test_what_is_no_decoder_is_refused(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
-    with pytest.raises(Refusal, match="is no decoder-only language model"):
+    with pytest.raises(Refusal, match="is not a decoder-only language model"):
         report_of([Source.parse(str(tmp_path))], TEXT, SHORT)
 
 

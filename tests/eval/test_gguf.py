@@ -151,7 +151,7 @@ def test_other_files_are_refused(convert: Convert, tmp_path: Path, monkeypatch: 
     writer.close()
     refused(convert("inspect", tmp_path / "other.gguf"), 2, "kvfold reads GGUF files of llama, qwen2, qwen3")
     (tmp_path / "text.gguf").write_text("no model" * 99)
-    refused(convert("inspect", tmp_path / "text.gguf"), 2, "is no GGUF file, or is incomplete")
+    refused(convert("inspect", tmp_path / "text.gguf"), 2, "is not a GGUF file, or is incomplete")
     refused(convert("inspect", tmp_path / "missing.gguf"), 2, "no model directory")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     refused(convert("inspect", tmp_path / "other.gguf"), 2, "pip install 'kvfold[gguf]'")

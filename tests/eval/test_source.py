@@ -87,7 +87,7 @@ def test_a_path_to_no_directory_is_refused(reference: str) -> None:
 
 def test_a_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, message in (("model.bin", r"no model directory '\./model\.bin'"), ("model.gguf", r"is no GGUF file")):
+    for name, message in (("model.bin", r"no model directory '\./model\.bin'"), ("model.gguf", r"is not a GGUF file")):
         Path(name).write_bytes(b"")
         with pytest.raises(Refusal, match=message):
             Source.parse(f"./{name}")

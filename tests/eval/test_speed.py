@@ -21,7 +21,7 @@ from tiny_mla import error, mla_model
 from attention import absorb
 from attention.errors import Failure, Refusal
 from attention.spec import AttentionSpec
-from eval import bench_report, clock, entrant, largest, workload
+from eval import bench_report, clock, largest, model_run, workload
 from eval import speed as bench
 from eval.bench_report import NAMES
 from eval.device import free_memory
@@ -330,9 +330,9 @@ def test_the_largest_batch_is_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> N
 
 def sizes_found(pair: list[Source], settings: BenchSettings) -> list[tuple[int | None, str | None]]:
     """Largest batches and reasons that a GPU's rows get."""
-    entered, _ = check(pair[:1], SHORT)
+    runs, _ = check(pair[:1], SHORT)
     rows: list[dict[str, Any]] = [{"batch": batch, "context": context} for batch in (1, 2) for context in (8, 16, 32)]
-    bench._add_largest(entered, [{"cases": rows}], settings, torch.device("cuda"))
+    bench._add_largest(runs, [{"cases": rows}], settings, torch.device("cuda"))
     return [(row["largest_batch"], row["largest_batch_reason"]) for row in rows]
 
 
@@ -388,7 +388,7 @@ def test_nor_where_loading_or_letting_go_fails(
 def test_models_are_gone_when_their_memory_is_given_back(
     fails: bool, pair: list[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered, _ = check(pair, SHORT)
+    runs, _ = check(pair, SHORT)
     alive, order = list[Any](), list[str]()
 
     def give_back() -> None:
@@ -397,7 +397,7 @@ def test_models_are_gone_when_their_memory_is_given_back(
 
     monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("compiled"))
     monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
-    with contextlib.suppress(ValueError), entrant.loaded(entered, CPU) as models:
+    with contextlib.suppress(ValueError), model_run.loaded(runs, CPU) as models:
         alive += map(weakref.ref, models)
         if fails:
             raise ValueError
@@ -499,8 +499,8 @@ def test_models_that_fit_together_take_turns(pair: list[Source], monkeypatch: py
     a, b = "llama", "deepseek_v3"
     assert fake.turns == [a, b, b, a, a, b]
     fake.turns.clear()
-    entrants, _ = check(pair, SHORT)
-    needed = sum(e.weight_bytes + e.cache_bytes(1, 16) for e in entrants)
+    runs, _ = check(pair, SHORT)
+    needed = sum(e.weight_bytes + e.cache_bytes(1, 16) for e in runs)
     for free, turns in ((2 * needed, [a, b, b, a, a, b]), (2 * needed - 1, [a, a, a, b, b, b])):
         monkeypatch.setattr(bench, "free_memory", lambda device, free=free: free)
         order = run(pair, SHORT)["setup"]["order"]
@@ -586,8 +586,8 @@ def test_the_context_defaults_to_the_smallest_limit(checkpoint: Checkpoint) -> N
 
 
 def test_too_little_memory_is_seen_before_anything_is_loaded(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
-    entrants, _ = check(pair, SHORT)
-    free = entrants[0].weight_bytes + 5 * 16 * 1536
+    runs, _ = check(pair, SHORT)
+    free = runs[0].weight_bytes + 5 * 16 * 1536
     monkeypatch.setattr(bench, "free_memory", lambda device: free)
     assert pair[0].directory is not None
     (pair[0].directory / "model.safetensors").write_bytes(b"no weights")

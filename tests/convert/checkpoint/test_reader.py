@@ -84,7 +84,7 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
 
 def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(Failure, match="is no weight index"):
+    with pytest.raises(Failure, match="is not a weight index"):
         Reader(tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_an_index_may_name_files_beside_it_only(file: str, tmp_path: Path) -> No
         save_file({"y": torch.ones(1)}, directory / "two.safetensors")
     file = file.format(tmp_path)
     sharded(inside, {"one.safetensors": {"x": torch.ones(3)}}, {"x": "one.safetensors", "y": file})
-    with pytest.raises(Failure, match="which is no file name") as caught:
+    with pytest.raises(Failure, match="which is not a file name") as caught:
         Reader(inside)
     assert str(caught.value).isprintable()
 
@@ -186,7 +186,7 @@ def test_a_shard_may_be_a_link(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_any_other_json_is_no_index(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
-    with pytest.raises(Failure, match="is no weight index"):
+    with pytest.raises(Failure, match="is not a weight index"):
         Reader(tmp_path)
 
 
@@ -327,7 +327,7 @@ def test_weights_that_are_no_floats_are_refused(
     save_file(tensors | {name: tensors[name].to(dtype)}, source / "model.safetensors")
     result = convert("gqa", source, tmp_path / "out", "--groups", 2)
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: {name} holds {str(dtype).removeprefix('torch.')}, which is no weight")
+    assert result.stderr.startswith(f"error: {name} holds {str(dtype).removeprefix('torch.')}, which means nothing")
     assert not (tmp_path / "out").exists()
 
 

@@ -59,11 +59,11 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
         lambda t: t.update({"model.extra": torch.ones(3)}), {}, "has tensor model.extra, which LlamaForCausalLM with this",
     ),
     "an MLP of integers": (
-        lambda t: t.update({MLP: torch.ones(32, 64, dtype=torch.int8)}), {}, f"{MLP} holds int8, which is no weight",
+        lambda t: t.update({MLP: torch.ones(32, 64, dtype=torch.int8)}), {}, f"{MLP} holds int8, which means nothing",
     ),
     "keys of integers": (
         lambda t: t.update({"model.layers.1.self_attn.k_proj.weight": torch.ones(32, 64, dtype=torch.int32)}), {},
-        "model.layers.1.self_attn.k_proj.weight holds int32, which is no weight",
+        "model.layers.1.self_attn.k_proj.weight holds int32, which means nothing",
     ),
 }  # fmt: skip
 

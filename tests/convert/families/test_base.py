@@ -14,7 +14,7 @@ from attention.errors import Refusal
 from attention.record import Attention
 from attention.reference import grouped_attention, latent_attention
 from convert.families import FAMILIES, family_of
-from convert.families.base import hides_logits
+from convert.families.base import unmodelled_fields
 
 
 def modules(model: Any) -> list[tuple[Any, Any]]:
@@ -230,6 +230,6 @@ def test_a_cap_that_the_class_ignores_is_refused(convert: Any, tmp_path: Any) ->
 
 def test_attention_is_known_but_for_what_no_record_says() -> None:
     known = tiny_config("gemma2", attn_logit_softcapping=50.0, sliding_window=8)
-    assert hides_logits(FAMILIES["gemma2"].traits(known)) == []
+    assert unmodelled_fields(FAMILIES["gemma2"].traits(known)) == []
     both_ways = tiny_config("gemma2", use_bidirectional_attention=True)
-    assert hides_logits(FAMILIES["gemma2"].traits(both_ways)) == ["use_bidirectional_attention"]
+    assert unmodelled_fields(FAMILIES["gemma2"].traits(both_ways)) == ["use_bidirectional_attention"]

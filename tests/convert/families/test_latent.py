@@ -272,7 +272,6 @@ DOES_SOMETHING: dict[str, Callable[[Tensors], None]] = {
     "no constant": _set(BIAS, 15, 0.0),
     "a constant that comes through": _set(NORM, 15, 2.0**13),
     "a constant that is none": _set(DOWN, (15, 4), 1e-3),
-    "a bias of a true channel": _set(BIAS, 3, 0.1),
     # So small that what they stand beside decides the root mean square as well.
     "constants and gains of about one": _scaled(2.0**-13, NORM, BIAS),
     "constants and gains of 32": _scaled(2.0**-8, NORM, BIAS),
@@ -291,6 +290,14 @@ def test_a_norm_that_does_something_is_no_checkpoint_of_ours(what: str, dtype: t
         FAMILY.split({prefix + name: tensor for name, tensor in tensors.items()}, config, 1)
     assert "\n" not in str(caught.value)
     assert caught.value.hint == "convert the checkpoint that this one was made from"
+
+
+def test_a_latent_with_a_bias_is_not_read() -> None:
+    config, prefix = sized(16), "model.layers.1.self_attn."
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in joined(config).items()}
+    _set(BIAS, 3, 0.1)(tensors)
+    with pytest.raises(Failure, match="layer 1's latent has a bias beside its constants"):
+        FAMILY.split({prefix + name: tensor for name, tensor in tensors.items()}, config, 1)
 
 
 @pytest.mark.parametrize(

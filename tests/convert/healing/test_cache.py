@@ -91,7 +91,7 @@ def test_another_cache_is_named(converted: Path, text: Path, tmp_path: Path) -> 
     (tmp_path / "other.txt").write_text(text.read_text(encoding="utf-8")[::-1], encoding="utf-8")
     with pytest.raises(Refusal, match="was made with another text"):
         heal(converted, tmp_path / "two", text=tmp_path / "other.txt", teacher_cache=tmp_path / "cache", **SIZES)
-    with pytest.raises(Refusal, match="is no cache of a teacher"):
+    with pytest.raises(Refusal, match="is not a teacher cache"):
         heal(converted, tmp_path / "two", text=text, teacher_cache=Path(__file__).parent, **SIZES)
     with pytest.raises(Refusal, match=f"largest probabilities, not all {VOCABULARY} of each token"):
         heal(converted, tmp_path / "two", text=text, teacher_cache=tmp_path / "c", **(SIZES | {"top_k": None}), dry_run=True)

@@ -187,15 +187,6 @@ def test_blocks_are_those_of_the_calibration_or_parts_of_them(checkpoint: Make, 
     assert cut[:, 0].tolist() == [601 * row + start for row in range(7) for start in (0, 300)]
 
 
-def test_one_process_heals(checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convert.planning.memory.HEALED", 16384)
-    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    found = mqa(checkpoint(), tmp_path / "out", text=text, dry_run=True).plan.calibration
-    assert found is not None
-    assert found.heal == 0
-
-
 def test_a_sweep_that_resumes_heals_what_it_has_not(checkpoint: Make, text: Path, tmp_path: Path) -> None:
     source = checkpoint()
 

@@ -47,6 +47,15 @@ def test_constants_of_a_latent_stay_and_all_else_trains() -> None:
     assert f"{LAYER}kv_a_proj_with_mqa.bias" in names
 
 
+def test_constants_stay_beside_channels_with_biases() -> None:
+    model = latent_model()
+    count = len(constants(16))
+    down = model.get_submodule(f"{LAYER}kv_a_proj_with_mqa")
+    with torch.no_grad():
+        down.bias[count] = 0.1
+    assert fixed(model)[f"{LAYER}kv_a_proj_with_mqa.weight"][:count].all()
+
+
 def test_a_norm_that_does_something_trains() -> None:
     model = random_model(tiny_config("deepseek_v3"))
     assert fixed(model) == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,29 +16,19 @@ from safetensors.torch import load_file, save_file
 
 from attention.errors import Refusal
 from convert import Healing, heal, mla, mqa
+from convert.healing import team
 from convert.healing.team import fsdp_plugin
-from convert.healing.training import NotFinite
-from convert.healing.zero import ZeroTrainer, zero_plugin
 
 OPTIONS: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "device": "cpu"}
-ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
-KINDS: dict[str, tuple[str, dict[str, str]]] = {
-    "ddp": ("stopping.py", {}),
-    "fsdp": ("fsdp_on_cpu.py", {}),
-    "zero 1": ("zero_shared.py", ZERO),
-    "zero 2": ("zero_shared.py", ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
-}
-INSTALLED = find_spec("deepspeed") is not None
-zero = pytest.mark.skipif(not INSTALLED, reason="DeepSpeed is not installed")
+SCRIPTS = {"ddp": "stopping.py", "fsdp": "fsdp_on_cpu.py"}
 Make = Callable[..., Path]
 
 
 def launch(kind: str, converted: Path, output: Path, *options: Any, **environment: str) -> Done:
     """Heal with two processes."""
-    script, settings = KINDS[kind]
     given = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", value)]
     command = "heal", converted, output, *given, *options, "--json"
-    return run_team(Path(__file__).with_name(script), *command, **settings, **environment)
+    return run_team(Path(__file__).with_name(SCRIPTS[kind]), *command, **environment)
 
 
 def assert_same(launched: Done, two: Path, one: Healing) -> None:
@@ -54,13 +43,12 @@ def assert_same(launched: Done, two: Path, one: Healing) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("zero 2", marks=zero)])
-def test_two_processes_are_one_with_the_same_batch(kind: str, checkpoint: Make, text: Path, tmp_path: Path) -> None:
+def test_two_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path, tmp_path: Path) -> None:
     """One writes a part of the text, both fill the teacher's cache, and LoRA trains."""
     mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
     given: tuple[Any, ...] = ("--lr", "3e-3", "--train", "lora", "--top-k", 16)
     given += ("--text", text, "--text", "self", "--text-shares", "3,1", "--teacher-cache", tmp_path / "said")
-    launched = launch(kind, tmp_path / "mqa", tmp_path / "two", *given)
+    launched = launch("ddp", tmp_path / "mqa", tmp_path / "two", *given)
     assert launched.stderr.count("info: step 20:") == 1
     one = heal(tmp_path / "mqa", tmp_path / "one", text={text: 3, "self": 1}, lr=3e-3, train="lora", top_k=16, **OPTIONS)
     assert_same(launched, tmp_path / "two", one)
@@ -68,13 +56,7 @@ def test_two_processes_are_one_with_the_same_batch(kind: str, checkpoint: Make, 
 
 @pytest.mark.slow
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("kind", "then"),
-    [("fsdp", "fsdp"), pytest.param("zero 1", "zero 2", marks=zero), pytest.param("zero 2", "fsdp", marks=zero)],
-)
-def test_sharded_processes_are_one_with_the_same_batch(
-    kind: str, then: str, checkpoint: Make, text: Path, tmp_path: Path
-) -> None:
+def test_sharded_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path, tmp_path: Path) -> None:
     """All weights train, at a rate of three: a tied head, a latent with constants and padding. It is stopped and resumed."""
     source = checkpoint("llama", tie_word_embeddings=True)
     mla(source, tmp_path / "mla", kv_lora_rank=80, qk_rope_head_dim=8, pad_rank=True, method="svd")
@@ -84,10 +66,10 @@ def test_sharded_processes_are_one_with_the_same_batch(
     save_file(before, tmp_path / "mla" / "model.safetensors")
     given = ("--text", text, "--train", "all", "--checkpointing", "--micro-batch-tokens", 16)  # steps in two parts
     given += ("--tokens", 9600)  # enough to try rates
-    stopped = launch(kind, tmp_path / "mla", tmp_path / "two", *given, STOP_AT="20")  # behind the trials
+    stopped = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, STOP_AT="20")  # behind the trials
     assert stopped.returncode != 0
     assert "--resume goes on from the last state" in stopped.stderr
-    resumed = launch(then, tmp_path / "mla", tmp_path / "two", *given, "--resume")
+    resumed = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, "--resume")
     assert "info: step 15:" not in resumed.stderr
     one = heal(tmp_path / "mla", tmp_path / "one", text=text, train="all", checkpointing=True, **(OPTIONS | {"tokens": 9600}))
     assert_same(resumed, tmp_path / "two", one)
@@ -104,28 +86,21 @@ def test_sharded_processes_are_one_with_the_same_batch(
 
 def test_documented_configs_launch_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_multi_gpu_env
 
     page = (Path(__file__).parents[3] / "docs/healing.md").read_text(encoding="utf-8")
     found = []
     for config in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
         (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
         given = ["--config_file", str(tmp_path / "config.yaml"), "--no_python", "convert", "heal"]
-        read, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(given))
-        read.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        settings = prepare_deepspeed_cmd_env(read)[1] if read.use_deepspeed else prepare_multi_gpu_env(read)
+        read, _, _ = _validate_launch_command(launch_command_parser().parse_args(given))
         with monkeypatch.context() as patch:
-            for name, value in settings.items():
+            for name, value in prepare_multi_gpu_env(read).items():
                 patch.setenv(name, value)
             plugin = fsdp_plugin()
-            if read.use_deepspeed:  # nothing else is wrong
-                with pytest.raises(Refusal, match="no launcher started" if INSTALLED else "DeepSpeed is not installed"):
-                    zero_plugin(bfloat16=False)
         kind = plugin and (plugin.fsdp_version, plugin.cpu_ram_efficient_loading)
-        if read.use_deepspeed:
-            kind = f"ZeRO {settings['ACCELERATE_DEEPSPEED_ZERO_STAGE']}"
         found.append((kind, read.num_processes, read.num_machines))
-    assert found == [((2, False), 8, 1), ("ZeRO 2", 8, 1), ((2, False), 16, 2), (None, 1, 1)]
+    assert found == [((2, False), 8, 1), ((2, False), 16, 2), (None, 1, 1)]
 
 
 def test_what_was_not_tried_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,30 +115,39 @@ def test_what_was_not_tried_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(setting.upper())
 
 
-def test_what_was_not_tried_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert zero_plugin(bfloat16=False) is None
+def test_deepspeed_is_refused(checkpoint: Make, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    for setting, value, error in (
-        ("CONFIG_FILE", "zero.json", "healing makes DeepSpeed's config itself"),
-        ("ZERO_STAGE", "3", "healing does not support ZeRO 3"),
-        ("OFFLOAD_OPTIMIZER_DEVICE", "cpu", "healing does not support offload_optimizer_device cpu"),
-        ("OFFLOAD_PARAM_DEVICE", "nvme", "healing does not support offload_param_device nvme"),
-        ("GRADIENT_CLIPPING", "0.5", "healing does not support gradient_clipping 0.5"),
-        ("GRADIENT_ACCUMULATION_STEPS", "4", "healing does not support gradient_accumulation_steps 4"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv(f"ACCELERATE_{'' if setting.startswith('GRADIENT') else 'DEEPSPEED_'}{setting}", value)
-            with pytest.raises(Refusal, match=error):
-                zero_plugin(bfloat16=False)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(Refusal, match="no launcher started" if INSTALLED else "DeepSpeed is not installed"):
-        zero_plugin(bfloat16=False)
+    with pytest.raises(Refusal, match="healing does not support DeepSpeed"):
+        heal(tmp_path / "mqa", tmp_path / "out", text=text, **OPTIONS)
 
 
-def test_steps_that_deepspeed_leaves_out_are_errors() -> None:
-    trainer = object.__new__(ZeroTrainer)
-    trainer._zero = SimpleNamespace(overflow=False)
-    trainer._update(3)
-    trainer._zero.overflow = True
-    with pytest.raises(NotFinite, match="gradients are not finite at step 4"):
-        trainer._update(3)
+@pytest.mark.parametrize(
+    ("width", "multiplies", "expected"),
+    [
+        (512, torch.bfloat16, torch.bfloat16),
+        (511, torch.bfloat16, torch.float32),  # casts would take longer than they save
+        (512, torch.float32, torch.float32),
+    ],
+)
+def test_cpus_compute_in_bfloat16_where_it_is_faster(
+    width: int, multiplies: torch.dtype, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "rough", lambda device: multiplies)
+    plan: Any = SimpleNamespace(device="cpu", converted=SimpleNamespace(decoder=SimpleNamespace(hidden_size=width)))
+    assert team.computes_in(plan) is expected
+
+
+def test_passes_in_bfloat16_heal_as_those_in_fp32_do(
+    checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mqa(checkpoint("llama"), tmp_path / "mqa", method="mean")
+    curves = []
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(team, "computes_in", lambda plan, dtype=dtype: dtype)
+        found = heal(tmp_path / "mqa", tmp_path / str(dtype), text=text, lr=1e-3, **OPTIONS)
+        curves.append([point["kl"] for point in found.curve])
+        assert {weight.dtype for weight in load_file(tmp_path / str(dtype) / "model.safetensors").values()} == {torch.float32}
+    assert curves[0] != curves[1]  # or it was not used
+    assert curves[1] == pytest.approx(curves[0], rel=0.02)
+    assert curves[1][-1] < curves[1][0]

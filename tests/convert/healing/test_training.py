@@ -19,7 +19,7 @@ from convert.healing.trainable import Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
 from eval.text import Tokens
 
-SCHEDULE = Schedule(steps=10, batch=4, at_once=2, rate=1e-2, seed=0)
+SCHEDULE = Schedule(steps=10, batch=4, micro_batch=2, rate=1e-2, seed=0)
 
 
 def text(vocabulary: int = 96) -> TrainingText:

@@ -95,7 +95,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
     ("model_type", "changes", "message"),
     [
         ("llama", {"attention_bias": True}, "queries and keys have biases, and the class has none"),
-        ("llama", {"rope_parameters": LLAMA3}, "its RoPE frequencies are no geometric ladder from 1"),
+        ("llama", {"rope_parameters": LLAMA3}, "its RoPE frequencies are not a geometric ladder from 1"),
         ("qwen2", {}, "queries and keys have biases, and the class has none"),
         ("deepseek_v3", {}, "it has a latent already"),
         ("phi", {}, "phi does not have Llama's decoder blocks"),

@@ -60,7 +60,7 @@ def test_full_size_behind_projections_is_the_same_function(
 ) -> None:
     norm, clip = form
     a = record(groups, share, pairs, nope, norm=norm, seed=seed)
-    behind = a.behind_norms(clip)
+    behind = a.on_projected_inputs(clip)
     assert behind.projections is not None
     known = measured_behind(behind.projections, inputs(20)) if text else Statistics.assumed(20).behind(behind.projections)
     kept, dim = every_pair(a) if pairs else (), 2 * pairs + nope

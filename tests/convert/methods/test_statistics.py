@@ -102,7 +102,7 @@ def test_an_excerpt_is_a_few_blocks_from_all_over_a_sample(blocks: int, context:
 def test_without_text_normalised_keys_are_those_of_the_norms_gains(norm: str) -> None:
     """Drawn as assumed, up to what the norm of each token does: for wide heads it is nearly the same for all."""
     a, gain = record(1, 2, pairs=60, width=300, norm=norm, biased=norm == "layer"), random(300).abs() + 0.5
-    projections = a.behind_norms().projections
+    projections = a.on_projected_inputs().projections
     assert projections is not None
     known = Statistics.assumed(300, gain).behind(projections)
     drawn = measured_behind(projections, random(1, 4000, 300, seed=3) * gain)
@@ -135,7 +135,7 @@ def test_without_text_a_latent_is_that_of_its_norms_gains(queries: int | None) -
 @pytest.mark.parametrize("clip", [0.3, 1.0, 20.0])
 def test_without_text_clamped_keys_are_those_of_normal_numbers(clip: float) -> None:
     """What a clamp takes away is what it takes of a normal number that correlates with others."""
-    projections = record(1, 2, pairs=10, width=40, biased=False).behind_norms(clip).projections
+    projections = record(1, 2, pairs=10, width=40, biased=False).on_projected_inputs(clip).projections
     assert projections is not None
     known, x = Statistics.assumed(40), random(1, 4000, 40, seed=3)
     found, drawn = known.behind(projections), measured_behind(projections, x).second

@@ -269,4 +269,4 @@ def test_a_fold_is_called_inexact_and_a_large_result_large(
 def test_a_rank_that_the_kernel_does_not_serve_is_remarked(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     for rank, remarks in ((16, 0), (20, 1)):
         command = ["mla", checkpoint(), tmp_path / "out", "--kv-lora-rank", rank, "--qk-rope-head-dim", 8, "--dry-run"]
-        assert ok(convert(*command)).stdout.count(f"rank {rank} is no multiple of 16") == remarks
+        assert ok(convert(*command)).stdout.count(f"rank {rank} is not a multiple of 16") == remarks

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert.healing import distance as module
-from convert.healing.distance import Prediction, distance, measured, spans
+from convert.healing.loss import Prediction, distance, measured, spans
 
 VOCABULARY = 11
 

@@ -23,7 +23,7 @@ from eval.workload import weight_bytes
 _log = logging.getLogger("kvfold")
 
 
-class Entrant(NamedTuple):
+class ModelRun(NamedTuple):
     """A model in one runtime, ours (if it supports the class) or transformers'; it gets one row per batch and context."""
 
     source: Source
@@ -36,7 +36,7 @@ class Entrant(NamedTuple):
         return batch * context * self.spec.bytes_per_token(self.dtype)
 
 
-def entrants(source: Source, dtype: str, device: torch.device, stock: bool) -> list[Entrant]:
+def model_runs(source: Source, dtype: str, device: torch.device, stock: bool) -> list[ModelRun]:
     """`source` in each runtime to measure, from its config alone; `stock` adds transformers' runtime to ours.
 
     MHA only runs in transformers' runtime.
@@ -46,15 +46,15 @@ def entrants(source: Source, dtype: str, device: torch.device, stock: bool) -> l
         dtype = "float32" if device.type == "cpu" else source.dtype
     weights = count_parameters(source.config, source.trust_remote_code) * dtype_bytes(dtype)
     ours = spec.kind != "MHA"
-    return [Entrant(source, spec, dtype, way, weights) for way in ((True, False) if ours and stock else (ours,))]
+    return [ModelRun(source, spec, dtype, way, weights) for way in ((True, False) if ours and stock else (ours,))]
 
 
 @contextlib.contextmanager
-def loaded(entered: Sequence[Entrant], device: torch.device) -> Iterator[list[Any]]:
-    """The models of `entered` on `device`, each in its runtime. The end of the block frees them and their memory."""
+def loaded(runs: Sequence[ModelRun], device: torch.device) -> Iterator[list[Any]]:
+    """The models of `runs` on `device`, each in its runtime. The end of the block frees them and their memory."""
     try:
         with contextlib.ExitStack() as stack:
-            models = [stack.enter_context(_loaded(entrant, device)) for entrant in entered]
+            models = [stack.enter_context(_loaded(run, device)) for run in runs]
             try:
                 yield models
             finally:
@@ -66,15 +66,15 @@ def loaded(entered: Sequence[Entrant], device: torch.device) -> Iterator[list[An
 
 
 @contextlib.contextmanager
-def _loaded(entrant: Entrant, device: torch.device) -> Iterator[Any]:
+def _loaded(run: ModelRun, device: torch.device) -> Iterator[Any]:
     """One model, in our runtime or, if that does not support its class, unchanged; the report names the runtime."""
-    how = EvaluationSettings(dtype=entrant.dtype, device=str(device))
-    with load(entrant.source, how) as model:
-        if entrant.ours:
+    how = EvaluationSettings(dtype=run.dtype, device=str(device))
+    with load(run.source, how) as model:
+        if run.ours:
             try:
-                (pack if entrant.spec.kv_lora_rank is None else absorb)(model)
+                (pack if run.spec.kv_lora_rank is None else absorb)(model)
             except Refusal as refusal:
-                _log.warning("%s runs as transformers has it: %s", entrant.source.name, refusal)
+                _log.warning("%s runs as transformers has it: %s", run.source.name, refusal)
         yield model
 
 
@@ -85,17 +85,17 @@ def _runtime(model: Any) -> str:
     return "packed" if any(map(is_packed, model.modules())) else "transformers"
 
 
-def describe(entrant: Entrant, model: Any) -> dict[str, Any]:
+def describe(run: ModelRun, model: Any) -> dict[str, Any]:
     """An entry of "models" in bench.json, without its measurements."""
     return {
-        "name": entrant.source.name,
-        "path": entrant.source.reference,
-        "kind": entrant.spec.kind,
+        "name": run.source.name,
+        "path": run.source.reference,
+        "kind": run.spec.kind,
         "runtime": _runtime(model),
         "class": type(model).__name__,
         "attention": model.config._attn_implementation,
-        "dtype": entrant.dtype,
+        "dtype": run.dtype,
         "weight_bytes": weight_bytes(model),
-        "kv_bytes_per_token": entrant.spec.bytes_per_token(entrant.dtype),
+        "kv_bytes_per_token": run.spec.bytes_per_token(run.dtype),
         "cases": [],
     }

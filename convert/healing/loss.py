@@ -18,7 +18,7 @@ _LEAST = 1e-12  # of the mass that is left beside the largest probabilities
 
 
 class Prediction(NamedTuple):
-    """What the teacher says of n tokens.
+    """The teacher's predictions for n tokens.
 
     Attributes:
         values: Log-probabilities `[n, vocabulary]`, or the k largest of each, `[n, k]`; fp32.

@@ -73,7 +73,7 @@ def _calibration(text: CalibrationText) -> dict[str, Any]:
 
 
 def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[str, Any]:
-    """What happened to every tensor of the source, and the origin of every tensor of the result."""
+    """The fate of every tensor of the source, and the origin of every tensor of the result."""
     written = manifest.outputs
     made = {name for unit in manifest.units if unit.layer is None and not unit.copies for name in unit.outputs}
     renamed = {
