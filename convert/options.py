@@ -230,7 +230,7 @@ calibration = _all(
         "--calibration-context",
         type=click.IntRange(2),
         metavar="N",
-        help="Tokens per calibration block; from 1024 on, half of the text is in blocks of N / 4.  "
+        help="Tokens per calibration block; of fewer than 16 blocks of 1024 or more, every other one is cut into four.  "
         "[default: 2048, of MODEL's own text alone 512, or MODEL's limit]",
     ),
     click.option(

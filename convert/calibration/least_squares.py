@@ -5,7 +5,7 @@ E_t Var_{s ~ p_t} of what a result's logits lack, with p_t the source's attentio
 
 Fits of keys and values multiply large matrices in `eval.device.rough`. What logits and outputs lack is computed in fp32
 before it is rounded, so that nothing lacks where a result is exact. They lose nothing by it; fits of queries do, and stay in
-fp32 (docs/results.md).
+fp32 (docs/notes/fits.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shares out the ranks of latents among layers: where a rank saves most, it goes.
 
 A layer's cost is the squared error of its attention's output, relative to the residual stream that it is added to. Costs of
-layers add up, as if errors were independent. docs/results.md compares other weights of errors.
+layers add up, as if errors were independent. docs/notes/fits.md compares other weights of errors.
 """
 
 from __future__ import annotations
