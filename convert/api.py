@@ -377,7 +377,7 @@ def heal(
     dataset: str | None = None,
     tokens: int | str | None = None,
     time: float | str | None = None,
-    budget: str = "try",
+    effort: str = "quick",
     context: int | None = None,
     batch_tokens: int | str | None = None,
     micro_batch_tokens: int | str | None = None,
@@ -408,9 +408,9 @@ def heal(
         text: Text to train on: a UTF-8 file, a list of strings, "self" for what the teacher writes, or several of these names
             with their shares. Without text and dataset, the teacher writes it.
         dataset: A named dataset, whose training split is used, too.
-        tokens: Tokens to train on, a number or "20M"; None for those of `budget`. A shorter text is used again.
+        tokens: Tokens to train on, a number or "20M"; None for those of `effort`. A shorter text is used again.
         time: Instead of `tokens`: as many as are expected to take so many seconds here, or "1h".
-        budget: "try", "default" or "thorough": 20, 200 or 2,000 million tokens, for more than 2 billion parameters 50, 500 or
+        effort: "quick", "standard" or "thorough": 20, 200 or 2,000 million tokens; beyond 2 billion parameters 50, 500 or
             3,000.
         context: Tokens per block; None for min(2048, the models' limit).
         batch_tokens: Tokens per step, over all processes; None for a thousandth of `tokens`, at least a block, at most 65536.
@@ -462,7 +462,7 @@ def heal(
     seconds = _seconds(time, tokens)
     options = HealOptions(
         texts_of(text, dataset) or DEFAULT,
-        budget=budget,
+        effort=effort,
         context=context,
         lr=rate,
         train=train,

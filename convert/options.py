@@ -288,14 +288,14 @@ healing = _all(
     click.argument("output", type=click.Path(path_type=Path)),
     click.option("--teacher", metavar="MODEL", help="The model that CONVERTED was made from.  [default: as it records]"),
     _texts("train", "the teacher"),
-    click.option("--tokens", type=Count(), metavar="N", help="Train on N tokens, such as 20M.  [default: those of --budget]"),
+    click.option("--tokens", type=Count(), metavar="N", help="Train on N tokens, such as 20M.  [default: those of --effort]"),
     click.option(
         "--time", type=_TIME, metavar="TIME", help="Train on as many tokens as take TIME here, such as 90min, 1h or 2d."
     ),
     click.option(
-        "--budget",
-        type=click.Choice(("try", "default", "thorough")),
-        default="try",
+        "--effort",
+        type=click.Choice(("quick", "standard", "thorough")),
+        default="quick",
         show_default=True,
         help="20M, 200M or 2B tokens; for more than 2 billion parameters, 50M, 500M or 3B.",
     ),

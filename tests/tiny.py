@@ -127,11 +127,11 @@ def switched(model_type: str, on: bool, **changes: Any) -> Any:
 def tiny_model(config: Any, seed: int = 0) -> Any:
     """A causal LM with random weights, biases and norm gains; of latent attention, with the norm that families can read."""
     from convert.families import FAMILIES
-    from convert.families.latent import LatentProjections
+    from convert.families.latent import LatentLayout
 
     model = random_model(config, seed)
     family = FAMILIES.get(config.model_type)
-    if isinstance(family, LatentProjections) and family.for_config(config) is family:
+    if isinstance(family, LatentLayout) and family.for_config(config) is family:
         from convert.families.neutral import constants
 
         for layer in model.model.layers:

@@ -45,7 +45,7 @@ def fitted_keys(
     groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
     parts = fitted_spans(len(sources[0].plain), list(map(len, blocks)), TOKENS)
     every = zip(sources, blocks, parts, strict=True)
-    fits = [_Fit.of(source, heads_of(after, x), groups, part) for source, x, part in every]
+    fits = [_KeyFit.of(source, heads_of(after, x), groups, part) for source, x, part in every]
     change = _solved(fits, seen.float())
     if isinstance(after, FactoredAttention):
         return lambda share: replace(after, k_rope=after.k_rope.float() + share * change[0])
@@ -53,7 +53,7 @@ def fitted_keys(
 
 
 @dataclass(frozen=True)
-class _Fit:
+class _KeyFit:
     """The least squares problem of all keys, as far as one block states it. A KV head has n query heads and D' fitted dims.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Fit:
     wanted: torch.Tensor
 
     @classmethod
-    def of(cls, source: Heads, result: Heads, groups: int, parts: list[slice]) -> _Fit:
+    def of(cls, source: Heads, result: Heads, groups: int, parts: list[slice]) -> _KeyFit:
         every = slice(0, len(source.plain))
         weights, pulls = (
             [grouped(rows, groups) for rows in part] for part in missing(source.part(every), result.part(every), parts)
@@ -84,10 +84,10 @@ class _Fit:
         fit = fit.to(rough(result.inputs.device))
         return replace(fit, wanted=fit._gradient(pull.to(fit.x.dtype) for pull in pulls))
 
-    def to(self, dtype: torch.dtype) -> _Fit:
+    def to(self, dtype: torch.dtype) -> _KeyFit:
         """The same with the factors of large products in another dtype."""
         queries, weights = ([part.to(dtype) for part in every] for every in (self.queries, self.weights))
-        return _Fit(self.x.to(dtype), self.rotation, self.spans, queries, weights, self.wanted)
+        return _KeyFit(self.x.to(dtype), self.rotation, self.spans, queries, weights, self.wanted)
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[G, D', E]`, the gradient of half the squared error less that where keys are not changed."""
@@ -112,7 +112,7 @@ class _Fit:
         return (power + swapped) / 2
 
 
-def _solved(fits: list[_Fit], seen: torch.Tensor) -> torch.Tensor:
+def _solved(fits: list[_KeyFit], seen: torch.Tensor) -> torch.Tensor:
     """`[G, D', E]`, the change of the keys after a few steps of conjugate gradients, over tokens of all blocks."""
     power = torch.stack([fit.power() for fit in fits]).sum(0)
     power = power.maximum(_LEAST * power.mean(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)[..., None]

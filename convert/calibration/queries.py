@@ -49,7 +49,7 @@ def fitted_queries(
     free, changes = _free(before, after), []
     for heads in _together(len(before.q), max(lengths)):
         parts = fitted_spans(heads.stop - heads.start, lengths, TOKENS)
-        fits = [_Fit.of(a.part(heads), b.part(heads), part) for (a, b), part in zip(pairs, parts, strict=True)]
+        fits = [_QueryFit.of(a.part(heads), b.part(heads), part) for (a, b), part in zip(pairs, parts, strict=True)]
         changes.append(_solved(fits, free))
     change = torch.cat(changes)
     return lambda share: _applied(before, after, share * change)
@@ -64,7 +64,7 @@ def met_by_queries(before: Attention, after: FactoredAttention, blocks: Sequence
     pairs, rank = [(heads_of(before, x), heads_of(after, x)) for x in blocks], len(after.down)
     for heads in _together(len(before.q), max(lengths)):
         parts = fitted_spans(heads.stop - heads.start, lengths, TOKENS)
-        fits = [_Fit.of(a.part(heads), b.part(heads), part) for (a, b), part in zip(pairs, parts, strict=True)]
+        fits = [_QueryFit.of(a.part(heads), b.part(heads), part) for (a, b), part in zip(pairs, parts, strict=True)]
         kept = torch.stack([fit.moments(-(-_SAMPLED // len(fits)))[1] for fit in fits]).sum(0).double()
         up = after.up_k[heads].double()
         found.append(joined_met(up @ kept[:, :rank, :rank] @ up.mT, kept[:, rank:, rank:]))
@@ -134,7 +134,7 @@ class _Met:
 
 
 @dataclass(frozen=True)
-class _Fit:
+class _QueryFit:
     """The least squares problem of some heads, as far as one block states it.
 
     Attributes:
@@ -148,7 +148,7 @@ class _Fit:
     wanted: torch.Tensor
 
     @classmethod
-    def of(cls, source: Heads, result: Heads, spans: list[slice]) -> _Fit:
+    def of(cls, source: Heads, result: Heads, spans: list[slice]) -> _QueryFit:
         """The problem of a block's heads, of some of its tokens."""
         met, (weights, pulls) = _Met.of(source, result, spans), missing(source, result, spans)
         return cls(met, weights, met.gradient(pulls))
@@ -217,7 +217,7 @@ def _free(before: Attention, after: Record) -> torch.Tensor:
     return free
 
 
-def _solved(fits: list[_Fit], free: torch.Tensor) -> torch.Tensor:
+def _solved(fits: list[_QueryFit], free: torch.Tensor) -> torch.Tensor:
     """`[h, D, N + P]`, the change of A after a few steps of conjugate gradients, over tokens of all blocks.
 
     Entries that are not `free` stay zero: gradients and preconditioned steps are projected onto the others.

@@ -53,7 +53,7 @@ def refined(
         saw (a single row does both).
     """
     with student.opened(layer) as run:
-        fit = _Fit(run, write, student, teacher, layer)
+        fit = _LayerFit(run, write, student, teacher, layer)
         before = fit.judged(record)
         for rate in _RATES:
             trial = fit.descended(record, rate, steps, seed, fit.fitted)
@@ -64,7 +64,7 @@ def refined(
     return record, {"layer_error": before, "layer_error_refined": before}
 
 
-class _Fit:
+class _LayerFit:
     """The aim of a layer's fit.
 
     Args:

@@ -39,13 +39,13 @@ def fitted_values(
     lengths = list(map(len, blocks))
     lacking = attention_output(before, blocks) - attention_output(after, blocks)
     parts = fitted_spans(len(after.q), lengths)
-    fits = [_Fit.of(after, *block) for block in zip(blocks, lacking.split(lengths), parts, strict=True)]
+    fits = [_ValueFit.of(after, *block) for block in zip(blocks, lacking.split(lengths), parts, strict=True)]
     change = _solved(fits, read.float())
     return lambda share: replace(after, v=after.v.float() + share * change)
 
 
 @dataclass(frozen=True)
-class _Fit:
+class _ValueFit:
     """The least squares problem of all values, as far as one block states it. A KV head has n query heads.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Fit:
     wanted: torch.Tensor
 
     @classmethod
-    def of(cls, after: Attention, x: torch.Tensor, lacking: torch.Tensor, parts: list[slice]) -> _Fit:
+    def of(cls, after: Attention, x: torch.Tensor, lacking: torch.Tensor, parts: list[slice]) -> _ValueFit:
         heads, groups = heads_of(after, x), len(after.v)
         every = logits_of(heads.part(slice(0, len(after.q))), parts)
         weights = [grouped(heads.weights(logits), groups) for logits in every]
@@ -72,10 +72,10 @@ class _Fit:
         fit = fit.to(rough(x.device))
         return replace(fit, wanted=fit._gradient([lacking[tokens].to(fit.x.dtype) for tokens in parts]))
 
-    def to(self, dtype: torch.dtype) -> _Fit:
+    def to(self, dtype: torch.dtype) -> _ValueFit:
         """The same with all factors of products in another dtype."""
         weights = [part.to(dtype) for part in self.weights]
-        return _Fit(self.x.to(dtype), self.outputs.to(dtype), self.spans, weights, self.wanted)
+        return _ValueFit(self.x.to(dtype), self.outputs.to(dtype), self.spans, weights, self.wanted)
 
     @property
     def count(self) -> int:
@@ -100,7 +100,7 @@ class _Fit:
         return (of_values.to(self.x.dtype).mT @ self.x).float()
 
 
-def _solved(fits: list[_Fit], read: torch.Tensor) -> torch.Tensor:
+def _solved(fits: list[_ValueFit], read: torch.Tensor) -> torch.Tensor:
     """`[G, D, E]`, the change of the values after a few steps of conjugate gradients, over tokens of all blocks."""
     outputs = fits[0].outputs.float().permute(1, 2, 0, 3).flatten(1, 2)  # [G, n E, D]
     left = outputs.mT @ outputs

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from attention.rope import Pairing, Rotary
 
 
-class LatentProjections(Family):
+class LatentLayout(Family):
     """`self_attn.{q_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}`, and a norm that constants neutralise.
 
     With query biases, `q_a_proj`, `q_a_layernorm` and `q_b_proj` are in place of `q_proj`.
@@ -205,4 +205,4 @@ class LatentProjections(Family):
         )
 
 
-ROWS = (LatentProjections("deepseek_v3", "interleaved", V3), LatentProjections("minicpm3", "half", MINICPM3))
+ROWS = (LatentLayout("deepseek_v3", "interleaved", V3), LatentLayout("minicpm3", "half", MINICPM3))

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
     from convert.families import Family
 
-BUDGETS = {"try": (20, 50), "default": (200, 500), "thorough": (2000, 3000)}  # million tokens: up to 2B parameters, and beyond
+EFFORTS = {
+    "quick": (20, 50),
+    "standard": (200, 500),
+    "thorough": (2000, 3000),
+}  # million tokens: up to 2B parameters, and beyond
 PARTS = ("attention", "all", "lora")
 _LORA_RANK, _LORA_RATE = 16, 10  # the default; times the rates of weights themselves, as LoRA wants
 _LARGE = 2_000_000_000  # parameters
@@ -48,8 +52,8 @@ class HealOptions:
 
     Attributes:
         texts: To train on.
-        tokens: Tokens to train on; None for those of `budget`.
-        budget: One of `BUDGETS`.
+        tokens: Tokens to train on; None for those of `effort`.
+        effort: One of `EFFORTS`.
         context: Tokens per block.
         batch_tokens: Tokens per step, over all processes.
         micro_batch_tokens: Tokens per forward pass.
@@ -66,7 +70,7 @@ class HealOptions:
 
     texts: Texts
     tokens: int | None = None
-    budget: str = "try"
+    effort: str = "quick"
     context: int | None = None
     batch_tokens: int | None = None
     micro_batch_tokens: int | None = None
@@ -249,7 +253,7 @@ def sized(converted: Source, source: Source, options: HealOptions, output: Outpu
     """
     family = readable(converted)
     (context,) = require_contexts([converted, source], [] if options.context is None else [options.context])
-    tokens = options.tokens or _budget(options.budget, converted)
+    tokens = options.tokens or _tokens_of(options.effort, converted)
     batch = max(1, (options.batch_tokens or min(_MOST_PER_STEP, tokens // _STEPS)) // context)
     micro_batch = min(batch, max(1, (options.micro_batch_tokens or _AT_ONCE) // context))
     steps = max(1, tokens // (batch * context))
@@ -280,11 +284,11 @@ def _with_rank(options: HealOptions) -> HealOptions:
     return options
 
 
-def _budget(name: str, converted: Source) -> int:
-    if name not in BUDGETS:
-        raise Refusal(f"no budget {name!r} (choose {', '.join(BUDGETS)})")
+def _tokens_of(name: str, converted: Source) -> int:
+    if name not in EFFORTS:
+        raise Refusal(f"no effort {name!r} (choose {', '.join(EFFORTS)})")
     parameters = count_parameters(converted.config, converted.trust_remote_code)
-    return BUDGETS[name][parameters > _LARGE] * 10**6
+    return EFFORTS[name][parameters > _LARGE] * 10**6
 
 
 def _named_teacher(converted: Source) -> str:

@@ -68,7 +68,7 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
         missing = result.logits(head) - source.logits(head)
         total = total + 0.5 * (p * (missing - (p * missing).sum(-1, keepdim=True)).square()).sum()
     (expected,) = torch.autograd.grad(total, leaf)
-    fit = keys._Fit.of(source, heads_of(after, x), len(kept), parts)
+    fit = keys._KeyFit.of(source, heads_of(after, x), len(kept), parts)
     found = fit.curvature(leaf.detach()) - fit.wanted
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
@@ -77,7 +77,7 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_both_dims_of_a_rotary_pair_count_alike(pairing: str) -> None:
     a = record(2, 2, 3, 2, 20, pairing)  # type: ignore[arg-type]
-    fit = keys._Fit.of(heads_of(a, X[0]), heads_of(a, X[0]), 2, fitted_spans(4, [X.shape[1]])[0])
+    fit = keys._KeyFit.of(heads_of(a, X[0]), heads_of(a, X[0]), 2, fitted_spans(4, [X.shape[1]])[0])
     queries_ = heads_of(a, X[0]).rope.square().sum(1).unflatten(0, (2, 2)).sum(1) * a.scale**2
     first, second = queries_.unflatten(1, (2, 3) if pairing == "half" else (3, 2)).unbind(1 if pairing == "half" else 2)
     power = fit.power()[:, :6].unflatten(1, (2, 3) if pairing == "half" else (3, 2))
@@ -94,7 +94,7 @@ def test_sums_of_many_rounded_products_are_not_rounded(monkeypatch: pytest.Monke
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(keys, "rough", lambda device, dtype=dtype: dtype)
-        fit = keys._Fit.of(heads_of(a, x), heads_of(after, x), 2, parts)
+        fit = keys._KeyFit.of(heads_of(a, x), heads_of(after, x), 2, parts)
         found.append((fit.wanted, fit.curvature(0.1 * random(*after.k.shape, seed=5))))
     for exact, rounded in zip(*found, strict=True):
         assert float((rounded - exact).norm() / exact.norm()) < 0.01

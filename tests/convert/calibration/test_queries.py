@@ -183,10 +183,10 @@ def test_heads_of_zeros_stay_finite(what: str) -> None:
 # ---- the objective ---------------------------------------------------------------------------------------------------
 
 
-def fits_of(a: Attention, after: Record, heads: slice) -> list[queries._Fit]:
+def fits_of(a: Attention, after: Record, heads: slice) -> list[queries._QueryFit]:
     parts = fitted_spans(heads.stop - heads.start, list(map(len, X)), TOKENS)
     blocks = [(heads_of(a, x).part(heads), heads_of(after, x).part(heads)) for x in X]
-    return [queries._Fit.of(*block, part) for block, part in zip(blocks, parts, strict=True)]
+    return [queries._QueryFit.of(*block, part) for block, part in zip(blocks, parts, strict=True)]
 
 
 CASES = ("gqa", "gqa, interleaved, partial", "gqa, ALiBi", "mla", "mla, ALiBi", "mqa")
@@ -239,7 +239,7 @@ def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatc
         for part, kept in ((slice(0, split), nope), (slice(split, None), back)):
             centred = kept - p @ kept
             expected[part, part] += (centred.T * p) @ centred
-    of_queries, spread = queries._Fit.of(
+    of_queries, spread = queries._QueryFit.of(
         source.part(slice(1, 3)), result.part(slice(1, 3)), *fitted_spans(2, [len(x)])
     ).moments(10**6)
     torch.testing.assert_close(spread[1].double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))

@@ -45,7 +45,7 @@ def test_the_gradient_by_values_is_that_of_the_squared_error(monkeypatch: pytest
     lacking = expected_outputs - run(dataclasses.replace(after, v=after.v + leaf), x)
     (expected,) = torch.autograd.grad(0.5 * lacking.square().sum(), leaf)
     parts = fitted_spans(8, [X.shape[1]])[0]
-    fit = values._Fit.of(after, x[0], (expected_outputs - run(after, x))[0].float(), parts)
+    fit = values._ValueFit.of(after, x[0], (expected_outputs - run(after, x))[0].float(), parts)
     assert fit.count == X.shape[1]
     found = fit.curvature(leaf.detach()) - fit.wanted
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
@@ -69,7 +69,7 @@ def test_sums_of_many_rounded_products_are_not_rounded(monkeypatch: pytest.Monke
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(values, "rough", lambda device, dtype=dtype: dtype)
-        fit = values._Fit.of(after, x, lacking, fitted_spans(4, [600])[0])
+        fit = values._ValueFit.of(after, x, lacking, fitted_spans(4, [600])[0])
         found.append((fit.wanted, fit.curvature(0.1 * random(*after.v.shape, seed=5))))
     for exact, rounded in zip(*found, strict=True):
         assert float((rounded - exact).norm() / exact.norm()) < 0.01

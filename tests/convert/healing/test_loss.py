@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.healing import distance as module
+from convert.healing import loss as module
 from convert.healing.loss import Prediction, distance, measured, spans
 
 VOCABULARY = 11

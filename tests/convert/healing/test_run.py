@@ -630,11 +630,11 @@ class TestRefusals:
         for changes, says in (
             ({"lr": 0.0}, "lr is"),
             ({"tokens": 0}, "tokens is 0"),
-            ({"tokens": "many"}, "no number of tokens"),
+            ({"tokens": "many"}, "invalid number of tokens"),
             ({"context": 500}, "exceeds the 128 positions"),
             ({"ce": -1.0}, "ce is"),
             ({"device": "tpu"}, "no device 'tpu'|not supported"),
-            ({"budget": "all", "tokens": None}, "no budget 'all'"),
+            ({"effort": "all", "tokens": None}, "no effort 'all'"),
             ({"train": "everything"}, "nothing trains 'everything'"),
             ({"lr": "fast"}, "lr is 'fast'"),
             ({"top_k": VOCABULARY + 1}, f"more than the {VOCABULARY} tokens"),
