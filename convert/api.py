@@ -222,7 +222,7 @@ def gqa(
             sweeps, which heal only if asked to.
         evaluate: Held-out text to measure perplexity on: a UTF-8 file, or a list of strings.
         dtype: "float32", "bfloat16" or "float16" to store floats in; None keeps each tensor's own.
-        engine: What has to run the result, one of `convert.engines.ENGINES`; None for nothing in particular.
+        engine: What has to run the result, one of `convert.hosts.engines.ENGINES`; None for nothing in particular.
         device: "auto", "cpu", "cuda", "cuda:1", …
         seed: For methods that draw numbers, and the order in which refinement takes blocks of text.
         max_shard_size: Bytes of a weight file, or "5GB".
@@ -611,7 +611,7 @@ def plan(
         dtype: The dtype of weights and cache; None for the model's own.
         gpus: Gigabytes by name; None for the known GPUs.
         gpu_share: The share of a GPU's memory that may be used.
-        engine: Show only what this engine runs, one of `convert.engines.ENGINES`.
+        engine: Show only what this engine runs, one of `convert.hosts.engines.ENGINES`.
         trust_remote_code: Run Python code that comes with the checkpoint.
 
     Returns:
@@ -620,7 +620,7 @@ def plan(
     Raises:
         Refusal: The model cannot be read.
     """
-    from convert.engines import engine_of
+    from convert.hosts.engines import engine_of
     from convert.planning.describe import capacity
     from eval.capacity import GPUS
 
@@ -652,7 +652,7 @@ def inspect(model: str | Path, *, trust_remote_code: bool = False) -> Facts:
 def _output(
     output: str | Path, dtype: str | None, max_shard_size: int | str, overwrite: bool, resume: bool, engine: str | None
 ) -> Output:
-    from convert.engines import engine_of
+    from convert.hosts.engines import engine_of
     from convert.planning.base import Output
 
     size = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from attention.errors import Refusal
-from convert.engines import ENGINES
+from convert.hosts.engines import ENGINES
 from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_time, parse_tokens
 from eval.protocol import PROTOCOLS
 from eval.text import DATASETS, SELF

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from convert.engines import ENGINES
+from convert.hosts.engines import ENGINES
 from convert.planning.base import Plan
 from convert.planning.texts import as_options
 from eval.escapes import markdown, shell_line

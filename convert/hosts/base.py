@@ -48,7 +48,7 @@ class Host(ABC):
 
     @abstractmethod
     def engines(self, family: Family) -> frozenset[str]:
-        """The engines of `convert.engines` that run what became of a source of `family`, sizes of latents aside."""
+        """The engines of `convert.hosts.engines` that run what became of a source of `family`, sizes of latents aside."""
 
     @abstractmethod
     def layout(self, family: Family) -> Family:

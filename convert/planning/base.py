@@ -14,10 +14,10 @@ from convert.families.base import unmodelled_fields
 from convert.methods.text import TextUse
 
 if TYPE_CHECKING:
-    from convert.engines import Engine
     from convert.families import Family
     from convert.families.base import Traits
     from convert.hosts import Host
+    from convert.hosts.engines import Engine
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
     from convert.planning.calibration import Calibration
@@ -35,7 +35,7 @@ class Output:
         max_shard_size: Bytes per weight file.
         overwrite: Whether a checkpoint at `path` may be replaced.
         resume: Whether to continue an unfinished conversion to `path`.
-        engine: The engine of `convert.engines` that has to run it; None for none in particular.
+        engine: The engine of `convert.hosts.engines` that has to run it; None for none in particular.
     """
 
     path: Path

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
-from convert.engines import running
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
+from convert.hosts.engines import running
 from convert.planning.base import Plan, host_of, readable
 from convert.planning.room import full_rank, latent_for_budget, smallest_latent
 from eval.forecast import duration
 from eval.tables import bytes_text, table
 
 if TYPE_CHECKING:
-    from convert.engines import Engine
     from convert.families import Family
     from convert.hosts import Host
+    from convert.hosts.engines import Engine
     from eval.source import Source
 
 

@@ -8,8 +8,8 @@ from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert import methods
 from convert.checkpoint.workdir import check_output
-from convert.engines import engine_of
 from convert.hosts import HOSTS
+from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for

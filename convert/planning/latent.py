@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Refusal
 from attention.spec import RANK_STEP, AttentionSpec, dtype_bytes
 from convert import methods
-from convert.engines import engine_of
 from convert.hosts import HOSTS, PORTABLE
+from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.budget import check_fold, default_fold, layer_ranks, served_rank
@@ -21,9 +21,9 @@ from convert.planning.room import full_rank, latent_for_budget, most_rotary_dims
 from eval.device import compute_device, require_device
 
 if TYPE_CHECKING:
-    from convert.engines import Engine
     from convert.families import Family
     from convert.hosts import Host
+    from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
     from convert.planning.targets import LatentTarget
     from eval.source import Source

@@ -13,8 +13,8 @@ from convert.planning.calibration import with_own_text
 
 if TYPE_CHECKING:
     from attention.spec import AttentionSpec
-    from convert.engines import Engine
     from convert.families import Family
+    from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
     from convert.planning.calibration import CalibrationOptions
     from eval.source import Source

@@ -21,9 +21,9 @@ import attention
 from attention.record import FactoredAttention
 from attention.rope import Rotary, from_config
 from attention.spec import AttentionSpec
-from convert.engines import ENGINES, running
 from convert.families import FAMILIES, family_of
 from convert.families.deepseek import V3
+from convert.hosts.engines import ENGINES, running
 from convert.hosts.portable import HOST, ladder_ratio
 
 Make = Callable[..., Path]

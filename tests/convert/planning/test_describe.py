@@ -13,9 +13,9 @@ from latents import SMALL, WAYS, method_options
 from safetensors import safe_open
 from written import ok
 
-from convert.engines import engine_of
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
+from convert.hosts.engines import engine_of
 from convert.methods import load_grouped, load_latent
 from convert.planning.base import Output
 from convert.planning.calibration import CalibrationOptions

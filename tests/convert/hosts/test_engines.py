@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
-from convert.engines import ENGINES, engine_of, running
 from convert.families import FAMILIES
 from convert.hosts import HOSTS
+from convert.hosts.engines import ENGINES, engine_of, running
 
 BEFORE = AttentionSpec(2, 32, 32, 128)
 CLASSES = {host.name: host for hosts in HOSTS.values() for host in hosts}
