@@ -1,4 +1,4 @@
-"""The output of a record on a sample of inputs: its outputs, and where it looks. Methods choose between results by it."""
+"""A record's outputs on a sample of inputs, and where it looks. Methods choose between results by it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from attention.forward import widened
 from attention.kernels import Backend, decode
 from attention.kernels.torch_decode import probabilities, read
 from attention.models.modeling_kvfold import eager
-from attention.neutral import constant_channels, undone
+from attention.neutral import constant_channels, is_size, undone
 
 # (queries T, cached S, rank R, nope N, rope P, value Dv) -> whether to absorb
 Rule = Callable[[int, int, int, int, int, int], bool]
@@ -345,12 +345,13 @@ def query_bias_channel(module: LatentAttention) -> int | None:
     gain, bias = norm.weight.detach().double(), down.bias.detach().double()
     constant, riding, width = bias != 0, (bias != 0) & (gain == 1), down.weight.shape[1]
     true, weight = gain[~constant], down.weight.detach()
-    level = (bias.square().sum() / len(bias)).sqrt()
     identity = torch.zeros_like(weight).fill_diagonal_(float(weight[0, 0]))
     if int(riding.sum()) != 1 or bool(constant[:width].any()) or bool((gain[constant & ~riding] != 0).any()):
         return None
-    of_one = bool(level.isinf()) or bool((bias[riding][0] / level - 1).abs() < 2**-8)
-    if not of_one or not undone(true, bias[constant], len(bias)) or bool((weight != identity).any()):
+    constants = bias[constant]
+    if not is_size(bias[riding][0], constants, len(bias)) or not undone(true, constants, len(bias)):
+        return None
+    if bool((weight != identity).any()):
         return None
     return int(riding.nonzero())
 

@@ -29,14 +29,19 @@ def constant_channels(weight: torch.Tensor, down: torch.Tensor, bias: torch.Tens
         `[R]` bool, or None if the norm has an effect.
     """
     weight, constant = weight.double(), weight == 0
-    true = weight[~constant]
-    if not bool(constant.any()) or not len(true) or bool(down[constant].any()):
+    if not bool(constant.any()) or bool(down[constant].any()):
         return None
-    return constant if undone(true, bias[constant], len(weight)) else None
+    return constant if undone(weight[~constant], bias[constant], len(weight)) else None
 
 
 def undone(weights: torch.Tensor, constants: torch.Tensor, rank: int) -> bool:
     """Whether a norm's weights undo its division by the root mean square of R channels, of which these are the constants."""
-    size, weights = (constants.double().square().sum() / rank).sqrt(), weights.double()
-    kept = bool(size.isinf()) or bool((weights[0] / size - 1).abs() < _ROUNDING)
-    return kept and bool((weights == weights[0]).all()) and bool(weights[0] >= LEAST_WEIGHT)
+    if not len(weights) or bool((weights != weights[0]).any()) or not bool(weights[0] >= LEAST_WEIGHT):
+        return False
+    return is_size(weights[0], constants, rank)
+
+
+def is_size(value: torch.Tensor, constants: torch.Tensor, rank: int) -> bool:
+    """Whether a value is the root mean square of R channels, of which these are the constants."""
+    size = (constants.double().square().sum() / rank).sqrt()
+    return bool(size.isinf()) or bool((value.double() / size - 1).abs() < _ROUNDING)

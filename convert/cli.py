@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -65,12 +66,13 @@ def main(ctx: click.Context) -> None:
     """
     wait_wisely()
     keep_freed()
-    if ctx.invoked_subcommand != "heal" and (count := launched_count()) > 1:
+    if ctx.invoked_subcommand != "heal":
+        count, threads = launched_count(), os.environ.get("OMP_NUM_THREADS")
         if not goes_on_alone():
             ctx.exit()
-        click.echo(
-            f"warning: {ctx.invoked_subcommand} runs in one process: the first of the {count} that were launched", err=True
-        )
+        if count > 1:
+            slow = "; OMP_NUM_THREADS is 1, as torchrun sets it" if threads == "1" else ""
+            click.echo(f"warning: {ctx.invoked_subcommand} runs in the first of {count} launched processes{slow}", err=True)
 
 
 _method = click.option("--method", type=click.Choice(GROUPED), help=f"How to merge KV heads.  [default: {GROUPED[0]}]")

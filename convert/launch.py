@@ -6,11 +6,9 @@ import os
 
 from attention.errors import Refusal
 
-# By which torch and accelerate find the others, and would wait for them.
-_VARIABLES = (
-    "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED",
-)  # fmt: skip
+# Names of variables by which torch and accelerate find other processes, or ways to share with them.
+_NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
 
 
 def launched_count() -> int:
@@ -29,9 +27,9 @@ def require_alone(what: str) -> None:
 
 
 def goes_on_alone() -> bool:
-    """Whether this process is the first of those that were launched. It then runs as if it were the only one."""
-    if os.environ.get("RANK", "0") != "0":
+    """Whether this process is the first of those that were launched. It then runs as if nothing had launched it."""
+    if launched_count() > 1 and os.environ.get("RANK", "0") != "0":
         return False
-    for name in _VARIABLES:
-        os.environ.pop(name, None)
+    for name in [name for name in os.environ if name in _NAMES or name.startswith(_PREFIXES)]:
+        del os.environ[name]
     return True

@@ -27,7 +27,7 @@ def parse_count(text: str) -> int:
     """Parse a number of tokens: 20M, 1.5B, 300k, 4096.
 
     Raises:
-        Refusal: It is no number above 0.
+        Refusal: It is not a number above 0.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([kMB]?)\s*", text, re.IGNORECASE | re.ASCII)
     count = round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[match[2].upper()]) if match else 0

@@ -41,6 +41,6 @@ def _ansi_c(character: str) -> str:
         return f"\\{character}"
     if character.isprintable():
         return character
-    # A byte of a path that is no UTF-8 comes as half of a surrogate pair.
+    # A byte of a path that is not UTF-8 comes as half of a surrogate pair.
     errors = "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
     return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", errors))

@@ -65,7 +65,7 @@ def refined(
 
 
 class _LayerFit:
-    """The aim of a layer's fit.
+    """The problem of fitting one layer.
 
     Args:
         run: `(input [b, t, E], weights by their names) -> output`.

@@ -14,16 +14,12 @@ import torch
 
 from attention.errors import Failure
 from attention.forward import attention_output, output_error
-from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotary, no_rotary
 from attention.spread import evenly_spread
-from convert.calibration.queries import met_by_queries
-from convert.calibration.refit import refitted
 from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
-from convert.families.neutral import query_channels
-from convert.methods.latent import Allocation, LatentMethod, balanced, sized
-from convert.methods.query_latent import behind_norm, expected_met, truncated
+from convert.execute.steps import Pipeline, grouped_pipeline, latent_pipeline, refit
+from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
 from convert.planning.base import Plan
@@ -33,9 +29,7 @@ from eval.progress import stage
 _TRIED_LAYERS = 4
 _TIE = 1.1  # a pursuit is taken if components err more than this many times as much; below, whole models lost more with it
 _SILENT = 1e-30  # the energy of an output that is nothing
-_UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
 
-Change = Callable[[Attention, int, Statistics], tuple[Attention, Record]]
 StatisticsOf = Callable[[int], Statistics]
 
 
@@ -45,14 +39,13 @@ class Decision:
 
     Attributes:
         plan: The plan, with one of its splits of the cache chosen.
-        change: `(record, layer, statistics) -> (record with its heads in the order of the result, record of the result)`;
-            None if nothing changes.
+        change: The steps of each layer; None if nothing changes.
         rotary: How the rotary key of MLA rotates, in every layer.
         found: The choices that were made, for conversion.json.
     """
 
     plan: Plan
-    change: Change | None = None
+    change: Pipeline | None = None
     rotary: Rotary | None = None
     found: dict[str, Any] = field(default_factory=dict)
 
@@ -67,7 +60,7 @@ def decide(job: Job, statistics: StatisticsOf) -> Decision:
     if target.copies:
         return Decision(plan)
     if isinstance(target, GroupedTarget):
-        return Decision(plan, _refitting(job, target.change))
+        return Decision(plan, grouped_pipeline(job, target))
     return _decide_latent(job, target, statistics)
 
 
@@ -80,18 +73,13 @@ def _decide_latent(job: Job, target: LatentTarget, statistics: StatisticsOf) -> 
     chosen = splits[choice.split]
     chosen = chosen.with_ranks(choice.ranks) if choice.ranks else chosen
     allocation = choice.allocation(chosen.allocation(rotary))
-
-    def change(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
-        own = replace(allocation, rank=choice.ranks[layer]) if choice.ranks else allocation
-        return chosen.change(own, before, known)
-
     tried = {"rotary_frequencies_tried": choice.tried} if choice.tried else {}
     ranks = {"kv_lora_ranks": list(choice.ranks)} if choice.ranks else {}
     found = {"rotary_frequencies": list(choice.pairs), **tried, **ranks}
     plan = job.plan if chosen is target else job.plan.choosing(chosen)
     return Decision(
         plan,
-        _scaling(chosen, _with_query_latent(job, chosen, _refitting(job, change))),
+        latent_pipeline(job, chosen, allocation, choice.ranks),
         rotary.select(choice.pairs, "interleaved"),
         found,
     )
@@ -203,7 +191,7 @@ def _errors(job: Job, method: LatentMethod, offers: Sequence[Allocation], statis
             rows = range(len(known.sample.rows))
             tried, other = known.sample.of(rows[::2]), known.sample.of(rows[1::2] or rows)
             for i, offer in enumerate(offers):
-                after = _refitted(job, before, method.factor(before, offer, known), replace(known, sample=other))
+                after = refit(job, before, method.factor(before, offer, known), layer, replace(known, sample=other))
                 errors[i] += output_error(before, after, tried.blocks) / count
                 done(1)
     return errors
@@ -237,77 +225,3 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
             costs.append(interpolated(tried, errors, target.ranks))
             done(1)
     return shared_out(costs, target.ranks, (target.spec.kv_lora_rank or 0) * layers)
-
-
-def _refitting(job: Job, change: Change) -> Change:
-    """The same change, followed by the refit if the plan has one."""
-
-    def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
-        before, after = change(before, layer, known)
-        return before, _refitted(job, before, after, known)
-
-    return changed
-
-
-def _scaling(target: LatentTarget, change: Change) -> Change:
-    """The same change, followed by scales of the latent: of each channel to be balanced, and of all for the class's norm."""
-    size = target.host.latent_size(target.spec.kv_lora_rank or 0)
-
-    def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
-        before, after = change(before, layer, known)
-        assert isinstance(after, FactoredAttention)
-        if after.normalised:  # the norm divides it by its size, so that scales cancel
-            return before, after
-        after = balanced(after)
-        return before, after if size is None else sized(after, known.second, size)
-
-    return changed
-
-
-def _with_query_latent(job: Job, target: LatentTarget, change: Change) -> Change:
-    """The same change, followed by what the target's latent of queries, if it has one, makes of them."""
-    rank, full = target.spec.q_lora_rank, target.host.full_query_rank(job.plan.source.decoder.hidden_size)
-    if rank is None:
-        return change
-    if target.host.portable:
-        return _behind_norm(job, change)
-    if rank == full:
-        return change
-
-    def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
-        before, after = change(before, layer, known)
-        assert isinstance(after, FactoredAttention)
-        known = known.shrunk().to(after.down.device)
-        if known.sample is not None and job.shows_attention:
-            met = met_by_queries(before, after, [block.float() for block in known.sample.blocks])
-        else:
-            met = expected_met(after, known.attended)
-        return before, truncated(after, query_channels(rank), known.of_queries, met)
-
-    return changed
-
-
-def _behind_norm(job: Job, change: Change) -> Change:
-    """The same change, followed by queries that read the input without the gains of its norm."""
-
-    def changed(before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
-        before, after = change(before, layer, known)
-        assert isinstance(after, FactoredAttention)
-        assert known.sample is not None, "portable results need text"
-        after, spread = behind_norm(after, job.input_gain(layer), known.sample)
-        if spread > _UNEVEN:
-            raise Failure(
-                f"behind the norm of layer {layer}'s input, tokens differ in size by {spread:.1%} (root mean square), and "
-                f"another norm of queries would undo that; at most {_UNEVEN:.0%} is allowed",
-                hint="leave out --q-lora-rank and --engine llama.cpp: embeddings are so small that the norm's epsilon matters, "
-                "or gains are zero",
-            )
-        return before, after
-
-    return changed
-
-
-def _refitted(job: Job, before: Attention, after: Record, known: Statistics) -> Record:
-    if job.text is None or not job.text.plan.refit or known.sample is None or not job.shows_attention:
-        return after
-    return refitted(before, after, known.sample.to(job.device), known.attended)

@@ -40,7 +40,7 @@ from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText, GivenTexts
 from convert.planning.targets import GroupedTarget, LatentTarget
-from eval.device import compute_device, out_of_memory
+from eval.device import compute_device, out_of_memory, rough
 from eval.evaluation import EvaluationSettings, prepare, report_of
 from eval.forecast import Decoder, Work, expected_seconds, foretell
 from eval.overlap import warn_of_overlap
@@ -304,6 +304,7 @@ def inputs_of(plan: Plan, reader: Reader, texts: GivenTexts | None) -> dict[str,
         **_settings(plan),
         "splits": [_settings(split) for split in _splits(plan)],
         "device": str(_device(plan)),
+        "rough_products_in": str(rough(_device(plan))),
         "config": plan.source.raw,
         "files": reader.fingerprint(),
         "calibration_hashes": texts.hashes if texts else [],

@@ -23,7 +23,7 @@ _ALIKE = 1.1  # times the smallest KL
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a healing.
+    """The weights that a healing chose, and how it came to them.
 
     Attributes:
         progressed: The rate and the curve.

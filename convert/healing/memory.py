@@ -82,7 +82,7 @@ def _trained(plan: HealPlan, model: Any, names: Collection[str]) -> int:
 
 
 def _activations(plan: HealPlan, names: Collection[str]) -> int:
-    """Bytes that autograd keeps of one forward pass in fp32."""
+    """Bytes that autograd keeps of one forward pass."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights

@@ -57,14 +57,17 @@ def fixed(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _of_keys(down: Any, norm: Any) -> dict[str, torch.Tensor]:
-    """Constants of a neutral latent of keys and values, whose rows the RoPE key follows."""
+    """Constants of a neutral latent of keys and values, whose rows the RoPE key follows.
+
+    Biases of true channels that are zero stay, too: kvfold reads no others.
+    """
     gain, weight, bias = norm.weight.detach(), down.weight.detach(), down.bias.detach()
     rank = len(gain)
     constant = constant_channels(gain, weight[:rank], bias[:rank])
     if constant is None:
         return {}
     rows = nn.functional.pad(constant, (0, len(weight) - rank))
-    biases = torch.arange(len(bias), device=bias.device) < rank
+    biases = nn.functional.pad(constant | (bias[:rank] == 0), (0, len(bias) - rank))
     return {
         "down.weight": rows[:, None].expand_as(weight),
         "down.bias": biases,

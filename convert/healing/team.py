@@ -83,13 +83,13 @@ class Team:
         """
         from accelerate import Accelerator, InitProcessGroupKwargs
 
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+            raise Refusal("healing does not support DeepSpeed", hint="launch it with FSDP 2, which divides weights, too")
         device = compute_device(plan.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # accelerate takes the current one
         bfloat16 = computes_in(plan) is torch.bfloat16
         plugin, on_cpu = fsdp_plugin(), device.type == "cpu"
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-            raise Refusal("healing does not support DeepSpeed", hint="launch it with FSDP 2, which divides more")
         # On CPUs `autocast` is all: accelerate keeps one setting for a process, which may heal a wide model after a narrow one.
         mixed = "bf16" if bfloat16 and not on_cpu else "no"
         try:
@@ -155,7 +155,7 @@ class Team:
         self._said(states)
 
     def told(self) -> Path | None:
-        """The answer of the first process."""
+        """What the first process told."""
         return self._said(None)
 
     def _said(self, states: Path | None) -> Path | None:

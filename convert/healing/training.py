@@ -291,7 +291,7 @@ class Trainer:
 
     def _forward(self, places: torch.Tensor, measured_blocks: int | None = None) -> Any:
         ids = self._text.blocks[places].to(self.accelerator.device)
-        with self._autocast():  # FSDP has none
+        with self._autocast():  # accelerate's FSDP does not autocast
             return self.module(ids, places, measured_blocks)
 
     def _share(self, places: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tells whether a device has memory for a model that writes its own text, and a result that is distilled."""
+"""Tells whether a device has memory for a model that writes its own text, and for a result that is distilled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def require_room_to_write(source: Source, calibration: Calibration | None, devic
 
 
 def with_default_healing(source: Source, calibration: Calibration | None, device: Any) -> Calibration | None:
-    """The calibration, with a healing where none was asked for or ruled out, one process converts, and memory suffices.
+    """The calibration, with a healing where none was asked for or ruled out, and memory suffices.
 
     Whatever else uses the memory now does not matter: the same command gives the same plan.
     """

@@ -1,4 +1,4 @@
-"""Needs of `mla --portable` besides a size: text, the refit, and an engine that runs it."""
+"""Requirements of `mla --portable` besides a size: text, the refit, and an engine that runs it."""
 
 from __future__ import annotations
 

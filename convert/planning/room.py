@@ -21,7 +21,7 @@ def smallest_latent(source: Source, family: Family, before: AttentionSpec) -> At
 def full_rank(source: Source, family: Family, rope_dim: int) -> int:
     """The rank beyond which nothing is gained: nope dims of keys plus dims of values, or the model's width if that is less.
 
-    What is behind QK-norm or a clamp is no linear function of the layer's input, so its width does not bound that.
+    Keys and values behind QK-norm or a clamp are not linear in the layer's input, so its width does not bound them.
     """
     dims = family.latent_dims(source.config, rope_dim)
     return dims if family.needs_projections(source.config) else min(source.decoder.hidden_size, dims)

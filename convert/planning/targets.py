@@ -1,4 +1,4 @@
-"""The targets that a plan converts to. Each kind has its recipe, its facts, and its change of a layer."""
+"""The targets that a plan converts to. Each has its recipe and its facts; `convert.execute.steps` changes layers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from attention.spec import AttentionSpec
 from convert.hosts import Host
-from convert.methods.constant_norm import with_constant_norm
-from convert.methods.grouped import Draw, GroupedMethod, reordered
+from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import Allocation, LatentMethod
 
 if TYPE_CHECKING:
-    from attention.record import Attention, FactoredAttention
     from attention.rope import Rotary
-    from convert.methods.statistics import Statistics
     from eval.source import Source
 
 
@@ -66,17 +63,6 @@ class GroupedTarget:
     def steps(self) -> list[str]:
         """The steps beyond the method, as on the command line."""
         return ["--grouping similar"] if self.grouping == "similar" and not self.copies else []
-
-    def change(self, before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Attention]:
-        """Merge the KV heads of a layer.
-
-        Returns:
-            The source's record with its heads in the order of the result, and the record of the result.
-        """
-        groups = self.spec.num_kv_heads
-        if self.grouping == "similar" and self.method.partition:
-            before = reordered(before, self.method.partition(before, groups, statistics))
-        return before, self.method.merge(before, groups, Draw.of_layer(self.seed, layer, self.initializer_range), statistics)
 
 
 @dataclass(frozen=True)
@@ -153,18 +139,6 @@ class LatentTarget:
     def with_ranks(self, layer_ranks: tuple[int, ...]) -> LatentTarget:
         """The same target with the ranks of its layers chosen."""
         return replace(self, spec=replace(self.spec, layer_ranks=layer_ranks))
-
-    def change(self, chosen: Allocation, before: Attention, statistics: Statistics) -> tuple[Attention, FactoredAttention]:
-        """Factor the keys and values of a layer, with frequencies chosen for all layers.
-
-        Returns:
-            The source's record, and the record of the result.
-        """
-        if not self.host.portable:
-            return before, self.method.factor(before, chosen, statistics)
-        assert statistics.sample is not None, "the norm of a latent is fitted to text"
-        after = self.method.factor(before, chosen, statistics)
-        return before, with_constant_norm(before, after, statistics.sample.to(before.k.device))
 
 
 Target = GroupedTarget | LatentTarget

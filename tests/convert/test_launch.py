@@ -13,6 +13,7 @@ from attention.errors import Refusal
 
 Make = Callable[..., Path]
 LAUNCHED = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+SHARING = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "yes"}
 
 
 @pytest.fixture
@@ -20,7 +21,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Make this process one of two."""
 
     def become(rank: int) -> None:
-        for name, value in (LAUNCHED | {"RANK": str(rank), "LOCAL_RANK": str(rank)}).items():
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        for name, value in (LAUNCHED | SHARING | {"RANK": str(rank), "LOCAL_RANK": str(rank)}).items():
             monkeypatch.setenv(name, value)
 
     return become
@@ -38,8 +40,28 @@ def test_the_first_process_converts_and_heals(
     launched(0)
     first = convert("mqa", source, tmp_path / "out", *given)
     assert first.exit_code == 0, first.stderr
-    assert first.stderr.startswith("warning: mqa runs in one process: the first of the 2 that were launched\n")
+    assert first.stderr.startswith("warning: mqa runs in the first of 2 launched processes\n")
     assert (tmp_path / "out" / "conversion.json").exists()
+
+
+def test_settings_of_a_launcher_of_one_process_do_not_reach_a_conversion(
+    checkpoint: Make, convert: Callable[..., Any], words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SHARING.items():
+        monkeypatch.setenv(name, value)
+    given = "--text", words, "--calibration-tokens", 1024, "--calibration-context", 64, "--heal", 1024
+    done = convert("mqa", checkpoint(), tmp_path / "out", *given)
+    assert done.exit_code == 0, done.stderr
+    assert "\nhealed on " in done.stdout
+
+
+def test_heal_keeps_the_settings_of_its_launcher(
+    checkpoint: Make, convert: Callable[..., Any], words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.mqa(checkpoint(), tmp_path / "mqa", method="mean")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    refused = convert("heal", tmp_path / "mqa", tmp_path / "out", "--text", words, "--tokens", 1024, "--context", 64)
+    assert (refused.exit_code, "healing does not support DeepSpeed" in refused.stderr) == (2, True)
 
 
 def test_the_api_takes_one_process(launched: Callable[[int], None], checkpoint: Make, tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def test_constants_stay_beside_channels_with_biases() -> None:
     down = model.get_submodule(f"{LAYER}kv_a_proj_with_mqa")
     with torch.no_grad():
         down.bias[count] = 0.1
-    assert fixed(model)[f"{LAYER}kv_a_proj_with_mqa.weight"][:count].all()
+    still = fixed(model)
+    assert still[f"{LAYER}kv_a_proj_with_mqa.weight"][:count].all()
+    assert still[f"{LAYER}kv_a_proj_with_mqa.bias"].tolist() == [True] * count + [False] + [True] * (15 - count) + [False] * 8
 
 
 def test_a_norm_that_does_something_trains() -> None:

@@ -1,0 +1,139 @@
+"""What happens to a layer before it is fitted to outputs, in order: the method, then steps that change its result.
+
+Each is a function of records and statistics, and knows nothing of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from attention.errors import Failure
+from attention.record import Attention, FactoredAttention, Record
+from convert.calibration.queries import met_by_queries
+from convert.calibration.refit import refitted
+from convert.execute.job import Job
+from convert.families.neutral import query_channels
+from convert.methods.constant_norm import with_constant_norm
+from convert.methods.grouped import Draw, reordered
+from convert.methods.latent import Allocation, balanced, sized
+from convert.methods.query_latent import behind_norm, expected_met, truncated
+from convert.methods.statistics import Statistics
+from convert.planning.targets import GroupedTarget, LatentTarget
+
+_UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
+
+Method = Callable[[Attention, int, Statistics], tuple[Attention, Record]]
+Step = Callable[[Attention, Record, int, Statistics], Record]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The steps of a layer.
+
+    Attributes:
+        method: `(source's record, layer, statistics) -> (that record with its heads in the result's order, result's record)`.
+        steps: What follows by name, in order: `(source's record, result's record, layer, statistics) -> result's record`.
+    """
+
+    method: Method
+    steps: Mapping[str, Step]
+
+    def __call__(self, before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
+        before, after = self.method(before, layer, known)
+        for step in self.steps.values():
+            after = step(before, after, layer, known)
+        return before, after
+
+
+def grouped_pipeline(job: Job, target: GroupedTarget) -> Pipeline:
+    """The steps to fewer KV heads."""
+    return Pipeline(partial(merged, target), {"refit": partial(refit, job)})
+
+
+def latent_pipeline(job: Job, target: LatentTarget, allocation: Allocation, ranks: Sequence[int]) -> Pipeline:
+    """The steps to a latent.
+
+    Args:
+        job: The conversion.
+        target: Its target, with one of its splits chosen.
+        allocation: What all layers share.
+        ranks: The rank of each layer; empty if all have that of the allocation.
+    """
+    steps: dict[str, Step] = {}
+    if target.host.portable:
+        steps["constant norm"] = _constant_norm
+    steps["refit"] = partial(refit, job)
+    rank, full = target.spec.q_lora_rank, target.host.full_query_rank(job.plan.source.decoder.hidden_size)
+    if rank is not None and target.host.portable:
+        steps["queries behind a norm"] = partial(_behind_norm, job)
+    elif rank is not None and rank != full:
+        steps["latent of queries"] = partial(_query_latent, job, query_channels(rank))
+    steps["scale"] = partial(_scaled, target.host.latent_size(target.spec.kv_lora_rank or 0))
+    return Pipeline(partial(factored, target, allocation, ranks), steps)
+
+
+def merged(target: GroupedTarget, before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
+    """The KV heads of a layer, merged by the target's method."""
+    groups, method = target.spec.num_kv_heads, target.method
+    if target.grouping == "similar" and method.partition:
+        before = reordered(before, method.partition(before, groups, known))
+    return before, method.merge(before, groups, Draw.of_layer(target.seed, layer, target.initializer_range), known)
+
+
+def refit(job: Job, before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+    """Queries, keys and values, fitted to the source's, if the plan has a refit and the source shows where it looks."""
+    if job.text is None or not job.text.plan.refit or known.sample is None or not job.shows_attention:
+        return after
+    return refitted(before, after, known.sample.to(job.device), known.attended)
+
+
+def factored(
+    target: LatentTarget, allocation: Allocation, ranks: Sequence[int], before: Attention, layer: int, known: Statistics
+) -> tuple[Attention, Record]:
+    """Keys and values of a layer, factored by the target's method, with the frequencies and ranks of all layers chosen."""
+    own = replace(allocation, rank=ranks[layer]) if ranks else allocation
+    return before, target.method.factor(before, own, known)
+
+
+def _constant_norm(before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+    """A latent whose norm is nearly constant, for classes that have no place for biases."""
+    assert isinstance(after, FactoredAttention)
+    assert known.sample is not None, "the norm of a latent is fitted to text"
+    return with_constant_norm(before, after, known.sample.to(before.k.device))
+
+
+def _query_latent(job: Job, channels: int, before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+    """Queries that read a latent of so many channels."""
+    assert isinstance(after, FactoredAttention)
+    known = known.shrunk().to(after.down.device)
+    if known.sample is not None and job.shows_attention:
+        met = met_by_queries(before, after, [block.float() for block in known.sample.blocks])
+    else:
+        met = expected_met(after, known.attended)
+    return truncated(after, channels, known.of_queries, met)
+
+
+def _behind_norm(job: Job, before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+    """Queries that read the input without the gains of its norm."""
+    assert isinstance(after, FactoredAttention)
+    assert known.sample is not None, "portable results need text"
+    after, spread = behind_norm(after, job.input_gain(layer), known.sample)
+    if spread > _UNEVEN:
+        raise Failure(
+            f"behind the norm of layer {layer}'s input, tokens differ in size by {spread:.1%} (root mean square), and "
+            f"another norm of queries would undo that; at most {_UNEVEN:.0%} is allowed",
+            hint="leave out --q-lora-rank and --engine llama.cpp: embeddings are so small that the norm's epsilon matters, "
+            "or gains are zero",
+        )
+    return after
+
+
+def _scaled(size: float | None, before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+    """Channels of a latent that are balanced, at the size that the class's norm needs."""
+    assert isinstance(after, FactoredAttention)
+    if after.normalised:  # the norm divides it by its size, so that scales cancel
+        return after
+    after = balanced(after)
+    return after if size is None else sized(after, known.second, size)
