@@ -52,7 +52,7 @@ def test_settings_of_a_launcher_of_one_process_do_not_reach_a_conversion(
     given = "--text", words, "--calibration-tokens", 1024, "--calibration-context", 64, "--heal", 1024
     done = convert("mqa", checkpoint(), tmp_path / "out", *given)
     assert done.exit_code == 0, done.stderr
-    assert "\nhealed on " in done.stdout
+    assert "heal: 1,024 tokens" in done.stderr
 
 
 def test_heal_keeps_the_settings_of_its_launcher(
