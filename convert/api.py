@@ -178,7 +178,6 @@ def gqa(
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
     max_context: int | None = None,
-    propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
     heal: int | str | None = None,
@@ -214,7 +213,6 @@ def gqa(
             limit.
         max_context: Tokens of the longest context that the result is for; None for `calibration_context`, or 2048, or the
             model's limit.
-        propagate: Calibrate each layer on the outputs of the converted layers before it.
         refit: Refit queries, keys, values (GQA) and outputs by least squares; None: if there is text and the method uses it.
         refine: Steps of gradient descent that then fit each layer to its source.
         heal: Tokens of the text, a number or "64k", that the result is distilled on at the end; 0 for none; None for
@@ -242,7 +240,7 @@ def gqa(
 
     source = Source.parse(str(model), trust_remote_code)
     calibration = _calibration(
-        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine, heal
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, refit, refine, heal
     )
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
@@ -264,7 +262,6 @@ def mqa(
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
     max_context: int | None = None,
-    propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
     heal: int | str | None = None,
@@ -286,7 +283,7 @@ def mqa(
 
     source = Source.parse(str(model), trust_remote_code)
     calibration = _calibration(
-        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine, heal
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, refit, refine, heal
     )
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
@@ -316,7 +313,6 @@ def mla(
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
     max_context: int | None = None,
-    propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
     heal: int | str | None = None,
@@ -357,7 +353,7 @@ def mla(
     sizes = kv_lora_rank, qk_rope_head_dim, share, size
     wanted = LatentRequest(*sizes, freqfold, pad_rank, q_lora_rank, portable, per_layer_ranks)
     calibration = _calibration(
-        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine, heal
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, refit, refine, heal
     )
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
@@ -529,7 +525,6 @@ def sweep(
     calibration_tokens: int | None = None,
     calibration_context: int | None = None,
     max_context: int | None = None,
-    propagate: bool = False,
     refit: bool | None = None,
     refine: int | None = None,
     heal: int | str | None = None,
@@ -567,7 +562,7 @@ def sweep(
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
     _require_range("seed", seed, 0, 2**32 - 1)
     calibration = _calibration(
-        text, dataset, no_text, calibration_tokens, calibration_context, max_context, propagate, refit, refine, heal
+        text, dataset, no_text, calibration_tokens, calibration_context, max_context, refit, refine, heal
     )
     latents = None if mla is None else tuple(dict.fromkeys(map(_latent, mla)))
     chosen = (None if groups is None else tuple(dict.fromkeys(groups)), latents, None if methods is None else tuple(methods))
@@ -670,7 +665,6 @@ def _calibration(
     tokens: int | None,
     context: int | None,
     max_context: int | None,
-    propagate: bool,
     refit: bool | None,
     refine: int | None,
     heal: int | str | None,
@@ -682,7 +676,7 @@ def _calibration(
     for (name, least), value in zip(least_of.items(), (tokens, context, max_context, refine, healed), strict=True):
         _require_range(name, least if value is None else value, least)
     texts = texts_of(text, dataset)
-    return CalibrationOptions(texts, tokens, context, propagate, refit, refine or 0, max_context, no_text, healed)
+    return CalibrationOptions(texts, tokens, context, refit, refine or 0, max_context, no_text, healed)
 
 
 def _require_range(name: str, value: float, least: float, most: float = math.inf) -> None:

@@ -241,11 +241,6 @@ calibration = _all(
         "[default: --calibration-context, or 2048, or MODEL's limit]",
     ),
     click.option(
-        "--propagate",
-        is_flag=True,
-        help="Compute the statistics of each layer in the partly converted model, not in the source.",
-    ),
-    click.option(
         "--refit/--no-refit",
         default=None,
         help="Fit queries, keys, outputs and, for GQA, values by least squares.  [default: with text, for methods that use it]",

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 
 from attention.errors import Failure
@@ -62,7 +63,9 @@ def _topics() -> list[str]:
 def _docstrings() -> list[str]:
     documents = []
     for name in sorted(sys.builtin_module_names):
-        module = importlib.import_module(name)
+        with warnings.catch_warnings():  # some builds of Python have deprecated modules among these
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module = importlib.import_module(name)
         members = [module, *(value for _, value in sorted(vars(module).items()) if callable(value))]
         text = "\n\n".join(doc for doc in map(inspect.getdoc, members) if doc)
         if text:

@@ -130,7 +130,7 @@ class _Layer:
 
     def fit(self, calibration: Calibration) -> Work:
         """Everything that is done to the layer in sequence."""
-        work = self.passes(_IN_SEQUENCE if calibration.fitted else 1, self.tokens, self.context) + self.moments()
+        work = self.passes(_IN_SEQUENCE, self.tokens, self.context) + self.moments()
         if calibration.refit:
             work += self.refit(min(self.tokens, sample_for(self.width)))
             work += self.tokens * Work(2 * self.heads_width * (self.heads_width + self.width))

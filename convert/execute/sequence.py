@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -36,7 +35,7 @@ def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: D
 
     Args:
         job: The conversion; its work directory keeps finished layers.
-        text: The calibration: whether statistics come from behind converted layers, and the number of refinement steps.
+        text: The calibration: whether to refit, and the number of refinement steps.
         manifest: The other tensors of the result.
         decision: How to change all layers.
 
@@ -102,28 +101,21 @@ class _Pair:
         result = job.stream(text, config, layout.module, made, manifest.outputs, work / "student")
         return cls(plan, text, layout, layout.traits(config).o_bias, source, result)
 
-    @property
-    def _running(self) -> list[LayerStream]:
-        """The models that run: the source only if something is fitted to it."""
-        return [self.teacher, self.student] if self.text.plan.fitted else [self.student]
-
     def begin(self, missing: int) -> int:
-        """The last layer up to `missing` whose inputs exist for all models; else 0, whose inputs are made anew.
+        """The last layer up to `missing` whose inputs exist for both models; else 0, whose inputs are made anew.
 
         A layer may be missing although later ones exist, because its file was damaged.
         """
-        ready = set.intersection(*(stream.ready for stream in self._running))
-        if there := {layer for layer in ready if layer <= missing}:
+        if there := {layer for layer in self.teacher.ready & self.student.ready if layer <= missing}:
             return max(there)
-        for stream in self._running:
+        for stream in (self.teacher, self.student):
             stream.discard()
             stream.embed()
         return 0
 
     def skip(self, layer: int) -> None:
         """Run the source past a layer that is converted already."""
-        if self.text.plan.fitted:
-            self.teacher.advance(layer, keep=True)
+        self.teacher.advance(layer, keep=True)
 
     def discard(self) -> None:
         """Remove the files on disk."""
@@ -136,11 +128,11 @@ class _Pair:
         return {name: tensor.float() for name, tensor in tensors.items()}
 
     def observed(self, layer: int, attention: Attention, shown: bool) -> Statistics:
-        """Statistics of the inputs of the source's layer or, with `--propagate`, the result's."""
-        stream = self.student if self.text.plan.propagate else self.teacher
+        """Statistics of the inputs of the source's layer."""
         fitting = normed_sample_for if self.plan.target.host.portable else sample_for
-        moments = Moments(layer, stream, attention, fitting(stream.width) if self.text.plan.refit else EXCERPT, shown)
-        stream.observe(layer, moments.see)
+        sample = fitting(self.teacher.width) if self.text.plan.refit else EXCERPT
+        moments = Moments(layer, self.teacher, attention, sample, shown)
+        self.teacher.observe(layer, moments.see)
         return replace(moments.statistics(), context=self.text.plan.max_context)
 
     def fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
@@ -177,7 +169,5 @@ def _converted(job: Job, pair: _Pair, decision: Decision, layer: int) -> Layer:
     tensors, source = job.read_layer(layer)
     known = pair.observed(layer, source, job.shows_attention)
     before, after = change(source, layer, known)
-    more: dict[str, Any] = {}
-    if pair.text.plan.fitted:
-        after, more = pair.fitted(layer, after)
-    return Layer.of(pair.plan, layer, tensors, before, after, **more)
+    after, errors = pair.fitted(layer, after)
+    return Layer.of(pair.plan, layer, tensors, before, after, **errors)

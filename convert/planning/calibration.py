@@ -38,7 +38,6 @@ class CalibrationOptions:
         texts: None for no text.
         tokens: How many tokens to use, in blocks spread evenly over each text.
         context: Tokens per block; if they are few and long, some are cut into shorter ones (`convert.methods.blocks`).
-        propagate: Whether a layer's statistics are measured behind the layers converted before it.
         refit: Whether least squares refits queries, keys, values (GQA) and output projections.
         refine: Steps of gradient descent that fit each layer's attention to the source's.
         max_context: Tokens of the longest context that the result is for; None for `context` as it is given or usual.
@@ -49,7 +48,6 @@ class CalibrationOptions:
     texts: Texts = ()
     tokens: int | None = None
     context: int | None = None
-    propagate: bool = False
     refit: bool | None = None
     refine: int = 0
     max_context: int | None = None
@@ -64,7 +62,6 @@ class CalibrationOptions:
             "calibration-tokens": self.tokens,
             "calibration-context": self.context,
             "max-context": self.max_context,
-            "propagate": self.propagate,
             "refit": self.refit,
             "refine": self.refine,
             "heal": self.heal,
@@ -92,7 +89,6 @@ class Calibration:
     texts: Texts
     tokens: int
     context: int
-    propagate: bool
     refit: bool
     refine: int
     max_context: int
@@ -125,12 +121,7 @@ class Calibration:
 
     @property
     def in_sequence(self) -> bool:
-        """Whether layers are converted in order, each behind the converted ones."""
-        return bool(self.propagate or self.refit or self.refine)
-
-    @property
-    def fitted(self) -> bool:
-        """Whether layers are fitted to the outputs of the source's layers."""
+        """Whether layers are converted in order, each fitted to the source's behind the converted ones."""
         return bool(self.refit or self.refine)
 
     def as_options(self) -> dict[str, Any]:
@@ -140,7 +131,6 @@ class Calibration:
             "calibration_tokens": self.tokens,
             "calibration_context": self.context,
             **({"max_context": self.max_context} if self.max_context != self.context else {}),
-            **({"propagate": True} if self.propagate else {}),
             "refit": self.refit,
             **({"refine": self.refine} if self.refine else {}),
             "heal": self.heal,
@@ -153,7 +143,6 @@ class Calibration:
     def steps(self) -> list[str]:
         """The steps beyond the method, as on the command line."""
         return [
-            *(["--propagate"] if self.propagate else []),
             *(["--refit"] if self.refit else []),
             *([f"--refine {self.refine}"] if self.refine else []),
             *([f"--heal {self.heal}"] if self.heal else []),
@@ -318,17 +307,15 @@ def calibration_for(
     require_consistent(source, wanted)
     if not wanted.texts:
         return None
-    used = bool(wanted.refit or wanted.refine or wanted.heal is not None)
-    if method.text is TextUse.IGNORED and (wanted.propagate or not used):
-        idle = "--propagate" if used else wanted.flags
-        raise Refusal(f"method {method.name} looks at weights only and has no use for {idle}", hint="leave it out")
+    if method.text is TextUse.IGNORED and not (wanted.refit or wanted.refine or wanted.heal is not None):
+        raise Refusal(f"method {method.name} looks at weights only and has no use for {wanted.flags}", hint="leave it out")
     if method.text is not TextUse.USED and wanted.max_context is not None:
         raise Refusal(f"method {method.name} has no use for --max-context", hint="leave it out")
     tokens, context, longest = _numbers(source, wanted)
     longest = longest if method.text is TextUse.USED else context
     refit = method.text is TextUse.USED if wanted.refit is None else wanted.refit
     heal = wanted.heal if wanted.heal is not None or method.text is TextUse.USED else 0
-    return Calibration(wanted.texts, tokens, context, wanted.propagate, refit, wanted.refine, longest, heal)
+    return Calibration(wanted.texts, tokens, context, refit, wanted.refine, longest, heal)
 
 
 def with_own_text(wanted: CalibrationOptions) -> CalibrationOptions:

@@ -276,13 +276,6 @@ ARGUMENTS: dict[str, tuple[list[Any], str]] = {
     "text with svd": (
         [*SMALL, "--method", "svd", "--text", "TEXT"], "method svd looks at weights only and has no use for --text"
     ),
-    "propagate with svd": (
-        [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate"], "has no use for --propagate and --text"
-    ),
-    "propagate and refit with svd": (
-        [*SMALL, "--method", "svd", "--text", "TEXT", "--propagate", "--refit"], "has no use for --propagate\nhint"
-    ),
-    "propagate without text": ([*SMALL, "--propagate"], "--propagate is about calibration text, and there is none"),
     "refit without text": ([*SMALL, "--refit"], "--refit is about calibration text, and there is none"),
     "refine without text": (
         [*SMALL, "--refine", 3, "--calibration-tokens", 9], "--calibration-tokens and --refine are about calibration text"

@@ -359,8 +359,8 @@ MISTAKES: dict[str, tuple[list[Any], str]] = {
     ),
     "text for no method": (["--methods", "mean,svd", "--text", "TEXT"], "no method of this sweep has any use for --text"),
     "steps for no method": (
-        ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--propagate"],
-        "no method of this sweep has any use for --propagate and --refine",
+        ["--methods", "mean,pca", "--text", "TEXT", "--refine", 2, "--refit"],
+        "no method of this sweep has any use for --refine and --refit",
     ),
     "text and none": (["--text", "TEXT", "--no-text"], "give either a text to calibrate on or --no-text"),
 }  # fmt: skip

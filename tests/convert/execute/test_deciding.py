@@ -11,7 +11,7 @@ import pytest
 import torch
 from written import ok, silence
 
-from convert.execute import deciding
+from convert.execute import deciding, steps
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -45,7 +45,7 @@ def test_a_plan_says_why_queries_are_not_refitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     fitted = []
-    monkeypatch.setattr(deciding, "refitted", lambda before, after, x, attended: fitted.append(x) or after)
+    monkeypatch.setattr(steps, "refitted", lambda before, after, x, attended: fitted.append(x) or after)
     source = checkpoint("gemma2", num_hidden_layers=2, **settings)
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2, *on))
     said = [note for note in json.loads((tmp_path / "out" / "conversion.json").read_text())["notes"] if "refitted" in note]

@@ -176,7 +176,7 @@ def test_a_single_head_is_finite_and_refined(
     assert all(torch.equal(before[role], after[role]) for role in after)
 
 
-@pytest.mark.parametrize("way", [[], ["--propagate"], ["--refine", 2]], ids=str)
+@pytest.mark.parametrize("way", [[], ["--no-refit"], ["--refine", 2]], ids=str)
 def test_as_many_groups_as_heads_copies_every_bit_with_text_too(
     way: list[Any], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
 ) -> None:
@@ -461,13 +461,13 @@ def test_a_layer_of_zeros_is_no_obstacle(
 @pytest.mark.parametrize(
     "content", ["a" * 2000, "the same again. " * 200, "ab" * 64], ids=["constant", "repeated", "one block"]
 )
-@pytest.mark.parametrize("propagate", [False, True])
+@pytest.mark.parametrize("refit", [False, True])
 def test_poor_texts_give_finite_models(
-    propagate: bool, content: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
+    refit: bool, content: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
 ) -> None:
     source = checkpoint()
     (tmp_path / "poor.txt").write_text(content)
-    options = ["--method", "pca", "--text", tmp_path / "poor.txt", *(["--propagate"] if propagate else [])]
+    options = ["--method", "pca", "--text", tmp_path / "poor.txt", *(["--refit"] if refit else [])]
     ok(convert("mla", source, tmp_path / "out", *SMALL, *options))
     assert torch.isfinite(logits(tmp_path / "out")).all()
     ok(convert("mla", source, tmp_path / "full", *full_size(4, 8), *options))

@@ -75,7 +75,7 @@ def test_a_conversion_is_repeated_from_its_record(
 ) -> None:
     options = ["--max-shard-size", "30KB", *method_options(method, words)]
     if method == "pca":
-        options += ["--calibration-tokens", 1000, "--calibration-context", 50, "--freqfold", 4, "--propagate"]
+        options += ["--calibration-tokens", 1000, "--calibration-context", 50, "--freqfold", 4]
     ok(convert("mla", checkpoint(), tmp_path / "a", *SMALL, *options))
     ok(convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))
     same_but_for_the_run(tmp_path / "a", tmp_path / "b")

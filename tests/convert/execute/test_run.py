@@ -333,10 +333,9 @@ main(sys.argv[3:], prog_name="convert")
 
 IN_SEQUENCE = {
     "pca": ["--method", "pca"],
-    "propagated": ["--method", "pca", "--propagate"],
     "refitted": ["--method", "weighted"],
     "refined": ["--method", "svd", "--no-refit", "--refine", 2],
-    "all": ["--method", "weighted", "--propagate", "--refine", 2],
+    "all": ["--method", "weighted", "--refine", 2],
 }
 
 
@@ -348,7 +347,7 @@ KILLS = [
 
 
 STOPPED = [
-    *KILLS, ("inputs", 2, "propagated"), ("layers", 2, "propagated"), ("layers", 1, "refitted"), ("layers", 3, "refined"),
+    *KILLS, ("layers", 1, "refitted"), ("layers", 3, "refined"),
     ("inputs", 5, "refitted"), ("inputs", 6, "refined"), ("inputs", 5, "all"),
 ]  # fmt: skip
 
@@ -459,7 +458,7 @@ def test_a_survey_of_another_text_is_not_resumed(
     assert changed.exit_code == 2
     assert "calibration_hashes: ['sha256:" in changed.stderr
     words.write_text(original)
-    for option in (["--propagate"], ["--calibration-context", 64], ["--freqfold", 2], ["--method", "svd"]):
+    for option in (["--refit"], ["--calibration-context", 64], ["--freqfold", 2], ["--method", "svd"]):
         given = [o for o in options if o not in ("--text", words)] if option[1:] == ["svd"] else options
         assert convert("mla", source, tmp_path / "out", *given, *option, "--resume").exit_code == 2, option
     ok(convert("mla", source, tmp_path / "out", *options, "--resume"))

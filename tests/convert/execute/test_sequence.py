@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from latents import SMALL, full_size, same_logits
+from latents import full_size
 from rows import rows
 from written import layer_notes, ok, same_but_for_the_run, silence, weights
 
@@ -119,34 +119,6 @@ def test_methods_that_look_at_weights_alone_can_be_refitted(
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["calibration_hash"].startswith("sha256:")
 
 
-def test_propagation_changes_what_later_layers_see(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
-    source = checkpoint()
-    ok(convert("gqa", source, tmp_path / "plain", "--groups", 2, *on, "--no-refit"))
-    ok(convert("gqa", source, tmp_path / "through", "--groups", 2, *on, "--no-refit", "--propagate"))
-    plain, through = weights(tmp_path / "plain"), weights(tmp_path / "through")
-    assert {name.split(".")[2] for name in plain if not torch.equal(plain[name], through[name])} == {"1", "2"}
-
-
-def test_propagation_changes_what_later_layers_see_and_nothing_of_the_first(
-    checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
-) -> None:
-    source, options = checkpoint(), [*SMALL, "--method", "pca", "--text", words]
-    ok(convert("mla", source, tmp_path / "plain", *options))
-    ok(convert("mla", source, tmp_path / "through", *options, "--propagate"))
-    plain, through = weights(tmp_path / "plain"), weights(tmp_path / "through")
-    differing = {name.split(".")[2] for name in plain if not torch.equal(plain[name], through[name])}
-    assert differing == {"1", "2"}
-    assert (tmp_path / "plain" / "config.json").read_text() == (tmp_path / "through" / "config.json").read_text()
-
-
-def test_propagation_through_lossless_layers_is_no_propagation(
-    checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
-) -> None:
-    source = checkpoint()
-    ok(convert("mla", source, tmp_path / "out", *full_size(4, 8), "--method", "pca", "--text", words, "--propagate"))
-    same_logits(logits(tmp_path / "out"), logits(source))
-
-
 @pytest.mark.parametrize("command", SIZES)
 def test_a_layer_that_adds_nothing_is_left_alone_by_refinement(
     command: str, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
@@ -172,7 +144,7 @@ def test_an_interrupted_sequence_is_resumed_to_the_same_bytes(
     owner: type, name: str, count: int, checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    source, options, left, made = checkpoint(), ["--groups", 2, *on, "--refine", 3, "--propagate"], [count], []
+    source, options, left, made = checkpoint(), ["--groups", 2, *on, "--refine", 3], [count], []
     function, put = getattr(owner, name), Shelf.put
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:

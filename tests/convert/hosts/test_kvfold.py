@@ -280,7 +280,7 @@ def test_the_card_says_how_to_load_it(checkpoint: Make, convert: Convert, tmp_pa
     [
         ({}, "interleaved", "RoPE pairs neighbouring dims"),
         ({"qk_norm": NormForm("rms", "head", False, False, 1e-6)}, "half", "QK-norm"),
-        ({"beyond": {"clip_qkv": 8.0}}, "half", "sets clip_qkv to 8.0"),
+        ({"extra_features": {"clip_qkv": 8.0}}, "half", "sets clip_qkv to 8.0"),
         ({}, "half", "None"),
     ],
 )

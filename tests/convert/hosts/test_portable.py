@@ -218,7 +218,7 @@ def test_it_decodes_with_the_latent_alone_and_is_saved_again(
             "a portable result keeps each of its 4 frequencies once",
         ),
         ([*SIZE, "--text", "TEXT", "--q-lora-rank", 32], "has queries of full rank: 64"),
-        (["--kv-lora-rank", 40, "--qk-rope-head-dim", 6, "--text", "TEXT", "--method", "pca"], "no geometric ladder"),
+        (["--kv-lora-rank", 40, "--qk-rope-head-dim", 6, "--text", "TEXT", "--method", "pca"], "not a geometric ladder"),
     ],
 )
 def test_what_cannot_be_is_refused(

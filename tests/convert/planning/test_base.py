@@ -131,7 +131,7 @@ def test_what_cannot_be_refitted_is_remarked(
     model_type: str, changes: dict[str, Any], refit: bool, note: str | None, source: Sources
 ) -> None:
     made = source(model_type, **changes)
-    text = Calibration(texts_of("some.txt", None), 640, 64, False, refit, 0, 64)
+    text = Calibration(texts_of("some.txt", None), 640, 64, refit, 0, 64)
     traits = readable(made).traits(made.config)
     expected = [] if note is None else [note]
     assert text_notes(load_grouped("aligned"), text, traits) == expected

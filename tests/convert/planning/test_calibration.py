@@ -43,7 +43,7 @@ def decided(source: Source, method: str = "weighted", **options: Any) -> Calibra
         ({}, ""),
         ({"texts": TEXT}, "--text"),
         ({"texts": texts_of(None, "wikitext"), "refine": 5, "tokens": 10}, "--calibration-tokens and --dataset and --refine"),
-        ({"propagate": True, "refit": False, "context": 7}, "--calibration-context and --propagate"),
+        ({"refit": False, "refine": 2, "context": 7}, "--calibration-context and --refine"),
         ({"refit": True}, "--refit"),
     ],
 )
@@ -52,9 +52,9 @@ def test_options_are_named_as_on_the_command_line(options: dict[str, Any], flags
 
 
 def test_options_come_apart_into_text_and_steps() -> None:
-    whole = CalibrationOptions(TEXT, 100, 10, True, True, 5, 40)
+    whole = CalibrationOptions(TEXT, 100, 10, True, 5, 40)
     assert whole.text_alone == CalibrationOptions(TEXT, 100, 10)
-    assert whole.steps == CalibrationOptions(propagate=True, refit=True, refine=5)
+    assert whole.steps == CalibrationOptions(refit=True, refine=5)
 
 
 # ---- what a plan makes of them -------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_options_come_apart_into_text_and_steps() -> None:
 def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refit: bool, source: Sources) -> None:
     found = decided(source(), method, texts=TEXT)
     healed = None if refit else 0  # the device decides
-    assert found == Calibration(TEXT, 32768, 128, False, refit, 0, 128, healed), (
+    assert found == Calibration(TEXT, 32768, 128, refit, 0, 128, healed), (
         "blocks are no longer than the model's positions"
     )
     assert decided(source(max_position_embeddings=8192), method, texts=TEXT).context == 2048
@@ -94,8 +94,8 @@ def test_a_models_own_text_is_many_short_ones(
 
 
 def test_what_is_said_is_what_is_done(source: Sources) -> None:
-    found = decided(source(), texts=TEXT, tokens=500, context=50, propagate=True, refit=False, refine=3, heal=640)
-    assert found == Calibration(TEXT, 500, 50, True, False, 3, 50, 640)
+    found = decided(source(), texts=TEXT, tokens=500, context=50, refit=False, refine=3, heal=640)
+    assert found == Calibration(TEXT, 500, 50, False, 3, 50, 640)
     assert decided(source(), "pca", texts=TEXT, refit=True).refit
     longer = decided(source(), texts=TEXT, context=50, max_context=128)
     assert (longer.context, longer.max_context) == (50, 128)
@@ -112,29 +112,26 @@ def test_a_context_that_the_model_lacks_or_the_method_ignores_is_refused(source:
         decided(source(), max_context=100)
 
 
-@pytest.mark.parametrize(
-    ("changes", "in_sequence", "fitted"),
-    [({}, False, False), ({"propagate": True}, True, False), ({"refit": True}, True, True), ({"refine": 2}, True, True)],
-)
+@pytest.mark.parametrize(("changes", "in_sequence"), [({}, False), ({"refit": True}, True), ({"refine": 2}, True)])
 def test_layers_are_converted_in_order_where_they_have_to_be(
-    changes: dict[str, Any], in_sequence: bool, fitted: bool, source: Sources
+    changes: dict[str, Any], in_sequence: bool, source: Sources
 ) -> None:
     found = decided(source(), **({"texts": TEXT, "refit": False} | changes))
     assert found is not None
-    assert (found.in_sequence, found.fitted) == (in_sequence, fitted)
+    assert found.in_sequence == in_sequence
 
 
 def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.txt").touch()
-    found = Calibration(TEXT, 500, 50, True, False, 3, 50, 64)
-    options = {"calibration_tokens": 500, "calibration_context": 50, "propagate": True, "refit": False, "refine": 3, "heal": 64}
+    found = Calibration(TEXT, 500, 50, False, 3, 50, 64)
+    options = {"calibration_tokens": 500, "calibration_context": 50, "refit": False, "refine": 3, "heal": 64}
     assert found.as_options() == {"text": "some.txt"} | options
     assert found.as_recipe() == {"text": str(tmp_path / "some.txt")} | options
-    assert found.steps() == ["--propagate", "--refine 3", "--heal 64"]
-    of_a_program = Calibration(texts_of(["a", "b", "c"], None), 500, 50, False, True, 0, 50)
+    assert found.steps() == ["--refine 3", "--heal 64"]
+    of_a_program = Calibration(texts_of(["a", "b", "c"], None), 500, 50, True, 0, 50)
     assert of_a_program.as_recipe()["strings"] == "3"
-    named = Calibration(texts_of(None, "wikitext"), 500, 50, False, True, 0, 50)
+    named = Calibration(texts_of(None, "wikitext"), 500, 50, True, 0, 50)
     expected = {"dataset": "wikitext", "calibration_tokens": 500, "calibration_context": 50, "refit": True, "heal": 0}
     assert named.as_options() == named.as_recipe() == expected
     assert named.steps() == ["--refit"]
@@ -150,12 +147,8 @@ def test_without_text_there_is_nothing_to_calibrate(method: str, source: Sources
     [
         ("pca", {}, "method pca needs text to calibrate on", "svd or mean needs none"),
         ("weighted", {"refine": 3}, "--refine is about calibration text, and there is none", "give --text FILE"),
-        ("mean", {"tokens": 9, "propagate": True}, "--calibration-tokens and --propagate are about", "--dataset"),
+        ("mean", {"tokens": 9, "context": 9}, "--calibration-context and --calibration-tokens are about", "--dataset"),
         ("svd", {"texts": TEXT}, "method svd looks at weights only and has no use for --text", "leave it out"),
-        (
-            "mean", {"texts": TEXT, "refit": True, "propagate": True},
-            "method mean looks at weights only and has no use for --propagate", "leave it out",
-        ),
         (
             "weighted", {"texts": TEXT, "context": 129}, "context of 129 tokens exceeds the 128 positions of the model",
             "use --calibration-context 128 or less",
@@ -184,9 +177,9 @@ def test_weights_alone_are_enough_for_methods_that_are_fitted_afterwards(source:
 
 def test_options_are_checked_before_there_is_a_method(source: Sources) -> None:
     require_consistent(source(), CalibrationOptions())
-    require_consistent(source(), CalibrationOptions(TEXT, 300, 100, True, True, 4))
-    with pytest.raises(Refusal, match="--propagate is about calibration text, and there is none"):
-        require_consistent(source(), CalibrationOptions(propagate=True))
+    require_consistent(source(), CalibrationOptions(TEXT, 300, 100, True, 4))
+    with pytest.raises(Refusal, match="--refine is about calibration text, and there is none"):
+        require_consistent(source(), CalibrationOptions(refine=2))
     with pytest.raises(Refusal, match="exceeds the 128 positions"):
         require_consistent(source(), CalibrationOptions(TEXT, context=200))
 
@@ -196,7 +189,7 @@ def test_options_are_checked_before_there_is_a_method(source: Sources) -> None:
 
 def read(source: Source, characters: int, tokens: int, context: int) -> CalibrationText:
     """Of a text with a token for each character."""
-    plan = Calibration(texts_of(["ab c" * (characters // 4)], None), tokens, context, False, False, 0, context)
+    plan = Calibration(texts_of(["ab c" * (characters // 4)], None), tokens, context, False, 0, context)
     return GivenTexts.read(source, plan).with_own(None)
 
 

@@ -227,8 +227,8 @@ def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Con
     command = ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--dry-run"]
     ways: dict[str, list[Any]] = {
         "with --refit": on,
-        "with --grouping similar, --propagate, --refine 7": [
-            *on, "--grouping", "similar", "--propagate", "--no-refit", "--refine", 7,
+        "with --grouping similar, --refine 7": [
+            *on, "--grouping", "similar", "--no-refit", "--refine", 7,
         ],
         "with --grouping similar": ["--grouping", "similar"],
     }  # fmt: skip
