@@ -64,9 +64,7 @@ def test_options_come_apart_into_text_and_steps() -> None:
 def test_what_is_left_open_depends_on_the_model_and_the_method(method: str, refit: bool, source: Sources) -> None:
     found = decided(source(), method, texts=TEXT)
     healed = None if refit else 0  # the device decides
-    assert found == Calibration(TEXT, 32768, 128, refit, 0, 128, healed), (
-        "blocks are no longer than the model's positions"
-    )
+    assert found == Calibration(TEXT, 32768, 128, refit, 0, 128, healed), "blocks are no longer than the model's positions"
     assert decided(source(max_position_embeddings=8192), method, texts=TEXT).context == 2048
 
 
