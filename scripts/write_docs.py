@@ -5,6 +5,7 @@ docs/cli.md comes from the commands' own help, and the table of docs/models.md f
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -41,10 +42,7 @@ def render_cli() -> str:
     for name, context in contexts.items():
         options = [record for record in records[name] if record]
         sections.append(f"## convert {name}\n\n```\n{_described(context, [o for o in options if o not in shared])}\n```\n")
-        names = [
-            f"`{spelled.split(' ')[0]}`" for spelled in (option[0].split(", ")[-1] for option in options if option in shared)
-        ]
-        if names:
+        if names := [f"`{_name(option)}`" for option in options if option in shared]:
             sections.append(f"And as [below](#shared-options): {', '.join(names)}\n")
     sections.append(f"## Shared options\n\n```\n{_listed(contexts['mla'], sorted(shared, key=_name))}\n```\n")
     return "\n".join(sections)
@@ -72,7 +70,10 @@ def _listed(context: click.Context, options: list[tuple[str, str]]) -> str:
 
 
 def _name(option: tuple[str, str]) -> str:
-    return option[0].rpartition("--")[2].split(" ")[0]
+    """`--refit` of "--refit / --no-refit"."""
+    found = re.search(r"--[\w-]+", option[0])
+    assert found is not None, "every option has a long name"
+    return found[0]
 
 
 def render_models() -> str:

@@ -138,7 +138,7 @@ def check(backend: str) -> None:
         Refusal: It is not.
     """
     if backend != "auto" and backend not in LATENT:
-        raise Refusal(f"there is no backend {backend!r}: it must be one of 'auto', {', '.join(map(repr, LATENT))}")
+        raise Refusal(f"unknown backend {backend!r}: it must be one of 'auto', {', '.join(map(repr, LATENT))}")
 
 
 _watching: list[dict[str, str | None]] = []

@@ -16,6 +16,7 @@ from convert.checkpoint.loading import empty_model
 from convert.healing.heads import hidden_states
 from convert.healing.loss import VALUES_AT_ONCE
 from convert.healing.student import compute_layers_again, of_part
+from convert.healing.team import computes_in
 from convert.healing.trainable import is_matrix
 from eval.capacity import count_parameters
 from eval.device import compute_device
@@ -108,6 +109,7 @@ def _activations(plan: HealPlan, names: Collection[str]) -> int:
                 module.rope_type = "default"  # others look at the values of positions, which are not there
         own = {tensor.untyped_storage()._cdata for tensor in (*student.parameters(), *student.buffers())}
         ids = torch.zeros(plan.micro_batch, plan.context, dtype=torch.long)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        rounded = torch.autocast("cpu", torch.bfloat16, enabled=computes_in(plan) is torch.bfloat16)
+        with rounded, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden_states(student, ids)
     return sum(storage.nbytes() for address, storage in seen.items() if address not in own)

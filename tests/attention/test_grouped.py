@@ -390,7 +390,7 @@ def sparse_model() -> Any:
         (lambda: tiny_model(tiny_config("gemma2")), "auto", "Gemma2ForCausalLM: it attends through 'eager'"),
         (capped_model, "auto", "Gemma2ForCausalLM: it caps its logits, which sdpa does not"),
         (sparse_model, "auto", "it does more with the name of its attention function than look it up"),
-        (grouped_model, "cuda", "there is no backend 'cuda': it must be one of 'auto', 'triton', 'torch'"),
+        (grouped_model, "cuda", "unknown backend 'cuda': it must be one of 'auto', 'triton', 'torch'"),
     ],
     ids=["mha", "mla", "eager", "gemma2", "capped", "sparse", "backend"],
 )  # fmt: skip

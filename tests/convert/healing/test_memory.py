@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from convert import heal, mla
+from convert.healing import memory
 from convert.healing.heads import hidden_states
 from convert.healing.memory import expected
 from convert.healing.plan import HealPlan
@@ -24,7 +25,8 @@ def plan(checkpoint: Callable[..., Path], tmp_path: Path) -> HealPlan:
     return heal(tmp_path / "mla", tmp_path / "out", text=TEXT, device="cpu", lr=1e-3, dry_run=True, **sizes).plan
 
 
-def test_activations_are_what_autograd_keeps(plan: HealPlan) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_what_autograd_keeps(dtype: torch.dtype, plan: HealPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in a forward pass that computes nothing, and in a real one."""
     from attention.padding import pad_values
     from eval.evaluation import EvaluationSettings, load
@@ -39,10 +41,12 @@ def test_activations_are_what_autograd_keeps(plan: HealPlan) -> None:
         pad_values(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("self_attn" in name or "input_layernorm" in name)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        rounded = torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16)
+        with rounded, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden_states(model, torch.zeros(4, 16, dtype=torch.long))
         own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         real = sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+    monkeypatch.setattr(memory, "computes_in", lambda plan: dtype)
     assert expected(plan)["activations"] == pytest.approx(real, rel=0.05)
 
 

@@ -57,7 +57,7 @@ def test_two_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path,
 @pytest.mark.slow
 @pytest.mark.launch
 def test_sharded_processes_are_one_with_the_same_batch(checkpoint: Make, text: Path, tmp_path: Path) -> None:
-    """All weights train, at a rate of three: a tied head, a latent with constants and padding. It is stopped and resumed."""
+    """All weights train, at a rate of three: a tied head, a latent with constants, padding. Stopped, it goes on under DDP."""
     source = checkpoint("llama", tie_word_embeddings=True)
     mla(source, tmp_path / "mla", kv_lora_rank=80, qk_rope_head_dim=8, pad_rank=True, method="svd")
     before = load_file(tmp_path / "mla" / "model.safetensors")
@@ -69,7 +69,7 @@ def test_sharded_processes_are_one_with_the_same_batch(checkpoint: Make, text: P
     stopped = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, STOP_AT="20")  # behind the trials
     assert stopped.returncode != 0
     assert "--resume goes on from the last state" in stopped.stderr
-    resumed = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, "--resume")
+    resumed = launch("ddp", tmp_path / "mla", tmp_path / "two", *given, "--resume")
     assert "info: step 15:" not in resumed.stderr
     one = heal(tmp_path / "mla", tmp_path / "one", text=text, train="all", checkpointing=True, **(OPTIONS | {"tokens": 9600}))
     assert_same(resumed, tmp_path / "two", one)
