@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.threads import wait_wisely
+from eval.machine.threads import wait_wisely
 
 wait_wisely()
 
@@ -30,8 +30,8 @@ import torch
 from convert import gqa, mla
 from convert.checkpoint.workdir import partial_path
 from eval import evaluate
-from eval.sealed import seal_tensors
-from eval.source import Source
+from eval.inputs.sealed import seal_tensors
+from eval.inputs.source import Source
 
 Given = dict[str | Path, float]
 

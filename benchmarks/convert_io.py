@@ -40,7 +40,17 @@ def main() -> None:
         print(
             f"source: {size / 1e9:.2f} GB in {len(list(source.glob('*.safetensors')))} shards, {HEADS} → {args.groups} KV heads"
         )
-        convert = [sys.executable, "-m", "convert.cli", "gqa", str(source), str(out), "--groups", str(args.groups), "-q"]
+        convert = [
+            sys.executable,
+            "-m",
+            "convert.command.cli",
+            "gqa",
+            str(source),
+            str(out),
+            "--groups",
+            str(args.groups),
+            "-q",
+        ]
         convert += ["--method", args.method]
         convert += ["--max-shard-size", f"{args.shard_megabytes}MB"]
         _, imports = run([sys.executable, "-c", IMPORTS])

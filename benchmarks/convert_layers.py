@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from eval.threads import wait_wisely
+from eval.machine.threads import wait_wisely
 
 wait_wisely()
 
@@ -42,7 +42,7 @@ from convert.methods.frequencies import pairs_by_stride
 from convert.methods.grouped import Draw
 from convert.methods.latent import Allocation
 from convert.methods.statistics import Attended, Statistics
-from eval.memory import release
+from eval.machine.memory import release
 
 HEADS, BLOCKS, CONTEXT = 16, 2, 2048
 
@@ -140,7 +140,7 @@ def survey_only(model: Path, work: Path) -> None:
     from convert.checkpoint.reader import Reader
     from convert.checkpoint.shelf import Shelf
     from convert.families import family_of
-    from eval.source import Source
+    from eval.inputs.source import Source
 
     source = Source.parse(str(model))
     layers = source.config.num_hidden_layers

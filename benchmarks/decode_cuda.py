@@ -372,7 +372,7 @@ def model(args: argparse.Namespace) -> None:
 
 def measure(built: Any, row: str, batch: int, args: argparse.Namespace) -> bool:
     """Print the row of one batch; false, and nothing held, where memory does not suffice."""
-    from eval.device import out_of_memory
+    from eval.machine.device import out_of_memory
 
     try:
         times = timed_steps(built, batch, args.length, args.steps)

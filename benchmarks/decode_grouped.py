@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from eval.threads import wait_wisely
+from eval.machine.threads import wait_wisely
 
 wait_wisely()
 

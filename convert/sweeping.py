@@ -27,15 +27,16 @@ from convert.planning.base import Output, Plan, readable
 from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent
-from eval import report
-from eval.device import compute_device, require_device
-from eval.evaluation import EvaluationSettings, evaluation_work, prepare, report_of
-from eval.forecast import Decoder, Work, foretell
-from eval.overlap import warn_of_overlap
-from eval.progress import Progress, silent
-from eval.sealed import seal, unsealed
-from eval.source import Source
-from eval.text import Text
+from eval.inputs.overlap import warn_of_overlap
+from eval.inputs.sealed import seal, unsealed
+from eval.inputs.source import Source
+from eval.inputs.text import Text
+from eval.machine.device import compute_device, require_device
+from eval.machine.forecast import Decoder, Work, foretell
+from eval.quality.evaluation import evaluation_work, prepare, report_of
+from eval.quality.settings import EvaluationSettings
+from eval.report import quality as report
+from eval.terminal.progress import Progress, silent
 
 _log = logging.getLogger("kvfold")
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is given

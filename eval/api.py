@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Refusal
-from eval.arguments import checked
-from eval.progress import Progress, silent
-from eval.source import Source
-from eval.text import Text, load_dataset, text_of
+from eval.inputs.arguments import checked
+from eval.inputs.source import Source
+from eval.inputs.text import Text, load_dataset, text_of
+from eval.terminal.progress import Progress, silent
 
 
 @checked
@@ -39,11 +39,11 @@ def evaluate(
     Args:
         models: A directory or a Hub id, or several.
         text: A UTF-8 file, or a list of strings.
-        dataset: Instead of `text`: a named dataset, one of `eval.text.DATASETS`.
-        protocol: One of `eval.protocol.PROTOCOLS`.
+        dataset: Instead of `text`: a named dataset, one of `eval.inputs.text.DATASETS`.
+        protocol: One of `eval.quality.protocol.PROTOCOLS`.
         context: Tokens per block, or several to evaluate each; empty for min(2048, the smallest position limit of the models).
         max_tokens: How many tokens to evaluate on, from the text's start; None for all.
-        recall: Also measure how well the models copy tokens over distances (`eval.recall`).
+        recall: Also measure how well the models copy tokens over distances (`eval.quality.recall`).
         tasks: A task of lm-eval to run, too, or several.
         limit: Examples per task; None for all.
         task_path: A directory with task files of one's own, which can run code.
@@ -63,9 +63,9 @@ def evaluate(
         Failure: A model or the text cannot be read, or figures cannot be trusted.
         GateMissed: See `max_perplexity_ratio`; the report is written first.
     """
-    from eval import report
-    from eval.evaluation import EvaluationSettings, check, report_of, require_ratio
-    from eval.tasks import TaskSettings
+    from eval.quality.evaluation import check, report_of, require_ratio
+    from eval.quality.settings import EvaluationSettings, TaskSettings
+    from eval.report import quality as report
 
     if (text is None) == (dataset is None):
         raise Refusal("give either a text or a dataset to evaluate on", hint="--text FILE or --dataset NAME")
@@ -134,8 +134,9 @@ def bench(
         Refusal: The arguments or the models' configs do not allow it.
         Failure: A model cannot be loaded, or there is not enough memory.
     """
-    from eval import bench_report, report
-    from eval.speed import BenchSettings, run
+    from eval.report import quality as report
+    from eval.report import speed as bench_report
+    from eval.speed.bench import BenchSettings, run
 
     if not models:
         raise Refusal("there is no model to measure")

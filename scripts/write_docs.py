@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from convert.cli import main
+from convert.command.cli import main
 from convert.planning.describe import support, support_markdown
 
 ROOT = Path(__file__).parents[1]

@@ -115,7 +115,7 @@ def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def convert() -> Callable[..., Result]:
     """Run the command line in this process: `convert("gqa", path, out, "--groups", 2)`."""
-    from convert.cli import main
+    from convert.command.cli import main
 
     def run(*arguments: object, color: bool = False) -> Result:
         return CliRunner().invoke(main, [str(a) for a in arguments], color=color)

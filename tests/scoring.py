@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eval.lockstep import Job, score_group
-from eval.perplexity import Score, batches
-from eval.protocol import Block
+from eval.quality.lockstep import Job, score_group
+from eval.quality.perplexity import Score, batches
+from eval.quality.protocol import Block
 
 
 def compare(

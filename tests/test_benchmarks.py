@@ -151,7 +151,7 @@ def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     benchmark = script("real_llm")
     for name, value in {"CONTEXTS": (32, 64), "DEVELOPMENT": 128}.items():
         monkeypatch.setattr(benchmark, name, value)
-    monkeypatch.setattr("eval.recall._TOKENS", 512)
+    monkeypatch.setattr("eval.quality.recall._TOKENS", 512)
     model = checkpoint(num_hidden_layers=1, max_position_embeddings=192)
     for name in ("calibrate", "evaluate"):
         (tmp_path / name).write_text(f"It was a bright cold day in April, and the {name} clocks were striking. " * 20)

@@ -24,7 +24,7 @@ from convert.calibration.least_squares import (
     missing,
     ridged,
 )
-from eval.device import rough
+from eval.machine.device import rough
 
 _LEAST = 1e-3  # of the queries' mean power: a dim that they hardly use
 

@@ -3,7 +3,7 @@
 All take a few steps of preconditioned conjugate gradients over some spans of tokens. Queries and keys minimise
 E_t Var_{s ~ p_t} of what a result's logits lack, with p_t the source's attention of token t.
 
-Fits of keys and values multiply large matrices in `eval.device.rough`. What logits and outputs lack is computed in fp32
+Fits of keys and values multiply large matrices in `eval.machine.device.rough`. What logits and outputs lack is computed in fp32
 before it is rounded, so that nothing lacks where a result is exact. They lose nothing by it; fits of queries do, and stay in
 fp32 (docs/notes/fits.md).
 """

@@ -20,15 +20,15 @@ from attention.errors import Failure
 from attention.patch import prepared
 from attention.spec import AttentionSpec
 from convert.checkpoint.shelf import Shelf
-from eval.device import input_device, memory_for, rough, whole_memory
-from eval.evaluation import EvaluationSettings, load
-from eval.perplexity import finite
-from eval.progress import Progress, stage
-from eval.sealed import read_object
-from eval.text import bos_before_texts
+from eval.inputs.loading import load
+from eval.inputs.sealed import read_object
+from eval.inputs.text import bos_before_texts
+from eval.machine.device import input_device, memory_for, rough, whole_memory
+from eval.quality.perplexity import finite
+from eval.terminal.progress import Progress, stage
 
 if TYPE_CHECKING:
-    from eval.source import Source
+    from eval.inputs.source import Source
 
 _log = logging.getLogger("kvfold")
 ROWS = 64  # at once
@@ -209,8 +209,8 @@ def own_text(
 @contextlib.contextmanager
 def _opened(source: Source, length: int, device: torch.device) -> Iterator[_Writer]:
     """The model, loaded to write."""
-    settings = EvaluationSettings(dtype=str(rough(device)).removeprefix("torch."), device=str(device))
-    with load(source, settings) as model, torch.inference_mode():
+    dtype = str(rough(device)).removeprefix("torch.")
+    with load(source, dtype, str(device)) as model, torch.inference_mode():
         yield _Writer(prepared(model), Voice.of(source), length)
 
 

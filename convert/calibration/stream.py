@@ -22,7 +22,7 @@ from convert.checkpoint.loading import ClassTensors, Read, empty_model
 from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.writer import require_finite
 from convert.methods.blocks import Blocks
-from eval.memory import release
+from eval.machine.memory import release
 
 _TOKENS = 4096  # tokens per forward pass, unless one row is longer
 _CHECKSUM = 4  # bytes at the end of a file of inputs

@@ -19,7 +19,7 @@ from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
 from convert.methods.blocks import Blocks
 from convert.methods.statistics import EXCERPT, Attended, Statistics
-from eval.progress import Progress, silent, stage
+from eval.terminal.progress import Progress, silent, stage
 
 _LEAST_ENERGY = 1e-3  # of the median token's: a token whose embedding is next to nothing would outweigh all others
 QUERIES = 64  # of each block, evenly spread, whose attention is measured

@@ -22,7 +22,7 @@ from convert.calibration.least_squares import (
     logits_of,
     ridged,
 )
-from eval.device import rough
+from eval.machine.device import rough
 
 
 def fitted_values(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attention.errors import Failure
-from eval.sealed import Content, seal_tensors, unsealed_tensors
+from eval.inputs.sealed import Content, seal_tensors, unsealed_tensors
 
 
 class Shelf:

@@ -16,8 +16,8 @@ from typing import Any
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.reader import Reader
-from eval.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
-from eval.text import SELF
+from eval.inputs.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
+from eval.inputs.text import SELF
 
 # In the work directory: the plan, a note for each finished shard, the growing checkpoint, results of the survey, and states of
 # a training. When the checkpoint moves to OUTPUT, the plan is renamed, and a checkpoint that was at OUTPUT is moved here.

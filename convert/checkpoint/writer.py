@@ -23,7 +23,7 @@ import torch
 
 from attention.errors import Failure
 from convert.checkpoint.reader import DTYPES, SAFETENSORS, open_safetensors
-from eval.sealed import give_name, write_whole
+from eval.inputs.sealed import give_name, write_whole
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 2**20  # values per chunk that is checked, cast and written; small enough for the CPU's cache

@@ -13,10 +13,10 @@ from convert.planning.calibration import CalibrationOptions
 from convert.planning.latent import LatentRequest
 from convert.planning.texts import texts_of
 from convert.sweeping import Wanted, plans_for, sweep
-from eval.evaluation import EvaluationSettings
-from eval.progress import Progress, silent
-from eval.source import Source
-from eval.text import Text
+from eval.inputs.source import Source
+from eval.inputs.text import Text
+from eval.quality.settings import EvaluationSettings
+from eval.terminal.progress import Progress, silent
 
 MODEL = Path(__file__).parent / "python-5m-mha"
 _GROUPS = (4, 2, 1)

@@ -11,8 +11,8 @@ from urllib.parse import quote
 from convert.hosts.engines import ENGINES
 from convert.planning.base import Plan
 from convert.planning.texts import as_options
-from eval.escapes import markdown, shell_line
-from eval.overlap import WARN_ABOVE
+from eval.inputs.overlap import WARN_ABOVE
+from eval.terminal.escapes import markdown, shell_line
 
 
 def model_card(plan: Plan, record: dict[str, Any], directory: Path) -> str:

@@ -16,13 +16,13 @@ from convert.calibration.own_text import own_text
 from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.memory import lacks_room
-from eval.device import memory_for
-from eval.evaluation import EvaluationSettings, load
-from eval.perplexity import Score, add, batches, logits_of
-from eval.progress import Progress, stage
-from eval.protocol import Block
-from eval.source import Source
-from eval.text import Tokens
+from eval.inputs.loading import load
+from eval.inputs.source import Source
+from eval.inputs.text import Tokens
+from eval.machine.device import memory_for
+from eval.quality.perplexity import Score, add, batches, logits_of
+from eval.quality.protocol import Block
+from eval.terminal.progress import Progress, stage
 
 _log = logging.getLogger("kvfold")
 OWN_ROWS, OWN_LENGTH = 8, 128  # that the source writes for it
@@ -100,7 +100,7 @@ def _own(plan: Plan, device: torch.device, kept: Path, progress: Progress) -> li
 
 def _losses(source: Source, samples: Sequence[Sample], device: torch.device, done: Callable[[int], None]) -> list[float]:
     """Mean nats per token of a model on each text."""
-    with load(source, EvaluationSettings(device=str(device))) as model, torch.inference_mode():
+    with load(source, device=str(device)) as model, torch.inference_mode():
         return [_loss(model, sample.ids, source.vocabulary, done) for sample in samples]
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from eval.sealed import seal_tensors
-from eval.source import TOKENIZER_FILES
-from eval.text import OWN_TEXT
+from eval.inputs.sealed import seal_tensors
+from eval.inputs.source import TOKENIZER_FILES
+from eval.inputs.text import OWN_TEXT
 
 # Copied byte for byte; `convert.execute.tokenizer` may name a class in one of them. config.json, the card and the weights are
 # written anew.

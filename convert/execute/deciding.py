@@ -24,7 +24,7 @@ from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
 from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget
-from eval.progress import stage
+from eval.terminal.progress import stage
 
 _TRIED_LAYERS = 4
 _TIE = 1.1  # a pursuit is taken if components err more than this many times as much; below, whole models lost more with it

@@ -24,9 +24,9 @@ from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import Calibration, surveyed_tokens
 from convert.planning.targets import GroupedTarget, LatentTarget
-from eval.device import compute_device, rough
-from eval.evaluation import evaluation_work
-from eval.forecast import Decoder, Work
+from eval.machine.device import compute_device, rough
+from eval.machine.forecast import Decoder, Work
+from eval.quality.evaluation import evaluation_work
 
 # Passes of a layer over the text.
 _SURVEYED = 1.0  # by the source

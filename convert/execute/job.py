@@ -18,7 +18,7 @@ from convert.families.base import unmodelled_fields
 from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from eval.progress import Progress
+from eval.terminal.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,14 @@ from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText, GivenTexts
 from convert.planning.targets import GroupedTarget, LatentTarget
-from eval.device import compute_device, out_of_memory, rough
-from eval.evaluation import EvaluationSettings, prepare, report_of
-from eval.forecast import Decoder, Work, expected_seconds, foretell
-from eval.overlap import warn_of_overlap
-from eval.progress import Progress, silent
-from eval.source import Source
-from eval.text import Text, Tokens
+from eval.inputs.overlap import warn_of_overlap
+from eval.inputs.source import Source
+from eval.inputs.text import Text, Tokens
+from eval.machine.device import compute_device, out_of_memory, rough
+from eval.machine.forecast import Decoder, Work, expected_seconds, foretell
+from eval.quality.evaluation import prepare, report_of
+from eval.quality.settings import EvaluationSettings
+from eval.terminal.progress import Progress, silent
 
 _log = logging.getLogger("kvfold")
 # Distils the result in a work directory on the calibration text; returns the entry `healing` of its record.

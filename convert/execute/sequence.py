@@ -27,7 +27,7 @@ from convert.families import Family
 from convert.methods.statistics import EXCERPT, Statistics
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from eval.progress import stage
+from eval.terminal.progress import stage
 
 
 def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> Callable[[int], Layer]:

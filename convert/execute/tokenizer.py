@@ -14,7 +14,7 @@ from typing import Any
 from attention.errors import Failure
 from convert.execute.companions import copy_companions, write_config
 from convert.planning.base import Plan
-from eval.source import Source
+from eval.inputs.source import Source
 
 _FILE, _FIELD = "tokenizer_config.json", "tokenizer_class"
 _SETTINGS = ("special_tokens_map", "model_max_length", "padding_side", "chat_template")

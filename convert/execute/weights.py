@@ -16,8 +16,8 @@ from convert.methods.latent import LatentMethod
 from convert.methods.statistics import EXCERPT
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
-from eval.memory import release
-from eval.progress import stage
+from eval.machine.memory import release
+from eval.terminal.progress import stage
 
 MakeLayer = Callable[[int], Layer]
 

@@ -14,7 +14,7 @@ import torch
 
 from attention.errors import Failure
 from attention.spread import evenly_spread
-from eval.text import Tokens, joined
+from eval.inputs.text import Tokens, joined
 
 _HELD_OUT = 50  # one token of so many
 LEAST_HELD_OUT, _MOST_HELD_OUT = 2048, 32768  # tokens

@@ -19,7 +19,7 @@ from convert.healing.batches import TrainingText
 from convert.healing.loss import Expected, Prediction, spans
 from convert.healing.plan import HealPlan
 from convert.healing.teacher import Teacher
-from eval.sealed import read_object, seal_tensors, unsealed_tensors, write_whole
+from eval.inputs.sealed import read_object, seal_tensors, unsealed_tensors, write_whole
 
 _MADE_OF = "teacher.json"
 _HIDDEN = ".writing-"

@@ -8,7 +8,7 @@ from typing import Any
 
 from convert.healing.plan import HealPlan
 from convert.planning.texts import as_options
-from eval.escapes import markdown, shell_line
+from eval.terminal.escapes import markdown, shell_line
 
 _LOADING, _LAST = "## Loading\n", "`conversion.json` has"
 _UNKNOWN = "## Loading\n\nThis checkpoint loads and runs as the one that it was healed from.\n"

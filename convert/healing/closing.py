@@ -21,11 +21,11 @@ from convert.healing.states import States
 from convert.healing.team import Team
 from convert.healing.weights import write_files
 from convert.planning.base import Plan
-from eval.device import memory_for
-from eval.progress import Progress
-from eval.sealed import checksum
-from eval.source import Source
-from eval.text import Tokens
+from eval.inputs.sealed import checksum
+from eval.inputs.source import Source
+from eval.inputs.text import Tokens
+from eval.machine.device import memory_for
+from eval.terminal.progress import Progress
 
 _log = logging.getLogger("kvfold")
 _POINTS = 4  # of the curve: so few that it never stops early, by the one or two blocks that are held out

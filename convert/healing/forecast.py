@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from convert.healing.memory import trained_numbers
 from convert.healing.plan import HealPlan
-from eval.evaluation import evaluation_work
-from eval.forecast import Decoder, Work
+from eval.machine.forecast import Decoder, Work
+from eval.quality.evaluation import evaluation_work
 
 _SAVED = 8  # as long as writing a byte takes, in bytes that are read from memory
 _KEPT = 12  # bytes of a state, for each number that trains

@@ -13,7 +13,7 @@ from attention.errors import Failure
 from convert.healing.plan import RATIO, HealPlan
 from convert.healing.states import Progressed, States
 from convert.healing.training import NotFinite, Point, Trainer
-from eval.progress import Progress, stage
+from eval.terminal.progress import Progress, stage
 
 _log = logging.getLogger("kvfold")
 _EXACT = 1e-6  # nats of KL: what arithmetic in fp32 leaves

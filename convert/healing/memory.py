@@ -18,8 +18,8 @@ from convert.healing.loss import VALUES_AT_ONCE
 from convert.healing.student import compute_layers_again, of_part
 from convert.healing.team import computes_in
 from convert.healing.trainable import is_matrix
-from eval.capacity import count_parameters
-from eval.device import compute_device
+from eval.machine.capacity import count_parameters
+from eval.machine.device import compute_device
 
 if TYPE_CHECKING:
     from collections.abc import Collection

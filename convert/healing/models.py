@@ -21,8 +21,8 @@ from convert.healing.team import Team
 from convert.healing.trainable import Adapted, Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
 from convert.healing.weights import places
-from eval.evaluation import EvaluationSettings, load
-from eval.progress import Progress, stage
+from eval.inputs.loading import load
+from eval.terminal.progress import Progress, stage
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def stored(reader: Reader, where: dict[str, str]) -> dict[str, torch.dtype]:
 @contextlib.contextmanager
 def student_of(plan: HealPlan, device: str) -> Iterator[Any]:
     """The student in fp32, without gradients yet."""
-    with load(plan.converted, EvaluationSettings(device=device, dtype="float32")) as model:
+    with load(plan.converted, "float32", device) as model:
         yield pad_values(without_dropout(model).requires_grad_(False))
 
 
@@ -64,7 +64,7 @@ def teacher_of(plan: HealPlan, text: TrainingText, team: Team, progress: Progres
 @contextlib.contextmanager
 def running(plan: HealPlan, device: str, dtype: str = "auto") -> Iterator[Running]:
     """The source itself; `dtype` as in `EvaluationSettings`."""
-    with load(plan.teacher, EvaluationSettings(device=device, dtype=dtype)) as model:
+    with load(plan.teacher, dtype, device) as model:
         yield Running(pad_values(model.requires_grad_(False)), plan.options.top_k)
 
 

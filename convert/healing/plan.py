@@ -18,10 +18,9 @@ from convert.healing.trainable import require_peft
 from convert.healing.weights import places
 from convert.planning.base import Output, readable
 from convert.planning.texts import Texts, as_options
-from eval.capacity import count_parameters
-from eval.device import require_device
-from eval.evaluation import require_contexts
-from eval.source import Source
+from eval.inputs.source import Source, require_contexts
+from eval.machine.capacity import count_parameters
+from eval.machine.device import require_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

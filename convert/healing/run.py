@@ -34,14 +34,15 @@ from convert.healing.texts import TrainingTexts
 from convert.healing.tracking import tracked
 from convert.healing.weights import write
 from convert.planning.texts import written_before
-from eval.device import compute_device, free_memory, out_of_memory
-from eval.evaluation import EvaluationSettings, prepare, report_of
-from eval.forecast import Decoder, Work, expected_seconds, foretell
-from eval.overlap import warn_of_overlap
-from eval.progress import Progress, silent
-from eval.sealed import write_whole
-from eval.source import Source
-from eval.text import OWN_TEXT, Text
+from eval.inputs.overlap import warn_of_overlap
+from eval.inputs.sealed import write_whole
+from eval.inputs.source import Source
+from eval.inputs.text import OWN_TEXT, Text
+from eval.machine.device import compute_device, free_memory, out_of_memory
+from eval.machine.forecast import Decoder, Work, expected_seconds, foretell
+from eval.quality.evaluation import prepare, report_of
+from eval.quality.settings import EvaluationSettings
+from eval.terminal.progress import Progress, silent
 
 _log = logging.getLogger("kvfold")
 _CURVE = "healing.jsonl"  # beside the weights

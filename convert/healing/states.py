@@ -13,7 +13,7 @@ import torch
 
 from convert.checkpoint.writer import write_shard
 from convert.healing.training import Point, State, Trainer
-from eval.sealed import checksum, give_name, seal, sync_tree, unsealed
+from eval.inputs.sealed import checksum, give_name, seal, sync_tree, unsealed
 
 _log = logging.getLogger("kvfold")
 _STATE, _TRAINED, _PROGRESS, _BEST = "state-", "trained.pt", "progress.json", "best"

@@ -14,7 +14,7 @@ import torch
 
 from attention.errors import Interrupted, Refusal
 from convert.healing.plan import HealPlan
-from eval.device import compute_device, out_of_memory, rough
+from eval.machine.device import compute_device, out_of_memory, rough
 
 _PATIENCE = timedelta(days=1)  # others wait while the first process writes a text
 _TRIED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # accelerate's kinds of launches: one process, DDP, FSDP

@@ -11,7 +11,7 @@ from attention.errors import Failure
 from convert.healing.batches import TrainingText, held_out
 from convert.healing.plan import HealPlan
 from convert.planning.texts import TextSource, written_before
-from eval.text import Text, Tokens, tokenize
+from eval.inputs.text import Text, Tokens, tokenize
 
 OWN = "the teacher's own text"
 _START = 4096  # characters of a text by which tokenizers are compared

@@ -13,7 +13,7 @@ from attention.errors import Failure, Refusal
 from convert.checkpoint.loading import ClassTensors
 from convert.checkpoint.reader import SAFETENSORS, Reader
 from convert.checkpoint.writer import write_shard
-from eval.progress import Progress, stage
+from eval.terminal.progress import Progress, stage
 
 
 def places(model: Any, reader: Reader, names: Collection[str]) -> dict[str, str]:

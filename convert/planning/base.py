@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from convert.methods.latent import LatentMethod
     from convert.planning.calibration import Calibration
     from convert.planning.targets import LatentTarget, Target
-    from eval.source import Source
+    from eval.inputs.source import Source
 
 
 @dataclass(frozen=True)

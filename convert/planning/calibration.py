@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from convert.methods.blocks import Blocks
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
-    from eval.source import Source
-    from eval.text import Text, Tokens
+    from eval.inputs.source import Source
+    from eval.inputs.text import Text, Tokens
 
 _log = logging.getLogger("kvfold")
 _TOKENS, _CONTEXT = 32768, 2048
@@ -204,7 +204,7 @@ class GivenTexts:
 
 
 def _encoded(source: Source, plan: Calibration, text: Text, blocks: int) -> Tokens:
-    from eval.evaluation import calibration_tokens
+    from eval.inputs.loading import calibration_tokens
 
     tokens = calibration_tokens(source, text, blocks * plan.context)
     if len(tokens.ids) < plan.context:
@@ -216,7 +216,7 @@ def _encoded(source: Source, plan: Calibration, text: Text, blocks: int) -> Toke
 
 
 def _own(written: torch.Tensor | None) -> Tokens:
-    from eval.text import Tokens
+    from eval.inputs.text import Tokens
 
     assert written is not None, "the model writes where a text is its own"
     return Tokens(OWN.label, written.flatten(), 0, 0.0, None)
@@ -243,7 +243,7 @@ class CalibrationText:
     @functools.cached_property
     def tokens(self) -> Tokens:
         """All of them, one text after the other."""
-        from eval.text import joined
+        from eval.inputs.text import joined
 
         return joined(self.parts)
 

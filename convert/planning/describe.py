@@ -16,14 +16,14 @@ from convert.hosts import HOSTS
 from convert.hosts.engines import running
 from convert.planning.base import Plan, host_of, readable
 from convert.planning.room import full_rank, latent_for_budget, smallest_latent
-from eval.forecast import duration
-from eval.tables import bytes_text, table
+from eval.machine.forecast import duration
+from eval.terminal.tables import bytes_text, table
 
 if TYPE_CHECKING:
     from convert.families import Family
     from convert.hosts import Host
     from convert.hosts.engines import Engine
-    from eval.source import Source
+    from eval.inputs.source import Source
 
 
 class Facts(dict[str, Any]):
@@ -120,7 +120,7 @@ def capacity(
         share: The share of a GPU's memory that weights and cache may take.
         engine: What has to run the targets; None for nothing in particular.
     """
-    from eval.capacity import count_parameters, fit
+    from eval.machine.capacity import count_parameters, fit
 
     family = readable(source)
     config, spec = source.config, family.spec(source.config)

@@ -15,13 +15,13 @@ from convert.planning.base import Output, Plan, host_of, readable, stored_dtype,
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget
-from eval.device import compute_device, require_device
+from eval.machine.device import compute_device, require_device
 
 if TYPE_CHECKING:
     from convert.families import Family
     from convert.families.base import Traits
     from convert.methods.grouped import GroupedMethod
-    from eval.source import Source
+    from eval.inputs.source import Source
 
 GROUPINGS = ("contiguous", "similar")
 

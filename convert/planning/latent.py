@@ -18,7 +18,7 @@ from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.portable import portable_calibration, portable_hint
 from convert.planning.room import full_rank, latent_for_budget, most_rotary_dims, rotary_dim, smallest_latent, with_reserved
-from eval.device import compute_device, require_device
+from eval.machine.device import compute_device, require_device
 
 if TYPE_CHECKING:
     from convert.families import Family
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
     from convert.planning.targets import LatentTarget
-    from eval.source import Source
+    from eval.inputs.source import Source
 
 
 _FEWEST_QUERY_CHANNELS = 8  # of a latent of queries: at most five are constants

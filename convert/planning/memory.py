@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
-from eval.capacity import count_parameters
-from eval.device import free_memory, whole_memory
+from eval.machine.capacity import count_parameters
+from eval.machine.device import free_memory, whole_memory
 
 if TYPE_CHECKING:
     from convert.planning.calibration import Calibration
-    from eval.source import Source
+    from eval.inputs.source import Source
 
 _BYTES = 4  # of a weight: models run in fp32 on some devices
 _TO_HEAL = 20  # bytes for each weight: source and result in fp32, gradients and moments of attention, activations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
     from convert.planning.calibration import CalibrationOptions
-    from eval.source import Source
+    from eval.inputs.source import Source
 
 
 def portable_calibration(method: LatentMethod, options: CalibrationOptions) -> CalibrationOptions:

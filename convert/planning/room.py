@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from attention.spec import AttentionSpec
     from convert.families import Family
     from convert.hosts import Host
-    from eval.source import Source
+    from eval.inputs.source import Source
 
 
 def smallest_latent(source: Source, family: Family, before: AttentionSpec) -> AttentionSpec:

@@ -12,7 +12,7 @@ from convert.methods.latent import Allocation, LatentMethod
 
 if TYPE_CHECKING:
     from attention.rope import Rotary
-    from eval.source import Source
+    from eval.inputs.source import Source
 
 
 @dataclass(frozen=True)

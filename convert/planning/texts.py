@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
-from eval.text import SELF, Text, about_tokens, load_dataset, read_file, text_of
+from eval.inputs.text import SELF, Text, about_tokens, load_dataset, read_file, text_of
 
 if TYPE_CHECKING:
     import torch
 
-    from eval.source import Source
+    from eval.inputs.source import Source
 
 OneText = str | Path | Sequence[str]
 TextGiven = OneText | Mapping[str | Path, float]  # Mapping: several, with their shares
@@ -163,7 +163,7 @@ def written_before(source: Source, file: Path, rows: int | None, context: int) -
     """
     import torch
 
-    from eval.sealed import unsealed_tensors
+    from eval.inputs.sealed import unsealed_tensors
 
     found = unsealed_tensors(file)
     if found is None or "ids" not in found[0]:

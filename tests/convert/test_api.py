@@ -16,7 +16,7 @@ from written import same_but_for_the_run, weights
 
 from attention.errors import Failure, Refusal
 from convert import api, gqa, inspect, mla, mqa, plan, sweep
-from convert.cli import main
+from convert.command.cli import main
 from convert.planning.describe import Facts
 from eval import api as eval_api
 

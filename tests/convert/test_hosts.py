@@ -24,8 +24,8 @@ from convert.families import FAMILIES
 from convert.hosts.deepseek_v3 import HOST as DEEPSEEK
 from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.minicpm3 import HOST as MINICPM3
-from eval.cost import measured_bytes_per_token
-from eval.source import Source
+from eval.inputs.source import Source
+from eval.quality.cost import measured_bytes_per_token
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]

@@ -42,7 +42,7 @@ def written_text(path: Path, seed: int) -> Path:
 def drawings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn for one test; reports have tests of their own."""
     if request.function is not test_all_targets_come_from_one_survey_into_one_report:
-        monkeypatch.setattr("eval.curve.draw", lambda *_: "")
+        monkeypatch.setattr("eval.report.curve.draw", lambda *_: "")
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_a_result_that_is_whole_is_not_made_again(
 KILLED = """
 import os, signal, sys
 import convert.execute.weights as execute
-from convert.cli import main
+from convert.command.cli import main
 write, count = execute.write_shard, 0
 def dying(*arguments):
     global count

@@ -11,9 +11,10 @@ import pytest
 
 from attention.errors import Failure, GateMissed, Refusal
 from eval import bench, evaluate
-from eval.evaluation import EvaluationSettings, report_of
-from eval.source import Source
-from eval.text import Text
+from eval.inputs.source import Source
+from eval.inputs.text import Text
+from eval.quality.evaluation import report_of
+from eval.quality.settings import EvaluationSettings
 
 Checkpoint = Callable[..., Path]
 

@@ -27,7 +27,7 @@ from click.testing import CliRunner
 from tiny import VOCABULARY, tiny_config
 from tiny_mla import LONGROPE, SIZES
 
-from convert.cli import main as convert
+from convert.command.cli import main as convert
 from convert.families import FAMILIES
 
 LIMIT = 20  # seconds for one command

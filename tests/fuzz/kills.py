@@ -86,7 +86,7 @@ def start(line: Sequence[str]) -> int:
         return child
     code = 1
     try:
-        from convert.cli import main
+        from convert.command.cli import main
 
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), 1)

@@ -144,7 +144,7 @@ def damage_header(file: Path, draw: random.Random) -> str:
 
 def run(*arguments: str) -> Any:
     """A command, in this process."""
-    from convert.cli import main as command
+    from convert.command.cli import main as command
 
     return CliRunner().invoke(command, list(arguments))
 

@@ -253,7 +253,7 @@ def not_loaded(path: Path) -> str | None:
 
 
 def _run(case: str, source: Path, out: Path, method: str, outcome: Outcome) -> None:
-    from convert.cli import main as command
+    from convert.command.cli import main as command
 
     outcome.cases += 1
     started = time.monotonic()

@@ -14,8 +14,8 @@ from tiny import tiny_config, tiny_model
 from attention.errors import Failure
 from convert.calibration import own_text as writing
 from convert.calibration.own_text import Turns, Voice, own_text
-from eval.progress import silent
-from eval.source import Source
+from eval.inputs.source import Source
+from eval.terminal.progress import silent
 
 Make = Callable[..., Path]
 CPU = torch.device("cpu")

@@ -278,7 +278,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 import convert.execute.weights as execute
-from convert.cli import main
+from convert.command.cli import main
 go, write = Path(sys.argv[1]), execute.write_shard
 def slow(*given):
     print("held", file=sys.__stdout__, flush=True)

@@ -21,7 +21,7 @@ from written import ok, same_but_for_the_run
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.workdir import WorkDirectory, check_output, finished, partial_path, recorded
 from convert.checkpoint.writer import write_shard
-from eval.sealed import checksum
+from eval.inputs.sealed import checksum
 
 Make = Callable[..., Path]
 Convert = Callable[..., Result]
@@ -50,7 +50,7 @@ def flipped(content: bytes) -> bytes:
 
 
 def run(*arguments: object) -> Result:
-    from convert.cli import main
+    from convert.command.cli import main
 
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 

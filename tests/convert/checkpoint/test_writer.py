@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from attention.errors import Failure
 from convert.checkpoint.reader import TensorInfo
 from convert.checkpoint.writer import shard_names, write_index, write_shard
-from eval.sealed import checksum, sync_tree, write_whole
+from eval.inputs.sealed import checksum, sync_tree, write_whole
 
 TENSORS = {
     "a.weight": torch.randn(4, 6),

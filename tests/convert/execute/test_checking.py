@@ -19,9 +19,9 @@ from convert import gqa, mla, mqa, sweep
 from convert.calibration import own_text as writing
 from convert.execute import checking
 from convert.execute.checking import Sample, checked
-from eval.progress import silent
-from eval.source import Source
-from eval.text import Text, tokenize
+from eval.inputs.source import Source
+from eval.inputs.text import Text, tokenize
+from eval.terminal.progress import silent
 
 Make = Callable[..., Path]
 Warned = Callable[[], list[str]]

@@ -15,8 +15,8 @@ from convert import gqa, mla
 from convert.execute import run
 from convert.execute.run import works_of
 from convert.planning.base import Plan
-from eval import forecast
-from eval.forecast import Machine
+from eval.machine import forecast
+from eval.machine.forecast import Machine
 
 Make = Callable[..., Path]
 FEW = {"calibration_tokens": 512, "calibration_context": 64}

@@ -26,7 +26,7 @@ from convert.demo.showcase import MODEL
 from convert.families import FAMILIES, family_of
 from convert.hosts.deepseek_v3 import _LIKE_LLAMA
 from eval import evaluate
-from eval.source import Source
+from eval.inputs.source import Source
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]

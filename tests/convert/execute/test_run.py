@@ -89,7 +89,7 @@ def test_two_runs_to_a_latent_write_the_same_bytes(
 INTERRUPTED = """
 import os, signal, sys
 import convert.execute.weights as execute
-from convert.cli import main
+from convert.command.cli import main
 write, count = execute.write_shard, 0
 def interrupted(path, *rest):
     global count
@@ -300,7 +300,7 @@ def test_a_text_is_known_by_its_tokens_wherever_it_lies(
 KILLED_AT = """
 import os, signal, sys
 import convert.execute.weights as execute
-from convert.cli import main
+from convert.command.cli import main
 from convert.checkpoint.shelf import Shelf
 from convert.calibration.stream import LayerStream
 place, count = sys.argv[1], int(sys.argv[2])
@@ -657,7 +657,7 @@ def test_an_evaluation_without_memory_is_one_line(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("eval.lockstep.score_group", full)
+    monkeypatch.setattr("eval.quality.lockstep.score_group", full)
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--evaluate", words)
     assert result.exit_code == 1
     assert "not enough memory for the evaluation: CUDA out of memory" in result.stderr

@@ -157,7 +157,7 @@ def test_a_full_disk_under_the_statistics_leaves_the_work_for_resume(
 
     source, options = checkpoint(), [*SMALL, "--method", "pca", "--text", words]
     with monkeypatch.context() as patch:
-        patch.setattr("eval.sealed.write_whole", fails)
+        patch.setattr("eval.inputs.sealed.write_whole", fails)
         result = convert("mla", source, tmp_path / "out", *options)
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr

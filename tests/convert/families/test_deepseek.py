@@ -20,7 +20,7 @@ from attention import load
 from attention.models import MODEL_TYPE
 from convert.families import FAMILIES
 from convert.families.deepseek import NormalisedLatent
-from eval.cost import measured_bytes_per_token
+from eval.quality.cost import measured_bytes_per_token
 
 Convert = Callable[..., Any]
 

@@ -18,7 +18,7 @@ from attention import load
 from attention.reference import grouped_attention
 from attention.spec import AttentionSpec
 from convert.families import family_of
-from eval.cost import measured_bytes_per_token
+from eval.quality.cost import measured_bytes_per_token
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]

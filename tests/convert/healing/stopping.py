@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from convert import cli
+from convert.command import cli
 from convert.healing.training import Trainer
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attention.errors import Failure
 from convert.healing.batches import TrainingText, held_out, turn
-from eval.text import Tokens
+from eval.inputs.text import Tokens
 
 
 def tokens(count: int) -> Tokens:

@@ -31,10 +31,10 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     load = models.load
 
     @contextlib.contextmanager
-    def noting(source: Any, settings: Any) -> Iterator[Any]:
+    def noting(source: Any, *how: str) -> Iterator[Any]:
         now.append(source.name)
         found.append(" beside ".join(reversed(now)))
-        with load(source, settings) as model:
+        with load(source, *how) as model:
             yield model
         now.remove(source.name)
 

@@ -18,7 +18,7 @@ from convert import gqa, heal, mla, mqa, sweep
 from convert.healing import closing
 from convert.healing.states import States
 from convert.healing.training import Trainer
-from eval.text import Tokens
+from eval.inputs.text import Tokens
 
 Make = Callable[..., Path]
 SIZES: dict[str, Any] = {"method": "mean", "calibration_tokens": 1024, "calibration_context": 32, "max_shard_size": "40KB"}

@@ -14,9 +14,9 @@ from attention.errors import Refusal
 from convert import heal
 from convert.healing import timed
 from convert.healing.forecast import work_of
-from eval import forecast
-from eval.forecast import Decoder, Machine
-from eval.source import Source
+from eval.inputs.source import Source
+from eval.machine import forecast
+from eval.machine.forecast import Decoder, Machine
 
 SIZES: dict[str, Any] = {"tokens": 2048, "context": 32, "batch_tokens": 128, "device": "cpu", "lr": 1e-3}
 

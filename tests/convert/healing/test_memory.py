@@ -29,7 +29,7 @@ def plan(checkpoint: Callable[..., Path], tmp_path: Path) -> HealPlan:
 def test_activations_are_what_autograd_keeps(dtype: torch.dtype, plan: HealPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in a forward pass that computes nothing, and in a real one."""
     from attention.padding import pad_values
-    from eval.evaluation import EvaluationSettings, load
+    from eval.inputs.loading import load
 
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -37,7 +37,7 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, plan: HealPlan,
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
         return tensor
 
-    with load(plan.converted, EvaluationSettings(device="cpu")) as model:
+    with load(plan.converted, device="cpu") as model:
         pad_values(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("self_attn" in name or "input_layernorm" in name)

@@ -20,7 +20,7 @@ from convert import heal, mla, mqa
 from convert.healing.rates import start_rate
 from convert.healing.training import Trainer
 from eval import evaluate
-from eval.report import _warnings
+from eval.report.quality import _warnings
 
 SIZES: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "lr": 3e-3, "device": "cpu"}
 TRIED = SIZES | {"lr": "auto", "tokens": 2400, "batch_tokens": 16}  # as few steps as rates are tried for

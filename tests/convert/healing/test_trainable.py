@@ -17,7 +17,7 @@ from convert import heal, mla, mqa
 from convert.healing.student import trained
 from convert.healing.trainable import Adapted
 from convert.planning.base import readable
-from eval.source import Source
+from eval.inputs.source import Source
 
 SIZES: dict[str, Any] = {"tokens": 1280, "context": 16, "batch_tokens": 64, "lr": 1e-3, "device": "cpu", "train": "lora"}
 IDS = torch.arange(4, 60).view(2, 28)

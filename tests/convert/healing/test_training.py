@@ -17,7 +17,7 @@ from convert.healing.student import fixed, trained
 from convert.healing.teacher import Running
 from convert.healing.trainable import Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
-from eval.text import Tokens
+from eval.inputs.text import Tokens
 
 SCHEDULE = Schedule(steps=10, batch=4, micro_batch=2, rate=1e-2, seed=0)
 

@@ -15,8 +15,8 @@ from written import ok
 
 from convert.families import family_of
 from convert.hosts.falcon import HOST
-from eval.cost import cache_figures
-from eval.source import Source
+from eval.inputs.source import Source
+from eval.quality.cost import cache_figures
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]

@@ -18,7 +18,7 @@ from attention import load
 from convert.families import FAMILIES
 from convert.hosts import HOSTS, kvfold
 from convert.hosts.gpt_bigcode import HOST
-from eval.cost import measured_bytes_per_token
+from eval.quality.cost import measured_bytes_per_token
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]

@@ -22,8 +22,8 @@ from attention.latent import HalfSplitLatentAttention
 from convert.families import FAMILIES, family_of
 from convert.families.deepseek import MINICPM3
 from convert.hosts.minicpm3 import HOST
-from eval.cost import cache_figures
-from eval.source import Source
+from eval.inputs.source import Source
+from eval.quality.cost import cache_figures
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]

@@ -20,7 +20,7 @@ from convert.families import FAMILIES, family_of
 from convert.families.kvfold import KvfoldProjections
 from convert.hosts.kvfold import LATENT_HOST
 from convert.hosts.phi import HOST
-from eval.cost import measured_bytes_per_token
+from eval.quality.cost import measured_bytes_per_token
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]

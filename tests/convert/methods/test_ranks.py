@@ -21,7 +21,7 @@ from attention.latent import LatentAttention
 from attention.spec import AttentionSpec
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.planning.budget import layer_ranks
-from eval.cost import measured_bytes_per_token
+from eval.quality.cost import measured_bytes_per_token
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]

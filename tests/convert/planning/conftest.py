@@ -10,7 +10,7 @@ import pytest
 from tiny import save_tokenizer, tiny_config
 
 from convert.planning.base import Output
-from eval.source import Source
+from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
 

@@ -19,7 +19,7 @@ from convert.planning.calibration import Calibration, CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent
 from convert.planning.texts import texts_of
-from eval.source import Source
+from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
 TEXT = CalibrationOptions(texts_of("some.txt", None), 640, 64, refine=3)

@@ -20,7 +20,7 @@ from convert.planning.calibration import (
     require_consistent,
 )
 from convert.planning.texts import texts_of
-from eval.source import Source
+from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
 TEXT = texts_of("some.txt", None)

@@ -31,7 +31,7 @@ from convert.planning.describe import (
 )
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent
-from eval.source import Source
+from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
 ROOM = {"small": 1e-3, "large": 80.0}
@@ -101,7 +101,7 @@ def test_an_engine_sees_what_it_runs(source: Sources) -> None:
 
 
 def test_the_source_is_counted_by_its_own_tensors(source: Sources) -> None:
-    from eval.capacity import count_parameters
+    from eval.machine.capacity import count_parameters
 
     for model_type in ("llama", "deepseek_v3"):
         made = source(model_type)

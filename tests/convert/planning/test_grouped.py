@@ -18,7 +18,7 @@ from convert.planning.calibration import CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.targets import GroupedTarget
 from convert.planning.texts import texts_of
-from eval.source import Source
+from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
 TEXT = CalibrationOptions(texts_of("some.txt", None))

@@ -20,7 +20,7 @@ from convert.planning.latent import LatentRequest, plan_latent
 from convert.planning.room import full_rank, latent_for_budget, with_reserved
 from convert.planning.targets import LatentTarget
 from convert.planning.texts import texts_of
-from eval.source import Source
+from eval.inputs.source import Source
 
 Sources = Callable[..., Source]
 TEXT = CalibrationOptions(texts_of("some.txt", None))

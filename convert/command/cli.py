@@ -1,0 +1,508 @@
+"""The command line: each command makes one call of the API and prints the result. Data goes to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+from attention.errors import Failure, GateMissed, Interrupted, KvfoldError
+from convert.command import options
+from convert.launch import goes_on_alone, launched_count
+from convert.methods import GROUPED, LATENT
+from eval.inputs.text import DATASETS
+from eval.machine.memory import keep_freed
+from eval.machine.threads import wait_wisely
+from eval.terminal.escapes import printable, printable_lines, shell_line
+
+
+class Commands(click.Group):
+    """A group that turns known errors into one line, a hint and an exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # what its encoding lacks; stderr escapes that
+        return super().main(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvfoldError as error:
+            if ctx.meta.get("kvfold.verbose"):
+                traceback.print_exc()
+            click.echo(f"error: {error}", err=True)
+            if error.hint:
+                click.echo(f"hint: {error.hint}", err=True)
+            ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # the reader of a pipe has closed it; click ends quietly
+            click.echo(f"error: {printable(str(error))}", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo("error: interrupted", err=True)
+            ctx.exit(Interrupted.exit_code)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of this file, with the main ones first
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="kvfold", prog_name="kvfold")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Convert a Hugging Face checkpoint to a smaller KV cache, and measure the loss.
+
+    MODEL is a checkpoint directory, a Hub id with an optional @revision, or a GGUF file, which is unpacked when it
+    is first named.
+    """
+    wait_wisely()
+    keep_freed()
+    if ctx.invoked_subcommand != "heal":
+        count, threads = launched_count(), os.environ.get("OMP_NUM_THREADS")
+        if not goes_on_alone():
+            ctx.exit()
+        if count > 1:
+            slow = "; OMP_NUM_THREADS is 1, as torchrun sets it" if threads == "1" else ""
+            click.echo(f"warning: {ctx.invoked_subcommand} runs in the first of {count} launched processes{slow}", err=True)
+
+
+_method = click.option("--method", type=click.Choice(GROUPED), help=f"How to merge KV heads.  [default: {GROUPED[0]}]")
+
+
+def _show(facts: Any, text: str, as_json: bool) -> None:
+    with contextlib.redirect_stdout(click.get_current_context().meta.get("kvfold.stdout", sys.stdout)):
+        try:
+            click.echo(json.dumps(facts, indent=2) if as_json else printable_lines(text))
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            raise Failure(
+                f"stdout cannot be written: {error.strerror}", hint="what the command wrote to files is whole"
+            ) from None
+
+
+def _console(given: dict[str, Any]) -> Any:
+    """Remove the options for stderr from `given`, and return the progress callback. Libraries print to stderr from here on."""
+    context = click.get_current_context()
+    context.meta["kvfold.stdout"] = sys.stdout
+    context.with_resource(contextlib.redirect_stdout(sys.stderr))
+    from convert.command.console import console
+
+    verbose, quiet = given.pop("verbose"), given.pop("quiet")
+    context.meta["kvfold.verbose"] = verbose  # shared with the group, which handles errors
+    return console(verbose, quiet)
+
+
+def _converted(convert: Any, given: dict[str, Any]) -> None:
+    """Call a conversion of the API with a command's options, and print its result."""
+    options.texts(given)
+    as_json, progress = given.pop("as_json"), _console(given)
+    done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
+    _show(done.as_dict(), str(done), as_json)
+
+
+@main.command()
+@click.option("--groups", type=int, required=True, metavar="N", help="KV heads of the result. Must divide those of MODEL.")
+@_method
+@click.option(
+    "--grouping",
+    type=click.Choice(("contiguous", "similar")),
+    default="contiguous",
+    show_default=True,
+    help="Which heads share a group: neighbours, or heads that lose little when merged.",
+)
+@options.calibration
+@options.conversion
+def gqa(**given: Any) -> None:
+    """Convert MODEL to grouped-query attention.
+
+    Merges its KV heads into N heads, and writes the result to OUTPUT. --dry-run says what loads it.
+
+    Example: convert gqa --groups 8 meta-llama/Llama-2-7b-hf llama-2-7b-gqa8
+    """
+    from convert import api
+
+    _converted(api.gqa, given)
+
+
+@main.command()
+@_method
+@options.calibration
+@options.conversion
+def mqa(**given: Any) -> None:
+    """Convert MODEL to multi-query attention.
+
+    The same as gqa --groups 1.
+
+    Example: convert mqa ./my-model my-model-mqa
+    """
+    from convert import api
+
+    _converted(api.mqa, given)
+
+
+@main.command()
+@click.option(
+    "--kv-lora-rank", type=int, metavar="R", help="Rank of the latent. Includes the constant channel of the output class."
+)
+@click.option("--qk-rope-head-dim", type=int, metavar="P", help="Dims of the RoPE key that all heads share.")
+@click.option(
+    "--kv-budget",
+    type=options.BUDGET,
+    metavar="SIZE",
+    help="Choose both: from a share of MODEL's cache (12.5%), or bytes per token (4KB).",
+)
+@click.option("--method", type=click.Choice(LATENT), help=f"How to factor keys and values.  [default: {LATENT[0]}]")
+@click.option("--freqfold", type=int, metavar="F", help="For pca: treat F neighbouring frequencies as one.  [default: fewest]")
+@click.option("--pad-rank", is_flag=True, help="Allow a rank beyond full size, and fill it with zeros.")
+@click.option(
+    "--q-lora-rank",
+    type=int,
+    metavar="N",
+    help="Rank of a latent of queries, constants included: fewer weights, the same cache.  [default: none, or full]",
+)
+@click.option(
+    "--portable", is_flag=True, help="No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text."
+)
+@click.option(
+    "--per-layer-ranks",
+    is_flag=True,
+    help="Let the text choose the rank of each layer, R on average. Needs text; the result has kvfold's class.",
+)
+@options.calibration
+@options.conversion
+def mla(**given: Any) -> None:
+    """Convert MODEL to multi-head latent attention.
+
+    Factors its keys and values through a latent of rank R, and keeps a RoPE key of P dims. Writes the result to OUTPUT as
+    DeepSeek-V3 without experts, which stock transformers loads, and caches at that size. If MODEL has a latent already, it
+    gets a smaller latent.
+
+    Example: convert mla --kv-lora-rank 448 --qk-rope-head-dim 128 --dtype bfloat16 meta-llama/Llama-2-7b-hf llama-2-7b-mla
+    """
+    from convert import api
+
+    _converted(api.mla, given)
+
+
+@main.command()
+@options.healing
+def heal(as_json: bool, **given: Any) -> None:
+    """Train CONVERTED until it predicts as its source does, and write the result to OUTPUT.
+
+    Distils the source, the teacher, into CONVERTED: every token's predictions are compared. CONVERTED stays the class that it
+    is, with the same cache. Without --text, the teacher writes the text. A part of it is held out; it chooses the learning rate
+    and the weights.
+
+    Example: convert heal my-model-mla my-model-mla-healed --text train.txt --tokens 20M --evaluate held-out.txt
+    """
+    from convert import api
+
+    options.texts(given)
+    progress = _console(given)
+    done = api.heal(given.pop("converted"), given.pop("output"), progress=progress, **given)
+    if done.record != {}:  # of several processes, one reports
+        _show(done.as_dict(), str(done), as_json)
+
+
+@main.command(name="eval")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.option(
+    "--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="UTF-8 text to evaluate on."
+)
+@click.option(
+    "--dataset",
+    type=click.Choice(DATASETS),
+    help="Evaluate on the test split of this dataset. Needs pip install 'kvfold[data]'.",
+)
+@options.measuring
+@click.option("--recall", is_flag=True, help="Also measure how well the models copy random tokens over growing distances.")
+@click.option(
+    "--tasks",
+    type=options.Listed(str),
+    default=(),
+    metavar="NAME,…",
+    help="Also run tasks of lm-eval, such as hellaswag,arc_easy. Needs pip install 'kvfold[harness]'.",
+)
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Run only the first N examples of each task.")
+@click.option(
+    "--task-path",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Find tasks in the YAML files of DIR, too. These can run code: read them first.",
+)
+@click.option(
+    "--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × that of the first."
+)
+@click.option(
+    "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write report.json, .md and .html to DIR."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier report in DIR.")
+@options.arithmetic
+@options.device
+@options.common
+def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
+    """Measure perplexity and KV bytes per token of MODELs.
+
+    The first MODEL is the source. The others are compared with it: loss in nats, KL and top-1 agreement.
+
+    Example: convert eval ./my-model my-model-gqa8 --text held-out.txt --output report
+    """
+    from eval import evaluate
+    from eval.report import quality as report
+
+    quiet, output, progress = given["quiet"], given["output"], _console(given)
+
+    def show(found: Any) -> None:
+        _show(found, report.to_markdown(found), as_json)
+        _written(output, "report.html", quiet)
+
+    try:
+        found = evaluate(models, progress=progress, **given)
+    except GateMissed as missed:
+        show(missed.report)
+        raise
+    show(found)
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@options.listed("--batch", click.IntRange(1), "Batch sizes to measure.  [default: 1]")
+@options.listed("--context", click.IntRange(2), "Context lengths to measure.  [default: 2048, or the models' limit]")
+@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Decode steps per round.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each model, batch and context.")
+@click.option("--stock", is_flag=True, help="Also measure MLA and GQA models as stock transformers runs them.")
+@click.option("--compile/--no-compile", default=False, show_default=True, help="Run decode steps through torch.compile.")
+@click.option(
+    "--largest-batch/--no-largest-batch",
+    default=True,
+    show_default=True,
+    help="On a GPU, find the largest batch. Fills its memory.",
+)
+@click.option(
+    "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write bench.json, .md and .svg to DIR."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier benchmark in DIR.")
+@options.arithmetic
+@options.device
+@options.common
+def bench(models: tuple[str, ...], as_json: bool, batch: tuple[int, ...], **given: Any) -> None:
+    """Measure speed and memory of MODELs side by side.
+
+    Prefill and decode tokens per second, time per step, bandwidth over the cache, peak memory and the largest batch that fits,
+    on random tokens. Compares the others with the first MODEL. MLA models decode over their latent, GQA models packed.
+
+    Example: convert bench ./my-model my-model-mla --context 512,2048,8192 --output speed
+    """
+    from eval import bench
+    from eval.report import speed as bench_report
+
+    quiet, output, progress = given["quiet"], given["output"], _console(given)
+    found = bench(models, batch=batch or (1,), progress=progress, **given)
+    _show(found, bench_report.to_markdown(found), as_json)
+    _written(output, "bench.md", quiet)
+
+
+@main.command(name="sweep")
+@click.argument("model")
+@click.argument("output", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--groups", type=options.Listed(int), metavar="N,…", help="KV heads of the GQA targets, such as 8,4,2,1.")
+@click.option(
+    "--mla", type=options.Listed(options.LATENT), metavar="R+P,…", help="Sizes of the MLA targets, such as 512+64 or 12.5%."
+)
+@click.option(
+    "--methods",
+    type=options.Listed(click.Choice((*GROUPED, *LATENT))),
+    metavar="NAME,…",
+    help="Methods to compare.  [default: all but random]",
+)
+@click.option(
+    "--evaluate",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Held-out text to evaluate all results on.",
+)
+@options.measuring
+@options.calibration
+@options.writing
+@options.common
+def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None:
+    """Convert MODEL to many targets with many methods, and compare them.
+
+    Collects the statistics of the text once for all of them. DIR/report plots perplexity against KV bytes per token.
+    Without --groups and --mla, the targets are a half, a quarter, … of MODEL's KV heads, and MLA at 25 % and 12.5 % of its
+    cache. Text goes to the methods that use it; --refit and --refine go to aligned and weighted only.
+
+    Example: convert sweep ./my-model sweep --groups 8,4,1 --mla 448+64 --text calibrate.txt --evaluate held-out.txt
+    """
+    from convert import api
+
+    options.texts(given)
+    quiet, progress = given["quiet"], _console(given)
+
+    def made(plan: Any) -> None:
+        if not quiet:
+            click.echo(f"made: {printable(str(plan.output.path))} ({plan.target.spec.kind})", err=True)
+
+    done = api.sweep(model, output, progress=progress, made=made, **given)
+    _show(done.as_dict(), str(done), as_json)
+    if done.report is not None:
+        _written(done.report_directory, "report.html", quiet)
+
+
+@main.command()
+@options.model
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Batch size.")
+@click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens per sequence.  [default: the model's limit]")
+@click.option("--dtype", type=click.Choice(options.DTYPES), help="Dtype of weights and cache.  [default: as in MODEL]")
+@click.option(
+    "--gpu",
+    "gpus",
+    type=options.Gpu(),
+    multiple=True,
+    metavar="NAME=GB",
+    help="A GPU and its memory, instead of the known GPUs; repeatable.",
+)
+@click.option(
+    "--gpu-share",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="Share of GPU memory that may be used.",
+)
+@options.engine("Show only what this engine runs.")
+@options.common
+def plan(model: str, as_json: bool, gpus: tuple[tuple[str, float], ...], **given: Any) -> None:
+    """Show the KV memory of each target, and the GPUs that it fits on.
+
+    Reads only the config of MODEL.
+
+    Example: convert plan meta-llama/Llama-2-7b-hf --batch 16 --context 4096 --gpu A6000=48
+    """
+    from convert import api
+
+    _console(given)
+    facts = api.plan(model, gpus=dict(gpus), **given)
+    _show(facts, str(facts), as_json)
+
+
+@main.command()
+@options.model
+@options.common
+def inspect(model: str, as_json: bool, **given: Any) -> None:
+    """Show what MODEL is and what it can become.
+
+    Heads, RoPE, biases, family, output classes and cache. Reads only the config.
+
+    Example: convert inspect Qwen/Qwen2.5-7B@main
+    """
+    from convert import api
+
+    _console(given)
+    facts = api.inspect(model, **given)
+    _show(facts, str(facts), as_json)
+
+
+@main.command()
+@options.plain
+def families(as_json: bool, **given: Any) -> None:
+    """List the families that can be converted.
+
+    For each target, shows the class that holds the result.
+
+    Example: convert families
+    """
+    from convert.planning.describe import support, support_text
+
+    rows = support()
+    _show(rows, support_text(rows), as_json)
+
+
+@main.command()
+@click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override an option of the recipe; repeatable.")
+@click.option("--allow-paths", is_flag=True, help="Let the recipe write outside the current directory.")
+@click.option("--dry-run", is_flag=True, help="Print the commands, and run none of them.")
+def run(recipe: Path, settings: tuple[str, ...], allow_paths: bool, dry_run: bool) -> None:
+    """Run commands from a YAML file.
+
+    RECIPE is one step or a list of steps, each {command: {option: value}}. It may also be the conversion.json of a checkpoint.
+    Only --set allows what could do harm: to run a model's code, to overwrite, to publish a ruined model, tasks and trackers.
+
+    Example: convert run my-model-gqa8/conversion.json --set output=again
+    """
+    from convert.command.recipe import command_lines, read
+
+    for arguments in command_lines(read(recipe), settings, main, allow_paths):
+        click.echo(shell_line(["convert", *arguments]), err=not dry_run)
+        # Outside standalone mode click returns a command's exit code.
+        if not dry_run and (code := main.main(arguments, prog_name="convert", standalone_mode=False)):
+            click.get_current_context().exit(code)
+
+
+@main.command()
+@click.argument("action", type=click.Choice(("list", "clear")))
+@options.plain
+def cache(action: str, as_json: bool, **given: Any) -> None:
+    """List or clear what GGUF files were unpacked to.
+
+    Each file is unpacked once, into $XDG_CACHE_HOME/kvfold or ~/.cache/kvfold. A file that has changed is unpacked
+    again, in the place of what it was.
+
+    Example: convert cache clear
+    """
+    from eval.inputs import unpacked
+
+    _console(given)
+    if action == "clear":
+        freed = unpacked.clear()
+        _show({"freed_bytes": freed}, f"{freed / 1e9:.2f} GB freed", as_json)
+        return
+    found = unpacked.entries()
+    lines = [f"{entry.nbytes / 1e9:8.2f} GB  {entry.file}" for entry in found] or ["nothing is unpacked"]
+    _show([entry.as_dict() for entry in found], "\n".join(lines), as_json)
+
+
+@main.command()
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="kvfold-demo",
+    show_default=True,
+    help="Directory for the results and the report.",
+)
+@options.plain
+def demo(output: Path, as_json: bool, **given: Any) -> None:
+    """Convert and evaluate the bundled model.
+
+    Converts a small MHA checkpoint to GQA, MQA and MLA, evaluates the results and writes a report. Needs no network, and
+    takes a little over a minute.
+
+    Example: convert demo
+    """
+    from convert.demo.showcase import showcase
+    from eval.report import quality as report
+
+    found, page = showcase(output, _console(given))
+    _show(found, report.to_markdown(found), as_json)
+    click.echo(f"report: {page}", err=True)
+
+
+def _written(directory: Path | None, page: str, quiet: bool) -> None:
+    """Say where a report is."""
+    if directory is not None and not quiet:
+        click.echo(f"report: {printable(str(directory / page))}", err=True)
+
+
+if __name__ == "__main__":
+    main(prog_name="convert")

@@ -1,0 +1,121 @@
+"""Loads what a `Source` names: its model, and a text in the tokens of its own tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from attention.caps import keep_caps
+from attention.errors import Failure, Refusal
+from eval.inputs.source import FLOATS, Source
+from eval.inputs.text import Text, Tokens, reach, tokenize
+
+_log = logging.getLogger("kvfold")
+
+
+@contextlib.contextmanager
+def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[Any]:
+    """The model of `source` in eval mode, freed when the block ends.
+
+    On "cpu" it is loaded into main memory. Otherwise accelerate's device map spreads it over GPUs, main memory and, if needed,
+    a temporary directory.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory(prefix="kvfold-offload-") as offload:
+        placement = {} if device == "cpu" else {"device_map": device, "offload_folder": offload}
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.files,
+                dtype=getattr(torch, compute_dtype(source, dtype, device)),
+                trust_remote_code=source.trust_remote_code,
+                output_loading_info=True,
+                **placement,
+            )
+        except Failure:
+            raise
+        except Exception as error:  # safetensors, torch, transformers and the file system raise different classes
+            reason = " ".join(str(error).split())[:300]
+            raise Failure(
+                f"cannot load {source.reference}: {type(error).__name__}: {reason}", hint="is it whole? -v shows more"
+            ) from error
+        if info["missing_keys"] or info["mismatched_keys"]:
+            bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+            # transformers fills such weights with random numbers and continues, so figures would be wrong.
+            raise Failure(
+                f"{source.reference} lacks {len(bad)} of its model's weights or has them in other shapes: {bad[0]}, …",
+                hint="config.json and the weights are not of the same model",
+            )
+        _require_floats(source, model)
+        if info["unexpected_keys"]:
+            unused = sorted(map(str, info["unexpected_keys"]))
+            _log.warning("%s has no use for %d tensors of %s: %s, …", type(model).__name__, len(unused), source.name, unused[0])
+        yield keep_caps(model).eval()
+
+
+def _require_floats(source: Source, model: Any) -> None:
+    """Refuse weights of other numbers, which transformers casts to floats as they are.
+
+    Raises:
+        Failure: A parameter is stored as integers or 8-bit floats, and the config names no quantisation.
+    """
+    from safetensors import safe_open
+
+    if getattr(model, "hf_quantizer", None) is not None:
+        return
+    parameters, base = {name for name, _ in model.named_parameters()}, f"{model.base_model_prefix}."
+    parameters |= {name.removeprefix(base) for name in parameters}  # as a checkpoint of the base model has them
+    for path in sorted(source.files.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in sorted(parameters.intersection(file.keys())):
+                if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
+                    raise Failure(
+                        f"{name} of {source.reference} is stored as {kind}, and its config names no quantisation",
+                        hint="the checkpoint is damaged or incomplete; get it again",
+                    )
+
+
+def compute_dtype(source: Source, dtype: str, device: str) -> str:
+    """The dtype of the forward passes of a model."""
+    import torch
+
+    if dtype != "auto":
+        return dtype
+    return "float32" if device == "cpu" or not torch.cuda.is_available() else source.dtype
+
+
+def require_causal(source: Source) -> None:
+    """Raise `Refusal` if the model is not a decoder-only language model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (source.raw.get("auto_map") or {})
+    if getattr(source.config, "is_encoder_decoder", False) or not known:
+        raise Refusal(
+            f"{source.reference} is not a decoder-only language model (model type {source.model_type!r})",
+            hint="it takes a model that AutoModelForCausalLM loads",
+        )
+
+
+def tokens_of(source: Source, text: Text, first: int | None = None) -> Tokens:
+    """The tokens of a text, or its first ones, from a model's own tokenizer.
+
+    Raises:
+        Failure: The tokenizer cannot be loaded, or gives ids that the model does not know.
+    """
+    tokens = tokenize(text, source.tokenizer(), first)
+    limit = source.vocabulary
+    if int(tokens.ids.max()) >= limit:
+        raise Failure(
+            f"the tokenizer of {source.reference} makes ids up to {int(tokens.ids.max())}, its model knows {limit}",
+            hint="the tokenizer's files are not this model's",
+        )
+    return tokens
+
+
+def calibration_tokens(source: Source, text: Text, count: int) -> Tokens:
+    """The tokens of a text among which `Tokens.spread` chooses `count` to calibrate on. Raises as `tokens_of`."""
+    return tokens_of(source, text.all_over(reach(count)), reach(count))

@@ -1,0 +1,324 @@
+"""Resolves a MODEL argument: a directory, a Hub id with an optional `@revision`, or a GGUF file, which is unpacked once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attention import models
+from attention.errors import Failure, Refusal
+from eval.inputs import config_rules
+from eval.inputs.unpacked import unpacked
+
+_DEFAULT_CONTEXT = 2048
+
+# The files of a Hub repository that a conversion or an evaluation needs: no other formats, no folders of other models.
+_WANTED = [
+    "model*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken",
+    "additional_chat_templates/*.jinja", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*", "README.md",
+]  # fmt: skip
+_UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "model.fp*"]  # all folders except additional_chat_templates; variants
+_PICKLES = ["pytorch_model*.bin"]
+FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_LARGEST_CONFIG = 2**26  # bytes
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint as the user named it.
+
+    Attributes:
+        reference: The argument as typed.
+        directory: The local directory, or None for a Hub id.
+        repository: The Hub id, or None.
+        revision: The part after the `@`, or None.
+        trust_remote_code: Whether Python code that comes with the checkpoint may run.
+        label: Its name in tables; None for the last part of the path or id.
+        file: The GGUF file that the directory was made from, or None.
+        note: What to know of it, for plans and cards; "" if nothing.
+    """
+
+    reference: str
+    directory: Path | None
+    repository: str | None
+    revision: str | None
+    trust_remote_code: bool = False
+    label: str | None = None
+    file: Path | None = None
+    note: str = ""
+
+    @classmethod
+    def parse(cls, reference: str, trust_remote_code: bool = False) -> Source:
+        """Distinguish a directory, a GGUF file and a Hub id, without network access.
+
+        No weights are read, but those of a GGUF file, when it is named for the first time.
+
+        Raises:
+            Refusal: It looks like a path, and no such directory exists; or as `eval.inputs.unpacked.unpacked`.
+            Failure: As `eval.inputs.unpacked.unpacked`.
+        """
+        path = Path(reference)
+        with contextlib.suppress(RuntimeError):  # ~ of an unknown user
+            path = path.expanduser()
+        if reference and path.is_dir():
+            return cls(reference, path, None, None, trust_remote_code)
+        if path.suffix == ".gguf" and path.is_file():
+            made = unpacked(path)
+            return cls(reference, made.directory, None, None, trust_remote_code, path.stem, path, made.note)
+        repository, _, revision = reference.partition("@")
+        looks_local = reference.startswith((".", "/", "~")) or repository.count("/") > 1 or path.exists() or not repository
+        if looks_local:
+            raise Refusal(
+                f"no model directory {reference!r}", hint="give a directory with a config.json, a GGUF file or a Hub id"
+            )
+        return cls(reference, None, repository, revision or None, trust_remote_code)
+
+    @property
+    def name(self) -> str:
+        """Its name in tables."""
+        if self.label is not None:
+            return self.label
+        if self.directory:
+            return self.directory.name or self.directory.resolve().name  # "." and ".." have no name
+        return str(self.repository).split("/")[-1] + (f"@{self.revision}" if self.revision else "")
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """The content of config.json.
+
+        Raises:
+            Refusal: It is missing, is not a config, or has a value that breaks a rule of `eval.inputs.config_rules`.
+        """
+        path = self._config_path
+        try:
+            size = path.stat().st_size
+            raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_number) if size <= _LARGEST_CONFIG else None
+        except FileNotFoundError:
+            raise Refusal(f"{self.reference} has no config.json", hint="is it a Hugging Face checkpoint?") from None
+        except (ValueError, OSError, RecursionError) as error:
+            raise Refusal(f"cannot read {path}: {error}", hint="it must be a JSON object") from None
+        if size > _LARGEST_CONFIG:
+            raise Refusal(f"{path} has {size:,} bytes; a config has at most {_LARGEST_CONFIG:,}", hint="is it another file?")
+        if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+            raise Refusal(f"{path} names no model_type", hint="is it the config of a Hugging Face checkpoint?")
+        config_rules.check_raw(raw, self._where)
+        return raw
+
+    @property
+    def model_type(self) -> str:
+        return str(self.raw["model_type"])
+
+    @property
+    def inner_model_type(self) -> str | None:
+        """The model type of its `text_config`, if it has one."""
+        inner = self.raw.get("text_config")
+        return str(inner["model_type"]) if isinstance(inner, dict) and "model_type" in inner else None
+
+    def refuse_remote_code(self) -> None:
+        """Raise `Refusal` if the checkpoint needs its own code and the user has not allowed it."""
+        if self.raw.get("auto_map") and not self.trust_remote_code and not models.provides(self.model_type):
+            from transformers import CONFIG_MAPPING
+
+            without = f"; or remove auto_map: transformers has a class for {self.model_type}"
+            raise Refusal(
+                f"{self.reference} wants to run code of its own (auto_map in config.json)",
+                hint="read that code, then give --trust-remote-code" + (without if self.model_type in CONFIG_MAPPING else ""),
+            )
+
+    @cached_property
+    def code_note(self) -> str | None:
+        """A remark on kvfold's own files in it (`attention.models.unlike_ours`)."""
+        return models.unlike_ours(self.files) if models.provides(self.model_type) else None
+
+    @cached_property
+    def config(self) -> Any:
+        """The transformers config, with defaults filled in.
+
+        Raises:
+            Refusal: It needs its own code, transformers does not accept it, or a value breaks a rule of
+                `eval.inputs.config_rules`.
+        """
+        config = self._built_config()
+        config_rules.check_config(config, self._where)
+        return config
+
+    def _built_config(self) -> Any:
+        from transformers import AutoConfig
+
+        self.refuse_remote_code()
+        values = {key: value for key, value in self.raw.items() if key != "model_type"}
+        try:
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about keys with newer names
+                if self.raw.get("auto_map") and not models.provides(self.model_type):
+                    return AutoConfig.from_pretrained(str(self._config_path.parent), trust_remote_code=True)
+                # By type and values, not by path: a Hub config needs no second look at the network.
+                return self._config_class()(**values)
+        except Refusal:
+            raise
+        except KeyError as error:
+            raise Refusal(f"config.json of {self.reference} lacks {error}", hint="complete it") from None
+        except Exception as error:  # transformers raises several exception types of its own
+            reason = " ".join(str(error).split())[:300]
+            raise Refusal(
+                f"transformers does not accept the config of {self.reference}: {reason}", hint="correct its config.json"
+            ) from error
+
+    def _config_class(self) -> type:
+        from transformers import CONFIG_MAPPING
+
+        try:
+            found: type = CONFIG_MAPPING[self.model_type]
+        except KeyError:
+            raise Refusal(
+                f"transformers does not accept the config of {self.reference}: it has no model type {self.model_type!r}",
+                hint="is it the config of a Hugging Face checkpoint?",
+            ) from None
+        config_rules.check_keys(self.raw, found, self._where)
+        return found
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype of the weights: from the config, else from the first weight file, else float32."""
+        named = self.raw.get("dtype") or self.raw.get("torch_dtype") or self._dtype_of_weights() or "float32"
+        return str(named).removeprefix("torch.")
+
+    def _dtype_of_weights(self) -> str | None:
+        """The dtype in the header of a local safetensors file; None for other sources."""
+        path = next(iter(sorted(self.directory.glob("model*.safetensors"))), None) if self.directory else None
+        if path is None:
+            return None
+        with path.open("rb") as file:
+            try:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+                found = {entry.get("dtype") for name, entry in header.items() if name != "__metadata__"}
+            except (struct.error, ValueError, AttributeError, TypeError, RecursionError, MemoryError, OverflowError):
+                return None  # a damaged file is for those to name who read its weights
+        return next((name for short, name in FLOATS.items() if short in found), None)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The most positions that the model supports, or None if its config does not say."""
+        value = getattr(self.decoder, "max_position_embeddings", None) or getattr(self.decoder, "max_seq_len", None)
+        return value if isinstance(value, int) and value > 0 else None  # XLNet has -1
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether it has a file that a tokenizer is made from."""
+        return any(fnmatch(item.name, pattern) for item in self.files.iterdir() for pattern in TOKENIZER_FILES)
+
+    def tokenizer(self) -> Any:
+        """Its own tokenizer.
+
+        Raises:
+            Failure: It cannot be loaded.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.files, trust_remote_code=self.trust_remote_code)
+        except Failure:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise Failure(
+                f"cannot load the tokenizer of {self.reference}: {reason}", hint="copy the tokenizer's files beside the weights"
+            ) from error
+
+    @property
+    def decoder(self) -> Any:
+        """The part of its config that describes the decoder layers."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids that the model knows."""
+        return int(self.decoder.vocab_size)
+
+    @cached_property
+    def files(self) -> Path:
+        """The directory with all files, downloaded if necessary.
+
+        Raises:
+            Failure: The Hub cannot be reached, or has no such repository, revision or weights.
+        """
+        if self.directory:
+            return self.directory
+        return self._download(_WANTED if self._has_safetensors() else _WANTED + _PICKLES, self.commit)
+
+    @property
+    def commit(self) -> str | None:
+        """The Hub commit that `raw` was read from, or None for a directory."""
+        return self._config_path.parent.name if self.repository else None
+
+    @property
+    def _where(self) -> str:
+        return f"config.json of {self.reference}"
+
+    @cached_property
+    def _config_path(self) -> Path:
+        if self.directory:
+            return self.directory / "config.json"
+        code = ["*.py"] if self.trust_remote_code else []  # a custom config needs its class
+        return self._download(["config.json", *code], self.revision) / "config.json"
+
+    def _has_safetensors(self) -> bool:
+        from huggingface_hub import HfApi
+
+        try:
+            files = HfApi().list_repo_files(str(self.repository), revision=self.commit)
+        except Exception:  # offline or a network error: use what is in the local cache
+            return True
+        return any(fnmatch(name, _WANTED[0]) and not any(fnmatch(name, pattern) for pattern in _UNWANTED) for name in files)
+
+    def _download(self, patterns: list[str], revision: str | None) -> Path:
+        from huggingface_hub import snapshot_download
+
+        try:
+            path = snapshot_download(
+                str(self.repository), revision=revision, allow_patterns=patterns, ignore_patterns=_UNWANTED
+            )
+        except Exception as error:
+            raise self._unreachable(error) from None
+        return Path(path)
+
+    def _unreachable(self, error: Exception) -> Failure:
+        reason = " ".join(str(error).split())[:200]
+        return Failure(
+            f"cannot get {self.reference!r} from the Hub: {reason}",
+            hint="no directory of that name exists either; check the spelling, the network and `hf auth login`",
+        )
+
+
+def position_limit(sources: Sequence[Source]) -> int | None:
+    """The most positions that all of these models support, or None if no config says."""
+    return min((limit for source in sources if (limit := source.max_positions)), default=None)
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """Decode a number that JSON cannot hold, as transformers writes it: {"__float__": "Infinity"}."""
+    tag = value.get("__float__") if len(value) == 1 else None
+    return float(tag) if tag in ("Infinity", "-Infinity", "NaN") else value
+
+
+def require_contexts(sources: Sequence[Source], wanted: Sequence[int]) -> tuple[int, ...]:
+    """`wanted`, or min(2048, the smallest position limit of the models) if it is empty.
+
+    Raises:
+        Refusal: A context exceeds a model's positions.
+    """
+    limit = position_limit(sources)
+    if limit is not None and max(wanted, default=0) > limit:
+        raise Refusal(
+            f"a context of {max(wanted)} tokens exceeds the {limit} positions of the model",
+            hint=f"use --context {limit} or less",
+        )
+    return tuple(wanted) or (min(_DEFAULT_CONTEXT, limit or _DEFAULT_CONTEXT),)

@@ -1,0 +1,225 @@
+"""Texts for evaluation and calibration: a file or a named dataset, encoded once, with a hash of its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from attention.errors import Failure, Refusal
+from attention.spread import evenly_spread
+from eval.inputs import large_file
+from eval.inputs.encoding import PIECE, UNSURE, encoded
+
+if TYPE_CHECKING:
+    import torch
+
+
+_log = logging.getLogger("kvfold")
+OWN_TEXT = Path("calibration", "own-text.safetensors")  # in a checkpoint: what its source wrote to calibrate on
+SELF = "self"  # what a model writes itself, as the name of a text; a file of that name is ./self
+
+
+@dataclass(frozen=True)
+class Text:
+    """A named piece of plain text.
+
+    Attributes:
+        name: For people.
+        text: All of it, or the start of a large file.
+        file: That file.
+    """
+
+    name: str
+    text: str
+    file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise Failure(f"{self.name} is empty", hint="give a text of some thousand words")
+
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of all of it."""
+        return len(self.text.encode()) if self.file is None else self.file.stat().st_size
+
+    def pieces(self, first: int = PIECE) -> Iterator[str]:
+        """All of it, in pieces, the first one of so many characters."""
+        if self.file is not None:
+            for number, piece in enumerate(large_file.pieces(self.file, first)):
+                yield piece if number else piece.removeprefix(large_file.MARK)
+            return
+        yield self.text[:first]
+        for start in range(first, len(self.text), PIECE):
+            yield self.text[start : start + PIECE]
+
+    def all_over(self, tokens: int) -> Text:
+        """A text from which about as many tokens can be taken: of a large file, lines from all over it.
+
+        So are those of any start of it: whoever takes fewer tokens has some from all over the file, too.
+        """
+        if self.file is None or self.size <= _CHARACTERS * tokens:
+            return self
+        return Text(self.name, large_file.excerpts(self.file, _CHARACTERS * tokens))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text encoded by one tokenizer.
+
+    Attributes:
+        name: The name of the text.
+        ids: `[tokens]`, int64, without special tokens: the whole text, its start, or blocks of it (`spread`).
+        text_bytes: UTF-8 bytes of the whole text; of a large file's lines, where these stand for it.
+        per_byte: Tokens per byte of the encoded part.
+        bos: The id of the begin-of-sequence token if the tokenizer adds one to a text, else None.
+    """
+
+    name: str
+    ids: torch.Tensor
+    text_bytes: int
+    per_byte: float
+    bos: int | None
+
+    @property
+    def hash(self) -> str:
+        """`sha256:` and the hex digest of the ids as little-endian int32."""
+        return "sha256:" + hashlib.sha256(self.ids.numpy().astype("<i4").tobytes()).hexdigest()
+
+    def blocks(self, context: int) -> torch.Tensor:
+        """`[n, context]`, as many whole blocks as there are."""
+        return self.ids[: len(self.ids) // context * context].view(-1, context)
+
+    def spread(self, count: int, context: int) -> Tokens:
+        """At most `count` tokens in whole blocks of `context`, spread evenly over the tokens within reach.
+
+        Neighbouring blocks are about the same things, so blocks from all over a text show more of what a model does.
+        """
+        blocks, taken = self._spread(count, context)
+        return replace(self, ids=blocks[taken].flatten())
+
+    def beside(self, count: int, context: int, wanted: int) -> Tokens:
+        """About `wanted` tokens, at least a block, that `spread` does not take; if it takes all, some of them."""
+        blocks, taken = self._spread(count, context)
+        others = sorted(set(range(len(blocks))) - set(taken)) or taken
+        chosen = evenly_spread(min(len(others), max(1, wanted // context)), len(others))
+        return replace(self, ids=blocks[[others[place] for place in chosen]].flatten())
+
+    def _spread(self, count: int, context: int) -> tuple[torch.Tensor, list[int]]:
+        """All blocks within reach, `[n, context]`, and the places of those that `spread` takes."""
+        blocks = replace(self, ids=self.ids[: reach(count)]).blocks(context)
+        return blocks, evenly_spread(min(count // context, len(blocks)), len(blocks))
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """Parts of several texts as one; a single part stays as it is."""
+    import torch
+
+    if len(parts) == 1:
+        return parts[0]
+    ids, size = torch.cat([part.ids for part in parts]), sum(part.text_bytes for part in parts)
+    return Tokens(" and ".join(part.name for part in parts), ids, size, len(ids) / max(1, size), None)
+
+
+# name → (Hub id, configuration, column, separator of its rows), as in the perplexity tables of papers.
+_DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\n\n")}
+DATASETS = tuple(_DATASETS)
+
+_REACH = 2**19  # tokens of a text, since encoding takes time and memory
+_BYTES = 4  # per token, about, of English by common tokenizers
+_CHARACTERS = 8  # per token, as a first guess
+
+
+def reach(count: int) -> int:
+    """Tokens of a text, from its start, that blocks with `count` tokens in all may come from."""
+    return max(_REACH, count)
+
+
+def read_file(path: Path) -> Text:
+    """A UTF-8 text file. Of a large one, only the start is read now.
+
+    Raises:
+        Failure: The file cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        large = path.is_file() and path.stat().st_size > large_file.LARGE
+    except OSError as error:
+        raise Failure(f"cannot read {path}: {error.strerror}") from None
+    text = next(large_file.pieces(path, PIECE if large else None), "")
+    if text.startswith(large_file.MARK):
+        _log.warning("%s begins with a byte order mark, which is left out", path.name)
+        text = text.removeprefix(large_file.MARK)
+    if "\r\n" in text[:PIECE]:
+        _log.warning("%s has the line ends of Windows (CR LF), which stay: models read few texts like that", path.name)
+    return Text(path.name, text, path if large else None)
+
+
+def text_of(given: str | Path | Sequence[str]) -> Text:
+    """A text from the path of a UTF-8 file, or from a list of strings.
+
+    Raises:
+        Failure: The text cannot be read, or is empty.
+    """
+    if isinstance(given, str | Path):
+        return read_file(Path(given))
+    strings = list(given)
+    return Text(f"{len(strings)} strings", "\n\n".join(strings))
+
+
+def about_tokens(given: str | Path | Sequence[str] | None, most: int | None = None) -> int:
+    """About how many tokens a text has, by its size alone, but at most `most`; `most` of what is neither a file nor strings."""
+    if given is None:
+        return most or 0
+    if isinstance(given, str | Path):
+        size = Path(given).stat().st_size if Path(given).is_file() else 0
+    else:
+        size = sum(len(string.encode()) for string in given)
+    return size // _BYTES if most is None else min(most, size // _BYTES)
+
+
+def load_dataset(name: str, split: Literal["test", "train"] = "test") -> Text:
+    """A named dataset (`DATASETS`), through the `datasets` package: "test" to evaluate on, "train" to calibrate on.
+
+    Raises:
+        Refusal: There is no dataset of that name.
+        Failure: The package is missing, or the dataset cannot be loaded.
+    """
+    if name not in _DATASETS:
+        raise Refusal(f"no dataset {name!r} (choose {', '.join(DATASETS)})", hint="any other text: --text FILE")
+    try:
+        import datasets
+    except ImportError:
+        raise Failure("--dataset needs the package datasets", hint="pip install 'kvfold[data]', or use --text FILE") from None
+    repository, configuration, column, joint = _DATASETS[name]
+    try:
+        rows = datasets.load_dataset(repository, configuration, split=split)[column]
+    except Exception as error:  # any error of the network, the Hub or the cache
+        reason = " ".join(str(error).split())[:200]
+        raise Failure(f"cannot load the dataset {repository}: {reason}", hint="download it once, or use --text FILE") from None
+    return Text(f"{name} ({configuration}, {split})", joint.join(rows))
+
+
+def tokenize(text: Text, tokenizer: Any, first: int | None = None) -> Tokens:
+    """Encode a text, as if as a whole; the tokenizer says whether BOS precedes it.
+
+    Args:
+        text: The text to encode.
+        tokenizer: A tokenizer of transformers.
+        first: How many tokens to keep, from the start; None for all. No more of the text is read than these need.
+
+    Raises:
+        Failure: The text has fewer than two tokens.
+    """
+    ids, size = encoded(text.pieces(PIECE if first is None else min(PIECE, _CHARACTERS * (first + UNSURE))), tokenizer, first)
+    if len(ids) < 2:
+        raise Failure(f"{text.name} has {len(ids)} token(s), and it takes at least 2 to predict one", hint="give a longer text")
+    return Tokens(text.name, ids[:first], text.size, len(ids) / size, bos_before_texts(tokenizer))
+
+
+def bos_before_texts(tokenizer: Any) -> int | None:
+    """The id of BOS if the tokenizer puts it before a text; some know a BOS that they put nowhere."""
+    bos: int | None = tokenizer.bos_token_id
+    return bos if tokenizer("a")["input_ids"][:1] == [bos] else None

@@ -1,0 +1,172 @@
+"""The checkpoints that GGUF files became, in the user's cache, so that each is unpacked once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from attention.errors import Failure
+from eval.inputs.gguf import Described, unpack
+from eval.inputs.sealed import give_name, seal, sync_tree, unsealed
+
+_log = logging.getLogger("kvfold")
+_FORMAT = 2  # of an entry
+_LOCK, _UNFINISHED = "lock", "unfinished"  # beside the entries
+_ENTRY, _CHECKPOINT = "gguf.json", "checkpoint"  # in an entry
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """The checkpoint that a GGUF file became.
+
+    Attributes:
+        file: The GGUF file.
+        directory: Where the checkpoint is.
+        note: What to know of it, for plans and cards.
+    """
+
+    file: Path
+    directory: Path
+    note: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of the checkpoint, on disk."""
+        return sum(size for size, _ in _files(self.directory).values())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"file": str(self.file), "directory": str(self.directory), "bytes": self.nbytes, "note": self.note}
+
+
+def unpacked(path: Path) -> Unpacked:
+    """The checkpoint of a file; the first call makes it, and takes the memory of all its weights.
+
+    Raises:
+        Refusal: The package gguf is missing, the file is not a GGUF file, or it has something that transformers does not read.
+        Failure: The file cannot be read, or the checkpoint cannot be written.
+    """
+    import transformers
+
+    try:
+        found = path.stat()
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise Failure(f"cannot read {path}: {error}") from None
+    identity = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {_FORMAT} {transformers.__version__}"
+    place = _cache() / hashlib.sha256(identity.encode()).hexdigest()[:24]
+    if (known := _whole(place)) is not None:
+        return known
+    described = Described.of(path)
+    described.check_keys()
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(place.parent):
+            if _whole(place) is None:  # another run was not faster
+                _make(described, place)
+    except OSError as error:
+        raise Failure(
+            f"cannot unpack {path} into {place}: {error}",
+            hint="is the disk full? XDG_CACHE_HOME may name a directory on another one",
+        ) from None
+    if (made := _whole(place)) is None:
+        raise Failure(f"{place} was removed while it was in use", hint="repeat the command")
+    return made
+
+
+def entries() -> list[Unpacked]:
+    """Whole entries of the cache, by the names of the files."""
+    found = (_whole(place) for place in _places())
+    return sorted((entry for entry in found if entry is not None), key=lambda entry: str(entry.file))
+
+
+def clear() -> int:
+    """Remove everything from the cache; the bytes that it had.
+
+    Raises:
+        Failure: It cannot be removed.
+    """
+    try:
+        if not _cache().is_dir():
+            return 0
+        with _alone(_cache()):
+            removed = sum(file.lstat().st_size for file in _cache().rglob("*") if not file.is_dir())
+            for place in _places():
+                shutil.rmtree(place)
+    except OSError as error:
+        raise Failure(f"cannot clear {_cache()}: {error}") from None
+    return removed
+
+
+def _make(described: Described, place: Path) -> None:
+    """Unpack a file, then remove what earlier files of its name became."""
+    unfinished, file = place.parent / _UNFINISHED, described.path.absolute()
+    if unfinished.exists():  # of a run that was killed
+        shutil.rmtree(unfinished)
+    (unfinished / _CHECKPOINT).mkdir(parents=True)
+    try:
+        unpack(described, unfinished / _CHECKPOINT)
+        files = _files(unfinished / _CHECKPOINT)
+        seal(unfinished / _ENTRY, {"file": str(file), "note": described.note, "files": files})
+        sync_tree(unfinished)
+        for other in _places():
+            known = unsealed(other / _ENTRY) or {}
+            if other == place or (other != unfinished and known.get("file") == str(file)):
+                shutil.rmtree(other)
+        give_name(unfinished, place)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    _log.warning(
+        "%s is unpacked into %s (%.2f GB), where later commands find it; `convert cache clear` removes it",
+        described.path, place, sum(size for size, _ in files.values()) / 1e9,
+    )  # fmt: skip
+
+
+def _whole(place: Path) -> Unpacked | None:
+    """An entry; None if it is not there, or files of it are missing or were written since."""
+    found = unsealed(place / _ENTRY)
+    if found is None or found["files"] != _files(place / _CHECKPOINT):
+        return None
+    return Unpacked(Path(found["file"]), place / _CHECKPOINT, found["note"])
+
+
+def _files(directory: Path) -> dict[str, list[int]]:
+    """The files of a directory, with their bytes and the times at which they were written."""
+    if not directory.is_dir():
+        return {}
+    found = {path.name: path.stat() for path in sorted(directory.iterdir())}
+    return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
+
+
+@contextlib.contextmanager
+def _alone(cache: Path) -> Iterator[None]:
+    """Hold the cache for one run at a time; the system lets the next one in where a run was killed."""
+    lock = FileLock(cache / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        _log.warning("waiting for another run, which unpacks a file into %s", cache)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _places() -> Iterator[Path]:
+    """The directories of entries, whole or not, and of one that is not finished."""
+    return (path for path in sorted(_cache().glob("*")) if path.is_dir())
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "kvfold" / "gguf"

@@ -1,0 +1,53 @@
+"""The size of a model's KV cache: predicted by the one formula, and measured on a live cache object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attention.errors import Failure
+from attention.spec import AttentionSpec, dtype_bytes
+from eval.machine.device import input_device
+
+_PROMPT = 16
+
+
+def measured_bytes_per_token(model: Any, dtype: str) -> float:
+    """Bytes per token of the cache that `model` fills over a short prompt, converted to storage in `dtype`.
+
+    The model may run in another dtype than its checkpoint's (fp32 on a CPU): values are counted, and converted to bytes
+    in `dtype`.
+    """
+    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or _PROMPT + 1
+    prompt = max(1, min(_PROMPT, window - 1))  # within the window every layer caches every token
+    ids = torch.zeros(1, prompt, dtype=torch.long, device=input_device(model))
+    with torch.inference_mode():
+        cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+    if cache is None:
+        raise Failure(
+            f"{type(model).__name__} keeps no KV cache", hint="kvfold evaluates decoder-only models; is this an encoder?"
+        )
+    kept = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]  # linear attention has no keys
+    values = sum(layer.keys.numel() + layer.values.numel() for layer in kept)
+    return values / prompt * dtype_bytes(dtype)
+
+
+def cache_figures(model: Any, spec: AttentionSpec, dtype: str, source_bytes: int) -> dict[str, Any]:
+    """The cost part of one report entry; `source_bytes` is the source's KV bytes per token.
+
+    Raises:
+        Failure: Prediction and measurement differ, so neither can be reported.
+    """
+    predicted, measured = spec.bytes_per_token(dtype), measured_bytes_per_token(model, dtype)
+    if measured != predicted:
+        raise Failure(
+            f"the live cache of {type(model).__name__} holds {measured:g} bytes per token, its config predicts {predicted}",
+            hint="this class caches something that kvfold does not know; please report the model type",
+        )
+    return {
+        "cache_dtype": dtype,
+        "kv_bytes_per_token": predicted,
+        "kv_bytes_measured": measured,
+        "cache_ratio": predicted / source_bytes,
+    }

@@ -1,0 +1,229 @@
+"""Evaluates models on a text: loads each model, scores it beside its source, measures its cache, returns a report."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from attention.errors import GateMissed, Refusal
+from attention.spec import AttentionSpec, dtype_bytes
+from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
+from eval.inputs.source import Source, position_limit, require_contexts
+from eval.inputs.text import Text, Tokens
+from eval.machine.device import compute_device, require_device
+from eval.machine.forecast import Decoder, Work, foretell
+from eval.quality.cost import cache_figures
+from eval.quality.lockstep import Job, score_all
+from eval.quality.origin import identity, seen_share
+from eval.quality.perplexity import Score, batches, protocol_record
+from eval.quality.probes import PROBES
+from eval.quality.protocol import Protocol
+from eval.quality.recall import work_of as recall_work
+from eval.quality.settings import EvaluationSettings
+from eval.terminal.progress import Progress, silent
+
+_SCORED = 8  # values that scoring goes through for each logit, of a model that is compared with its source
+
+
+def require_ratio(report: dict[str, Any], limit: float | None) -> None:
+    """Require every model's perplexity to be at most `limit` times the source's, at every context.
+
+    Raises:
+        GateMissed: A model exceeds it.
+    """
+    contexts = {report["protocol"]["context"]: report["models"]}
+    contexts |= {other["context"]: other["models"] for other in report["other_contexts"]}
+    for context, (source, *others) in contexts.items() if limit is not None else ():
+        for entry in others:
+            ratio = entry["perplexity"] / source["perplexity"]
+            if ratio > limit:
+                where = f" at context {context}" if len(contexts) > 1 else ""
+                raise GateMissed(
+                    f"perplexity of {entry['name']} is {ratio:.4g} × that of {source['name']}{where}, the limit is {limit:g} ×",
+                    report,
+                )
+
+
+def report_of(
+    sources: Sequence[Source],
+    text: Text,
+    settings: EvaluationSettings,
+    calibrated_on: Tokens | None = None,
+    progress: Progress = silent,
+    foretold: bool = False,
+) -> dict[str, Any]:
+    """Evaluate the first model as the source, and compare the others with it.
+
+    Args:
+        sources: The models; the source comes first.
+        text: The text to evaluate on.
+        settings: How to evaluate.
+        calibrated_on: The text that the others were calibrated on, if known. Otherwise their own conversion.json tells
+            whether it was this text.
+        progress: Called with the progress of each stage.
+        foretold: Whether the caller has said how long it takes, as part of its own work.
+
+    Returns:
+        The report, the content of report.json: `{"kvfold", "protocol", "models", "other_contexts"}` and a key for each probe.
+
+    Raises:
+        Refusal: The models' configs do not allow the comparison.
+        Failure: A model cannot be loaded, or its figures cannot be trusted.
+    """
+    protocols, tokens = prepare(sources, text, settings)
+
+    @cache
+    def within(count: int) -> Tokens:
+        return calibration_tokens(sources[0], text, count)
+
+    models = _Models(sources, settings, tokens, lambda source: seen_share(source, tokens, within, calibrated_on), progress)
+    if not foretold:
+        _foretell(sources, len(tokens.ids), settings)
+    scores = [[Score() for _ in sources] for _ in protocols]
+    jobs = [
+        Job(batch, row)
+        for protocol, row in zip(protocols, scores, strict=True)
+        for batch in batches(protocol.blocks(tokens), sources[0].vocabulary)
+    ]
+    score_all(jobs, sources, models.opened, models.visit, progress)
+    quality = [[score.as_figures(tokens, row[0]) for score in row] for row in scores]
+    return {
+        "kvfold": version("kvfold"),
+        "protocol": protocol_record(protocols[0], tokens, compute_dtype(sources[0], settings.dtype, settings.device)),
+        "models": [entry | figures for entry, figures in zip(models.entries, quality[0], strict=True)],
+        "other_contexts": [
+            {
+                "context": protocol.context,
+                "stride": protocol.stride,
+                "models": [{"name": source.name} | figures for source, figures in zip(sources, row, strict=True)],
+            }
+            for protocol, row in zip(protocols[1:], quality[1:], strict=True)
+        ],
+        **models.probed(),
+    }
+
+
+def evaluation_work(
+    decoders: Sequence[Decoder], source: Source, tokens: int, contexts: Sequence[int] = (), protocol: str = "paper"
+) -> Work:
+    """The work of an evaluation, without probes.
+
+    Args:
+        decoders: Of the models; the source comes first.
+        source: Its positions decide the default context.
+        tokens: Of the text.
+        contexts: As of `EvaluationSettings`.
+        protocol: One of `eval.quality.protocol.PROTOCOLS`.
+    """
+    total = Work()
+    for one in (Protocol.named(protocol, context) for context in require_contexts([source], contexts)):
+        run = math.ceil(tokens * one.context / one.stride)  # blocks may overlap
+        for decoder in decoders:
+            total += decoder.forward(run, min(run, one.context), tokens) + Work(values=_SCORED * tokens * decoder.vocabulary)
+    return sum((decoder.load() for decoder in decoders), total)
+
+
+def _foretell(sources: Sequence[Source], tokens: int, settings: EvaluationSettings) -> None:
+    """Say how long an evaluation takes."""
+    decoders = [Decoder.of(source.config, source.trust_remote_code) for source in sources]
+    contexts = require_contexts(sources, settings.contexts)
+    work = evaluation_work(decoders, sources[0], tokens, contexts, settings.protocol)
+    if settings.recall:
+        limit = position_limit(sources)
+        work += sum((recall_work(decoder, tokens, limit) for decoder in decoders), Work())
+    dtype, without = compute_dtype(sources[0], settings.dtype, settings.device), "the tasks" if settings.tasks else ""
+    foretell(work, compute_device(settings.device), decoders[0].width, dtype, without)
+
+
+class _Models:
+    """Loads the models of an evaluation, and notes what is measured of each besides its score.
+
+    Attributes:
+        entries: The beginning of each model's entry in the report: what it is, and its cache.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        settings: EvaluationSettings,
+        tokens: Tokens,
+        overlap: Callable[[Source], float | None],
+        progress: Progress,
+    ) -> None:
+        self._sources, self._settings, self._progress = sources, settings, progress
+        first, *others = sources  # what their files can make fail comes before the long part
+        self._known = [identity(first) | {"calibration_overlap": None}]
+        self._known += [identity(other) | {"calibration_overlap": overlap(other)} for other in others]
+        self.entries: list[dict[str, Any]] = []
+        self._probes = [found for probe in PROBES if (found := probe.asked(settings, sources, tokens)) is not None]
+        self._found: dict[str, dict[int, dict[str, Any]]] = {probe.name: {} for probe in self._probes}
+
+    @contextlib.contextmanager
+    def opened(self, index: int) -> Iterator[Any]:
+        """The model with this index, freed when the block ends."""
+        source = self._sources[index]
+        with _padded(source, self._settings) as model:
+            if index == len(self.entries):  # the first time
+                first = self.entries[0]["kv_bytes_per_token"] if self.entries else None
+                self.entries.append(self._known[index] | _cost(source, model, first))
+            yield model
+
+    def visit(self, index: int, model: Any) -> None:
+        """Measure what the settings ask for besides perplexity."""
+        for probe in self._probes:
+            name = self._sources[index].name
+            self._found[probe.name][index] = {"name": name} | probe.measure(model, name, self._progress)
+
+    def probed(self) -> dict[str, Any]:
+        """The report's part of each probe; None for those that were not asked for."""
+        made = {
+            p.name: p.record() | {"models": [found for _, found in sorted(self._found[p.name].items())]} for p in self._probes
+        }
+        return {probe.name: made.get(probe.name) for probe in PROBES}
+
+
+def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings) -> tuple[list[Protocol], Tokens]:
+    """Check configs, tokenizer and text before models are loaded. Returns a protocol per context, and the text's tokens."""
+    protocols = check(sources, settings)
+    tokens = tokens_of(sources[0], text, settings.max_tokens)
+    for protocol in protocols:
+        protocol.blocks(tokens)
+    return protocols, tokens
+
+
+def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Protocol]:
+    """Check everything that configs can show. Returns a protocol for each context; all models allow these."""
+    require_device(settings.device)
+    for source in sources:
+        require_causal(source)
+    if len({source.vocabulary for source in sources}) > 1:
+        listed = ", ".join(f"{source.name} {source.vocabulary}" for source in sources)
+        raise Refusal(
+            f"models with different vocabularies cannot be compared: {listed}",
+            hint="evaluate each by itself and compare bits/byte",
+        )
+    for source in sources:
+        AttentionSpec.from_config(source.config).bytes_per_token(source.dtype)
+    if settings.dtype != "auto":
+        dtype_bytes(settings.dtype)
+    if settings.max_tokens is not None and settings.max_tokens < 2:
+        raise Refusal(f"perplexity needs at least 2 tokens, not {settings.max_tokens}")
+    return [Protocol.named(settings.protocol, context) for context in require_contexts(sources, settings.contexts)]
+
+
+@contextlib.contextmanager
+def _padded(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
+    """As `load`; latent attention pads its values on a CPU, which is several times faster and changes no result."""
+    from attention.padding import pad_values
+
+    with load(source, settings.dtype, settings.device) as model:
+        yield pad_values(model)
+
+
+def _cost(source: Source, model: Any, source_bytes: int | None = None) -> dict[str, Any]:
+    spec = AttentionSpec.from_config(source.config)
+    return cache_figures(model, spec, source.dtype, source_bytes or spec.bytes_per_token(source.dtype))

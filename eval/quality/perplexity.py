@@ -1,0 +1,160 @@
+"""Perplexity under a named protocol, and the distance of a model from its source (KL, top-1 agreement).
+
+Sums of nats are accumulated in fp64 over fp32 log-probabilities and divided once; nothing is averaged per sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import nll_loss
+
+from attention.errors import Failure
+from eval.inputs.text import Tokens
+from eval.machine.device import input_device
+from eval.quality.positions import ByPosition
+from eval.quality.protocol import Block, Protocol
+
+# Most logits per forward pass, in values (128 MB in fp32): limits the blocks per batch.
+_LOGITS_AT_ONCE = 2**25
+# Most logits per comparison, which needs several fp32 copies.
+_ROWS_AT_ONCE = 2**24
+
+
+@dataclass
+class Score:
+    """Running sums over scored tokens: nats, KL(source ‖ model), argmax agreement with the source."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    kl: float = 0.0
+    agreed: int = 0
+    by_position: ByPosition = field(default_factory=ByPosition)
+
+    def add(self, found: torch.Tensor, expected: torch.Tensor | None, targets: torch.Tensor, positions: torch.Tensor) -> None:
+        """Add fp32 log-probabilities `found [N, vocabulary]` at `targets [N]`, compared with the source's, `expected`.
+
+        If `expected` is None, `found` is the source's own. `positions [N]` are those of the tokens before the targets.
+        """
+        nats = nll_loss(found, targets.to(found.device), reduction="none")
+        self.nats += nats.double().sum().item()
+        self.by_position.add(nats, positions)
+        self.tokens += targets.numel()
+        if expected is None:
+            self.agreed += targets.numel()
+        else:
+            self.kl += (expected.exp() * (expected - found)).sum(-1).double().sum().item()
+            self.agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            raise Failure(f"perplexity overflows at {self.loss:.0f} nats per token: the model's output is garbage") from None
+
+    def bits_per_byte(self, tokens: Tokens) -> float:
+        """Mean loss in bits times tokens per byte of text: comparable between tokenizers."""
+        return self.loss / math.log(2) * tokens.per_byte
+
+    def as_figures(self, tokens: Tokens, source: Score) -> dict[str, Any]:
+        """The quality part of one report entry."""
+        return {
+            "perplexity": self.perplexity,
+            "loss_nats": self.loss - source.loss,
+            "bits_per_byte": self.bits_per_byte(tokens),
+            "tokens": self.tokens,
+            "kl_to_source": self.kl / self.tokens,
+            "top1_agreement": self.agreed / self.tokens,
+            "loss_by_position": self.by_position.as_figures(source.by_position),
+        }
+
+
+class Batch(NamedTuple):
+    """Blocks of one shape, for one forward pass.
+
+    Attributes:
+        ids: `[B, T]`.
+        first: The index of the first scored token of each block.
+    """
+
+    ids: torch.Tensor
+    first: int
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """The N scored tokens, `[N]`."""
+        return self.ids[:, self.first :].flatten()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The positions in their blocks of the tokens before the scored ones, `[N]`."""
+        return torch.arange(self.first - 1, self.ids.shape[1] - 1).repeat(len(self.ids))
+
+
+def batches(blocks: Sequence[Block], vocabulary: int) -> Iterator[Batch]:
+    """Consecutive blocks of one shape together, as many as the limit on logits allows."""
+    waiting: list[Block] = []
+    for block in [*blocks, None]:
+        full = waiting and (len(waiting) + 1) * len(waiting[0].ids) * vocabulary > _LOGITS_AT_ONCE
+        alike = waiting and block and (len(block.ids), block.first) == (len(waiting[0].ids), waiting[0].first)
+        if waiting and (full or not alike):
+            yield Batch(torch.stack([w.ids for w in waiting]), waiting[0].first)
+            waiting = []
+        if block:
+            waiting.append(block)
+
+
+def logits_of(model: Any, batch: Batch) -> torch.Tensor:
+    """Logits `[N, vocabulary]`, in the model's dtype, at the N scored positions.
+
+    Raises:
+        Failure: They are not finite.
+    """
+    logits = model(input_ids=batch.ids.to(input_device(model)), use_cache=False).logits
+    return finite(logits[:, batch.first - 1 : -1].flatten(0, 1), model)
+
+
+def finite(logits: torch.Tensor, model: Any) -> torch.Tensor:
+    """`logits` of a model.
+
+    Raises:
+        Failure: They are not finite.
+    """
+    if not torch.isfinite(logits).all():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise Failure(
+            f"the logits of {model.name_or_path} are not finite in {dtype}",
+            hint="evaluate in another --dtype (float32 is safest); if they still are not, its weights are damaged",
+        )
+    return logits
+
+
+def add(score: Score, batch: Batch, logits: torch.Tensor, expected: torch.Tensor | None = None) -> None:
+    """Add a model's `logits [N, vocabulary]` to its score, compared with the source's, `expected` (None: it is the source)."""
+    targets, positions = batch.targets, batch.positions
+    for start in range(0, len(targets), rows := max(1, _ROWS_AT_ONCE // logits.shape[1])):
+        part = slice(start, start + rows)
+        before = None if expected is None else expected[part].to(logits.device).float().log_softmax(-1)
+        score.add(logits[part].float().log_softmax(-1), before, targets[part], positions[part])
+
+
+def protocol_record(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:
+    """The protocol part of a report: everything that a figure depends on besides the model."""
+    return {
+        **asdict(protocol),
+        "dtype": dtype,
+        "text": tokens.name,
+        "text_hash": tokens.hash,
+        "tokens": len(tokens.ids),
+        "bytes_in_text": tokens.text_bytes,
+    }

@@ -1,0 +1,210 @@
+"""Recall: does a model still copy what it has read, over a distance? Needs no data set and no instruction tuning.
+
+Runs of tokens, drawn independently with the frequencies that they have in a text, stand in that text twice, at several
+distances. Nothing but the first copy can predict the second: its loss shows how well attention finds a token again. Perplexity
+hardly shows it, because most tokens are predicted from near ones.
+
+The second copy's loss rises from the first's value (nothing is found) towards 0 (all is found) with the model's skill at
+induction: Olsson et al., "In-context learning and induction heads" (2022), measure it with repeated random tokens, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from attention.errors import Refusal
+from eval.inputs.source import Source, position_limit
+from eval.inputs.text import Tokens
+from eval.machine.device import input_device, memory_for
+from eval.machine.forecast import Decoder, Work
+from eval.quality.perplexity import finite
+from eval.quality.settings import EvaluationSettings
+from eval.terminal.progress import Progress, stage
+
+COPY = 64  # tokens of a copy
+_NEAREST, _FARTHEST = 128, 8192  # distances from a token to its copy; each is twice the one before
+_PAIRS = 3  # of copies at each distance, at most, in one sequence
+_TOKENS = 16384  # to read, in as many sequences
+_FEWEST = 4  # sequences
+
+
+class Pair(NamedTuple):
+    """Two copies of a run in a sequence, which is counted in runs of `COPY` tokens.
+
+    Attributes:
+        first: Where the first copy stands.
+        second: Where the second copy stands.
+    """
+
+    first: int
+    second: int
+
+    @property
+    def distance(self) -> int:
+        """Tokens from a token to its copy."""
+        return (self.second - self.first) * COPY
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A sequence to read, and what to score in it.
+
+    Attributes:
+        ids: Its tokens, `[T]`.
+        copies: Places of each run's tokens in it, `[pairs, 2, COPY]`: first copy, second copy.
+        distances: Of each pair.
+    """
+
+    ids: torch.Tensor
+    copies: torch.Tensor
+    distances: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recall:
+    """The probe for some models.
+
+    Attributes:
+        sequences: To read, each in one pass.
+        distances: From a token to its copy.
+    """
+
+    name: ClassVar[str] = "recall"
+    sequences: tuple[Reading, ...]
+    distances: tuple[int, ...]
+
+    @classmethod
+    def asked(cls, settings: EvaluationSettings, sources: Sequence[Source], tokens: Tokens) -> Recall | None:
+        """See `eval.quality.probes.Probe`.
+
+        Raises:
+            Refusal: The models' positions or the text are too short for the least distance.
+        """
+        if not settings.recall:
+            return None
+        most = _FARTHEST + COPY + 1
+        return cls.of(tokens.ids, min(most, position_limit(sources) or most), tokens.bos)
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, positions: int, bos: int | None = None) -> Recall:
+        """The probe on a text's `ids [n]` for models of so many positions. The same arguments give the same tokens.
+
+        Every sequence begins with the tokenizer's BOS token if it has one.
+        """
+        opening = ids.new_tensor([] if bos is None else [bos])
+        distances = _distances(min(positions - len(opening), len(ids) + 2 * COPY))
+        if not distances:
+            raise Refusal(
+                f"recall needs models of at least {_NEAREST + COPY} positions and a text of {_NEAREST - COPY} tokens, "
+                f"not {positions} and {len(ids)}",
+                hint="leave out --recall, or give more of a text",
+            )
+        generator = torch.Generator().manual_seed(0)
+        count, between = _count(distances), distances[-1] - COPY
+        starts = [number * (len(ids) - between) // count for number in range(count)]
+        texts = [ids[start : start + between] for start in starts]
+        return cls(tuple(_reading(opening, text, ids, distances, generator) for text in texts), tuple(distances))
+
+    def record(self) -> dict[str, Any]:
+        """Conditions of the figures besides the model."""
+        pairs = Counter(distance for sequence in self.sequences for distance in sequence.distances)
+        return {"copy_tokens": COPY, "pairs": {str(distance): pairs[distance] for distance in self.distances}}
+
+    def measure(self, model: Any, name: str, progress: Progress) -> dict[str, Any]:
+        """Mean nats per token of the first copies, and of the second ones at each distance.
+
+        Returns:
+            `{"first_nats", "distances": [{"distance", "tokens", "nats"}]}`. The first token of a copy is not scored: nothing
+            before it tells that a copy begins.
+
+        Raises:
+            Failure: Logits are not finite, or memory does not suffice.
+        """
+        first, second = list[torch.Tensor](), defaultdict[int, list[torch.Tensor]](list)
+        room = memory_for("the recall probe", "free some, give --device cpu, or leave out --recall")
+        with torch.inference_mode(), room, stage(progress, f"recall of {name}", len(self.sequences), "sequence") as done:
+            for sequence in self.sequences:
+                for distance, (read, again) in zip(sequence.distances, _nats(model, sequence), strict=True):
+                    first.append(read)
+                    second[distance].append(again)
+                done(1)
+        scores = {distance: torch.cat(second[distance]) for distance in self.distances}
+        found = [{"distance": distance, "tokens": len(nats), "nats": nats.mean().item()} for distance, nats in scores.items()]
+        return {"first_nats": torch.cat(first).mean().item(), "distances": found}
+
+
+def work_of(decoder: Decoder, tokens: int, positions: int | None) -> Work:
+    """The work of the probe on one model of so many positions (None: of any number), with a text of so many tokens."""
+    room = tokens + 2 * COPY
+    if not (distances := _distances(room if positions is None else min(positions, room))):
+        return Work()
+    count, length = _count(distances), distances[-1] + COPY
+    return decoder.forward(count * length, length, count * len(_pairs(distances, torch.Generator())) * 2 * COPY)
+
+
+def _distances(room: int) -> list[int]:
+    """From a token to its copy, in sequences of at most so many tokens."""
+    distances, distance = [], _NEAREST
+    while distance <= _FARTHEST and distance + COPY <= room:
+        distances.append(distance)
+        distance *= 2
+    return distances
+
+
+def _count(distances: list[int]) -> int:
+    """How many sequences."""
+    return max(_FEWEST, _TOKENS // (distances[-1] + COPY))
+
+
+def _reading(
+    opening: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, distances: list[int], generator: torch.Generator
+) -> Reading:
+    """A text with copies in it, at its ends and at random places, of tokens drawn from `ids`."""
+    pairs = _pairs(distances, generator)
+    drawn = torch.bincount(ids).double().multinomial(len(pairs) * COPY, replacement=True, generator=generator)
+    body = torch.cat((text.new_empty(COPY), text, text.new_empty(COPY)))
+    places = torch.tensor(pairs)[..., None] * COPY + torch.arange(COPY)
+    body[places] = drawn.view(-1, 1, COPY).to(body)
+    return Reading(torch.cat((opening, body)), places + len(opening), tuple(pair.distance for pair in pairs))
+
+
+def _pairs(distances: list[int], generator: torch.Generator) -> list[Pair]:
+    """Pairs of copies at each distance that do not overlap: as many as `_PAIRS` allows, and fewer where there is no room.
+
+    The farthest distance has one, at both ends.
+    """
+    free, pairs = set(range(distances[-1] // COPY + 1)), []
+    for _ in range(_PAIRS):
+        for distance in reversed(distances):
+            apart = distance // COPY
+            places = sorted(place for place in free if place + apart in free)
+            if places:
+                place = places[int(torch.randint(len(places), (), generator=generator))]
+                pairs.append(Pair(place, place + apart))
+                free -= set(pairs[-1])
+    return pairs
+
+
+def _nats(model: Any, sequence: Reading) -> torch.Tensor:
+    """The loss `[pairs, 2, COPY − 1]`, fp64, of all but the first token of each copy."""
+    places = sequence.copies[..., :-1]
+    wanted = sequence.ids[places + 1]
+    logits = finite(_logits(model, sequence.ids, places.flatten()), model)
+    losses = cross_entropy(logits.float(), wanted.flatten().to(logits.device), reduction="none")
+    return losses.view(wanted.shape).double().cpu()
+
+
+def _logits(model: Any, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Logits `[places, vocabulary]` at some places of `ids [T]`; those of all take gigabytes, where a class makes no others."""
+    device = input_device(model)
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return model(input_ids=ids[None].to(device), use_cache=False).logits[0, places]
+    logits: torch.Tensor = model(input_ids=ids[None].to(device), use_cache=False, logits_to_keep=places.to(device)).logits
+    return logits[0]

@@ -1,0 +1,44 @@
+"""How to evaluate: data that a command fills, and probes read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Tasks to run.
+
+    Attributes:
+        names: Tasks or groups of tasks, as lm-eval names them.
+        limit: Examples per task, from the start; None for all.
+        path: A directory with task files of one's own, or None.
+    """
+
+    names: tuple[str, ...]
+    limit: int | None = None
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How to evaluate.
+
+    Attributes:
+        protocol: One of `eval.quality.protocol.PROTOCOLS`.
+        contexts: Tokens per block; each is evaluated. Empty for min(2048, the smallest position limit of the models).
+        max_tokens: How many tokens to evaluate on, from the text's start; None for all.
+        dtype: Dtype of the forward passes; "auto" is float32 on a CPU, the checkpoint's own dtype elsewhere.
+        device: "auto", "cpu", "cuda", "cuda:1", …; "auto" spreads a model with accelerate's device map.
+        recall: Whether to measure recall over distances.
+        tasks: Tasks of lm-eval to run, or None.
+    """
+
+    protocol: str = "paper"
+    contexts: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    recall: bool = False
+    tasks: TaskSettings | None = None

@@ -1,0 +1,1 @@
+"""Reports as JSON, Markdown, HTML and SVG."""

@@ -1,0 +1,1 @@
+"""Decoding, prefill and memory, measured side by side."""

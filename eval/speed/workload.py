@@ -1,0 +1,156 @@
+"""One model at one batch and context: its prefill and its decode step over a static cache of exactly that size.
+
+Every step rewrites the last token of the context, so that each attends over the same number of tokens, in a
+cache without spare room: stock attention reads all of a static cache, masked tokens too. It times nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer
+
+from attention.errors import Failure
+from attention.spec import AttentionSpec
+from eval.machine.device import input_device, out_of_memory
+
+_LEAST_CHUNK = 128
+
+
+class Workload:
+    """Random tokens for a model, and a static cache for them.
+
+    Attributes:
+        model: A causal LM of transformers, absorbed or not.
+        ids: `[batch, context]`.
+        cache: A `StaticCache` of `context` tokens.
+        chunk: Tokens per prefill pass; `fill` lowers it if memory is short.
+        decode: Runs a step: `model`, or `model` compiled.
+    """
+
+    def __init__(self, model: Any, batch: int, context: int) -> None:
+        """Allocate the tokens; the cache allocates itself at the first write.
+
+        Raises:
+            Failure: The model caches more than keys and values, which would have to be rewound too.
+        """
+        device = input_device(model)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        generator = torch.Generator(device).manual_seed(0)
+        self.model = self.decode = model
+        self.ids = torch.randint(vocabulary, (batch, context), generator=generator, device=device)
+        self.cache = StaticCache(config=model.config, max_cache_len=context)
+        self.chunk = context
+        if other := {type(layer).__name__ for layer in self.cache.layers if not isinstance(layer, StaticLayer)}:
+            raise Failure(
+                f"{type(model).__name__} keeps more than keys and values: {', '.join(sorted(other))}",
+                hint="kvfold measures models with attention in all layers",
+            )
+        # The logits of a whole prompt can be larger than the model; `generate` also computes only the last ones.
+        keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._last = {"logits_to_keep": 1} if keep else {}
+
+    def rewind(self, tokens: int) -> None:
+        """Make the cache take the next token for number `tokens`, counted from 0; its content stays."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(tokens)
+            if layer.is_sliding:
+                layer.cumulative_length_int = tokens
+
+    def to_start(self) -> None:
+        self.rewind(0)
+
+    def to_last(self) -> None:
+        self.rewind(self.ids.shape[1] - 1)
+
+    def prefill(self) -> None:
+        """Read all tokens into the cache; call `to_start` first."""
+        for piece in self.ids.split(self.chunk, 1):
+            self.model(piece, past_key_values=self.cache, use_cache=True, **self._last)
+
+    def step(self) -> torch.Tensor:
+        """Logits `[batch, 1, vocabulary]` of the last token over all others; call `to_last` first."""
+        logits: torch.Tensor = self.decode(self.ids[:, -1:], past_key_values=self.cache, use_cache=True).logits
+        return logits
+
+    def fill(self) -> None:
+        """`to_start` and `prefill`, in halves, quarters, … of the context if memory does not suffice for all of it at once.
+
+        Raises:
+            torch.OutOfMemoryError: It does not suffice for pieces of 128 tokens either, or of up to 255 if those are halves.
+        """
+
+        def whole() -> None:
+            self.to_start()
+            self.prefill()
+
+        while not fits(whole, final=self.chunk < 2 * _LEAST_CHUNK):
+            self.chunk = (self.chunk + 1) // 2
+
+    def compile(self, backend: str) -> None:
+        """Make `step` run through torch.compile. Everything that this process compiled before is discarded."""
+        torch.compiler.reset()
+        on_gpu = self.ids.device.type == "cuda" and backend == "inductor"
+        mode = "reduce-overhead" if on_gpu else None  # CUDA graphs
+        self.decode = torch.compile(self.model, backend=backend, mode=mode, dynamic=False)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the live cache; a step reads all of it."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+    def check_cache(self, name: str, spec: AttentionSpec, dtype: str) -> None:
+        """Check that the live cache has the size that `spec` predicts.
+
+        Raises:
+            Failure: It has another size.
+        """
+        predicted = self.ids.numel() * spec.bytes_per_token(dtype)
+        windows = any(layer.is_sliding and layer.max_cache_len < self.ids.shape[1] for layer in self.cache.layers)
+        if self.cache_bytes != predicted and not (windows and self.cache_bytes < predicted):
+            raise Failure(
+                f"the live cache of {name} holds {self.cache_bytes} bytes, its config predicts {predicted}",
+                hint="this class caches something that kvfold does not know; please report the model type",
+            )
+
+    def check_logits(self, name: str, dtype: str) -> None:
+        """Run a step over the full cache, compiled if `compile` was called, and check that its logits are finite.
+
+        Raises:
+            Failure: They are not.
+        """
+        self.to_last()
+        if bool(self.step().isfinite().all()):
+            return
+        compiled = self.decode is not self.model
+        raise Failure(
+            f"logits of {name} ({type(self.model).__name__}{', compiled' if compiled else ''}) are not finite in {dtype}: "
+            "its speed would mean nothing",
+            hint="leave --compile out; without it they are finite"
+            if compiled
+            else "use --dtype float32 or bfloat16; if that does not help, convert again",
+        )
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters; tied ones count once."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def fits(work: Callable[[], Any], final: bool = False) -> bool:
+    """Run `work`; false if memory did not suffice, after freeing torch's cache. With `final`, raise the error instead."""
+    try:
+        work()
+    except RuntimeError as error:
+        if final or not out_of_memory(error):
+            raise
+    else:
+        return True
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing without a GPU
+    return False

@@ -1,0 +1,1 @@
+"""Lines on a terminal: progress, tables, text that is safe to print."""

@@ -1,0 +1,92 @@
+"""Progress on stderr: lines with the time left, and bars."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from convert.command.console import Bars, Lines, console
+
+
+def test_a_long_stage_says_now_and_then_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """200 seconds: at most a line each 30."""
+    now = 0.0
+    lines = Lines(lambda: now)
+    for second in range(201):
+        now = second
+        lines("survey", second, 200, "layer")
+    assert capsys.readouterr().err.splitlines() == [
+        "survey: 200 layers",
+        "survey: 15%, about 2.8 minutes left",
+        "survey: 30%, about 2.3 minutes left",
+        "survey: 45%, about 1.8 minutes left",
+        "survey: 60%, about 80 seconds left",
+        "survey: 75%, about 50 seconds left",
+        "survey: 90%, about 20 seconds left",
+    ]
+
+
+def test_an_hour_takes_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    lines = Lines(lambda: now)
+    for layer in range(61):
+        now = 60 * layer
+        lines("fit", layer, 60, "layer")
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == ["fit: 60 layers", "fit: 10%, about 54 minutes left"]
+    assert len(said) == 10
+
+
+def test_what_an_earlier_run_has_done_is_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    lines = Lines(lambda: now)
+    lines("heal", 0, 1000, "token")
+    lines("heal", 900, 1000, "token")
+    now = 40.0
+    lines("heal", 910, 1000, "token")
+    assert capsys.readouterr().err.splitlines()[1:] == ["heal: 91%, about 6 minutes left"]
+
+
+def test_a_short_stage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    for done in range(4):
+        lines("try", done, 3, "candidate")
+    lines("rank", 0, 1, "layer")
+    assert capsys.readouterr().err == "try: 3 candidates\nrank: 1 layer\n"
+
+
+def test_bars_show_the_time_left_also_after_a_stage_within(capsys: pytest.CaptureFixture[str]) -> None:
+    bars = Bars()
+    bars("convert", 0, 100, "byte")
+    bars("survey", 0, 2, "layer")
+    bars("survey", 2, 2, "layer")
+    bars("convert", 50, 100, "byte")
+    bar = bars._bar
+    assert (bar.desc, bar.n, bar.total) == ("convert", 50, 100)
+    assert "<" in str(bar).rpartition("[")[2]  # elapsed < remaining
+    bars("convert", 100, 100, "byte")
+    assert "convert" in capsys.readouterr().err
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    found = logging.getLogger("kvfold")
+    before = found.handlers, found.level, found.propagate
+    yield found
+    found.handlers, found.level, found.propagate = before
+
+
+def test_quiet_prints_nothing(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    progress = console(False, True)
+    logger.info("takes about 12 minutes on cpu")
+    progress("fit", 0, 2, "layer")
+    assert capsys.readouterr().err == ""
+    console(False, False)
+    logger.info("takes about 12 minutes on cpu")
+    assert capsys.readouterr().err == "info: takes about 12 minutes on cpu\n"

@@ -1,0 +1,356 @@
+"""Where a model lives and what its config says, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_config
+
+from attention.errors import Failure, Refusal
+from eval.inputs.source import Source
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Callable[..., Source]:
+    """A directory with nothing but the config.json of a tiny Llama, some of its fields changed; None takes one away."""
+
+    def make(**changes: Any) -> Source:
+        values = json.loads(tiny_config("llama").to_json_string(use_diff=False)) | changes
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}), encoding="utf-8")
+        return Source.parse(str(tmp_path))
+
+    return make
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    source = Source.parse(str(tmp_path))
+    assert (source.directory, source.repository, source.revision) == (tmp_path, None, None)
+    assert source.reference == str(tmp_path)
+    assert source.name == tmp_path.name
+    assert source.files == tmp_path
+    assert source.commit is None
+
+
+def test_a_directory_comes_before_a_hub_id_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meta" / "llama@v1").mkdir(parents=True)
+    source = Source.parse("meta/llama@v1")
+    assert (source.directory, source.repository) == (Path("meta/llama@v1"), None)
+    assert source.name == "llama@v1"
+
+
+def test_the_current_directory_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Source.parse(".").name == tmp_path.name
+
+
+def test_the_home_directory_may_be_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert Source.parse("~/model").directory == tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("reference", "repository", "revision", "name"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf", None, "Llama-2-7b-hf"),
+        ("meta-llama/Llama-2-7b-hf@main", "meta-llama/Llama-2-7b-hf", "main", "Llama-2-7b-hf@main"),
+        ("nobody/model@refs/pr/3", "nobody/model", "refs/pr/3", None),
+        ("gpt2", "gpt2", None, "gpt2"),
+        ("gpt2@", "gpt2", None, None),
+    ],
+)
+def test_anything_else_is_a_hub_id_with_an_optional_revision(
+    reference: str, repository: str, revision: str | None, name: str | None
+) -> None:
+    source = Source.parse(reference)
+    assert (source.directory, source.repository, source.revision) == (None, repository, revision)
+    if name:
+        assert source.name == name
+
+
+@pytest.mark.parametrize(
+    "reference", ["./model", "/no/such/model", "~/no/such/model", "~no-such-user/model", "a/b/c", "@main", ""]
+)
+def test_a_path_to_no_directory_is_refused(reference: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        Source.parse(reference)
+    assert str(caught.value) == f"no model directory {reference!r}"
+    assert caught.value.hint == "give a directory with a config.json, a GGUF file or a Hub id"
+
+
+def test_a_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, message in (("model.bin", r"no model directory '\./model\.bin'"), ("model.gguf", r"is not a GGUF file")):
+        Path(name).write_bytes(b"")
+        with pytest.raises(Refusal, match=message):
+            Source.parse(f"./{name}")
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"has no config\.json") as caught:
+        _ = Source.parse(str(tmp_path)).config
+    assert caught.value.hint == "is it a Hugging Face checkpoint?"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", r"cannot read .*config\.json: Expecting property name"),
+        (b"", r"cannot read .*config\.json: Expecting value"),
+        (b'{"model_type": "\xff"}', r"cannot read .*config\.json: 'utf-8' codec"),
+        (b"{}", r"config\.json names no model_type"),
+        (b'["llama"]', r"config\.json names no model_type"),
+        (b'{"model_type": 3}', r"config\.json names no model_type"),
+    ],
+)
+def test_a_broken_config_is_refused_with_its_path(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(Refusal, match=message):
+        _ = Source.parse(str(tmp_path)).config
+
+
+def test_a_config_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(Refusal, match=r"cannot read .*config\.json: .*Is a directory"):
+        _ = Source.parse(str(tmp_path)).raw
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "no_such_model"}, {"hidden_size": 60}, {"hidden_act": 3}])
+def test_a_config_that_transformers_does_not_accept_is_refused(
+    configured: Callable[..., Source], changes: dict[str, Any]
+) -> None:
+    with pytest.raises(Refusal, match="transformers does not accept the config of"):
+        _ = configured(**changes).config
+
+
+def test_a_config_has_its_defaults_filled_in(configured: Callable[..., Source]) -> None:
+    source = configured(rms_norm_eps=None, num_key_value_heads=None)
+    assert source.model_type == source.config.model_type == "llama"
+    assert "rms_norm_eps" not in source.raw
+    assert (source.config.rms_norm_eps, source.config.num_key_value_heads) == (1e-6, 8)
+
+
+def test_code_beside_the_weights_is_refused_unless_agreed_to(configured: Callable[..., Source]) -> None:
+    source = configured(auto_map={"AutoConfig": "configuration_tiny.TinyConfig"})
+    with pytest.raises(Refusal, match=r"wants to run code of its own \(auto_map in config\.json\)") as caught:
+        _ = source.config
+    own = "read that code, then give --trust-remote-code"
+    assert caught.value.hint == f"{own}; or remove auto_map: transformers has a class for llama"
+    with pytest.raises(Refusal) as unknown:
+        _ = configured(model_type="tiny_of_its_own", auto_map={"AutoConfig": "own.TinyConfig"}).config
+    assert unknown.value.hint == own
+    with pytest.raises(Refusal):
+        source.refuse_remote_code()
+    Source.parse(source.reference, trust_remote_code=True).refuse_remote_code()
+
+
+def test_a_config_without_code_needs_no_agreement(configured: Callable[..., Source]) -> None:
+    configured().refuse_remote_code()
+
+
+CODE = """
+from transformers import LlamaConfig
+
+class TinyConfig(LlamaConfig):
+    model_type = "tiny_of_its_own"
+"""
+
+
+@pytest.fixture
+def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where transformers copies a checkpoint's own code to and imports it from; both are undone."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("transformers_modules"):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("modules_cache")
+@pytest.mark.parametrize("place", ["directory", "hub"])
+def test_a_config_of_its_own_class_is_read_when_agreed_to(
+    place: str, configured: Callable[..., Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    published = Path(configured(model_type="tiny_of_its_own", auto_map={"AutoConfig": "own.TinyConfig"}).reference)
+    (published / "own.py").write_text(CODE, encoding="utf-8")
+    (published / "model.safetensors").write_bytes(b"large")
+
+    def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        for pattern in allow_patterns:
+            for file in published.glob(pattern):
+                (tmp_path / "snapshot").mkdir(exist_ok=True)
+                shutil.copy(file, tmp_path / "snapshot")
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    reference = str(published) if place == "directory" else "nobody/tiny"
+    config = Source.parse(reference, trust_remote_code=True).config
+    assert type(config).__name__ == "TinyConfig"
+    assert config.hidden_size == 64
+    assert not (tmp_path / "snapshot" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": None, "torch_dtype": "float16"}, "float16"),
+        ({"dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, "bfloat16"),
+        ({"dtype": None}, "float32"),
+    ],
+    ids=["dtype", "torch_dtype", "with its module", "both", "absent"],
+)
+def test_the_dtype_is_what_the_config_says(configured: Callable[..., Source], changes: dict[str, Any], expected: str) -> None:
+    assert configured(**changes).dtype == expected
+
+
+def test_the_position_limit_is_what_the_config_says(configured: Callable[..., Source]) -> None:
+    assert configured(max_position_embeddings=77).max_positions == 77
+
+
+def test_the_position_limit_has_another_name_in_mpt(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mpt", "n_heads": 4, "d_model": 64, "max_seq_len": 77}', encoding="utf-8"
+    )
+    assert Source.parse(str(tmp_path)).max_positions == 77
+
+
+def test_a_config_without_a_position_limit_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bloom", "n_head": 4, "hidden_size": 64}', encoding="utf-8")
+    assert Source.parse(str(tmp_path)).max_positions is None
+
+
+def test_a_position_limit_of_minus_one_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "xlnet"}', encoding="utf-8")
+    assert Source.parse(str(tmp_path)).max_positions is None
+
+
+def test_keys_with_newer_names_raise_no_warning(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "rope_scaling": rope}), encoding="utf-8")
+    assert Source.parse(str(tmp_path)).config.rope_parameters == rope
+
+
+def test_a_hub_that_cannot_be_reached_fails_with_a_hint() -> None:
+    source = Source.parse("nobody-at-all/no-such-model")
+    for read in (lambda: source.raw, lambda: source.config, lambda: source.files):
+        with pytest.raises(Failure, match="cannot get 'nobody-at-all/no-such-model' from the Hub: ") as caught:
+            read()
+        assert "no directory of that name exists either; check the spelling, the network" in str(caught.value.hint)
+
+
+def test_a_hub_repository_is_read_at_the_commit_that_was_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((repository, revision, allow_patterns))
+        (tmp_path / "abc123").mkdir(exist_ok=True)
+        (tmp_path / "abc123" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+        return str(tmp_path / "abc123")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, revision: ["model.safetensors"])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    source = Source.parse("nobody/model@v2")
+    assert source.model_type == "llama"
+    assert source.commit == "abc123"
+    assert asked == [("nobody/model", "v2", ["config.json"])]
+    assert source.files == tmp_path / "abc123"
+    assert asked[1][:2] == ("nobody/model", "abc123"), "the weights must be of the commit whose config was read"
+
+
+@pytest.mark.parametrize(
+    ("files", "pickles"),
+    [
+        (["config.json", "model.safetensors"], False),
+        (["config.json", "pytorch_model.bin"], True),
+        (
+            [
+                "config.json",
+                "pytorch_model.bin",
+                "consolidated.safetensors",
+                "model.fp16.safetensors",
+                "onnx/model.safetensors",
+            ],
+            True,
+        ),
+    ],
+)
+def test_pickled_weights_are_downloaded_only_where_there_are_no_others(
+    files: list[str], pickles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def download(repository: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, revision: files)
+    assert Source.parse("nobody/model").files == tmp_path
+    assert "model*.safetensors" in asked
+    assert ("pytorch_model*.bin" in asked) == pickles
+
+
+def test_of_a_hub_repository_only_what_a_conversion_needs_is_downloaded() -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    from eval.inputs import source
+
+    wanted = [
+        "config.json", "generation_config.json", "model.safetensors", "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json", "merges.txt",
+        "chat_template.jinja", "additional_chat_templates/tool.jinja", "LICENSE", "README.md",
+    ]  # fmt: skip
+    unwanted = [
+        "consolidated.safetensors", "model.fp16.safetensors", "onnx/model.onnx", "original/params.json", "model-q4.gguf",
+        "text_encoder/model.safetensors", "pytorch_model.bin", ".gitattributes", "adapter/adapter_config.json",
+        "flax_model.msgpack",
+    ]  # fmt: skip
+    patterns = {"allow_patterns": source._WANTED, "ignore_patterns": source._UNWANTED}
+    assert list(filter_repo_objects(wanted + unwanted, **patterns)) == wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_config_without_dtype_takes_it_from_the_weights(dtype: str, configured: Any) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    source = configured(model_type="llama", dtype=None)
+    weights = {"ids": torch.arange(3), "x": torch.ones(2, dtype=getattr(torch, dtype))}
+    save_file(weights, Path(source.reference) / "model.safetensors")
+    assert source.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"\xff" * 8, b"{}", b"[]", b'{"a": 5}', b'{"a": {"dtype": ["F16"]}}', b'{"a":' * 5000, b""],
+    ids=lambda h: str(h[:30]),
+)
+def test_a_damaged_weight_file_tells_no_dtype(header: bytes, configured: Any) -> None:
+    source = configured(model_type="llama", dtype=None)
+    (Path(source.reference) / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert source.dtype == "float32"
+
+
+def test_a_weight_file_with_an_endless_header_tells_no_dtype(configured: Any) -> None:
+    source = configured(model_type="llama", dtype=None)
+    (Path(source.reference) / "model.safetensors").write_bytes(b"\xff" * 64)
+    assert source.dtype == "float32"

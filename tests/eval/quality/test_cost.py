@@ -1,0 +1,91 @@
+"""KV bytes: what the formula predicts is what a live cache holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import tiny_config, tiny_model
+
+from attention.errors import Failure
+from attention.spec import AttentionSpec
+from eval.quality.cost import cache_figures, measured_bytes_per_token
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "phi": {},
+    "mistral": {"sliding_window": 64},
+    "gemma2": {"sliding_window": 64},
+    "gemma3_text": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "kind", "expected"), [(8, "MHA", 1536), (4, "GQA-4", 768), (2, "GQA-2", 384), (1, "MQA", 192)]
+)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_live_cache_holds_what_is_predicted(model_type: str, kv_heads: int, kind: str, expected: int) -> None:
+    model = tiny_model(tiny_config(model_type, num_key_value_heads=kv_heads, **FAMILIES[model_type]))
+    spec = AttentionSpec.from_config(model.config)
+    assert spec.kind == kind
+    # 3 layers × key and value × KV heads × 8 dims × 4 bytes
+    assert measured_bytes_per_token(model, "float32") == spec.bytes_per_token("float32") == expected
+
+
+def test_a_head_dim_of_its_own_is_measured() -> None:
+    model = tiny_model(tiny_config("llama", head_dim=24, num_key_value_heads=2))
+    assert (
+        measured_bytes_per_token(model, "bfloat16")
+        == AttentionSpec.from_config(model.config).bytes_per_token("bfloat16")
+        == 576
+    )
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", 768), ("bfloat16", 384), ("float16", 384)])
+def test_a_measurement_is_priced_in_the_dtype_asked_for(dtype: str, expected: int) -> None:
+    import torch
+
+    config = tiny_config("llama")
+    for runs_in in (torch.float32, torch.bfloat16):
+        assert measured_bytes_per_token(tiny_model(config).to(runs_in), dtype) == expected
+
+
+def test_the_figures_of_a_converted_model() -> None:
+    model = tiny_model(tiny_config("llama", num_key_value_heads=2))
+    figures = cache_figures(model, AttentionSpec.from_config(model.config), "bfloat16", source_bytes=768)
+    assert figures == {
+        "cache_dtype": "bfloat16",
+        "kv_bytes_per_token": 192,
+        "kv_bytes_measured": 192.0,
+        "cache_ratio": 0.25,
+    }
+
+
+def test_a_cache_that_holds_something_else_fails_with_both_numbers() -> None:
+    model = tiny_model(tiny_config("llama"))
+    with pytest.raises(Failure, match=r"live cache of LlamaForCausalLM holds 384 bytes per token.* predicts 192") as caught:
+        cache_figures(model, AttentionSpec.from_config(model.config).grouped(2), "bfloat16", source_bytes=384)
+    assert "report the model type" in str(caught.value.hint)
+
+
+def test_a_model_with_layers_that_cache_no_keys_fails_with_both_numbers() -> None:
+    model = tiny_model(tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"]))
+    with pytest.raises(Failure, match=r"holds 128 bytes per token.* predicts 384"):
+        cache_figures(model, AttentionSpec.from_config(model.config), "bfloat16", source_bytes=384)
+
+
+def test_an_encoder_has_no_cache_to_measure() -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    model = BertLMHeadModel(
+        BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=32)
+    )
+    with pytest.raises(Failure, match="BertLMHeadModel keeps no KV cache"):
+        measured_bytes_per_token(model.eval(), "float32")
+
+
+def test_a_very_short_window_is_measured_within_it() -> None:
+    model = tiny_model(tiny_config("mistral", sliding_window=8))
+    assert measured_bytes_per_token(model, "float32") == 3 * 2 * 4 * 8 * 4

@@ -1,0 +1,207 @@
+"""Perplexity, KL and agreement against a naive computation, one token and one forward pass at a time, in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from scoring import compare
+from tiny import VOCABULARY, tiny_config, tiny_model
+
+from attention.errors import Failure
+from eval.inputs.text import Tokens
+from eval.quality import perplexity
+from eval.quality.perplexity import Score, protocol_record
+from eval.quality.protocol import PROTOCOLS, Protocol
+
+BOS = 1
+
+
+@pytest.fixture(scope="module")
+def source() -> Any:
+    return tiny_model(tiny_config("llama", num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module")
+def converted() -> Any:
+    return tiny_model(tiny_config("llama", num_hidden_layers=2, num_key_value_heads=2), seed=1)
+
+
+def text(count: int, bos: int | None = BOS) -> Tokens:
+    return Tokens("text", torch.randint(3, 96, (count,), generator=torch.Generator().manual_seed(3)), 3 * count, 1 / 3, bos)
+
+
+def contexts(protocol: str, context: int, tokens: Tokens) -> Iterator[tuple[list[int], int]]:
+    """Every scored token with what the model may see before it, from the protocol's description."""
+    bos, ids = [] if tokens.bos is None else [tokens.bos], tokens.ids.tolist()
+    if protocol == "bos":
+        for at in range(len(ids) // (context - 1) * (context - 1)):
+            yield bos + ids[at - at % (context - 1) : at], ids[at]
+        return
+    ids = bos + ids
+    if protocol == "paper":
+        for at in range(len(ids) // context * context):
+            if at % context:
+                yield ids[at - at % context : at], ids[at]
+        return
+    stride = context // 2
+    for at in range(1, len(ids)):
+        start = 0 if at < context else ((at - context) // stride + 1) * stride
+        yield ids[start:at], ids[at]
+
+
+def naive(source: Any, model: Any, protocol: str, context: int, tokens: Tokens) -> Score:
+    score = Score()
+    for seen, target in contexts(protocol, context, tokens):
+        with torch.inference_mode():
+            expected, found = (m(torch.tensor([seen])).logits[0, -1].double().softmax(-1) for m in (source, model))
+        score.nats -= math.log(found[target])
+        score.tokens += 1
+        score.kl += sum(p * math.log(p / q) for p, q in zip(expected.tolist(), found.tolist(), strict=True))
+        score.agreed += int(expected.argmax() == found.argmax())
+    return score
+
+
+@pytest.mark.parametrize(
+    ("protocol", "context", "bos"),
+    [("paper", 8, BOS), ("paper", 7, None), ("bos", 8, BOS), ("sliding", 8, BOS), ("sliding", 7, None), ("sliding", 2, BOS)],
+)
+def test_scores_are_those_of_a_naive_computation(
+    source: Any, converted: Any, protocol: str, context: int, bos: int | None
+) -> None:
+    tokens = text(45, bos)
+    theirs, ours = compare(source, [converted], Protocol.named(protocol, context).blocks(tokens))
+    for found, model in ((theirs, source), (ours, converted)):
+        expected = naive(source, model, protocol, context, tokens)
+        assert found.tokens == expected.tokens
+        assert found.agreed == expected.agreed
+        assert found.nats == pytest.approx(expected.nats, rel=1e-5)
+        assert found.kl == pytest.approx(expected.kl, rel=1e-5, abs=1e-9)
+
+
+def test_figures_are_the_sums_divided_once() -> None:
+    tokens = Tokens("text", torch.arange(20), 80, 0.25, None)
+    source, model = Score(nats=30.0, tokens=15, kl=0.0, agreed=15), Score(nats=33.0, tokens=15, kl=4.5, agreed=12)
+    assert model.as_figures(tokens, source) == {
+        "perplexity": pytest.approx(math.exp(2.2)),
+        "loss_nats": pytest.approx(0.2),
+        "bits_per_byte": pytest.approx(2.2 / math.log(2) / 4),
+        "tokens": 15,
+        "kl_to_source": pytest.approx(0.3),
+        "loss_by_position": [],
+        "top1_agreement": pytest.approx(0.8),
+    }
+
+
+def test_a_model_that_guesses_bytes_evenly_needs_eight_bits_per_byte() -> None:
+    one_token_a_byte = Tokens("text", torch.arange(100), 100, 1.0, None)
+    assert Score(nats=100 * math.log(256), tokens=100).bits_per_byte(one_token_a_byte) == pytest.approx(8)
+    two_bytes_a_token = Tokens("text", torch.arange(50), 100, 0.5, None)
+    assert Score(nats=50 * math.log(256**2), tokens=50).bits_per_byte(two_bytes_a_token) == pytest.approx(8)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_model_is_at_no_distance_from_itself(source: Any, protocol: str) -> None:
+    theirs, ours = compare(source, [source], Protocol.named(protocol, 16).blocks(text(60)))
+    assert ours.kl == pytest.approx(0, abs=1e-9)
+    assert ours.agreed == ours.tokens == theirs.tokens > 40
+    assert ours.nats == theirs.nats
+
+
+def test_a_source_alone_is_compared_with_itself(source: Any) -> None:
+    blocks = Protocol.named("paper", 16).blocks(text(60))
+    (alone,) = compare(source, [], blocks)
+    assert alone == compare(source, [source], blocks)[0]
+
+
+def test_several_models_score_as_each_alone(source: Any, converted: Any) -> None:
+    blocks = Protocol.named("sliding", 16).blocks(text(60))
+    other = tiny_model(source.config, seed=3)
+    assert compare(source, [converted, other], blocks) == [
+        *compare(source, [converted], blocks),
+        compare(source, [other], blocks)[1],
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kl_to_another_model_is_positive(source: Any, seed: int) -> None:
+    other = tiny_model(source.config, seed=seed + 1)
+    ours = compare(source, [other], Protocol.named("paper", 16).blocks(text(60)))[1]
+    assert ours.kl > 0
+    assert 0 <= ours.agreed < ours.tokens
+
+
+def test_kl_is_from_the_source_to_the_model(source: Any, converted: Any) -> None:
+    blocks = Protocol.named("paper", 16).blocks(text(60))
+    assert compare(source, [converted], blocks)[1].kl != pytest.approx(compare(converted, [source], blocks)[1].kl, rel=1e-3)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_figures_do_not_depend_on_batching(source: Any, converted: Any, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = Protocol.named(protocol, 8).blocks(text(60))
+    together = compare(source, [converted], blocks)
+    monkeypatch.setattr(perplexity, "_LOGITS_AT_ONCE", 1)
+    apart = compare(source, [converted], blocks)
+    for ours, theirs in zip(together, apart, strict=True):
+        assert (ours.tokens, ours.agreed) == (theirs.tokens, theirs.agreed)
+        assert ours.nats == pytest.approx(theirs.nats, rel=1e-6)
+        assert ours.kl == pytest.approx(theirs.kl, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(("blocks_at_once", "calls"), [(1, 7), (2, 4), (3, 3), (100, 1)])
+def test_no_more_blocks_go_through_together_than_their_logits_allow(
+    source: Any, blocks_at_once: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    hook = source.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    monkeypatch.setattr(perplexity, "_LOGITS_AT_ONCE", blocks_at_once * 8 * VOCABULARY)
+    compare(source, [], Protocol.named("bos", 8).blocks(text(49)))
+    hook.remove()
+    assert len(seen) == calls
+    assert sum(seen) == 7
+    assert max(seen) == min(blocks_at_once, 7)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_progress_counts_the_scored_tokens(source: Any, protocol: str) -> None:
+    steps: list[int] = []
+    (theirs,) = compare(source, [], Protocol.named(protocol, 8).blocks(text(30)), steps.append)
+    assert sum(steps) == theirs.tokens
+
+
+@pytest.mark.parametrize("damaged", ["the source", "the converted model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_not_finite_fail_with_the_dtype_and_a_next_step(damaged: str, dtype: torch.dtype) -> None:
+    models = [tiny_model(tiny_config("llama", num_hidden_layers=1)).to(dtype) for _ in range(2)]
+    models[0].name_or_path, models[1].name_or_path = "the source", "the converted model"
+    models[damaged == "the converted model"].lm_head.weight.data[5] = math.inf
+    with pytest.raises(Failure) as caught:
+        compare(models[0], models[1:], Protocol.named("paper", 8).blocks(text(20)))
+    assert str(caught.value) == f"the logits of {damaged} are not finite in {str(dtype).removeprefix('torch.')}"
+    assert caught.value.hint is not None
+    assert "--dtype" in caught.value.hint
+
+
+def test_a_perplexity_beyond_all_numbers_fails() -> None:
+    with pytest.raises(Failure, match="perplexity overflows at 1000 nats per token"):
+        _ = Score(nats=2000.0, tokens=2).perplexity
+
+
+def test_the_record_holds_what_a_figure_depends_on() -> None:
+    tokens = text(30)
+    assert protocol_record(Protocol.named("sliding", 9), tokens, "bfloat16") == {
+        "name": "sliding",
+        "context": 9,
+        "stride": 4,
+        "bos": "start",
+        "dtype": "bfloat16",
+        "text": "text",
+        "text_hash": tokens.hash,
+        "tokens": 30,
+        "bytes_in_text": 90,
+    }

@@ -1,0 +1,535 @@
+"""Reports as JSON, Markdown and HTML. Plain dicts in, text out: no model, no tokenizer, no network."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from attention.errors import Failure
+from eval.report import drawing
+from eval.report import quality as reports
+from eval.report.sections import COLUMNS
+
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = "<script>alert(1)</script>"
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+def a_model(name: str, kind: str, method: str | None, kv_bytes: int, loss: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "path": f"/models/{name}",
+        "kind": kind,
+        "method": method,
+        "perplexity": 30.1 * math.exp(loss),
+        "loss_nats": loss,
+        "bits_per_byte": 1.23 + loss / 3,
+        "tokens": 12288,
+        "kl_to_source": 0.9 * loss,
+        "top1_agreement": math.exp(-loss),
+        "cache_dtype": "bfloat16",
+        "kv_bytes_per_token": kv_bytes,
+        "kv_bytes_measured": float(kv_bytes),
+        "cache_ratio": kv_bytes / 24576,
+        "calibration_hash": None,
+    }
+
+
+def a_report(count: int) -> dict[str, Any]:
+    """A source and `count - 1` conversions that crowd into one corner of the chart."""
+    source = a_model("llama", "MHA", None, 24576, 0.0)
+    methods = ["mean", "aligned", "weighted"]
+    others = [
+        a_model(f"llama-{i}", f"MLA-{512 - i}+64", methods[i % 3], 12288 - 128 * i, 0.2 + 0.001 * i) for i in range(count - 1)
+    ]
+    protocol = {
+        "name": "paper",
+        "context": 512,
+        "stride": 512,
+        "bos": "start",
+        "dtype": "float32",
+        "text": "held-out.txt",
+        "text_hash": "sha256:9f86d081884c7d659a2feaa0c55ad015",
+        "tokens_in_text": 12345,
+        "bytes_in_text": 40000,
+    }
+    return {"kvfold": "0.1.0", "protocol": protocol, "models": [source, *others]}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and keeps what the tests ask about."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> closes another tag"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+def drawings(page: str) -> list[ElementTree.Element]:
+    found = re.findall(r"<svg .*?</svg>", page, flags=re.DOTALL)
+    assert len(found) % 2 == 0, "narrow and wide"
+    return [ElementTree.fromstring(text) for text in found]
+
+
+def table_of(markdown: str) -> list[list[str]]:
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_a_text_that_calibration_saw_is_warned_of() -> None:
+    report = a_report(2)
+    report["models"][1]["calibration_overlap"] = 0.25
+    for page in (reports.to_markdown(report), reports.to_html(report)):
+        assert "was calibrated on text that holds 25 % of this one" in page
+    report["models"][1]["calibration_overlap"] = 0.009
+    assert "Warning" not in reports.to_markdown(report)
+
+
+def test_json_round_trips() -> None:
+    report = a_report(3)
+    text = reports.to_json(report)
+    assert json.loads(text) == report
+    assert text.startswith('{\n  "kvfold"')
+    assert text.endswith("}\n")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_is_named(value: float) -> None:
+    report = a_report(3)
+    report["models"][1]["kl_to_source"] = value
+    with pytest.raises(Failure, match=rf'kl_to_source of model "llama-0" is {value}') as caught:
+        reports.to_json(report)
+    assert caught.value.hint is not None
+
+
+def test_a_nested_number_that_is_not_finite_is_named() -> None:
+    report = a_report(2)
+    report["protocol"]["overlap"] = {"share": math.nan}
+    with pytest.raises(Failure, match="overlap of the protocol"):
+        reports.to_json(report)
+
+
+def test_markdown_has_a_row_per_model_and_pipes_line_up() -> None:
+    report = a_report(7)
+    report["models"][1]["name"] = "模型"  # two terminal columns a character
+    markdown = reports.to_markdown(report)
+    table = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 7
+    pipes = {tuple(i for i, c in enumerate(line.replace("模型", "....")) if c == "|") for line in table}
+    assert len(pipes) == 1
+    header, rule, source, first = table_of(markdown)[:4]
+    assert dict(zip(header, rule, strict=True))["perplexity"].endswith("-:")
+    assert not dict(zip(header, rule, strict=True))["model"].endswith(":")
+    assert source == [
+        "llama (source)",
+        "MHA",
+        "-",
+        "24,576",
+        "100.00 %",
+        "30.10",
+        "0.0000",
+        "1.230",
+        "0.0000",
+        "100.0 %",
+    ]
+    assert first[3:7] == ["12,288", "50.00 %", "36.76", "+0.2000"]
+
+
+def test_markdown_names_the_protocol() -> None:
+    line = reports.to_markdown(a_report(2)).splitlines()[-1]
+    for part in (
+        "paper",
+        "context 512",
+        "stride 512",
+        "BOS start",
+        "float32",
+        "held-out.txt",
+        "12,288 tokens",
+        "9f86d081884c",
+    ):
+        assert part in line
+    assert "9f86d081884c7" not in line  # shortened
+
+
+def test_markdown_of_a_hostile_name_stays_one_row() -> None:
+    report = a_report(2)
+    report["models"][1]["name"] = "a|b\n| c \x1b[31m\u202e`d`"
+    markdown = reports.to_markdown(report)
+    assert [len(row) for row in table_of(markdown)] == [len(COLUMNS)] * 4
+    assert "\x1b" not in markdown
+    assert "\u202e" not in markdown
+
+
+def test_a_nearly_exact_conversion_does_not_look_exact() -> None:
+    report = a_report(2)
+    report["models"][1].update(kl_to_source=1e-6, loss_nats=-1e-9)
+    row = table_of(reports.to_markdown(report))[3]
+    assert row[8] == r"\<0.0001"
+    assert row[6] == "0.0000"  # and not -0.0000
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (5.4721, "5.472"),
+        (30.123, "30.12"),
+        (412.56, "412.6"),
+        (8103.4, "8,103"),
+        (123456.7, "123,457"),
+        (3.21e7, "3.2e+07"),
+    ],
+)
+def test_perplexity_keeps_four_digits(value: float, shown: str) -> None:
+    report = a_report(2)
+    report["models"][1]["perplexity"] = value
+    assert table_of(reports.to_markdown(report))[3][5] == shown
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_html_is_one_well_formed_page(count: int) -> None:
+    report = a_report(count)
+    text = reports.to_html(report)
+    page = Page(text)
+    assert ("html", {"lang": "en"}) in page.tags
+    assert [attrs["scope"] for tag, attrs in page.tags if tag == "th"] == ["col"] * len(COLUMNS) + ["row"] * count
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r"url\(#(\w+)\)", text)) | set(re.findall(r'href="#(\w+)"', text))
+    assert used <= set(ids)
+    for svg in drawings(text):
+        assert svg.get("role") == "img"
+        assert str(svg.get("aria-label")).startswith("Perplexity against KV bytes per token.")
+        labels = [text.text for text in svg.iter(f"{SVG}text")]
+        assert all(label in labels for label in ["MHA (source)", *(m["kind"] for m in report["models"][1:])])
+
+
+def test_html_and_markdown_show_the_same_cells() -> None:
+    report = a_report(5)
+    header, _, *rows = table_of(reports.to_markdown(report))
+    assert Page(reports.to_html(report)).cells == [cell for row in [header, *rows] for cell in row]
+
+
+def test_html_refers_to_nothing_outside() -> None:
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", reports.to_html(a_report(4)))
+    assert "http://" not in text
+    assert "https://" not in text
+    for tag, attrs in Page(text).tags:
+        assert tag not in ("script", "link", "img", "iframe")
+        assert "src" not in attrs
+        assert all(str(value).startswith("#") for key, value in attrs.items() if key.endswith("href"))
+
+
+@pytest.mark.parametrize("key", ["name", "path", "kind", "method"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_html_escapes_hostile_text(key: str, index: int) -> None:
+    report = a_report(2)
+    report["models"][index][key] = HOSTILE + "\x1b"
+    text = reports.to_html(report)
+    assert HOSTILE not in text
+    assert "&lt;script&gt;" in text
+    assert "\x1b" not in text
+    drawings(text)
+
+
+def test_html_is_byte_identical_for_the_same_report() -> None:
+    assert reports.to_html(a_report(4)) == reports.to_html(a_report(4))
+
+
+def test_html_does_not_heed_or_touch_the_readers_matplotlib() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    expected = reports.to_html(a_report(3))
+    with matplotlib.rc_context({"axes.labelsize": 31, "lines.linewidth": 9}):
+        before = dict(matplotlib.rcParams)
+        assert reports.to_html(a_report(3)) == expected
+        assert dict(matplotlib.rcParams) == before
+
+
+def test_all_colours_of_the_drawings_come_from_the_style_sheet() -> None:
+    text = reports.to_html(a_report(12))
+    style = text[text.index("<style>") : text.index("</style>")]
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    for svg in drawings(text):
+        source = ElementTree.tostring(svg, encoding="unicode")
+        assert re.findall(r"#[0-9a-fA-F]{3,8}\b(?![^<]*\))|rgba?\(", re.sub(r'(href|id)="[^"]*"', "", source)) == []
+        painted = set(re.findall(r"(?:fill|stroke): ?([^;\"]+)", source))
+        roles = {paint.removeprefix("var(--").removesuffix(")") for paint in painted - {"none"}}
+        assert {"ink", "muted", "grid", "series-0", "series-2"} <= roles
+        assert roles <= set(drawing.ROLES)
+    for role in drawing.ROLES:
+        assert f"--{role}:" in light
+        assert f"--{role}:" in dark
+
+
+@pytest.mark.parametrize("count", [2, 7, 12])
+def test_chart_labels_neither_overlap_nor_leave_the_drawing(count: int) -> None:
+    for svg in drawings(reports.to_html(a_report(count))):
+        width, height = (float(value) for value in str(svg.get("viewBox")).split()[2:])
+        boxes = {}
+        for text in svg.iter(f"{SVG}text"):
+            label = str(text.text)
+            if label.startswith(("MLA", "MHA")):
+                x, y = float(str(text.get("x"))), float(str(text.get("y")))
+                half = len(label) * 11 * 0.55 / 2  # about what a sans-serif of 11 pixels takes
+                boxes[label] = (x - half, y - 8, x + half, y)
+        assert len(boxes) == count
+        assert all(left >= 0 and right <= width and top >= 0 and low <= height for left, top, right, low in boxes.values())
+        for (one, a), (other, b) in combinations(boxes.items(), 2):
+            apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+            assert apart, f"{one} and {other} overlap"
+
+
+def test_axes_turn_logarithmic_with_the_range() -> None:
+    report = a_report(2)
+    assert "log scale" not in reports.to_html(report)
+    report["models"][1].update(kv_bytes_per_token=3072, perplexity=900.0)
+    page = reports.to_html(report)
+    assert ">KV bytes per token (KiB, log scale)<" in page
+    assert ">perplexity (log scale)<" in page
+
+
+def test_models_with_equal_caches_and_equal_quality_work() -> None:
+    report = a_report(1)
+    report["models"] += [a_model(f"same-{i}", "GQA-8", None, 24576, 0.0) for i in range(4)]
+    for svg in drawings(reports.to_html(report)):
+        assert [text.text for text in svg.iter(f"{SVG}text")].count("GQA-8") == 1  # one label for one spot
+
+
+def test_summary_of_one_two_and_many() -> None:
+    def summary(report: dict[str, Any]) -> str:
+        found = re.search(r'<p class="summary">(.*?)</p>', reports.to_html(report))
+        assert found
+        return found[1].replace("\N{NO-BREAK SPACE}", " ")
+
+    report = a_report(1)
+    assert summary(report) == "llama has perplexity 30.10 at 24,576 KV bytes per token; nothing is compared with it."
+    report["models"].append(a_model("gqa4", "GQA-4", "mean", 12288, 0.21))
+    assert summary(report) == "GQA-4 (mean) keeps 50 % of the KV cache at +0.210 nats (perplexity 30.10 → 37.13)."
+    report["models"].append(a_model("mqa", "MQA", "aligned", 3072, 0.3))
+    report["models"].append(a_model("copy", "MHA", "mean", 24576, 0.0))  # saves nothing, so it is no result
+    assert summary(report) == (
+        "Of 3 models compared with llama, GQA-4 (mean) loses least: it keeps 50 % of the KV cache at +0.210 nats "
+        "(perplexity 30.10 → 37.13); MQA (aligned) caches least: 12.5 % at +0.300 nats (perplexity 40.63)."
+    )
+
+
+def test_write_leaves_exactly_four_files(tmp_path: Path) -> None:
+    report = a_report(3)
+    directory = tmp_path / "deep" / "report"
+    reports.write(a_report(2), directory)
+    paths = reports.write(report, directory)  # over an older one
+    assert paths == {name: directory / name for name in ("report.json", "report.md", "report.html", "curve.svg")}
+    assert sorted(directory.iterdir()) == sorted(paths.values())
+    assert json.loads(paths["report.json"].read_text("utf-8")) == report
+    assert paths["report.md"].read_text("utf-8") == reports.to_markdown(report)
+    assert paths["report.html"].read_bytes().decode() == reports.to_html(report)
+    assert paths["curve.svg"].read_bytes().decode() == reports.to_svg(report)
+
+
+def test_the_curve_alone_is_an_image_with_colours_of_its_own() -> None:
+    from xml.etree import ElementTree
+
+    report = a_report(3)
+    report["models"][1]["name"] = "<b> & co"
+    svg = reports.to_svg(report)
+    root = ElementTree.fromstring(svg)
+    assert root.attrib["viewBox"] == "0 0 760 440"
+    assert root.attrib["aria-label"].startswith("Perplexity against KV bytes per token. Of 2 models")
+    used = set(re.findall(r"var\(--([\w-]+)\)", svg))
+    assert {"paper", "ink", "series-0"} <= used
+    assert all(f"--{role}:" in svg for role in used)
+    assert svg == reports.to_svg(report)
+    assert "http" not in svg.replace("http://www.w3.org", ""), "it refers to nothing outside"
+
+
+def test_write_of_a_bad_report_leaves_the_old_one(tmp_path: Path) -> None:
+    paths = reports.write(a_report(2), tmp_path)
+    before = {path: path.read_bytes() for path in paths.values()}
+    bad = a_report(3)
+    bad["models"][2]["perplexity"] = math.nan
+    with pytest.raises(Failure):
+        reports.write(bad, tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_failed_replace_leaves_no_temporary_file(tmp_path: Path) -> None:
+    (tmp_path / "report.md").mkdir()  # a directory in the way
+    with pytest.raises(OSError, match=r"report\.md"):
+        reports.write(a_report(2), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+
+
+def test_import_is_cheap() -> None:
+    root = Path(reports.__file__).parents[2]
+    code = (
+        "import sys, eval.report.quality; sys.exit(str(sorted({'matplotlib', 'jinja2', 'torch', 'numpy'} & set(sys.modules))))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
+    assert run.stderr.strip() == "[]"
+
+
+NAME = "a|b\n<img>*c* [d](e) `f` \x1b[31m\u202e_g_"
+ESCAPED = r"a\|b \<img\>\*c\* \[d\](e) \`f\`  \[31m \_g\_"
+
+
+def test_markdown_shows_hostile_names_as_they_are() -> None:
+    report = a_report(2)
+    report["models"][1].update(name=NAME, method=NAME, calibration_overlap=0.25)
+    report["protocol"]["text"] = NAME
+    shown = reports.to_markdown(report)
+    assert shown.count(ESCAPED) == 4, "name, method, text and warning"
+    assert f"text {ESCAPED}, " in shown
+    assert f"Warning: {ESCAPED} was calibrated" in shown
+    assert all(line.isprintable() for line in shown.split("\n"))
+
+
+def test_a_method_with_an_underscore_in_front_is_in_the_legend() -> None:
+    report = a_report(2)
+    report["models"][1]["method"] = "_svd"
+    for svg in drawings(reports.to_html(report)):
+        assert " _svd" in [text.text for text in svg.iter(f"{SVG}text")]
+
+
+def test_loss_by_position_is_a_table_of_its_own() -> None:
+    report = a_report(3)
+    for number, model in enumerate(report["models"]):
+        model["loss_by_position"] = [
+            {"from": 0, "to": 128, "tokens": 9, "loss_nats": 0.1 * number},
+            {"from": 128, "to": 256, "tokens": 3, "loss_nats": 0.25 * number},
+        ]
+    report["models"][1]["name"] = HOSTILE
+    second = reports.to_markdown(report).split("\n\n")[1].splitlines()
+    assert [cell.strip() for cell in second[0].strip("|").split("|")] == [
+        "loss (nats) by position, context 512",
+        "0 to 127",
+        "128 to 255",
+    ]
+    assert [cell.strip() for cell in second[3].strip("|").split("|")] == ["llama-1", "+0.2000", "+0.5000"]
+    page = reports.to_html(report)
+    assert "Loss by position" in page
+    assert HOSTILE not in page
+    for model in report["models"]:
+        del model["loss_by_position"][1]
+    assert "by position" not in reports.to_markdown(report) + reports.to_html(report), (
+        "one bucket says no more than the average"
+    )
+
+
+def test_a_model_that_was_calibrated_on_shorter_blocks_is_named() -> None:
+    report = a_report(3)
+    report["models"][1]["calibration_context"], report["models"][2]["calibration_context"] = 256, 512
+    for page in (reports.to_markdown(report), reports.to_html(report)):
+        assert "llama-0 was calibrated for contexts of 256 tokens, and is evaluated on 512" in page
+        assert "llama-1 was calibrated" not in page
+
+
+def with_probes(report: dict[str, Any]) -> dict[str, Any]:
+    """What `--context 512,1024 --recall --tasks …` add."""
+    names = [model["name"] for model in report["models"]]
+    places = [{"from": 0, "to": 128, "tokens": 9, "loss_nats": 0.0}, {"from": 128, "to": 256, "tokens": 3, "loss_nats": 0.5}]
+    quality = ("name", "perplexity", "loss_nats", "bits_per_byte", "tokens", "kl_to_source", "top1_agreement")
+    further = [{key: model[key] for key in quality} | {"loss_by_position": places} for model in report["models"]]
+    distances = [{"distance": 128, "tokens": 63, "nats": 0.25}, {"distance": 256, "tokens": 63, "nats": 0.5}]
+    score = {"acc": {"value": 0.5, "stderr": 0.025}, "f1": {"value": 0.25, "stderr": None}}
+    return report | {
+        "other_contexts": [{"context": 1024, "stride": 1024, "models": further}],
+        "recall": {
+            "copy_tokens": 64,
+            "pairs": {"128": 1, "256": 1},
+            "models": [{"name": name, "first_nats": 9.0, "distances": distances} for name in names],
+        },
+        "tasks": {
+            "lm_eval": "0.4.13",
+            "limit": 40,
+            "context": 2048,
+            "knowledge": ["mmlu", "gpqa"],
+            "models": [{"name": name, "results": {"arc_easy": score, "mmlu": score}} for name in names],
+        },
+    }
+
+
+def test_everything_that_was_measured_is_in_both_pages() -> None:
+    report = with_probes(a_report(3))
+    report["recall"]["models"][1]["name"] = report["other_contexts"][0]["models"][1]["name"] = HOSTILE
+    markdown, page = reports.to_markdown(report), reports.to_html(report)
+    tables = [[line.split("|") for line in part.splitlines()] for part in markdown.split("\n\n") if part.startswith("|")]
+    assert [part[0][1].strip() for part in tables] == [
+        "model",
+        "at context 1,024",
+        "loss (nats) by position, context 1,024",
+        "loss (nats) on a copy",
+        "tasks",
+        "tasks that test knowledge",
+    ]
+    assert [cell.strip() for cell in tables[3][2][1:-1]] == ["llama", "9.000", "0.250", "0.500"]
+    assert [cell.strip() for cell in tables[4][2][1:4]] == ["arc_easy", "acc", "0.5 ± 0.025"]
+    assert tables[4][3][3].strip() == "0.25"
+    cells = Page(page).cells
+    assert "0.5 ± 0.025" in cells
+    assert HOSTILE not in page
+    assert len(drawings(page)) == 2 * 3, "the curve, positions and recall"
+    labels = [text.text for svg in drawings(page) for text in svg.iter(f"{SVG}text")]
+    assert "tokens from a token to its copy" in labels
+    assert page == reports.to_html(report)
+
+
+def test_a_warning_heeds_the_longest_context() -> None:
+    report = with_probes(a_report(2))
+    report["models"][1]["calibration_context"] = 512
+    assert "calibrated for contexts of 512 tokens, and is evaluated on 1,024" in reports.to_markdown(report)
+
+
+def test_many_models_leave_room_in_the_charts() -> None:
+    """A figure whose axes collapse makes matplotlib warn, which fails a test."""
+    report = with_probes(a_report(14))
+    for model in report["recall"]["models"]:
+        model["name"] += "-of-a-long-name-that-fills-a-row"
+    heights = [float(str(svg.get("viewBox")).split()[3]) for svg in drawings(reports.to_html(report))]
+    assert max(heights) > 400, "of the narrow ones, for fourteen rows of names"
+
+
+def test_a_number_of_a_probe_that_is_not_finite_is_named() -> None:
+    report = with_probes(a_report(2))
+    report["recall"]["models"][1]["first_nats"] = math.nan
+    with pytest.raises(Failure, match="recall of the report"):
+        reports.to_json(report)
+
+
+@pytest.mark.parametrize(("worst", "log"), [(0.9, False), (9.0, True)])
+def test_a_bad_model_does_not_hide_the_good_ones(worst: float, log: bool) -> None:
+    report = with_probes(a_report(3))
+    for model, nats in zip(report["recall"]["models"], (0.1, 0.2, worst), strict=True):
+        model["distances"] = [place | {"nats": nats} for place in model["distances"]]
+    labels = [text.text for svg in drawings(reports.to_html(report)) for text in svg.iter(f"{SVG}text")]
+    assert ("loss on the second copy (nats) (log scale)" in labels) == log

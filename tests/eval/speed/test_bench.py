@@ -1,0 +1,719 @@
+"""Speed side by side: what a step is, what is counted, what is refused. Times are those of a clock that the tests set."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from tiny import VOCABULARY, tiny_config, tiny_model
+from tiny_mla import error, mla_model
+
+from attention import absorb
+from attention.errors import Failure, Refusal
+from attention.spec import AttentionSpec
+from eval.inputs.source import Source
+from eval.machine import clock
+from eval.machine.device import free_memory
+from eval.report import speed as bench_report
+from eval.report.quality import require_room
+from eval.report.speed import NAMES
+from eval.speed import bench, largest, model_run, workload
+from eval.speed.bench import BenchSettings, Case, check, run
+from eval.speed.largest import largest_batch, most
+from eval.speed.workload import Workload
+
+Checkpoint = Callable[..., Path]
+
+CPU = torch.device("cpu")
+SHORT = BenchSettings(contexts=(16,), steps=2, rounds=3, device="cpu")
+
+
+@pytest.fixture
+def pair(checkpoint: Checkpoint, tmp_path: Path) -> list[Source]:
+    """An MHA source and an MLA model of the same layers: 3 × 2 × 8 heads × 8, and 3 × (16 + 8) values per token."""
+    mla_model().save_pretrained(tmp_path / "latent")
+    return [Source.parse(str(checkpoint(num_key_value_heads=8))), Source.parse(str(tmp_path / "latent"))]
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+# ---- the clock -----------------------------------------------------------------------------------------------------
+
+
+def test_only_the_work_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, log = [100.0], list[str]()
+
+    def spend(what: str, seconds: float) -> Callable[[], None]:
+        def work() -> None:
+            log.append(what)
+            now[0] += seconds
+
+        return work
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    assert clock.timed(CPU, spend("work", 0.25), spend("before", 8.0), 3) == [0.25, 0.25, 0.25]
+    assert log == ["before", "work"] * 3
+
+
+def test_a_gpu_times_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = list[str]()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("mark")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert log[-1] == "wait"  # before that the events may not have happened
+            return 250.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    work, before = (lambda what=what: log.append(what) for what in ("work", "before"))
+    assert clock.timed(torch.device("cuda"), work, before, 2) == [0.25, 0.25]
+    assert log == ["wait", *["before", "mark", "work", "mark"] * 2, "wait"]
+
+
+def test_a_median_comes_with_its_spread() -> None:
+    assert clock.spread([5.0, 1.0, 2.0, 9.0]) == {"median": 3.5, "min": 1.0, "max": 9.0, "rounds": [5.0, 1.0, 2.0, 9.0]}
+
+
+def test_the_machine_is_named() -> None:
+    machine = clock.hardware(CPU)
+    assert machine["name"]
+    assert machine["threads"] == torch.get_num_threads()
+    assert machine["torch"] == torch.__version__
+
+
+def test_free_memory_of_this_machine_is_less_than_it_has() -> None:
+    import os
+
+    assert 2**20 < free_memory(CPU) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- a step --------------------------------------------------------------------------------------------------------
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tiny_model(tiny_config("llama")),
+    "mla stock": mla_model,
+    "mla absorbed": lambda: absorb(mla_model(), when="always"),
+    "windows longer than the context": lambda: tiny_model(tiny_config("mistral", sliding_window=64)),
+}
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("chunk", [20, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_step_reads_the_last_token_over_all_others(name: str, chunk: int) -> None:
+    model = MODELS[name]()
+    work = Workload(model, 3, 20)
+    work.chunk = chunk
+    expected = model(work.ids).logits[:, -1:]
+    for _ in range(2):  # a second prefill begins anew
+        work.to_start()
+        work.prefill()
+        for _ in range(3):
+            work.to_last()
+            found = work.step()
+            assert found.shape == (3, 1, VOCABULARY)
+            assert error(found, expected) < 1e-5
+            assert [int(layer.cumulative_length) for layer in work.cache.layers] == [20, 20, 20]
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_the_attention_of_a_step_sees_one_query_and_no_more_than_the_context() -> None:
+    model, seen = tiny_model(tiny_config("llama")), list[tuple[int, ...]]()
+    work = Workload(model, 2, 24)
+    work.fill()
+    hook = model.model.layers[1].self_attn.register_forward_hook(
+        lambda module, args, kwargs, out: seen.append((kwargs["hidden_states"].shape[1], kwargs["attention_mask"].shape[-1])),
+        with_kwargs=True,
+    )
+    work.to_last()
+    work.step()
+    hook.remove()
+    assert seen == [(1, 24)]
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize(
+    ("make", "per_token"),
+    [
+        (lambda: tiny_model(tiny_config("llama", num_key_value_heads=8)), 3 * 2 * 8 * 8 * 4),
+        (lambda: tiny_model(tiny_config("llama", num_key_value_heads=2)), 3 * 2 * 2 * 8 * 4),
+        (mla_model, 3 * (16 + 8) * 4),
+    ],
+    ids=["mha", "gqa", "mla"],
+)
+def test_the_cache_holds_what_the_config_predicts(make: Callable[[], Any], per_token: int) -> None:
+    work = Workload(make(), 2, 10)
+    work.fill()
+    spec = AttentionSpec.from_config(work.model.config)
+    work.check_cache("it", spec, "float32")
+    assert work.cache_bytes == 2 * 10 * per_token
+    with pytest.raises(Failure, match=rf"live cache of it holds {20 * per_token} bytes, its config predicts {10 * per_token}"):
+        work.check_cache("it", spec, "bfloat16")
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_windows_are_counted_as_they_are_kept() -> None:
+    work = Workload(tiny_model(tiny_config("mistral", sliding_window=8)), 1, 20)
+    work.fill()
+    work.check_cache("it", AttentionSpec.from_config(work.model.config), "float32")
+    assert work.cache_bytes == 8 * 3 * 2 * 4 * 8 * 4
+
+
+def test_what_keeps_more_than_keys_and_values_is_not_measured() -> None:
+    model = tiny_model(tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"]))
+    with pytest.raises(Failure, match="Lfm2ForCausalLM keeps more than keys and values: LinearAttentionLayer"):
+        Workload(model, 1, 8)
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_logits_that_are_no_numbers_are_no_speed() -> None:
+    work = Workload(mla_model(dtype=torch.float16, size=2.0**20), 1, 8)  # the constant of the latent norm overflows
+    work.fill()
+    with pytest.raises(Failure, match=r"logits of it \(DeepseekV3ForCausalLM\) are not finite in float16"):
+        work.check_logits("it", "float16")
+    absorb(work.model)
+    work.fill()
+    work.check_logits("it", "float16")
+    work.decode = lambda *_, **__: SimpleNamespace(logits=torch.full((1, 1, VOCABULARY), torch.nan))  # compiled, and wrong
+    with pytest.raises(Failure, match=r"\(DeepseekV3ForCausalLM, compiled\) are not finite") as caught:
+        work.check_logits("it", "float16")
+    assert "--compile" in str(caught.value.hint)
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_a_compiled_step_gives_the_same_logits(absorbed: bool) -> None:
+    work = Workload(absorb(mla_model()) if absorbed else tiny_model(tiny_config("llama")), 2, 12)
+    work.fill()
+    work.to_last()
+    expected = work.step()
+    work.compile("eager")  # traced as for any other backend
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        work.to_last()
+        assert error(work.step(), expected) < 1e-6
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch.compiler.reset()
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+class Hungry:
+    """A model that has memory for so many new tokens at once."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.pieces = most, list[int]()
+
+    def __call__(self, ids: torch.Tensor, **kwargs: Any) -> None:
+        self.pieces.append(ids.shape[1])
+        if ids.shape[1] > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB")
+
+
+def test_a_prefill_that_does_not_fit_is_cut() -> None:
+    work = Workload(tiny_model(tiny_config("llama")), 1, 1000)
+    work.model = Hungry(300)
+    work.fill()
+    assert work.chunk == 250
+    assert work.model.pieces == [1000, 500, 250, 250, 250, 250]
+
+
+def test_a_prefill_that_never_fits_fails() -> None:
+    work = Workload(tiny_model(tiny_config("llama")), 1, 1024)
+    work.model = Hungry(100)
+    with pytest.raises(torch.OutOfMemoryError):
+        work.fill()
+    assert work.model.pieces == [1024, 512, 256, 128]
+
+
+def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
+    def broken() -> None:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        workload.fits(broken)
+    assert not workload.fits(lambda: torch.empty(2**60))  # as a CPU says it
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "lacking"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 7 GiB", True),
+        (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", True),
+        (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        (RuntimeError, "Triton Error [CUDA]: out of memory", True),
+        (RuntimeError, "[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: can't allocate memory", True),
+        (RuntimeError, "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`", False),
+        (torch.AcceleratorError, "CUDA error: an illegal memory access was encountered", False),
+        (RuntimeError, "Triton Error [CUDA]: invalid argument", False),
+    ],
+)
+def test_a_lack_of_memory_is_told_from_other_errors(kind: type[RuntimeError], said: str, lacking: bool) -> None:
+    asked = list[str]()
+
+    def work() -> None:
+        asked.append("memory")
+        raise kind(said)
+
+    with contextlib.nullcontext() if lacking else pytest.raises(kind):
+        assert not workload.fits(work)
+    assert asked == ["memory"]
+
+
+@pytest.mark.parametrize("truth", [0, 1, 2, 3, 10, 97, 98, 1000, 4095, 4096, 5000])
+@pytest.mark.parametrize("guess", [0, 1, 90, 1000, 10**6])
+def test_the_largest_number_that_runs_is_found(truth: int, guess: int) -> None:
+    asked = list[int]()
+
+    def runs(number: int) -> bool:
+        asked.append(number)
+        return number <= truth
+
+    assert most(runs, guess) == min(truth, 4096)
+    assert len(asked) == len(set(asked)) < 80
+    assert all(1 <= number <= 4096 for number in asked)
+
+
+def test_the_peak_on_a_gpu_is_without_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, own = 5000, 300 + 40  # the model's weights and cache
+    now, peak = [others + own], [10**6]  # once, long ago
+
+    def step() -> None:
+        peak[0] = max(peak[0], now[0] + 70)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: now[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, now[0]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(bench, "weight_bytes", lambda model: 300)
+    work: Any = SimpleNamespace(ids=SimpleNamespace(device=torch.device("cuda")), model=None, cache_bytes=40)
+    assert bench._peak(work, lambda: None, step) == 300 + 40 + 70
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_the_largest_batch_is_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ran = tiny_model(tiny_config("llama")), list[tuple[int, int]]()
+    step = Workload.step
+
+    def limited(self: Workload) -> torch.Tensor:
+        if self.ids.shape[0] > 11:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        logits = step(self)
+        ran.append((self.ids.shape[0], int(self.cache.get_seq_length())))
+        return logits
+
+    monkeypatch.setattr(Workload, "step", limited)
+    assert largest_batch(model, 16, room=14_000, bytes_per_sequence=1000) == 11
+    assert (11, 16) in ran
+
+
+def sizes_found(pair: list[Source], settings: BenchSettings) -> list[tuple[int | None, str | None]]:
+    """Largest batches and reasons that a GPU's rows get."""
+    runs, _ = check(pair[:1], SHORT)
+    rows: list[dict[str, Any]] = [{"batch": batch, "context": context} for batch in (1, 2) for context in (8, 16, 32)]
+    bench._add_largest(runs, [{"cases": rows}], settings, torch.device("cuda"))
+    return [(row["largest_batch"], row["largest_batch_reason"]) for row in rows]
+
+
+class CompilationError(Exception):
+    """As kernels' compilers have them: no RuntimeError."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Failure, CompilationError])
+def test_the_search_for_the_largest_batch_loses_no_figures(
+    kind: type[Exception], pair: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: dict[int, Any] = {8: 31, 16: kind("CUDA error: invalid\nconfiguration"), 32: 4096}
+
+    def find(model: str, context: int, room: int, bytes_per_sequence: int) -> int:
+        assert (model, room, bytes_per_sequence) == ("loaded", 10**9, context * 1536)
+        if isinstance(answers[context], Exception):
+            raise answers[context]
+        return int(answers[context])
+
+    monkeypatch.setattr(largest, "loaded", lambda *given: contextlib.nullcontext(["loaded"]))
+    monkeypatch.setattr(largest, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(largest, "largest_batch", find)
+    reason = "CUDA error: invalid\\nconfiguration" if kind is Failure else "CUDA error: invalid configuration"
+    failed = f"the search failed for source: {reason}"
+    assert sizes_found(pair, SHORT) == [(31, None), (None, failed), (4096, "the search ends at 4096")] * 2
+    assert sizes_found(pair, replace(SHORT, largest_batch=False)) == [(None, "not asked for")] * 6
+
+
+@pytest.mark.parametrize("where", ["loading", "letting go"])
+@pytest.mark.parametrize(
+    "error", [Failure("cannot load it"), torch.AcceleratorError("CUDA error: an illegal\naddress"), OSError()]
+)
+def test_nor_where_loading_or_letting_go_fails(
+    where: str, error: Exception, pair: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def loaded(*given: Any) -> Iterator[list[str]]:
+        if where == "letting go":
+            yield ["loaded"]
+        raise error
+
+    monkeypatch.setattr(largest, "loaded", loaded)
+    monkeypatch.setattr(largest, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(largest, "largest_batch", lambda *given: 31)
+    if where == "letting go":
+        assert sizes_found(pair, SHORT) == [(31, None)] * 6
+    else:
+        said = " ".join(str(error).split()) or "OSError"
+        assert sizes_found(pair, SHORT) == [(None, f"the search failed for source: {said}")] * 6
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_models_are_gone_when_their_memory_is_given_back(
+    fails: bool, pair: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, _ = check(pair, SHORT)
+    alive, order = list[Any](), list[str]()
+
+    def give_back() -> None:
+        order.append("memory")
+        alive[:] = [model() for model in alive]
+
+    monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("compiled"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
+    with contextlib.suppress(ValueError), model_run.loaded(runs, CPU) as models:
+        alive += map(weakref.ref, models)
+        if fails:
+            raise ValueError
+    assert order == ["compiled", "memory"]
+    assert alive == [None, None]
+
+
+# ---- side by side --------------------------------------------------------------------------------------------------
+
+
+class FakeClock:
+    """In place of `timed`: seconds by model type and kind of work; a list gives one value after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: Any) -> None:
+        self.seconds = {
+            key: iter(value) if isinstance(value, list) else itertools.repeat(value) for key, value in seconds.items()
+        }
+        self.turns = list[str]()
+        monkeypatch.setattr(bench, "timed", self)
+
+    def __call__(self, device: torch.device, work: Any, before: Any, times: int) -> list[float]:
+        before()
+        work()
+        kind = work.__self__.model.config.model_type
+        if work.__name__ == "prefill":
+            self.turns.append(kind)
+        elif times != SHORT.steps:
+            return [77.0] * times  # warming up
+        return [next(self.seconds[f"{kind}_{work.__name__}"]) for _ in range(times)]
+
+
+def test_every_figure_follows_from_times_and_bytes(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [0.5, 1.5, 3.0, 5.0, 2.0, 2.0]  # rounds of two: 1, 4 and 2 seconds
+    FakeClock(monkeypatch, llama_prefill=[8.0, 2.0, 4.0], llama_step=steps, deepseek_v3_prefill=1.0, deepseek_v3_step=0.25)
+    report = run(pair, replace(SHORT, batches=(3,)))
+    (source,), (latent,) = (entry["cases"] for entry in report["models"])
+    assert source["prefill_seconds"] == {"median": 4.0, "min": 2.0, "max": 8.0, "rounds": [8.0, 2.0, 4.0]}
+    assert source["step_seconds"] == {"median": 2.0, "min": 1.0, "max": 4.0, "rounds": [1.0, 4.0, 2.0]}
+    assert source["prefill_tokens_per_second"] == 3 * 16 / 4.0
+    assert source["decode_tokens_per_second"] == 3 / 2.0
+    # 3 layers × key and value × 8 heads × 8 dims × 4 bytes; 3 × (16 + 8) × 4
+    assert (source["cache_bytes"], latent["cache_bytes"]) == (3 * 16 * 1536, 3 * 16 * 288)
+    assert source["cache_gb_per_second"] == 3 * 16 * 1536 / 2.0 / 1e9
+    weights = report["models"][0]["weight_bytes"]
+    read = weights - VOCABULARY * 64 * 4  # all but the embedding, which looks tokens up
+    assert source["weights_and_cache_gb_per_second"] == pytest.approx((read + 3 * 16 * 1536) / 2.0 / 1e9)
+    assert (source["prefill_ratio"], source["decode_ratio"]) == (1, 1)
+    assert (latent["prefill_ratio"], latent["decode_ratio"]) == (4, 8)
+
+
+def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
+    report = run(pair, replace(SHORT, batches=(2, 1), contexts=(16, 8), stock=True))
+    assert set(report) == {"kvfold", "setup", "models"}
+    asked = {"rounds": 3, "steps": 2, "compile": False, "order": "alternating"}
+    assert report["setup"] | asked == report["setup"]
+    assert [(m["kind"], m["runtime"], m["kv_bytes_per_token"]) for m in report["models"]] == [
+        ("MHA", "transformers", 1536),
+        ("MLA-16+8", "absorbed", 288),
+        ("MLA-16+8", "transformers", 288),
+    ]
+    for entry in report["models"]:
+        assert [(row["batch"], row["context"]) for row in entry["cases"]] == [(1, 8), (1, 16), (2, 8), (2, 16)]
+        for row in entry["cases"]:
+            assert all(
+                row[phase]["min"] <= row[phase]["median"] <= row[phase]["max"] for phase in ("prefill_seconds", "step_seconds")
+            )
+            assert len(row["step_seconds"]["rounds"]) == 3
+            assert row["prefill_chunk"] == row["context"]
+            assert (row["backend"], row["backend_reason"]) == ("torch" if entry["runtime"] == "absorbed" else None, None)
+            assert (
+                row["compile_seconds"] is row["peak_prefill_bytes"] is row["peak_decode_bytes"] is row["largest_batch"] is None
+            )
+            assert "CPU" in row["peak_reason"]
+            assert "CPU" in row["largest_batch_reason"]
+    assert report["models"][0]["weight_bytes"] == sum(
+        p.nbytes for p in tiny_model(tiny_config("llama", num_key_value_heads=8)).parameters()
+    )
+
+
+@pytest.mark.parametrize("compile_steps", [False, True])
+def test_grouped_attention_runs_packed_and_as_transformers_has_it(checkpoint: Checkpoint, compile_steps: bool) -> None:
+    source = Source.parse(str(checkpoint(num_key_value_heads=2)))
+    settings = replace(SHORT, stock=True, compile=compile_steps, backend="aot_eager")
+    report = run([source], settings)
+    assert [(m["kind"], m["runtime"]) for m in report["models"]] == [("GQA-2", "packed"), ("GQA-2", "transformers")]
+    assert [row["backend"] for model in report["models"] for row in model["cases"]] == ["torch", None]
+
+
+def test_what_cannot_be_packed_runs_as_it_is(checkpoint: Checkpoint, warned: Callable[[], list[str]]) -> None:
+    report = run([Source.parse(str(checkpoint("gemma2")))], SHORT)
+    assert report["models"][0]["runtime"] == "transformers"
+    said = "source runs as transformers has it: cannot pack model.layers.0.self_attn of Gemma2ForCausalLM: it attends"
+    assert warned()[0].startswith(said)
+
+
+def test_models_that_fit_together_take_turns(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeClock(monkeypatch, llama_prefill=1.0, llama_step=1.0, deepseek_v3_prefill=1.0, deepseek_v3_step=1.0)
+    assert run(pair, SHORT)["setup"]["order"] == "alternating"
+    a, b = "llama", "deepseek_v3"
+    assert fake.turns == [a, b, b, a, a, b]
+    fake.turns.clear()
+    runs, _ = check(pair, SHORT)
+    needed = sum(e.weight_bytes + e.cache_bytes(1, 16) for e in runs)
+    for free, turns in ((2 * needed, [a, b, b, a, a, b]), (2 * needed - 1, [a, a, a, b, b, b])):
+        monkeypatch.setattr(bench, "free_memory", lambda device, free=free: free)
+        order = run(pair, SHORT)["setup"]["order"]
+        assert (order == "alternating") == (turns[1] == b)
+        assert fake.turns == turns
+        fake.turns.clear()
+
+
+def test_compiled_models_are_measured_one_after_another(pair: list[Source]) -> None:
+    report = run(pair, replace(SHORT, rounds=1, compile=True, backend="eager"))
+    assert report["setup"]["order"] == "one after another"
+    for entry in report["models"]:
+        assert entry["cases"][0]["compile_seconds"] > entry["cases"][0]["step_seconds"]["median"]
+
+
+def test_peaks_are_those_of_steps_that_allocate(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled step replays a CUDA graph; that its logits are numbers is looked at before and after it is compiled."""
+    log = list[str]()
+
+    def wrap(name: str, what: str) -> None:
+        real = getattr(Workload, name)
+        monkeypatch.setattr(Workload, name, lambda self, *given: log.append(what) or real(self, *given))
+
+    wrap("compile", "compile")
+    wrap("check_logits", "logits")
+    monkeypatch.setattr(bench, "_peak", lambda work, before, run: log.append(run.__name__) or 7)
+    (entry,) = run(pair[:1], replace(SHORT, rounds=1, compile=True, backend="eager"))["models"]
+    assert log == ["logits", "prefill", "step", "compile", "logits"]
+    assert entry["cases"][0]["peak_decode_bytes"] == 7
+
+
+def test_a_model_alone_has_no_order(pair: list[Source]) -> None:
+    assert run(pair[:1], SHORT)["setup"]["order"] is None
+
+
+def test_latent_attention_of_another_class_runs_as_it_is(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    sizes = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 8}
+    model = tiny_model(tiny_config("deepseek_v2", q_lora_rank=None, first_k_dense_replace=3, n_routed_experts=2, **sizes))
+    model.save_pretrained(tmp_path / "v2")
+    report = run([Source.parse(str(tmp_path / "v2"))], SHORT)
+    assert report["models"][0]["runtime"] == "transformers"
+    said = "v2 runs as transformers has it: DeepseekV2ForCausalLM has no latent attention that can be absorbed"
+    assert warned()[0].startswith(said)
+
+
+def test_weights_that_a_step_reads() -> None:
+    def size(**changes: Any) -> int | None:
+        return bench._weights_read(tiny_model(tiny_config(changes.pop("model_type", "llama"), **changes)))
+
+    embedding = VOCABULARY * 64 * 4
+    whole = sum(p.nbytes for p in tiny_model(tiny_config("llama")).parameters())
+    assert size() == whole - embedding
+    assert size(tie_word_embeddings=True) == whole - embedding  # the head, which is read, is what is left
+    assert size(model_type="mixtral") is None
+
+
+# ---- mistakes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"contexts": (8, 129)}, "a context of 129 tokens exceeds the 128 positions"),
+        ({"contexts": (1,)}, r"contexts of \(1,\) cannot be measured: it must be at least 2"),
+        ({"batches": (1, 0)}, r"batches of \(1, 0\) cannot be measured: it must be at least 1"),
+        ({"steps": 0}, "steps of 0 cannot be measured"),
+        ({"rounds": 0}, "rounds of 0 cannot be measured"),
+        ({"device": "quantum"}, "no device 'quantum'"),
+        ({"stock": True}, "none of these models has latent or grouped attention"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: str, checkpoint: Checkpoint) -> None:
+    source = checkpoint(num_key_value_heads=8)
+    (source / "model.safetensors").write_bytes(b"no weights")  # and none are read
+    with pytest.raises(Refusal, match=message):
+        run([Source.parse(str(source))], replace(SHORT, **changes))
+
+
+def test_the_context_defaults_to_the_smallest_limit(checkpoint: Checkpoint) -> None:
+    sources = [Source.parse(str(checkpoint(name=str(n), max_position_embeddings=n))) for n in (64, 4096)]
+    assert check(sources, replace(SHORT, contexts=()))[1] == [Case(1, 64)]
+    assert check(sources[1:], replace(SHORT, contexts=()))[1] == [Case(1, 2048)]
+
+
+def test_too_little_memory_is_seen_before_anything_is_loaded(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, _ = check(pair, SHORT)
+    free = runs[0].weight_bytes + 5 * 16 * 1536
+    monkeypatch.setattr(bench, "free_memory", lambda device: free)
+    assert pair[0].directory is not None
+    (pair[0].directory / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(Failure, match=r"source at batch 6 × context 16 takes .* of KV cache in float32; cpu has") as caught:
+        run(pair, replace(SHORT, batches=(1, 6)))
+    assert caught.value.hint == "use --batch 5 or less at this context"
+
+
+def test_memory_that_runs_out_names_batch_and_context(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: Workload) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB\nand more")
+
+    monkeypatch.setattr(Workload, "step", step)
+    with pytest.raises(Failure, match=r"for source at batch 2 × context 16 in float32: CUDA out .* 7 GiB$") as caught:
+        run(pair, replace(SHORT, batches=(2,)))
+    assert "--batch" in str(caught.value.hint)
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def report(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    FakeClock(monkeypatch, llama_prefill=0.5, llama_step=0.002, deepseek_v3_prefill=0.25, deepseek_v3_step=0.001)
+    return run(pair, replace(SHORT, batches=(1, 4), contexts=(8, 64)))
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_table_puts_models_of_a_size_together(report: dict[str, Any]) -> None:
+    header, _, *rows = [cells(line) for line in bench_report.to_markdown(report).splitlines() if line.startswith("|")]
+    rates = ["prefill tok/s", "of first", "decode tok/s", "of first", "step, ms", "cache GB/s", "with weights"]
+    assert header == ["batch", "context", "model", "attention", "runtime", *rates]
+    assert [row[:3] for row in rows] == [
+        [batch, context, name] for batch in ("1", "4") for context in ("8", "64") for name in ("source", "latent")
+    ]
+    assert rows[7][3:11] == [
+        "MLA-16+8",
+        "absorbed, torch",
+        "1,024",
+        "2.00 ×",
+        "4,000",
+        "2.00 ×",
+        "1.00 (1.00 to 1.00)",
+        "0.0737",
+    ]
+
+
+def test_what_a_gpu_adds_is_shown_and_what_was_not_measured_explained(report: dict[str, Any]) -> None:
+    text = bench_report.to_markdown(report)
+    assert text.count("Peak memory: not measured on a CPU.") == text.count("The largest batch: not searched for on a CPU") == 1
+    assert "Medians of 3 rounds of one prefill and 2 steps" in text
+    assert "models took turns" in text
+    for entry in report["models"]:
+        for row in entry["cases"]:
+            row |= {"peak_prefill_bytes": 3 * 10**9, "peak_decode_bytes": 25 * 10**8, "peak_reason": None}
+            row |= {"largest_batch": 4096, "largest_batch_reason": "the search ends at 4096"}
+            row |= {"prefill_chunk": 4, "compile_seconds": 12.0}
+            row |= {"backend": "torch", "backend_reason": "decoding without the triton backend: it is too old"}
+    report["models"][1]["dtype"] = "bfloat16"
+    text = bench_report.to_markdown(report)
+    assert "3.00 / 2.50" in text
+    assert "4,096" in text
+    assert "absorbed, torch" in text
+    assert text.count("A warning: decoding without the triton backend: it is too old.") == 1
+    assert "The largest batch: the search ends at 4096." in text
+    assert "Models ran in different dtypes (source float32, latent bfloat16), which --dtype makes equal." in text
+    assert "chunks of so many tokens: source 4, latent 4." in text
+    assert "compilation included: source 12.0 s" in text
+
+
+def test_hostile_names_are_shown_as_they_are(report: dict[str, Any]) -> None:
+    report["models"][0].update(name="a|b\n<img>*c* `d` \x1b[31m\u202e_e_", dtype="bfloat16")
+    report["setup"]["name"] = "Chip*\u202e"
+    text = bench_report.to_markdown(report)
+    assert text.count(r"a\|b \<img\>\*c\* \`d\`  \[31m \_e\_") == 5, "four rows and a line"
+    assert r"Chip\*  (" in text
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+def test_what_is_written_comes_back(report: dict[str, Any], tmp_path: Path) -> None:
+    paths = bench_report.write(report, tmp_path / "new" / "speed")
+    assert [path.name for path in paths.values()] == ["bench.json", "bench.md", "bench.svg"]
+    assert json.loads(paths["bench.json"].read_text(encoding="utf-8")) == report
+    assert paths["bench.md"].read_text(encoding="utf-8") == bench_report.to_markdown(report)
+    assert sorted(path.name for path in (tmp_path / "new" / "speed").iterdir()) == ["bench.json", "bench.md", "bench.svg"]
+
+
+def test_the_plot_has_a_line_for_each_model_and_batch(report: dict[str, Any]) -> None:
+    report["models"][0]["name"] = "$x^2$ <script>"
+    svg = bench_report.to_svg(report)
+    texts = {element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"$x^2$ <script>, MHA, transformers, batch 1", "latent, MLA-16+8, absorbed, batch 4"} <= texts
+    assert "tokens of context (log scale)" in texts
+    assert svg == bench_report.to_svg(report)
+    for entry in report["models"]:
+        entry["cases"], entry["name"] = entry["cases"][:1], f"_{entry['name']}"
+    assert "> _latent, MLA-16+8, absorbed<" in bench_report.to_svg(report), "matplotlib hides labels that begin with _"
+    assert ", batch 1; " in bench_report.to_svg(report)
+
+
+def test_figures_are_not_replaced_unasked(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("another's")
+    require_room(tmp_path, NAMES, False)
+    require_room(tmp_path / "new" / "one", NAMES, False)
+    (tmp_path / "bench.md").write_text("costly")
+    require_room(tmp_path, NAMES, True)
+    with pytest.raises(Refusal, match=r"bench\.md exists") as caught:
+        require_room(tmp_path, NAMES, False)
+    assert caught.value.hint == "give --overwrite, or another --output"
+    with pytest.raises(Refusal, match="is not a directory that you may write to"):
+        require_room(tmp_path / "bench.md" / "speed", NAMES, False)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compile_steps", [False, True])
+def test_on_a_gpu_memory_is_measured_and_the_largest_batch_found(pair: Sequence[Source], compile_steps: bool) -> None:
+    report = run(pair, replace(SHORT, device="cuda", dtype="float32", compile=compile_steps))
+    for entry in report["models"]:
+        (row,) = entry["cases"]
+        assert row["peak_decode_bytes"] > entry["weight_bytes"] + row["cache_bytes"]
+        assert row["largest_batch"] >= 1
+        assert row["step_seconds"]["min"] > 0
