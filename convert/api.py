@@ -26,7 +26,8 @@ from eval.terminal.progress import Progress, silent
 
 if TYPE_CHECKING:
     from convert.healing.plan import HealPlan
-    from convert.planning.base import Output, Plan
+    from convert.output.place import Output
+    from convert.planning.base import Plan
     from convert.planning.calibration import CalibrationOptions
     from convert.planning.describe import Facts
     from convert.planning.latent import LatentRequest
@@ -648,7 +649,7 @@ def _output(
     output: str | Path, dtype: str | None, max_shard_size: int | str, overwrite: bool, resume: bool, engine: str | None
 ) -> Output:
     from convert.hosts.engines import engine_of
-    from convert.planning.base import Output
+    from convert.output.place import Output
 
     size = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     _require_range("max_shard_size", size, 1)

@@ -12,18 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attention.errors import Failure, Interrupted, Refusal
+from attention.errors import Refusal
 from convert import methods
-from convert.checkpoint.lock import exclusive
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import check_output, partial_path, recorded
-from convert.execute.run import carried_out, execute, expected_duration, inputs_of, works_of
+from convert.execute.run import Executed, execute, expected_duration, inputs_of, works_of
 from convert.healing.closing import heal_result
 from convert.launch import require_alone
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
-from convert.planning.base import Output, Plan, readable
+from convert.output.life import explained
+from convert.output.lock import exclusive
+from convert.output.place import Output, check_output, partial_path, recorded
+from convert.planning.base import Plan, readable
 from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent
@@ -131,16 +132,11 @@ def sweep(
     directory, source = plans[0].output.path.parent, plans[0].source
     _, held_out = prepare([source], evaluate_on, settings)  # errors in a text should come before the work
     _foretell(plans, len(held_out.ids[: settings.max_tokens]), settings)
-    try:
-        with exclusive(directory):
-            ledger = _Ledger(directory, plans)
-            if ledger.texts:
-                warn_of_overlap(held_out, ledger.texts.whole, "calibration")
-            return _swept(directory, ledger, plans, evaluate_on, settings, progress, made)
-    except KeyboardInterrupt:
-        raise Interrupted("interrupted", hint="the same command with --resume finishes the sweep") from None
-    except OSError as error:
-        raise Failure(f"the sweep into {directory} stopped: {error}", hint="fix the cause and rerun with --resume") from None
+    with explained("sweep", directory), exclusive(directory):
+        ledger = _Ledger(directory, plans)
+        if ledger.texts:
+            warn_of_overlap(held_out, ledger.texts.whole, "calibration")
+        return _swept(directory, ledger, plans, evaluate_on, settings, progress, made)
 
 
 def _swept(
@@ -156,7 +152,7 @@ def _swept(
     directory.mkdir(parents=True, exist_ok=True)
     for plan in plans:
         if ledger.has(plan):
-            made(carried_out(plan, recorded(plan.output.path)).plan)
+            made(Executed.of(plan, recorded(plan.output.path)).plan)
             continue
         noted = partial(ledger.note, plan)
         made(execute(plan, None, progress, directory / "survey", noted, foretold=True, heal=heal_result).plan)

@@ -16,12 +16,12 @@ from attention.errors import Failure
 from attention.forward import attention_output, output_error
 from attention.rope import Rotary, no_rotary
 from attention.spread import evenly_spread
-from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.job import Job
 from convert.execute.steps import Pipeline, grouped_pipeline, latent_pipeline, refit
 from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
+from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.terminal.progress import stage

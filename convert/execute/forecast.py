@@ -13,7 +13,7 @@ import torch
 
 from attention.spec import AttentionSpec
 from convert.calibration.least_squares import SPAN, TOKENS
-from convert.calibration.own_text import ROWS
+from convert.calibration.own_text import ROUGH, writing_work
 from convert.calibration.refit import sample_for
 from convert.execute.checking import OWN_LENGTH, OWN_ROWS
 from convert.methods.blocks import Blocks
@@ -36,7 +36,6 @@ _QUERIES = 64  # of each block, whose attention is measured
 # As many as made forecasts of a real model hold; what fits do besides is in them.
 _FITS = {GroupedTarget: 12, LatentTarget: 8}
 _EXACT_PASSES, _ROUGH_PASSES = 2, 7  # of a fit: the logits that it begins with, and the steps of conjugate gradients
-_ROUGH = {torch.float32: 1.0, torch.bfloat16: 0.25}  # of the time of a pass in fp32
 _PASS_VALUES = 3  # of elementwise operations, for each logit
 _PASS_CALLS = 25  # of operators, for each span of tokens
 _JUDGEMENTS = 3  # attention outputs of the rows to judge by, of each fit
@@ -46,8 +45,6 @@ _TRIED_TOKENS = EXCERPT // 2
 # Refinement: a trial and the steps themselves, each with a backward pass.
 _DESCENTS, _PASSES_OF_STEP, _STEP_TOKENS = 2, 3, 2048
 _MUON = 30  # flops of a matrix's step, for each of its values and the shorter side
-# What a model writes: a step reads all weights, and copies and reads the cache; each token is drawn from the vocabulary.
-_CACHE_READS, _DRAWN = 3, 4
 _CHECKED_TOKENS = 1024  # of each text
 # Decompositions and solutions in fp64.
 _DECOMPOSED = 25  # flops in fp32 that take as long, for n³
@@ -101,7 +98,7 @@ class _Layer:
         fitted, judged = self._parted(max(1, tokens // self.context))
         count, pairs = sum(fitted), sum(length**2 for length in fitted) / 2
         logits = self.spec.num_heads * pairs * min(1, TOKENS / count)
-        exact = _EXACT_PASSES + _ROUGH_PASSES * _ROUGH[rough(torch.device(compute_device(self.plan.device)))]
+        exact = _EXACT_PASSES + _ROUGH_PASSES * ROUGH[rough(torch.device(compute_device(self.plan.device)))]
         one_fit = logits * Work(exact * 4 * self._fitted_dims, (_EXACT_PASSES + _ROUGH_PASSES) * _PASS_VALUES)
         one_fit += Work(calls=(_EXACT_PASSES + _ROUGH_PASSES) * _PASS_CALLS * min(count, TOKENS) / SPAN)
         return _FITS[type(self.plan.target)] * (one_fit + _JUDGEMENTS * self._attention(judged))
@@ -180,21 +177,6 @@ def work_of(
 
 def _writing(plan: Plan, decoder: Decoder, rows: int, length: int) -> Work:
     return writing_work(decoder, plan.before, rows, length, torch.device(compute_device(plan.device)))
-
-
-def writing_work(decoder: Decoder, spec: AttentionSpec, rows: int, length: int, device: torch.device) -> Work:
-    """The work of a model with this attention that writes rows of so many tokens, token by token."""
-    dtype = rough(device)
-    batches = math.ceil(rows / ROWS)
-    read = dtype.itemsize * decoder.parameters * length * batches
-    cached = rows * length**2 / 2 * spec.bytes_per_token(str(dtype).removeprefix("torch."))
-    passes = decoder.forward(rows * length, length, passes=length * batches)
-    return decoder.load() + Work(
-        _ROUGH[dtype] * passes.flops,
-        _ROUGH[dtype] * passes.values + _DRAWN * rows * length * decoder.vocabulary,
-        read + _CACHE_READS * cached,
-        passes.calls,
-    )
 
 
 def _healing(plan: Plan, decoder: Decoder, tokens: int, context: int) -> Work:

@@ -12,10 +12,10 @@ import torch
 from attention.record import Attention, FactoredAttention
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.reader import Reader, TensorInfo
-from convert.checkpoint.workdir import WorkDirectory
 from convert.checkpoint.writer import require_finite
 from convert.families.base import unmodelled_fields
 from convert.methods.statistics import Statistics
+from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText
 from eval.terminal.progress import Progress

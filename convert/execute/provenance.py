@@ -7,8 +7,11 @@ from importlib.metadata import version
 from typing import Any
 
 from convert.checkpoint.reader import Reader
+from convert.execute.card import loading_of
 from convert.execute.deciding import Decision
 from convert.execute.manifest import Manifest
+from convert.output.card import metadata_of
+from convert.output.record import versions
 from convert.planning.calibration import CalibrationText
 
 
@@ -43,6 +46,10 @@ def record_of(
         "layers": [{key: value for key, value in layer.items() if key != "converted"} for layer in layers],
         "tensors": _tensors(reader, manifest, {name for layer in layers for name in layer["converted"]}),
         "versions": versions(),
+        "loading": loading_of(plan),
+        "metadata": metadata_of(
+            plan.source.repository, [plan.target.command, *filter(None, [plan.applied_method])], plan.source.files
+        ),
     }
 
 
@@ -92,8 +99,3 @@ def _tensors(reader: Reader, manifest: Manifest, converted: set[str]) -> dict[st
         **({"renamed": renamed} if renamed else {}),
         "dropped": manifest.dropped,
     }
-
-
-def versions() -> dict[str, str]:
-    """The versions of this package and of those whose arithmetic affects the result."""
-    return {name: version(name) for name in ("kvfold", "torch", "transformers", "safetensors")}

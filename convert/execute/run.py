@@ -5,38 +5,40 @@ It knows the order of the work, but no heads, names or formulas: those belong to
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention.errors import Failure, Interrupted, KvfoldError, Refusal
+from attention.errors import Failure, KvfoldError
 from convert.calibration.own_text import own_text
-from convert.checkpoint.lock import exclusive
+from convert.checkpoint.loadable import require_loadable
 from convert.checkpoint.reader import Reader, TensorInfo
-from convert.checkpoint.workdir import WorkDirectory, check_output, finished, recorded, without_text
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
-from convert.execute.companions import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
 from convert.execute.deciding import Decision, decide
 from convert.execute.forecast import needs_survey, reads_text, work_of
 from convert.execute.job import Job
 from convert.execute.layer import Layer
-from convert.execute.loadable import require_loadable
 from convert.execute.manifest import Manifest, manifest_of
-from convert.execute.provenance import record_of, versions, with_healing
+from convert.execute.provenance import record_of, with_healing
 from convert.execute.sequence import in_sequence
 from convert.execute.surveyed import Surveyed
-from convert.execute.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.launch import require_alone
 from convert.methods.text import TextUse
+from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
+from convert.output.life import Held, Made, Task, carry_out
+from convert.output.place import finished, without_text
+from convert.output.record import versions
+from convert.output.tokenizer import name_tokenizer_class, tokenizer_class
+from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText, GivenTexts
 from convert.planning.targets import GroupedTarget, LatentTarget
@@ -45,7 +47,6 @@ from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
 from eval.machine.device import compute_device, out_of_memory, rough
 from eval.machine.forecast import Decoder, Work, expected_seconds, foretell
-from eval.quality.evaluation import prepare, report_of
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
@@ -66,6 +67,14 @@ class Executed:
     plan: Plan
     record: dict[str, Any]
 
+    @classmethod
+    def of(cls, plan: Plan, record: dict[str, Any]) -> Executed:
+        """A plan with the choices that a record states, and the record."""
+        plan = next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan)
+        if (ranks := record.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
+            plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
+        return cls(plan, record)
+
 
 def execute(
     plan: Plan,
@@ -84,70 +93,88 @@ def execute(
         evaluate_on: Held-out text; its perplexity goes into the model card.
         progress: Called with the progress of each stage.
         statistics_in: A directory that keeps statistics of the source for other conversions; None to keep none.
-        published: Called when OUTPUT is complete, before the work directory, by which `--resume` recognises it, is removed.
+        published: As of `convert.output.life.carry_out`.
         foretold: Whether the caller has said how long it takes, as part of its own work.
         heal: Distils the result at the end.
 
     Raises:
         Refusal: Several processes were launched to call this.
-        KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
+        KvfoldError: As of `carry_out`.
     """
     require_alone("a conversion")
-    where = plan.output
-    with exclusive(where.path):
-        check_output(where.path, plan.source.directory, where.overwrite, where.resume)  # again, now that no other run writes
-        return _execute(plan, evaluate_on, progress, statistics_in, published, foretold, heal)
+    held_out = Held(evaluate_on, EvaluationSettings(device=plan.device)) if evaluate_on else None
+
+    def begin(evaluated: Tokens | None) -> Task:
+        texts = GivenTexts.read(plan.source, plan.calibration) if plan.calibration else None
+        if evaluated and texts:
+            warn_of_overlap(evaluated, texts.whole, "calibration")
+        return _Conversion(plan, Reader(plan.source.files, plan.family.renamed), texts, progress, statistics_in, foretold, heal)
+
+    return Executed.of(plan, carry_out(plan.output, (plan.source,), begin, held_out, progress, published))
 
 
-def _execute(
-    plan: Plan,
-    evaluate_on: Text | None,
-    progress: Progress,
-    statistics_in: Path | None,
-    published: Callable[[], None],
-    foretold: bool,
-    heal: Heal,
-) -> Executed:
-    clock, settings, evaluated = Clock(), EvaluationSettings(device=plan.device), 0
-    if evaluate_on:
-        _, held_out = prepare([plan.source], evaluate_on, settings)  # errors in the text should come before the work
-        evaluated = len(held_out.ids)
-    texts = GivenTexts.read(plan.source, plan.calibration) if plan.calibration else None
-    if evaluate_on and texts:
-        warn_of_overlap(held_out, texts.whole, "calibration")
-    reader = Reader(plan.source.files, plan.family.renamed)
-    if done := _finished_already(plan, reader, texts):
-        published()
-        return done
-    manifest = _checked(plan, reader)
-    inputs = inputs_of(plan, reader, texts)
-    opened = WorkDirectory.opened(plan.output.path, inputs, plan.output.resume, plan.output.overwrite)
-    with _explained(plan), opened as work:
-        if work.published:  # an earlier run was stopped after OUTPUT appeared
-            done = carried_out(plan, recorded(plan.output.path))
-        else:
-            expected = None if foretold else _foretell(plan, texts.count if texts else 0, evaluated)
-            own_texts = _own_text_directory(plan, reader, work, statistics_in)
-            text = None if texts is None else texts.with_own(_written(plan, own_texts, progress))
-            for remark in text.remarks(plan.channels) if text else ():
-                _log.warning(remark)
-            if text and (own := text.own) is not None:
-                write_own_text(work.path, own)
-            kept = _statistics_directory(plan, reader, work, text and text.surveyed(), statistics_in)
-            job = Job(plan, reader, work, text, _device(plan), progress, kept)
-            decided, record = _convert(job, manifest)
-            record = with_healing(record, heal(decided, work, text.tokens, job.device, progress) if text else None)
-            if evaluate_on:
-                record |= {"evaluation": _evaluate(decided, work, text, evaluate_on, settings, progress)}
-            record |= {"check": None if plan.target.copies else _checked_result(decided, work, texts, own_texts, progress)}
-            card = model_card(decided, record, plan.source.files)
-            record |= {"run": clock.run(plan.output.path, reader.fingerprint(), expected)}
-            write_record(work.path, record, card)
-            work.publish()
-            done = Executed(decided, record)
-        published()
-        work.discard()
-        return done
+@dataclass(frozen=True)
+class _Conversion(Task):
+    """A conversion whose texts are read. Attributes as the arguments of `execute`, and:
+
+    Attributes:
+        reader: Reads the source.
+        texts: To calibrate on; None without.
+    """
+
+    noun = "conversion"
+    labels = "source", "converted"
+
+    plan: Plan
+    reader: Reader
+    texts: GivenTexts | None
+    progress: Progress
+    statistics_in: Path | None
+    foretold: bool
+    heal: Heal
+
+    def is_finished(self) -> bool:
+        recipes = [one.recipe() for one in (*_splits(self.plan), self.plan)]
+        hashes = self.texts.hashes if self.texts else []
+        return finished(self.plan.output.path, recipes, hashes, self.source_files()) is not None
+
+    def check(self) -> None:
+        _ = self._manifest
+
+    def idle(self) -> None:
+        """No other process waits."""
+
+    def inputs(self) -> dict[str, Any]:
+        return inputs_of(self.plan, self.reader, self.texts)
+
+    def source_files(self) -> dict[str, Any]:
+        return self.reader.fingerprint()
+
+    def foretell(self, evaluated: int) -> float | None:
+        return None if self.foretold else _foretell(self.plan, self.texts.count if self.texts else 0, evaluated)
+
+    def make(self, work: WorkDirectory) -> Made:
+        plan, reader = self.plan, self.reader
+        own_texts = _own_text_directory(plan, reader, work, self.statistics_in)
+        text = None if self.texts is None else self.texts.with_own(_written(plan, own_texts, self.progress))
+        for remark in text.remarks(plan.channels) if text else ():
+            _log.warning(remark)
+        if text and (own := text.own) is not None:
+            write_own_text(work.path, own)
+        kept = _statistics_directory(plan, reader, work, text and text.surveyed(), self.statistics_in)
+        job = Job(plan, reader, work, text, _device(plan), self.progress, kept)
+        decided, record = _convert(job, self._manifest)
+        record = with_healing(record, self.heal(decided, work, text.tokens, job.device, self.progress) if text else None)
+        checked = None if plan.target.copies else _checked_result(decided, work, self.texts, own_texts, self.progress)
+        return Made(record | {"check": checked}, text.tokens if text else None)
+
+    def card(self, record: dict[str, Any]) -> str:
+        return model_card(Executed.of(self.plan, record).plan, record)
+
+    @cached_property
+    def _manifest(self) -> Manifest:
+        """The tensors to write. Their names and shapes are those of the class: no work starts that could not be loaded."""
+        return _checked(self.plan, self.reader)
 
 
 def works_of(plans: Sequence[Plan], tokens: int, evaluated: int = 0) -> list[Work]:
@@ -198,38 +225,6 @@ def _written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
     return own_text(source, rows, context, plan.seed, device, kept, progress)
 
 
-@contextlib.contextmanager
-def _explained(plan: Plan) -> Iterator[None]:
-    """Turn an interrupt or a disk's error in the block into an error of the conversion."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Interrupted("interrupted", hint="the same command with --resume finishes the conversion") from None
-    except OSError as error:
-        raise Failure(
-            f"conversion to {plan.output.path} stopped: {error}", hint="fix the cause and rerun with --resume"
-        ) from None
-
-
-def _finished_already(plan: Plan, reader: Reader, texts: GivenTexts | None) -> Executed | None:
-    """The finished conversion that `--resume` finds at OUTPUT, or None."""
-    if not plan.output.resume or plan.output.overwrite:
-        return None
-    recipes = [one.recipe() for one in (*_splits(plan), plan)]
-    if not finished(plan.output.path, recipes, texts.hashes if texts else [], reader.fingerprint()):
-        return None
-    _log.warning("%s is finished already, there is nothing to do", plan.output.path)
-    return carried_out(plan, recorded(plan.output.path))
-
-
-def carried_out(plan: Plan, record: dict[str, Any]) -> Executed:
-    """The plan with the choices that a record states, and the record."""
-    plan = next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan)
-    if (ranks := record.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
-        plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
-    return Executed(plan, record)
-
-
 def _splits(plan: Plan) -> list[Plan]:
     """The plans among which the text decides."""
     return [plan.choosing(split) for split in plan.target.splits] if isinstance(plan.target, LatentTarget) else []
@@ -268,7 +263,7 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
     """
     try:
         require_space(job, manifest)
-        named = tokenizer_class(job.plan)
+        named = tokenizer_class(job.plan.source, job.plan.target.config(job.plan.source, None))
         surveyed = Surveyed(job, job.text) if job.text and reads_text(job.plan) else None
         decision = decide(job, surveyed or job.assumed)
         manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
@@ -371,29 +366,3 @@ def _checked_result(
     except KvfoldError:
         work.keep()  # the weights are complete
         raise
-
-
-def _evaluate(
-    plan: Plan, work: WorkDirectory, text: CalibrationText | None, on: Text, settings: EvaluationSettings, progress: Progress
-) -> dict[str, Any]:
-    work.keep()  # the weights are complete even if the evaluation fails
-    # The work directory's name must not get into the report.
-    result = replace(Source.parse(str(work.path), plan.source.trust_remote_code), label="converted")
-    try:
-        report = report_of(
-            [replace(plan.source, label="source"), result], on, settings, text.tokens if text else None, progress, True
-        )
-    except (Refusal, Failure) as error:
-        raise Failure(
-            f"the conversion is done, its evaluation failed: {error}",
-            hint="the same command with --resume and without --evaluate publishes it",
-        ) from error
-    source, converted = report["models"]
-    source |= {"path": plan.source.reference}
-    converted |= {
-        "path": "OUTPUT",  # and conversion.json does not exist yet to give method and text
-        "method": plan.applied_method,
-        "calibration_hash": text.tokens.hash if text else None,
-        "calibration_context": text.plan.max_context if text else None,
-    }
-    return report

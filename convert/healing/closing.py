@@ -10,7 +10,6 @@ import torch
 
 from attention.errors import Failure, KvfoldError, Refusal
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import WorkDirectory
 from convert.healing.batches import TrainingText
 from convert.healing.loop import healed
 from convert.healing.memory import disk
@@ -20,6 +19,7 @@ from convert.healing.record import course_of
 from convert.healing.states import States
 from convert.healing.team import Team
 from convert.healing.weights import write_files
+from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
 from eval.inputs.sealed import checksum
 from eval.inputs.source import Source

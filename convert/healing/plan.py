@@ -10,13 +10,13 @@ from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.checkpoint.loading import empty_model
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import check_output, partial_path, recorded
 from convert.healing.rates import start_rate
 from convert.healing.student import of_part
 from convert.healing.tracking import require_tracker
 from convert.healing.trainable import require_peft
 from convert.healing.weights import places
-from convert.planning.base import Output, readable
+from convert.output.place import Output, check_output, partial_path, recorded
+from convert.planning.base import readable
 from convert.planning.texts import Texts, as_options
 from eval.inputs.source import Source, require_contexts
 from eval.machine.capacity import count_parameters

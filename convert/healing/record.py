@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from convert.checkpoint.workdir import recorded
-from convert.execute.provenance import versions
 from convert.healing.batches import TrainingText
 from convert.healing.loop import Outcome
 from convert.healing.plan import HealPlan
+from convert.output.place import recorded
+from convert.output.record import versions
 
 # Of the conversion alone, beside the healing's own.
 _OF_CONVERSION = ("recipe", "versions", "tensors", "layers", "kvfold", "healing")

@@ -7,19 +7,14 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from attention.errors import Failure, Interrupted, KvfoldError, Refusal
+from attention.errors import Failure, KvfoldError, Refusal
 from attention.models import AUTO_MAP, CODE, names_ours, provides
 from attention.spec import AttentionSpec
-from convert.calibration.own_text import own_text
-from convert.checkpoint.lock import exclusive
+from convert.calibration.own_text import own_text, writing_work
 from convert.checkpoint.reader import Reader
-from convert.checkpoint.workdir import WorkDirectory, calibration_hashes, check_output, finished, recorded, without_text
-from convert.execute.companions import Clock, copy_code, copy_companions, write_config, write_own_text, write_record
-from convert.execute.forecast import writing_work
-from convert.execute.provenance import versions
 from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
 from convert.healing.card import card
 from convert.healing.forecast import work_of
@@ -33,14 +28,17 @@ from convert.healing.team import Team, computes_in
 from convert.healing.texts import TrainingTexts
 from convert.healing.tracking import tracked
 from convert.healing.weights import write
+from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
+from convert.output.life import Held, Made, Task, carry_out
+from convert.output.place import calibration_hashes, finished, recorded, without_text
+from convert.output.record import versions
+from convert.output.workdir import WorkDirectory
 from convert.planning.texts import written_before
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.sealed import write_whole
-from eval.inputs.source import Source
-from eval.inputs.text import OWN_TEXT, Text
+from eval.inputs.text import OWN_TEXT, Text, Tokens
 from eval.machine.device import compute_device, free_memory, out_of_memory
 from eval.machine.forecast import Decoder, Work, expected_seconds, foretell
-from eval.quality.evaluation import prepare, report_of
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
@@ -73,58 +71,71 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
         progress: Called with the progress of each stage.
 
     Raises:
-        KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
+        KvfoldError: As of `convert.output.life.carry_out`.
     """
-    where, team = plan.output, Team.of(plan)
+    team = Team.of(plan)
     if not team.leads:
         _follow(plan, TrainingTexts.read(plan), team)
         return Healed(plan, {})
-    with exclusive(where.path):
-        for source in (plan.converted, plan.teacher):  # again, now that no other run writes
-            check_output(where.path, source.directory, where.overwrite, where.resume)
-        return _execute(plan, evaluate_on, team, progress)
+    settings = EvaluationSettings(contexts=(plan.context,), device=plan.device)
+    held_out = Held(evaluate_on, settings) if evaluate_on else None
+
+    def begin(evaluated: Tokens | None) -> Task:
+        texts = TrainingTexts.read(plan)
+        if evaluated:
+            warn_of_overlap(evaluated, filter(None, texts.parts), "training")
+        return _Healing(plan, Reader(plan.converted.files), texts, team, progress)
+
+    record = carry_out(plan.output, (plan.teacher, plan.converted), begin, held_out, progress)
+    return Healed(plan, record)
 
 
-def _execute(plan: HealPlan, evaluate_on: Text | None, team: Team, progress: Progress) -> Healed:
-    clock, settings = Clock(), EvaluationSettings(contexts=(plan.context,), device=plan.device)
-    evaluated = 0
-    if evaluate_on:
-        _, held_out = prepare([plan.teacher, plan.converted], evaluate_on, settings)
-        evaluated = len(held_out.ids)
-    texts = TrainingTexts.read(plan)
-    if evaluate_on:
-        warn_of_overlap(held_out, filter(None, texts.parts), "training")
-    reader = Reader(plan.converted.files)
-    if plan.output.resume and not plan.output.overwrite:
-        known = calibration_hashes(recorded(plan.converted.files))
-        files = reader.fingerprint() | _teacher_files(plan)
-        if finished(plan.output.path, [plan.recipe()], known, files) and _same_texts(plan, texts):
-            _log.warning("%s is finished already, there is nothing to do", plan.output.path)
-            team.tell(None)
-            return Healed(plan, recorded(plan.output.path))
-    try:
-        with WorkDirectory.opened(
-            plan.output.path, _inputs(plan, reader, texts), plan.output.resume, plan.output.overwrite
-        ) as work:
-            if work.published:
-                team.tell(None)
-                record = recorded(plan.output.path)
-            else:
-                expected = _foretell(plan, texts, evaluated, team)
-                record = _healed(plan, texts, reader, work, team, progress)
-                if evaluate_on:
-                    work.keep()
-                    record |= {"evaluation": _evaluate(plan, record, work, evaluate_on, settings, progress)}
-                page = card(plan, record)
-                record |= {"run": clock.run(plan.output.path, reader.fingerprint() | _teacher_files(plan), expected)}
-                write_record(work.path, record, page)
-                work.publish()
-            work.discard()
-            return Healed(plan, record)
-    except KeyboardInterrupt:
-        raise Interrupted("interrupted", hint="the same command with --resume goes on from the last state") from None
-    except OSError as error:
-        raise Failure(f"healing to {plan.output.path} stopped: {error}", hint="fix the cause and rerun with --resume") from None
+@dataclass(frozen=True)
+class _Healing(Task):
+    """A healing whose texts are read, in the process that leads.
+
+    Attributes:
+        plan: The plan.
+        reader: Reads the converted checkpoint.
+        texts: To train on.
+        team: The processes that train.
+        progress: Called with the progress of each stage.
+    """
+
+    noun = "healing"
+    labels = "source", "converted", "healed"
+
+    plan: HealPlan
+    reader: Reader
+    texts: TrainingTexts
+    team: Team
+    progress: Progress
+
+    def is_finished(self) -> bool:
+        known = calibration_hashes(recorded(self.plan.converted.files))
+        found = finished(self.plan.output.path, [self.plan.recipe()], known, self.source_files())
+        return found is not None and _same_texts(self.plan, self.texts)
+
+    def idle(self) -> None:
+        self.team.tell(None)
+
+    def check(self) -> None:
+        """The conversion has checked the tensors."""
+
+    def inputs(self) -> dict[str, Any]:
+        return _inputs(self.plan, self.reader, self.texts)
+
+    def source_files(self) -> dict[str, Any]:
+        return self.reader.fingerprint() | _teacher_files(self.plan)
+
+    def foretell(self, evaluated: int) -> float | None:
+        return _foretell(self.plan, self.texts, evaluated, self.team)
+
+    def make(self, work: WorkDirectory) -> Made:
+        return Made(_healed(self.plan, self.texts, self.reader, work, self.team, self.progress))
+
+    def card(self, record: dict[str, Any]) -> str:
+        return card(self.plan, record)
 
 
 def expected_duration(plan: HealPlan, texts: TrainingTexts, evaluated: int) -> float:
@@ -301,26 +312,3 @@ def _memory(plan: HealPlan, work: WorkDirectory) -> Iterator[None]:
             hint="repeat the command with --resume and --checkpointing, or a smaller --micro-batch-tokens; a shorter --context "
             "takes less, too, but begins again",
         ) from None
-
-
-def _evaluate(
-    plan: HealPlan, record: dict[str, Any], work: WorkDirectory, on: Text, settings: EvaluationSettings, progress: Progress
-) -> dict[str, Any]:
-    """Source, converted and healed model on held-out text."""
-    trusted = plan.converted.trust_remote_code
-    result = replace(Source.parse(str(work.path), trusted), label="healed")
-    sources = [replace(plan.teacher, label="source"), replace(plan.converted, label="converted"), result]
-    try:
-        report = report_of(sources, on, settings, None, progress, True)
-    except (Refusal, Failure) as error:
-        raise Failure(
-            f"the healing is done, its evaluation failed: {error}",
-            hint="the same command with --resume and without --evaluate publishes it",
-        ) from error
-    for entry, path in zip(report["models"], (plan.teacher.reference, plan.converted.reference, "OUTPUT"), strict=True):
-        entry["path"] = path  # the work directory's name must not get into the report
-    _, converted, entry_of_result = report["models"]
-    curve = [{key: point[key] for key in ("tokens", "kl", "loss_nats")} for point in record["healing"]["curve"]]
-    known = ("method", "calibration_hash", "calibration_context")  # conversion.json does not exist yet to give these
-    entry_of_result |= {key: converted[key] for key in known} | {"healing": curve}
-    return report

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from attention.errors import Refusal
-from convert.checkpoint.workdir import begun, recorded
 from convert.healing.plan import HealPlan
 from convert.healing.run import expected_duration
 from convert.healing.texts import TrainingTexts
 from convert.launch import launched_count
-from convert.planning.base import Output
+from convert.output.place import Output, begun, recorded
 
 _FIRST, _FACTOR, _MOST = 2**16, 16, 2**50  # tokens of the first guess; of a guess to the next, up to one that takes too long
 _GUESSES, _CLOSE = 12, 0.98  # between two guesses, until one takes this share of the time

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
@@ -20,30 +19,10 @@ if TYPE_CHECKING:
     from convert.hosts.engines import Engine
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
+    from convert.output.place import Output
     from convert.planning.calibration import Calibration
     from convert.planning.targets import LatentTarget, Target
     from eval.inputs.source import Source
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where and how to write the result.
-
-    Attributes:
-        path: OUTPUT.
-        dtype: The dtype that floats are stored in; None keeps each tensor's own.
-        max_shard_size: Bytes per weight file.
-        overwrite: Whether a checkpoint at `path` may be replaced.
-        resume: Whether to continue an unfinished conversion to `path`.
-        engine: The engine of `convert.hosts.engines` that has to run it; None for none in particular.
-    """
-
-    path: Path
-    dtype: str | None = None
-    max_shard_size: int = 5 * 10**9
-    overwrite: bool = False
-    resume: bool = False
-    engine: str | None = None
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert import methods
-from convert.checkpoint.workdir import check_output
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
-from convert.planning.base import Output, Plan, host_of, readable, stored_dtype, text_notes
+from convert.output.place import Output, check_output
+from convert.planning.base import Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget

@@ -19,7 +19,7 @@ from attention.errors import Refusal
 from convert import sweeping as module
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
-from convert.checkpoint.workdir import WorkDirectory
+from convert.output.workdir import WorkDirectory
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]

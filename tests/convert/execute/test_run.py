@@ -22,8 +22,8 @@ from written import damage, edit, left_nothing, ok, same_but_for_the_run
 
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
-from convert.checkpoint.workdir import WorkDirectory
 from convert.execute.layer import Layer
+from convert.output.workdir import WorkDirectory
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -250,13 +250,13 @@ def test_a_failed_evaluation_does_not_lose_the_conversion(
 ) -> None:
     from attention.errors import Failure
 
-    def fails(*_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise Failure("the logits are not finite")
 
     source = checkpoint()
     (tmp_path / "text.txt").write_text("a line of text, and another\n" * 40)
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.run.report_of", fails)
+        patch.setattr("convert.output.life.report_of", fails)
         result = convert("gqa", source, tmp_path / "out", "--groups", 2, "--evaluate", tmp_path / "text.txt")
     assert result.exit_code == 1
     assert "the conversion is done, its evaluation failed: the logits are not finite" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -429,6 +430,24 @@ def test_held_out_text_is_evaluated_and_warned_of(
     assert str(tmp_path / "out.partial") not in json.dumps(done.record["evaluation"] if done.record else "")
 
 
+@pytest.mark.parametrize(
+    ("left", "expected"), [("record", "ordinary `llama` checkpoint"), ("nothing", "as the one that it was healed")]
+)
+def test_the_card_says_how_to_load_it_from_the_record_alone(
+    converted: Path, text: Path, tmp_path: Path, left: str, expected: str
+) -> None:
+    shutil.copytree(converted, tmp_path / "model")
+    (tmp_path / "model" / "README.md").unlink()
+    record = tmp_path / "model" / "conversion.json"
+    known = json.loads(record.read_text())
+    record.write_text(json.dumps(known if left == "record" else {"source": known["source"]}))
+    heal(tmp_path / "model", tmp_path / "out", text=text, teacher=known["recipe"]["mqa"]["model"], **(SIZES | {"tokens": 64}))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert card.count("## Loading") == 1
+    assert expected in card.partition("## Loading")[2]
+
+
 def test_the_curve_is_beside_the_weights_and_in_reports(converted: Path, text: Path, tmp_path: Path) -> None:
     from eval import evaluate
 
@@ -557,18 +576,18 @@ def test_a_run_that_stopped_early_stays_so_when_resumed(
     checkpoint: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from attention.errors import Failure
-    from convert.healing import run
+    from convert.output import life
 
     uphill(monkeypatch)
     mla(checkpoint("llama"), tmp_path / "mla", kv_lora_rank=24, qk_rope_head_dim=8, method="svd")
     whole = heal(tmp_path / "mla", tmp_path / "whole", text=text, **SIZES)
     assert whole.curve[-1]["step"] < 20
 
-    def failing(*arguments: Any) -> None:
+    def failing(*arguments: Any, **options: Any) -> None:
         raise Failure("no evaluation today")
 
     with monkeypatch.context() as patched:
-        patched.setattr(run, "report_of", failing)
+        patched.setattr(life, "report_of", failing)
         with pytest.raises(Failure, match="the healing is done, its evaluation failed"):
             heal(tmp_path / "mla", tmp_path / "out", text=text, evaluate=text, **SIZES)
     stopping(monkeypatch, whole.curve[-1]["step"], AssertionError("it trains on"))

@@ -68,7 +68,7 @@ def test_sharded_processes_are_one_with_the_same_batch(checkpoint: Make, text: P
     given += ("--tokens", 9600)  # enough to try rates
     stopped = launch("fsdp", tmp_path / "mla", tmp_path / "two", *given, STOP_AT="20")  # behind the trials
     assert stopped.returncode != 0
-    assert "--resume goes on from the last state" in stopped.stderr
+    assert "with --resume finishes the healing" in stopped.stderr
     resumed = launch("ddp", tmp_path / "mla", tmp_path / "two", *given, "--resume")
     assert "info: step 15:" not in resumed.stderr
     one = heal(tmp_path / "mla", tmp_path / "one", text=text, train="all", checkpointing=True, **(OPTIONS | {"tokens": 9600}))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny import save_tokenizer, tiny_config
 
-from convert.planning.base import Output
+from convert.output.place import Output
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]

@@ -14,7 +14,8 @@ from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.hosts import HOSTS
 from convert.methods import load_grouped, load_latent
-from convert.planning.base import Output, Plan, host_of, readable, text_notes
+from convert.output.place import Output
+from convert.planning.base import Plan, host_of, readable, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent

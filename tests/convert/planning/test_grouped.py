@@ -13,7 +13,8 @@ from written import ok, refused
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.methods import load_grouped
-from convert.planning.base import Output, Plan
+from convert.output.place import Output
+from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.targets import GroupedTarget

@@ -80,7 +80,7 @@ def test_a_checkpoint_without_a_tokenizer_needs_none(checkpoint: Make, convert: 
 def test_a_tokenizer_that_no_name_makes_the_same_is_refused(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from convert.execute import tokenizer
+    from convert.output import tokenizer
 
     source = checkpoint("qwen2")
     monkeypatch.setattr(tokenizer, "_same", lambda one, other: False)

@@ -12,9 +12,9 @@ from tiny import VOCABULARY, tiny_config
 from written import damage, edit, left_nothing, ok, weights
 
 from attention.errors import Failure
+from convert.checkpoint.loadable import require_loadable
 from convert.checkpoint.reader import TensorInfo
-from convert.checkpoint.workdir import WorkDirectory
-from convert.execute.loadable import require_loadable
+from convert.output.workdir import WorkDirectory
 from convert.planning.targets import GroupedTarget
 
 Make = Callable[..., Path]

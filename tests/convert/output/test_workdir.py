@@ -19,8 +19,9 @@ from tiny import save_tokenizer, tiny_config, tiny_model
 from written import ok, same_but_for_the_run
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from convert.checkpoint.workdir import WorkDirectory, check_output, finished, partial_path, recorded
 from convert.checkpoint.writer import write_shard
+from convert.output.place import check_output, finished, partial_path, recorded
+from convert.output.workdir import WorkDirectory
 from eval.inputs.sealed import checksum
 
 Make = Callable[..., Path]
@@ -93,7 +94,7 @@ def test_a_shard_is_read_for_its_checksum_once_a_run(tmp_path: Path, monkeypatch
     work = WorkDirectory(tmp_path / "out", PLAN, False, False)
     work.note("model.safetensors", [], shard(work))
     read: list[Path] = []
-    monkeypatch.setattr("convert.checkpoint.workdir.checksum", lambda path: read.append(path) or checksum(path))
+    monkeypatch.setattr("convert.output.workdir.checksum", lambda path: read.append(path) or checksum(path))
     assert work.done("model.safetensors") == []
     assert not read, "it was hashed as it was written"
     resumed = WorkDirectory(tmp_path / "out", PLAN, True, False)
@@ -365,7 +366,7 @@ def test_an_evaluation_that_is_refused_does_not_lose_the_conversion(
     text, command = tmp_path / "text.txt", ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--method", "mean"]
     text.write_text("a line of text, and another\n" * 40)
     with monkeypatch.context() as patch:
-        patch.setattr("convert.execute.run.report_of", refuse)
+        patch.setattr("convert.output.life.report_of", refuse)
         result = convert(*command, "--evaluate", text)
     assert result.exit_code == 1
     assert "the conversion is done, its evaluation failed: no such device" in result.stderr

@@ -1,18 +1,11 @@
-"""Writes the files beside the weights of a checkpoint: config, files copied from the source, record and card.
-
-It does not depend on a Plan, so that other commands that make checkpoints can use it.
-"""
+"""Writes the files beside the weights of a checkpoint: its config, its source's own text, and files copied from the source."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
-import platform
 import shutil
-import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +15,13 @@ from eval.inputs.sealed import seal_tensors
 from eval.inputs.source import TOKENIZER_FILES
 from eval.inputs.text import OWN_TEXT
 
-# Copied byte for byte; `convert.execute.tokenizer` may name a class in one of them. config.json, the card and the weights are
+# Copied byte for byte; `convert.output.tokenizer` may name a class in one of them. config.json, the card and the weights are
 # written anew.
 _COMPANIONS = (
     *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json",
     "generation_config.json", "chat_template*", "additional_chat_templates", "preprocessor_config.json",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Notes when a run began."""
-
-    started: datetime = field(default_factory=lambda: datetime.now(UTC))
-    _monotonic: float = field(default_factory=time.monotonic)
-
-    def run(self, output: Path, source_files: Mapping[str, Any], expected: float | None) -> dict[str, Any]:
-        """The entry `run` of a record: everything that differs between runs.
-
-        Args:
-            output: OUTPUT.
-            source_files: The fingerprints of the source's weights.
-            expected: The seconds that were foretold; None if they were not worth measuring.
-        """
-        return {
-            "output": str(output),
-            "source_files": source_files,
-            "started": self.started.isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - self._monotonic, 3),
-            "expected_seconds": None if expected is None else round(expected, 1),
-            "machine": platform.node(),
-        }
 
 
 def write_config(path: Path, config: Mapping[str, Any], dtype: str | None) -> None:
@@ -94,9 +62,3 @@ def write_own_text(path: Path, ids: torch.Tensor) -> None:
     """
     (path / OWN_TEXT).parent.mkdir(exist_ok=True)
     seal_tensors(path / OWN_TEXT, {"ids": ids.to(torch.int32)}, {})
-
-
-def write_record(path: Path, record: Mapping[str, Any], card: str) -> None:
-    """Write conversion.json and the model card, README.md."""
-    (path / "README.md").write_text(card, encoding="utf-8")
-    (path / "conversion.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")

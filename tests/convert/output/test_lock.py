@@ -20,7 +20,7 @@ import filelock
 import pytest
 
 from attention.errors import Failure
-from convert.checkpoint.lock import exclusive, lock_path
+from convert.output.lock import exclusive, lock_path
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -28,7 +28,7 @@ Convert = Callable[..., Any]
 HOLDER = """
 import sys, time
 from pathlib import Path
-from convert.checkpoint.lock import exclusive
+from convert.output.lock import exclusive
 with exclusive(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -229,7 +229,7 @@ def test_a_file_system_without_locks_is_refused(number: int, tmp_path: Path, mon
 
 
 def test_a_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convert.checkpoint.lock.FileLock", filelock.SoftFileLock)
+    monkeypatch.setattr("convert.output.lock.FileLock", filelock.SoftFileLock)
     assert "this system has no file locks" in str(refusal(tmp_path / "out"))
 
 
@@ -257,7 +257,7 @@ def test_a_disk_too_full_for_the_holders_name_is_one_line(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("convert.checkpoint.lock._write", full)
+        patch.setattr("convert.output.lock._write", full)
         assert "No space left on device" in str(refusal(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
     with exclusive(tmp_path / "out"):
@@ -353,17 +353,17 @@ def test_a_result_that_has_appeared_since_the_plan_is_not_replaced(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other run began later and has ended by the time that this one gets the lock."""
-    from convert.execute import run
+    from convert.output import life
 
     source, out = checkpoint(), tmp_path / "out"
-    real = run.exclusive
+    real = life.exclusive
 
     def late(output: Path) -> Any:
-        monkeypatch.setattr(run, "exclusive", real)
+        monkeypatch.setattr(life, "exclusive", real)
         assert convert("gqa", source, output, "--groups", 1, "--method", "mean").exit_code == 0
         return real(output)
 
-    monkeypatch.setattr(run, "exclusive", late)
+    monkeypatch.setattr(life, "exclusive", late)
     result = convert("gqa", source, out, "--groups", 2, "--method", "mean")
     assert result.exit_code == 2
     assert "exists already" in result.stderr

@@ -12,21 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure
-from convert.execute.companions import copy_companions, write_config
-from convert.planning.base import Plan
+from convert.output.companions import copy_companions, write_config
 from eval.inputs.source import Source
 
 _FILE, _FIELD = "tokenizer_config.json", "tokenizer_class"
 _SETTINGS = ("special_tokens_map", "model_max_length", "padding_side", "chat_template")
 
 
-def tokenizer_class(plan: Plan) -> str | None:
+def tokenizer_class(source: Source, config: dict[str, Any]) -> str | None:
     """The class that the result's tokenizer_config.json has to name; None if it can stay as it is.
+
+    Args:
+        source: The checkpoint whose tokenizer it is.
+        config: The result's config.json.
 
     Raises:
         Failure: Whatever it names, transformers would load another tokenizer than the source's.
     """
-    source, config = plan.source, plan.target.config(plan.source, None)
     if config.get("model_type") == source.config.model_type or not source.has_tokenizer:
         return None
     try:

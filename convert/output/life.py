@@ -1,0 +1,185 @@
+"""The life of an output, from the lock to the publication: what a conversion and a healing have alike.
+
+A command says what is its own by a `Task`; `carry_out` does the rest, in this order: lock OUTPUT, read the texts, find what an
+earlier run has finished, open the work directory, make the checkpoint, evaluate it, write its record and its card, publish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from attention.errors import Failure, Interrupted, Refusal
+from convert.output.lock import exclusive
+from convert.output.place import Output, check_output, recorded
+from convert.output.record import Clock, write_card, write_record
+from convert.output.workdir import WorkDirectory
+from eval.inputs.source import Source
+from eval.inputs.text import Text, Tokens
+from eval.quality.evaluation import prepare, report_of
+from eval.quality.settings import EvaluationSettings
+from eval.terminal.progress import Progress
+
+_log = logging.getLogger("kvfold")
+
+
+class Made(NamedTuple):
+    """What a task has made in its work directory.
+
+    Attributes:
+        record: conversion.json, without what `carry_out` adds: `evaluation` and `run`.
+        seen: The text that the checkpoint was fitted to, which would flatter an evaluation; None if that is not compared.
+    """
+
+    record: dict[str, Any]
+    seen: Tokens | None = None
+
+
+class Task(Protocol):
+    """A command that makes a checkpoint, once its texts are read.
+
+    Attributes:
+        noun: For messages: "conversion".
+        labels: The names of its models and of its result in reports.
+    """
+
+    noun: ClassVar[str]
+    labels: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def is_finished(self) -> bool:
+        """Whether OUTPUT holds what the task would make.
+
+        Raises:
+            Refusal: It holds something else.
+        """
+
+    @abstractmethod
+    def idle(self) -> None:
+        """Called instead of `make`, where an earlier run has made it all."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse what headers of weights show to be impossible, before anything is written."""
+
+    @abstractmethod
+    def inputs(self) -> dict[str, Any]:
+        """Everything that the result's bytes depend on, which `--resume` compares."""
+
+    @abstractmethod
+    def source_files(self) -> dict[str, Any]:
+        """The fingerprints of the files that it reads."""
+
+    @abstractmethod
+    def foretell(self, evaluated: int) -> float | None:
+        """Say how long it takes, with an evaluation on so many tokens (0: none). Returns the seconds, if it is long."""
+
+    @abstractmethod
+    def make(self, work: WorkDirectory) -> Made:
+        """Write the checkpoint into the work directory, all but its record and its card."""
+
+    @abstractmethod
+    def card(self, record: dict[str, Any]) -> str:
+        """The text of README.md, from the record without its `run`: it holds nothing that differs between runs."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A held-out text to evaluate on, and how.
+
+    Attributes:
+        text: The text.
+        settings: How.
+    """
+
+    text: Text
+    settings: EvaluationSettings
+
+
+def carry_out(
+    output: Output,
+    models: tuple[Source, ...],
+    begin: Callable[[Tokens | None], Task],
+    held_out: Held | None,
+    progress: Progress,
+    published: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Make a checkpoint at OUTPUT.
+
+    Args:
+        output: OUTPUT, and how to write it.
+        models: The checkpoints that are read, the source first. The result is evaluated beside them.
+        begin: Reads the texts; it is given the tokens to evaluate on, if there are any, so that it can warn of an overlap.
+        held_out: The text to evaluate on; its figures go into the record and the card.
+        progress: Called with the progress of each stage.
+        published: Called when OUTPUT is complete, before the work directory, by which `--resume` recognises it, is removed.
+
+    Returns:
+        The content of conversion.json.
+
+    Raises:
+        KvfoldError: OUTPUT is unchanged; the work directory stays only if `--resume` can use it.
+    """
+    path, resume, overwrite = output.path, output.resume, output.overwrite
+    with exclusive(path):
+        for source in models:
+            check_output(path, source.directory, overwrite, resume)  # again, now that no other run writes
+        clock = Clock()
+        evaluated = prepare(models, held_out.text, held_out.settings)[1] if held_out else None
+        task = begin(evaluated)
+        if resume and not overwrite and task.is_finished():
+            _log.warning("%s is finished already, there is nothing to do", path)
+            task.idle()
+            published()
+            return recorded(path)
+        task.check()
+        with explained(task.noun, path), WorkDirectory.opened(path, task.inputs(), resume, overwrite) as work:
+            if work.published:  # an earlier run was stopped after OUTPUT appeared
+                task.idle()
+            else:
+                expected = task.foretell(len(evaluated.ids) if evaluated else 0)
+                record, seen = task.make(work)
+                if held_out:
+                    write_record(work.path, record)  # the report says what it says
+                    record |= {"evaluation": _evaluated(task, models, work, held_out, seen, progress)}
+                write_card(work.path, task.card(record))
+                write_record(work.path, record | {"run": clock.run(path, task.source_files(), expected)})
+                work.publish()
+            published()
+            work.discard()
+            return recorded(path)
+
+
+@contextlib.contextmanager
+def explained(noun: str, path: Path) -> Iterator[None]:
+    """Turn an interrupt or a disk's error in the block into an error of the command."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted", hint=f"the same command with --resume finishes the {noun}") from None
+    except OSError as error:
+        raise Failure(f"the {noun} to {path} stopped: {error}", hint="fix the cause and rerun with --resume") from None
+
+
+def _evaluated(
+    task: Task, models: tuple[Source, ...], work: WorkDirectory, held_out: Held, seen: Tokens | None, progress: Progress
+) -> dict[str, Any]:
+    """The report on the models and the result in the work directory, whose name does not get into it."""
+    work.keep()  # the weights are complete even if the evaluation fails
+    result = Source.parse(str(work.path), models[0].trust_remote_code)
+    labelled = [replace(one, label=label) for one, label in zip((*models, result), task.labels, strict=True)]
+    try:
+        report = report_of(labelled, held_out.text, held_out.settings, seen, progress, foretold=True)
+    except (Refusal, Failure) as error:
+        raise Failure(
+            f"the {task.noun} is done, its evaluation failed: {error}",
+            hint="the same command with --resume and without --evaluate publishes it",
+        ) from error
+    for entry, path in zip(report["models"], [*(one.reference for one in models), "OUTPUT"], strict=True):
+        entry["path"] = path
+    return report

@@ -1,0 +1,211 @@
+"""The place of an output: where it may be written, and what is there already.
+
+A checkpoint grows in a work directory beside OUTPUT, `OUTPUT.partial`, and is renamed to OUTPUT when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attention.errors import Failure, Refusal
+from convert.checkpoint.reader import Reader
+from eval.inputs.sealed import read_object
+from eval.inputs.text import SELF
+
+# In the work directory: the plan, which is renamed when the checkpoint moves to OUTPUT, and the checkpoint.
+PLAN, PUBLISHED, CHECKPOINT = "plan.json", "published.json", "checkpoint"
+_RECORD = "conversion.json"  # in OUTPUT
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where and how to write the result.
+
+    Attributes:
+        path: OUTPUT.
+        dtype: The dtype that floats are stored in; None keeps each tensor's own.
+        max_shard_size: Bytes per weight file.
+        overwrite: Whether a checkpoint at `path` may be replaced.
+        resume: Whether to continue an unfinished conversion to `path`.
+        engine: The engine of `convert.hosts.engines` that has to run it; None for none in particular.
+    """
+
+    path: Path
+    dtype: str | None = None
+    max_shard_size: int = 5 * 10**9
+    overwrite: bool = False
+    resume: bool = False
+    engine: str | None = None
+
+
+def partial_path(output: Path) -> Path:
+    """The work directory of OUTPUT, beside it."""
+    whole = output.resolve()  # "." has no name
+    return whole.with_name(whole.name + ".partial")
+
+
+def check_output(output: Path, source: Path | None, overwrite: bool, resume: bool) -> None:
+    """Refuse an OUTPUT that may not be written.
+
+    Args:
+        output: As the user gave it.
+        source: The source's directory, if it is local.
+        overwrite: Whether an existing checkpoint may be replaced.
+        resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes too: `finished` must then
+            check which one it is.
+    """
+    _require_place(output)
+    partial = partial_path(output)
+    for ours in (output.resolve(), partial.resolve()) if source else ():
+        whole = source.resolve() if source else ours
+        if whole == ours or whole in ours.parents or ours in whole.parents:
+            raise Refusal(f"OUTPUT {output} and MODEL {source} lie inside each other", hint="choose an OUTPUT beside MODEL")
+    if output.is_dir() and any(output.iterdir()):
+        if not (overwrite or (resume and (is_published(partial) or _may_be_finished(output, partial)))):
+            raise Refusal(f"OUTPUT {output} exists already", hint="choose another, or replace it with --overwrite")
+        if not ({"kvfold", "recipe"} <= recorded(output).keys() or is_published(partial)):
+            raise Refusal(
+                f"OUTPUT {output} has no conversion.json of kvfold, so --overwrite leaves it alone",
+                hint="choose another OUTPUT",
+            )
+    if partial.exists() or partial.is_symlink():
+        if not _is_ours(partial):
+            raise Refusal(f"{partial} is in the way, and no conversion made it", hint="move it, or choose another OUTPUT")
+        if not (resume or overwrite):
+            raise Refusal(
+                f"{partial} holds an unfinished conversion", hint="finish it with --resume, or start again with --overwrite"
+            )
+
+
+def _require_place(output: Path) -> None:
+    """Refuse an OUTPUT where no directory can be renamed to: it has to be nothing yet, or a directory."""
+    if output.is_symlink():
+        raise Refusal(f"OUTPUT {output} is a link to {output.readlink()}", hint="give the directory that it is to be itself")
+    if output.exists() and not output.is_dir():
+        raise Refusal(f"OUTPUT {output} is {_kind(output)}", hint="give a directory that does not exist yet")
+    if above := next((parent for parent in output.parents if parent.exists() and not parent.is_dir()), None):
+        raise Refusal(f"OUTPUT {output} lies in {_kind(above)}, {above}", hint="give a directory that does not exist yet")
+    if os.path.ismount(output):
+        raise Refusal(f"OUTPUT {output} is a mount point, which cannot be renamed", hint="give a directory inside it")
+    if not output.resolve().name or not _is_unicode(output):
+        raise Refusal(f"OUTPUT {str(output)!r} is not a name for a directory", hint="choose another")
+
+
+def _kind(path: Path) -> str:
+    """Names what stands there instead of a directory."""
+    kinds = {"a device": (path.is_char_device, path.is_block_device), "a FIFO": (path.is_fifo,), "a socket": (path.is_socket,)}
+    return next((name for name, tests in kinds.items() if any(test() for test in tests)), "a file")
+
+
+def _is_ours(partial: Path) -> bool:
+    """Whether kvfold made this directory: it holds a plan, which is written first, or nothing yet."""
+    if partial.is_symlink() or not partial.is_dir():
+        return False
+    there = {path.name for path in partial.iterdir()}
+    return bool(there & {PLAN, PUBLISHED}) or there <= {f"{PLAN}.tmp"}
+
+
+def is_published(partial: Path) -> bool:
+    """Whether the checkpoint of a work directory is at OUTPUT, whole."""
+    return read_object(partial / PUBLISHED) is not None and not (partial / CHECKPOINT).exists()
+
+
+def _may_be_finished(output: Path, partial: Path) -> bool:
+    """Whether OUTPUT holds a conversion and no other one is unfinished."""
+    return isinstance(recorded(output).get("recipe"), dict) and not (partial.exists() or partial.is_symlink())
+
+
+def begun(output: Path) -> dict[str, Any] | None:
+    """The inputs of the unfinished work at OUTPUT, or None."""
+    return read_object(partial_path(output) / PLAN)
+
+
+def finished(
+    output: Path, recipes: Sequence[Mapping[str, Any]], hashes: Sequence[str | None], source_files: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Find the conversion that a run with `--resume`, without `--overwrite`, would repeat.
+
+    Args:
+        output: OUTPUT.
+        recipes: The recipe of the run's plan, and those among which the text decides.
+        hashes: Of the calibration texts' tokens, wherever the texts lie; None for what the model writes itself.
+        source_files: The fingerprint of the source's files, as under `run` in conversion.json.
+
+    Returns:
+        The recipe by which the conversion at OUTPUT was made. None if the run has work to do.
+
+    Raises:
+        Refusal: OUTPUT holds another conversion, one of other source files, or one with missing files.
+    """
+    if not _may_be_finished(output, partial_path(output)):
+        return None
+    known = recorded(output)
+    on = calibration_hashes(known)
+    same_text = len(on) == len(hashes) and all(wanted in (None, found) for wanted, found in zip(hashes, on, strict=True))
+    there = _without_text(known["recipe"]) if same_text else None
+    same = next((recipe for recipe in recipes if _without_text(recipe) == there), None)
+    if same is None:
+        raise Refusal(
+            f"OUTPUT {output} exists already, and was made by another recipe",
+            hint="choose another OUTPUT, or replace it with --overwrite",
+        )
+    run = known.get("run")
+    before = run.get("source_files") if isinstance(run, dict) else None
+    if before is not None and before != source_files:
+        raise Refusal(
+            f"OUTPUT {output} exists already, and the source's files have changed since it was made",
+            hint="make it again with --overwrite",
+        )
+    try:
+        whole = _is_checkpoint(output) and bool(Reader(output).infos)
+    except (Failure, OSError):
+        whole = False
+    if not whole:
+        raise Refusal(f"OUTPUT {output} exists already, and is not whole", hint="make it again with --overwrite")
+    return same
+
+
+def calibration_hashes(record: Mapping[str, Any]) -> list[Any]:
+    """The hashes of the texts that a record says its conversion was calibrated on."""
+    calibration = record.get("calibration")
+    found = calibration.get("texts") if isinstance(calibration, dict) else []
+    return [one.get("hash") if isinstance(one, dict) else None for one in found] if isinstance(found, list) else []
+
+
+def _without_text(recipe: Mapping[str, Any]) -> Any:
+    """A recipe, `{command: options}`, as read back from JSON, without the path of its text."""
+    plain = json.loads(json.dumps(recipe))
+    return {command: without_text(options) if isinstance(options, dict) else options for command, options in plain.items()}
+
+
+def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A command's options without its texts, which hashes of tokens identify wherever they lie; what is its own stays so."""
+    given = options.get("text")
+    own = SELF in (given if isinstance(given, list) else [given])
+    plain = {name: value for name, value in options.items() if name not in ("text", "strings", "text_shares")}
+    return plain | ({"text": SELF, "text_shares": options.get("text_shares")} if own else {})
+
+
+def recorded(output: Path) -> dict[str, Any]:
+    """conversion.json of an OUTPUT, empty if there is none that can be read."""
+    return read_object(output / _RECORD) or {}
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    """Whether a directory holds a model: a config with a model type, and weights."""
+    weights = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
+    return "model_type" in (read_object(directory / "config.json") or {}) and bool(weights)
+
+
+def _is_unicode(path: Path) -> bool:
+    """Whether the path is valid Unicode, as safetensors needs."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
