@@ -1,35 +1,133 @@
-"""The examples of docs/api.md do what they say."""
+"""Documents are true: their examples run, their commands have the options that they name, and their links lead somewhere."""
 
 from __future__ import annotations
 
 import logging
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
+from convert.command.cli import main
 from convert.demo.corpus import VALIDATION, held_out_text
 from convert.demo.showcase import MODEL
 
-API = Path(__file__).parents[1] / "docs" / "api.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+API = ROOT / "docs" / "api.md"
+COMMAND = re.compile(r"^.*?\b(?:convert|kvfold) (?=(?:" + "|".join(main.commands) + r") )")
+# What pages call models, and what stands for sizes and budgets of large ones.
+MODELS = ("MODEL", "SOURCE", "english-6m-mha")
+SMALL = {"--groups": "2", "--kv-lora-rank": "96", "--qk-rope-head-dim": "32", "--q-lora-rank": "128", "64KB": "3KB"}
+# Of an option that is given twice, the last one counts.
+CONVERSION = ["--calibration-tokens", "512", "--calibration-context", "64", "--heal", "0", "--overwrite"]
+EVALUATION = ["--max-tokens", "256", "--context", "64", "--overwrite"]
+QUICK = {
+    "gqa": CONVERSION,
+    "mqa": CONVERSION,
+    "mla": CONVERSION,
+    "heal": ["--tokens", "128", "--context", "16", "--overwrite"],
+    "eval": EVALUATION,
+    "bench": ["--context", "16,32", "--steps", "1", "--rounds", "1", "--overwrite"],
+    "sweep": [*CONVERSION, *EVALUATION, "--groups", "2", "--mla", "96+32", "--methods", "mean,weighted"],
+}
+TOO_LARGE = "--engine vllm"  # its latents are larger than the bundled model's whole cache
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """What stands between fences."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Arguments of each command that a page tells to run; lines that are indented continue the one before."""
+    for block in blocks(page, "", "sh", "bash", "console"):
+        for line in re.sub(r"\s*\\?\n +", " ", block).splitlines():
+            if found := COMMAND.match(line):
+                yield shlex.split(line[found.end() :], comments=True)
+
+
+def parsed(arguments: list[str]) -> None:
+    """Raise click.UsageError if the command line cannot be read, for example because there is no such option."""
+    name, *rest = arguments
+    main.commands[name].make_context(name, rest)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory of a newcomer: models and texts of the names that pages use."""
+    for name in (*MODELS, "my-model"):
+        (tmp_path / name).symlink_to(MODEL)
+    texts = {name for page in PAGES for command in commands(page) for name in command if name.endswith(".txt")}
+    for name in sorted(texts | {"FILE", "calibrate.txt", "held-out.txt"}):
+        held_out = name == "held-out.txt" or "test" in name
+        text = held_out_text(("statistics",))[8000:10000] if held_out else held_out_text(VALIDATION)[:2000]
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("kvfold"), "handlers", [])
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=lambda page: page.stem)
+def test_commands_have_the_options_that_pages_name(page: Path, desk: Path) -> None:
+    for arguments in commands(page):
+        parsed(arguments)
+
+
+def test_an_option_that_does_not_exist_is_found(desk: Path) -> None:
+    page = desk / "page.md"
+    page.write_text("```\nconvert gqa --groups 8 MODEL OUTPUT    # right\nconvert gqa --heads 8 MODEL OUTPUT\n```\n")
+    right, wrong = commands(page)
+    parsed(right)
+    with pytest.raises(click.NoSuchOption, match="--heads"):
+        parsed(wrong)
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_api_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=lambda page: page.stem)
+def test_commands_run(page: Path, desk: Path, writing: None) -> None:
+    """One after another, on the bundled checkpoint, with sizes that take seconds."""
+    runner = CliRunner()
+    for name in ("OUTPUT", "CONVERTED...", "model-mqa"):
+        assert runner.invoke(main, ["mqa", "MODEL", name, "--method", "mean"]).exit_code == 0
+    for arguments in commands(page):
+        if TOO_LARGE in shlex.join(arguments):
+            continue
+        small = [SMALL.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)]
+        done = runner.invoke(main, [*small, *QUICK.get(arguments[0], [])])
+        assert done.exit_code == 0, f"{shlex.join(arguments)}\n{done.output}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        if not path.startswith("http"):
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_api_run(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One after another, on the bundled checkpoint and some hundreds of tokens."""
-    (tmp_path / "my-model").symlink_to(MODEL)
-    (tmp_path / "calibrate.txt").write_text(held_out_text(VALIDATION)[:2000], encoding="utf-8")
-    (tmp_path / "held-out.txt").write_text(held_out_text(("statistics",))[8000:10000], encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.getLogger("kvfold"), "handlers", [])
-    blocks = re.findall(r"^```python\n(.*?)^```$", API.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 9
+    examples = blocks(API, "python")
+    assert len(examples) == 9
     namespace: dict[str, object] = {}
     said = []
-    for block in blocks:
-        exec(compile(block, str(API), "exec"), namespace)
+    for example in examples:
+        exec(compile(example, str(API), "exec"), namespace)
         said.append(capsys.readouterr().out)
     assert "my-model-gqa2 MHA GQA-2" in said[0]
     assert "MLA-96+32" in said[2]

@@ -20,6 +20,7 @@ from convert.methods.grouped import Draw, reordered
 from convert.methods.latent import Allocation, balanced, sized
 from convert.methods.query_latent import behind_norm, expected_met, truncated
 from convert.methods.statistics import Statistics
+from convert.planning.base import Plan
 from convert.planning.targets import GroupedTarget, LatentTarget
 
 _UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
@@ -49,7 +50,7 @@ class Pipeline:
 
 def grouped_pipeline(job: Job, target: GroupedTarget) -> Pipeline:
     """The steps to fewer KV heads."""
-    return Pipeline(partial(merged, target), {"refit": partial(refit, job)})
+    return Pipeline(partial(merged, target), _named(job.plan, {"refit": partial(refit, job)}))
 
 
 def latent_pipeline(job: Job, target: LatentTarget, allocation: Allocation, ranks: Sequence[int]) -> Pipeline:
@@ -61,17 +62,19 @@ def latent_pipeline(job: Job, target: LatentTarget, allocation: Allocation, rank
         allocation: What all layers share.
         ranks: The rank of each layer; empty if all have that of the allocation.
     """
-    steps: dict[str, Step] = {}
-    if target.host.portable:
-        steps["constant norm"] = _constant_norm
-    steps["refit"] = partial(refit, job)
-    rank, full = target.spec.q_lora_rank, target.host.full_query_rank(job.plan.source.decoder.hidden_size)
-    if rank is not None and target.host.portable:
-        steps["queries behind a norm"] = partial(_behind_norm, job)
-    elif rank is not None and rank != full:
-        steps["latent of queries"] = partial(_query_latent, job, query_channels(rank))
-    steps["scale"] = partial(_scaled, target.host.latent_size(target.spec.kv_lora_rank or 0))
-    return Pipeline(partial(factored, target, allocation, ranks), steps)
+    steps: dict[str, Step] = {
+        "constant norm": _constant_norm,
+        "refit": partial(refit, job),
+        "queries behind a norm": partial(_behind_norm, job),
+        "latent of queries": partial(_query_latent, job, target.spec.q_lora_rank or 0),
+        "scale": partial(_scaled, target.host.latent_size(target.spec.kv_lora_rank or 0)),
+    }
+    return Pipeline(partial(factored, target, allocation, ranks), _named(job.plan, steps))
+
+
+def _named(plan: Plan, steps: Mapping[str, Step]) -> dict[str, Step]:
+    """Of these steps those that the plan names, in its order."""
+    return {name: steps[name] for name in plan.layer_steps}
 
 
 def merged(target: GroupedTarget, before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
@@ -104,15 +107,15 @@ def _constant_norm(before: Attention, after: Record, layer: int, known: Statisti
     return with_constant_norm(before, after, known.sample.to(before.k.device))
 
 
-def _query_latent(job: Job, channels: int, before: Attention, after: Record, layer: int, known: Statistics) -> Record:
-    """Queries that read a latent of so many channels."""
+def _query_latent(job: Job, rank: int, before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+    """Queries that read a latent of this rank."""
     assert isinstance(after, FactoredAttention)
     known = known.shrunk().to(after.down.device)
     if known.sample is not None and job.shows_attention:
         met = met_by_queries(before, after, [block.float() for block in known.sample.blocks])
     else:
         met = expected_met(after, known.attended)
-    return truncated(after, channels, known.of_queries, met)
+    return truncated(after, query_channels(rank), known.of_queries, met)
 
 
 def _behind_norm(job: Job, before: Attention, after: Record, layer: int, known: Statistics) -> Record:

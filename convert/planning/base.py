@@ -90,6 +90,27 @@ class Plan:
         """The same plan with `target`, one of its target's splits."""
         return replace(self, target=target)
 
+    @property
+    def layer_steps(self) -> tuple[str, ...]:
+        """The steps that follow the method in each layer, by their names in `convert.execute.steps`."""
+        refit = self.calibration is not None and self.calibration.refit
+        return self.target.layer_steps(refit, self.source.decoder.hidden_size)
+
+    @property
+    def steps(self) -> list[str]:
+        """What happens to each layer, in order, and then to the whole result."""
+        if self.target.copies:
+            return []
+        text, dtype = self.calibration, self.output.dtype
+        return [
+            f"{self.target.method.name}{self.target.among}",
+            *self.layer_steps,
+            *(["fit to outputs"] if text and text.refit else []),
+            *([f"{text.refine} steps of refinement"] if text and text.refine else []),
+            *([f"cast to {dtype}"] if dtype else []),
+            *([f"heal the whole on {text.heal} tokens"] if text and text.heal else []),
+        ]
+
     def recipe(self) -> dict[str, Any]:
         """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
         file, directory = self.source.file, self.source.directory
@@ -121,6 +142,7 @@ class Plan:
             "kv_heads_before": before.num_kv_heads,
             **target.facts(),
             "method": self.applied_method,
+            "steps": self.steps,
             "calibration": self.calibration.as_options() if self.calibration else None,
             "output_class": target.host.name,
             "loads_in": target.host.loads_in,

@@ -140,14 +140,6 @@ class Calibration:
         """The options with absolute paths, for a recipe that is read from another directory."""
         return self.as_options() | as_options(self.texts, absolute=True)
 
-    def steps(self) -> list[str]:
-        """The steps beyond the method, as on the command line."""
-        return [
-            *(["--refit"] if self.refit else []),
-            *([f"--refine {self.refine}"] if self.refine else []),
-            *([f"--heal {self.heal}"] if self.heal else []),
-        ]
-
 
 @dataclass(frozen=True)
 class GivenTexts:

@@ -298,10 +298,9 @@ def _plan_lines(plan: Plan) -> list[str]:
     if text:
         how += f", calibrated on at most {text.tokens} tokens of {text.name} in blocks of {text.context}"
         how += f" for contexts of {text.max_context}" if text.max_context != text.context else ""
-    steps = [*target.steps(), *(text.steps() if text else [])]
     return [
         f"{plan.before.kind} → {target.spec.kind}, {how}",
-        *([f"with {', '.join(steps)}"] if steps else []),
+        *([f"steps: {' → '.join(plan.steps)}"] if plan.steps[1:] else []),
         f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {kept})",
         *plan.notes,
     ]

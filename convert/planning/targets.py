@@ -60,9 +60,14 @@ class GroupedTarget:
         """The new config.json."""
         return self.host.config(source.raw, source.config, self.spec, rotary)
 
-    def steps(self) -> list[str]:
-        """The steps beyond the method, as on the command line."""
-        return ["--grouping similar"] if self.grouping == "similar" and not self.copies else []
+    @property
+    def among(self) -> str:
+        """Which heads the method merges, for people, where they are not neighbours."""
+        return " of similar heads" if self.grouping == "similar" else ""
+
+    def layer_steps(self, refit: bool, width: int) -> tuple[str, ...]:
+        """As of `LatentTarget`."""
+        return ("refit",) if refit else ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class LatentTarget:
     splits: tuple[LatentTarget, ...] = ()
     notes: tuple[str, ...] = ()
 
-    command = "mla"
+    command, among = "mla", ""
 
     @property
     def copies(self) -> bool:
@@ -120,9 +125,22 @@ class LatentTarget:
         """The new config.json; `rotary` is the rotary embedding of its rotary key."""
         return dict(source.raw) if self.copies else self.host.config(source.raw, source.config, self.spec, rotary)
 
-    def steps(self) -> list[str]:
-        """The steps beyond the method, as on the command line: none."""
-        return []
+    def layer_steps(self, refit: bool, width: int) -> tuple[str, ...]:
+        """The steps that follow the method in each layer, in order, by their names in `convert.execute.steps`.
+
+        Args:
+            refit: Whether queries, keys and values are fitted to a text.
+            width: Of the model.
+        """
+        rank, full = self.spec.q_lora_rank, self.host.full_query_rank(width)
+        steps = {
+            "constant norm": self.host.portable,
+            "refit": refit,
+            "queries behind a norm": rank is not None and self.host.portable,
+            "latent of queries": rank is not None and not self.host.portable and rank != full,
+            "scale": True,
+        }
+        return tuple(name for name, taken in steps.items() if taken)
 
     def allocation(self, rotary: Rotary) -> Allocation:
         """The allocation of all layers before frequencies are chosen; `rotary` is the source's rotary embedding."""

@@ -108,6 +108,5 @@ def test_a_latent_is_made_in_this_order(host: Any, queries: int | None, names: l
     target = latent()
     target = dataclasses.replace(target, spec=dataclasses.replace(target.spec, q_lora_rank=queries))
     target = target if host is None else dataclasses.replace(target, host=host)
-    decoder = SimpleNamespace(hidden_size=20)
-    job: Any = SimpleNamespace(plan=SimpleNamespace(source=SimpleNamespace(decoder=decoder)))
+    job: Any = SimpleNamespace(plan=SimpleNamespace(layer_steps=target.layer_steps(refit=True, width=20)))
     assert list(latent_pipeline(job, target, None, ()).steps) == names  # type: ignore[arg-type]

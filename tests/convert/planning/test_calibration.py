@@ -126,13 +126,13 @@ def test_a_calibration_is_repeated_from_any_directory(tmp_path: Path, monkeypatc
     options = {"calibration_tokens": 500, "calibration_context": 50, "refit": False, "refine": 3, "heal": 64}
     assert found.as_options() == {"text": "some.txt"} | options
     assert found.as_recipe() == {"text": str(tmp_path / "some.txt")} | options
-    assert found.steps() == ["--refine 3", "--heal 64"]
+    assert (found.refit, found.refine, found.heal) == (False, 3, 64)
     of_a_program = Calibration(texts_of(["a", "b", "c"], None), 500, 50, True, 0, 50)
     assert of_a_program.as_recipe()["strings"] == "3"
     named = Calibration(texts_of(None, "wikitext"), 500, 50, True, 0, 50)
     expected = {"dataset": "wikitext", "calibration_tokens": 500, "calibration_context": 50, "refit": True, "heal": 0}
     assert named.as_options() == named.as_recipe() == expected
-    assert named.steps() == ["--refit"]
+    assert (named.refit, named.refine, named.heal) == (True, 0, 0)
 
 
 @pytest.mark.parametrize("method", ["weighted", "svd", "aligned", "mean"])

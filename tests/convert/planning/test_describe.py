@@ -144,7 +144,8 @@ def test_plans_in_words(source: Sources, output: Output) -> None:
     )  # fmt: skip
     text = plan_text(latent).splitlines()
     assert text[0] == "MLA-16+8 → MLA-12+8, method svd (singular vectors of the weights alone)"
-    assert text[1] == "KV cache: 288 → 120 bytes per token (41.7%, kept in bfloat16, was float32)"
+    assert text[1] == "steps: svd → scale → cast to bfloat16"
+    assert text[2] == "KV cache: 288 → 120 bytes per token (41.7%, kept in bfloat16, was float32)"
     assert text[-1] == f"would be written to {output.path}, loads in transformers as deepseek_v3"
     grouped = plan_grouped("gqa", source(), 2, load_grouped("mean"), 0, "cpu", output)
     assert conversion_text(grouped, {}).splitlines()[-1] == f"written to {output.path}, loads in transformers as llama"
@@ -226,15 +227,17 @@ def test_families_lists_every_family(convert: Convert) -> None:
 def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
     command = ["gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--dry-run"]
     ways: dict[str, list[Any]] = {
-        "with --refit": on,
-        "with --grouping similar, --refine 7": [
+        "aligned → refit → fit to outputs": on,
+        "aligned of similar heads → 7 steps of refinement": [
             *on, "--grouping", "similar", "--no-refit", "--refine", 7,
         ],
-        "with --grouping similar": ["--grouping", "similar"],
+        "aligned → cast to float16": ["--dtype", "float16"],
     }  # fmt: skip
     for line, way in ways.items():
-        assert ok(convert(*command, *way)).stdout.splitlines()[1] == line
-    assert "\nwith " not in ok(convert(*command)).stdout
+        assert ok(convert(*command, *way)).stdout.splitlines()[1] == f"steps: {line}"
+    assert "\nsteps: " not in ok(convert(*command)).stdout
+    same = json.loads(ok(convert("gqa", checkpoint(), tmp_path / "out", "--groups", 4, "--dry-run", "--json")).stdout)
+    assert same["steps"] == []
 
 
 @pytest.mark.parametrize("method", WAYS)
