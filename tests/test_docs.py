@@ -22,17 +22,20 @@ API = ROOT / "docs" / "api.md"
 COMMAND = re.compile(r"^.*?\b(?:convert|kvfold) (?=(?:" + "|".join(main.commands) + r") )")
 # What pages call models, and what stands for sizes and budgets of large ones.
 MODELS = ("MODEL", "SOURCE", "english-6m-mha")
-SMALL = {"--groups": "2", "--kv-lora-rank": "96", "--qk-rope-head-dim": "32", "--q-lora-rank": "128", "64KB": "3KB"}
+SMALL = {
+    "--groups": "2", "--kv-lora-rank": "96", "--qk-rope-head-dim": "32", "--q-lora-rank": "128", "64KB": "3KB",
+    "--refine": "1", "--context": "64", "--batch": "1,2",
+}  # fmt: skip
 # Of an option that is given twice, the last one counts.
 CONVERSION = ["--calibration-tokens", "512", "--calibration-context", "64", "--heal", "0", "--overwrite"]
-EVALUATION = ["--max-tokens", "256", "--context", "64", "--overwrite"]
+EVALUATION = ["--max-tokens", "256", "--overwrite"]
 QUICK = {
     "gqa": CONVERSION,
     "mqa": CONVERSION,
     "mla": CONVERSION,
     "heal": ["--tokens", "128", "--context", "16", "--overwrite"],
     "eval": EVALUATION,
-    "bench": ["--context", "16,32", "--steps", "1", "--rounds", "1", "--overwrite"],
+    "bench": ["--steps", "1", "--rounds", "1", "--overwrite"],
     "sweep": [*CONVERSION, *EVALUATION, "--groups", "2", "--mla", "96+32", "--methods", "mean,weighted"],
 }
 TOO_LARGE = "--engine vllm"  # its latents are larger than the bundled model's whole cache
@@ -98,7 +101,7 @@ def test_commands_run(page: Path, desk: Path, writing: None) -> None:
     for arguments in commands(page):
         if TOO_LARGE in shlex.join(arguments):
             continue
-        small = [SMALL.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)]
+        small = [SMALL.get(option, SMALL.get(word, word)) for option, word in pairwise(["", *arguments])]
         done = runner.invoke(main, [*small, *QUICK.get(arguments[0], [])])
         assert done.exit_code == 0, f"{shlex.join(arguments)}\n{done.output}"
 

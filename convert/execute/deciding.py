@@ -186,12 +186,12 @@ def _errors(job: Job, method: LatentMethod, offers: Sequence[Allocation], statis
     errors = [0.0] * len(offers)
     with stage(job.progress, "try", len(offers) * len(tried_layers), "candidate") as done:
         for layer in tried_layers:
-            before, known = job.read_layer(layer)[1], statistics(layer).to(job.device)
-            assert known.sample is not None
-            rows = range(len(known.sample.rows))
-            tried, other = known.sample.of(rows[::2]), known.sample.of(rows[1::2] or rows)
+            before, measured = job.read_layer(layer)[1], statistics(layer).to(job.device)
+            assert measured.sample is not None
+            rows = range(len(measured.sample.rows))
+            tried, other = measured.sample.of(rows[::2]), measured.sample.of(rows[1::2] or rows)
             for i, offer in enumerate(offers):
-                after = refit(job, before, method.factor(before, offer, known), layer, replace(known, sample=other))
+                after = refit(job, before, method.factor(before, offer, measured), layer, replace(measured, sample=other))
                 errors[i] += output_error(before, after, tried.blocks) / count
                 done(1)
     return errors
@@ -205,16 +205,16 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
     tried, costs, layers = measured_ranks(target.ranks), [], target.spec.num_layers
     with stage(job.progress, "rank", layers, "layer") as done:
         for layer in range(layers):
-            before, known = job.read_layer(layer)[1], statistics(layer).to(job.device)
-            assert known.sample is not None
-            assert known.inverse_energy is not None
-            blocks = excerpt(known.sample).blocks
+            before, measured = job.read_layer(layer)[1], statistics(layer).to(job.device)
+            assert measured.sample is not None
+            assert measured.inverse_energy is not None
+            blocks = excerpt(measured.sample).blocks
             expected = attention_output(before, blocks)
             energy = float(expected.double().square().sum(-1).mean())
-            weight = 1 / max(energy, _SILENT) if job.normalises_output(layer) else known.inverse_energy
+            weight = 1 / max(energy, _SILENT) if job.normalises_output(layer) else measured.inverse_energy
             errors = []
             for rank in tried:
-                after = target.method.factor(before, replace(allocation, rank=rank), known)
+                after = target.method.factor(before, replace(allocation, rank=rank), measured)
                 lacking = attention_output(after, blocks) - expected
                 errors.append(weight * float(lacking.double().square().sum(-1).mean()))
             if not all(map(math.isfinite, errors)):

@@ -45,12 +45,12 @@ class Job:
 
     def assumed(self, layer: int) -> Statistics:
         """The statistics of a layer's input that are assumed without text, from the gains of its norm."""
-        known = self._assumed(layer)
+        assumed = self._assumed(layer)
         if not self.plan.reads_projections:
-            return known
+            return assumed
         projections = self.read_layer(layer)[1].projections
         assert projections is not None
-        return known.to(self.device).behind(projections)
+        return assumed.to(self.device).behind(projections)
 
     def input_gain(self, layer: int) -> torch.Tensor:
         """`[E]`, the gains of the norm of a layer's input; ones without."""

@@ -167,7 +167,7 @@ def _converted(job: Job, pair: _Pair, decision: Decision, layer: int) -> Layer:
     change = decision.change
     assert change is not None, "where nothing changes, there is no sequence"
     tensors, source = job.read_layer(layer)
-    known = pair.observed(layer, source, job.shows_attention)
-    before, after = change(source, layer, known)
+    observed = pair.observed(layer, source, job.shows_attention)
+    before, after = change(source, layer, observed)
     after, errors = pair.fitted(layer, after)
     return Layer.of(pair.plan, layer, tensors, before, after, **errors)

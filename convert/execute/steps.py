@@ -41,10 +41,10 @@ class Pipeline:
     method: Method
     steps: Mapping[str, Step]
 
-    def __call__(self, before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
-        before, after = self.method(before, layer, known)
+    def __call__(self, before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
+        before, after = self.method(before, layer, statistics)
         for step in self.steps.values():
-            after = step(before, after, layer, known)
+            after = step(before, after, layer, statistics)
         return before, after
 
 
@@ -77,52 +77,52 @@ def _named(plan: Plan, steps: Mapping[str, Step]) -> dict[str, Step]:
     return {name: steps[name] for name in plan.layer_steps}
 
 
-def merged(target: GroupedTarget, before: Attention, layer: int, known: Statistics) -> tuple[Attention, Record]:
+def merged(target: GroupedTarget, before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
     """The KV heads of a layer, merged by the target's method."""
     groups, method = target.spec.num_kv_heads, target.method
     if target.grouping == "similar" and method.partition:
-        before = reordered(before, method.partition(before, groups, known))
-    return before, method.merge(before, groups, Draw.of_layer(target.seed, layer, target.initializer_range), known)
+        before = reordered(before, method.partition(before, groups, statistics))
+    return before, method.merge(before, groups, Draw.of_layer(target.seed, layer, target.initializer_range), statistics)
 
 
-def refit(job: Job, before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+def refit(job: Job, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """Queries, keys and values, fitted to the source's, if the plan has a refit and the source shows where it looks."""
-    if job.text is None or not job.text.plan.refit or known.sample is None or not job.shows_attention:
+    if job.text is None or not job.text.plan.refit or statistics.sample is None or not job.shows_attention:
         return after
-    return refitted(before, after, known.sample.to(job.device), known.attended)
+    return refitted(before, after, statistics.sample.to(job.device), statistics.attended)
 
 
 def factored(
-    target: LatentTarget, allocation: Allocation, ranks: Sequence[int], before: Attention, layer: int, known: Statistics
+    target: LatentTarget, allocation: Allocation, ranks: Sequence[int], before: Attention, layer: int, statistics: Statistics
 ) -> tuple[Attention, Record]:
     """Keys and values of a layer, factored by the target's method, with the frequencies and ranks of all layers chosen."""
     own = replace(allocation, rank=ranks[layer]) if ranks else allocation
-    return before, target.method.factor(before, own, known)
+    return before, target.method.factor(before, own, statistics)
 
 
-def _constant_norm(before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+def _constant_norm(before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """A latent whose norm is nearly constant, for classes that have no place for biases."""
     assert isinstance(after, FactoredAttention)
-    assert known.sample is not None, "the norm of a latent is fitted to text"
-    return with_constant_norm(before, after, known.sample.to(before.k.device))
+    assert statistics.sample is not None, "the norm of a latent is fitted to text"
+    return with_constant_norm(before, after, statistics.sample.to(before.k.device))
 
 
-def _query_latent(job: Job, rank: int, before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+def _query_latent(job: Job, rank: int, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """Queries that read a latent of this rank."""
     assert isinstance(after, FactoredAttention)
-    known = known.shrunk().to(after.down.device)
-    if known.sample is not None and job.shows_attention:
-        met = met_by_queries(before, after, [block.float() for block in known.sample.blocks])
+    statistics = statistics.shrunk().to(after.down.device)
+    if statistics.sample is not None and job.shows_attention:
+        met = met_by_queries(before, after, [block.float() for block in statistics.sample.blocks])
     else:
-        met = expected_met(after, known.attended)
-    return truncated(after, query_channels(rank), known.of_queries, met)
+        met = expected_met(after, statistics.attended)
+    return truncated(after, query_channels(rank), statistics.of_queries, met)
 
 
-def _behind_norm(job: Job, before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+def _behind_norm(job: Job, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """Queries that read the input without the gains of its norm."""
     assert isinstance(after, FactoredAttention)
-    assert known.sample is not None, "portable results need text"
-    after, spread = behind_norm(after, job.input_gain(layer), known.sample)
+    assert statistics.sample is not None, "portable results need text"
+    after, spread = behind_norm(after, job.input_gain(layer), statistics.sample)
     if spread > _UNEVEN:
         raise Failure(
             f"behind the norm of layer {layer}'s input, tokens differ in size by {spread:.1%} (root mean square), and "
@@ -133,10 +133,10 @@ def _behind_norm(job: Job, before: Attention, after: Record, layer: int, known: 
     return after
 
 
-def _scaled(size: float | None, before: Attention, after: Record, layer: int, known: Statistics) -> Record:
+def _scaled(size: float | None, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """Channels of a latent that are balanced, at the size that the class's norm needs."""
     assert isinstance(after, FactoredAttention)
     if after.normalised:  # the norm divides it by its size, so that scales cancel
         return after
     after = balanced(after)
-    return after if size is None else sized(after, known.second, size)
+    return after if size is None else sized(after, statistics.second, size)

@@ -111,10 +111,10 @@ def _read(plan: HealPlan, text: TextSource) -> Tokens | None:
 
 def _encoded(plan: HealPlan, text: Text) -> Tokens:
     tokens = tokenize(text, plan.converted.tokenizer())
-    largest, known = int(tokens.ids.max()), plan.converted.vocabulary
-    if largest >= known:
+    largest, vocabulary = int(tokens.ids.max()), plan.converted.vocabulary
+    if largest >= vocabulary:
         raise Failure(
-            f"the tokenizer of {plan.converted.reference} makes ids up to {largest}, its model knows {known}",
+            f"the tokenizer of {plan.converted.reference} makes ids up to {largest}, its model knows {vocabulary}",
             hint="the tokenizer's files are not this model's",
         )
     start = Text(text.name, text.text[:_START])

@@ -80,37 +80,37 @@ class _Heads:
     """One layer's heads in fp64, prepared for merging in any groups."""
 
     def __init__(self, attention: Attention, statistics: Statistics) -> None:
-        self.attention, known = attention, statistics.shrunk().to(attention.k.device)
+        self.attention, shrunk = attention, statistics.shrunk().to(attention.k.device)
         self.share, self.rope = attention.q.shape[0] // attention.num_kv_heads, 0
-        second = known.with_constant
+        second = shrunk.with_constant
         a, rope = attention, attention.rotary.dims if attention.rotary else 0
         self.q = augmented(a.q, a.q_bias).unflatten(0, (-1, self.share))  # [G, share, D, E + 1]
         self.k, v = augmented(a.k, a.k_bias), augmented(a.v, a.v_bias)
         self.o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, self.share))  # [G, share, E, D]
         columns = self.o.flatten(1, 2)
-        self.values = _Blocks.of(v, columns.mT @ columns, known.attended.read_with_constant)
+        self.values = _Blocks.of(v, columns.mT @ columns, shrunk.attended.read_with_constant)
         self.nope: _Blocks | None = None
         if a.k_norm is not None:
             self.likeness = _likeness(a, self.k)
             return
         self.rope = rope
         if rope:
-            self._measure_rope(known)
+            self._measure_rope(shrunk)
         if rope < self.k.shape[1]:
             rest = self.q[:, :, rope:]
             moments = (rest @ second @ rest.mT).sum(1)
-            self.nope = _Blocks.of(self.k[:, rope:], moments, known.attended.within_with_constant)
+            self.nope = _Blocks.of(self.k[:, rope:], moments, shrunk.attended.within_with_constant)
 
-    def _measure_rope(self, known: Statistics) -> None:
+    def _measure_rope(self, statistics: Statistics) -> None:
         """λ `[G, P/2]`, weighted keys `[G, P/2, E + 1]` and their Gram matrices `[P/2, G, G]`."""
-        second = known.with_constant
+        second = statistics.with_constant
         rotary, rows = self.attention.rotary, self.q[:, :, : self.rope]
         assert rotary is not None
         power = ((rows @ second) * rows).sum(-1).sum(1)  # [G, P]
         pairs = rotary.to_complex(power)[0]
         self.weight = floored(pairs.real + pairs.imag, 1e-12).sqrt()
         self.z = rotary.to_complex(self.k[:, : self.rope])[0] * self.weight[..., None]
-        moved = rotated_moments(self.attention, known) * self.weight[..., None]
+        moved = rotated_moments(self.attention, statistics) * self.weight[..., None]
         gram = torch.einsum("gle,hle->lgh", moved, self.z.conj())
         self.gram = (gram + gram.mH) / 2
 

@@ -40,13 +40,13 @@ _NOTHING = 1e-6  # of the second moment of inputs: sums in fp32 are not more exa
 
 def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
     """The latent attention."""
-    known = statistics.shrunk().to(attention.k.device)
-    rope, rest = _rope_part(attention, allocation, known)
-    latent = _Latent.of(attention, allocation, allocation.nope(rest), known)
+    statistics = statistics.shrunk().to(attention.k.device)
+    rope, rest = _rope_part(attention, allocation, statistics)
+    latent = _Latent.of(attention, allocation, allocation.nope(rest), statistics)
     del rest  # one of the largest tensors here
-    if known.sample is None or not latent.competing:
+    if statistics.sample is None or not latent.competing:
         return latent.result(attention, rope, 1.0)
-    sample = excerpt(known.sample)
+    sample = excerpt(statistics.sample)
     trial = sample.of(range(0, len(sample.rows), 2)).blocks  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 

@@ -41,26 +41,26 @@ class WorkDirectory:
     def __init__(self, output: Path, plan: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
         self._place(output)
         plan = json.loads(json.dumps(plan))  # as read back from a file
-        known = self._known_plan() if resume else None
-        if known != plan and overwrite:
-            known = None
-        if known is not None and known != plan:
-            changed = sorted(key for key in {*known, *plan} if known.get(key) != plan.get(key))
-            values = "; ".join(f"{key}: {_short(known.get(key))} then, {_short(plan.get(key))} now" for key in changed)
+        begun = self._known_plan() if resume else None
+        if begun != plan and overwrite:
+            begun = None
+        if begun is not None and begun != plan:
+            changed = sorted(key for key in {*begun, *plan} if begun.get(key) != plan.get(key))
+            values = "; ".join(f"{key}: {_short(begun.get(key))} then, {_short(plan.get(key))} now" for key in changed)
             raise Refusal(
                 f"{self._root} was begun with other settings: {values}",
                 hint="repeat the first command with --resume, or start again with --overwrite",
             )
-        self.published = known is not None and is_published(self._root) and output.exists()
+        self.published = begun is not None and is_published(self._root) and output.exists()
         if self.published:
             return
         if (self._root / _REPLACED).exists() and not output.exists():  # restore the replaced checkpoint
             (self._root / _REPLACED).rename(output.resolve())
-        if known is None:
+        if begun is None:
             self.discard()
         elif (self._root / PUBLISHED).exists():  # the run stopped before the checkpoint moved to OUTPUT
             (self._root / PUBLISHED).replace(self._root / PLAN)
-        self._root.mkdir(parents=True, exist_ok=known is not None)
+        self._root.mkdir(parents=True, exist_ok=begun is not None)
         write_whole(self._root / PLAN, _json(plan))
         for part in (self.path, self._notes, self.survey, self.training):
             if part.is_symlink() or part.is_file():
