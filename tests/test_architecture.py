@@ -144,6 +144,21 @@ def test_no_import_runs_in_a_circle(package: str) -> None:
     assert not known
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    found = {
+        name: {target for _, target in imported(ast.parse((ROOT / path).read_text(encoding="utf-8")))}
+        for name, path in names.items()
+    }
+    known = {
+        name: {t if t in names else t.rpartition(".")[0] for t in targets} & names.keys() - {name}
+        for name, targets in found.items()
+    }
+    while done := {name for name, others in known.items() if not others}:
+        known = {name: others - done for name, others in known.items() if name not in done}
+    assert not known
+
+
 def test_no_module_bears_the_name_of_an_exported_function() -> None:
     """Importing such a module would bind its name over the function."""
     import attention

@@ -223,7 +223,7 @@ def _healed(
     text = _written(plan, texts, work, progress)
     _say_what_judges(plan, text)
     _say_memory(plan, team)
-    with _memory(plan, work), tracked(team.accelerator, plan):
+    with _memory(plan, work), tracked(team.accelerator, plan.options.track, plan.recipe()["heal"]):
         if plan.options.teacher_cache is not None:
             opened(plan, plan.options.teacher_cache, text, team)  # before the others look for it
         team.tell(work.training)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from attention.errors import Failure, Refusal
-
-if TYPE_CHECKING:
-    from convert.healing.plan import HealPlan
 
 _PROJECT = "kvfold"
 
@@ -29,21 +26,23 @@ def require_tracker(name: str) -> None:
 
 
 @contextlib.contextmanager
-def tracked(accelerator: Any, plan: HealPlan) -> Iterator[None]:
-    """Let `accelerator.log` reach the plan's tracker, if it has one.
+def tracked(accelerator: Any, name: str | None, options: Mapping[str, Any]) -> Iterator[None]:
+    """Let `accelerator.log` reach a tracker.
+
+    Args:
+        accelerator: Of accelerate.
+        name: The tracker's; None for none.
+        options: Of the healing, which the tracker shows beside its figures.
 
     Raises:
         Failure: The tracker does not start.
     """
-    if plan.options.track is not None:
-        ((_, options),) = plan.recipe().items()
+    if name is not None:
         try:
-            accelerator.init_trackers(_PROJECT, config={name: value for name, value in options.items() if value is not None})
+            accelerator.init_trackers(_PROJECT, config={key: value for key, value in options.items() if value is not None})
         except Exception as error:  # trackers raise what they like
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-            raise Failure(
-                f"the tracker {plan.options.track} does not start: {reason}", hint="or heal without --track"
-            ) from error
+            raise Failure(f"the tracker {name} does not start: {reason}", hint="or heal without --track") from error
     try:
         yield
     finally:
