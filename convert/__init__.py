@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from convert.api import Conversion, Healing, Sweep, gqa, heal, inspect, mla, mqa, plan, sweep
+    from convert.api import gqa, heal, inspect, mla, mqa, plan, sweep
+    from convert.execute.run import Conversion
+    from convert.healing.run import Healing
+    from convert.sweeping import Sweep
 
 __all__ = ["Conversion", "Healing", "Sweep", "gqa", "heal", "inspect", "mla", "mqa", "plan", "sweep"]
+_RESULTS = {"Conversion": "convert.execute.run", "Healing": "convert.healing.run", "Sweep": "convert.sweeping"}
 
 
 def __getattr__(name: str) -> Any:
     """Import the public functions on first use: parsing options needs neither torch nor transformers."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from convert import api
+    from importlib import import_module
 
-    return getattr(api, name)
+    return getattr(import_module(_RESULTS.get(name, "convert.api")), name)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attention.errors import Refusal
-from attention.spec import AttentionSpec, dtype_bytes
+from attention.spec import dtype_bytes
 from convert import methods
 from convert.planning.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_time, parse_tokens
 from convert.planning.texts import DEFAULT, OneText, TextGiven, texts_of
@@ -25,144 +25,17 @@ from eval.inputs.text import about_tokens
 from eval.terminal.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from convert.execute.run import Conversion
     from convert.healing.plan import HealPlan
+    from convert.healing.run import Healing
     from convert.output.place import Output
     from convert.planning.base import Plan
     from convert.planning.calibration import CalibrationOptions
     from convert.planning.describe import Facts
     from convert.planning.latent import LatentRequest
+    from convert.sweeping import Sweep
 
 MAX_SHARD_SIZE = 5 * 10**9
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A conversion that was done or, after `dry_run=True`, planned.
-
-    Attributes:
-        plan: The plan of the conversion.
-        record: The content of conversion.json; None after a dry run.
-        expected_seconds: After a dry run, how long the conversion will take here.
-    """
-
-    plan: Plan
-    record: dict[str, Any] | None
-    expected_seconds: float | None = None
-
-    @property
-    def output(self) -> Path:
-        """The checkpoint's directory."""
-        return self.plan.output.path
-
-    @property
-    def before(self) -> AttentionSpec:
-        """The source's attention."""
-        return self.plan.before
-
-    @property
-    def after(self) -> AttentionSpec:
-        """The result's attention."""
-        return self.plan.target.spec
-
-    @property
-    def layers(self) -> list[dict[str, Any]]:
-        """Each layer's errors, as in conversion.json."""
-        return list(self.record["layers"]) if self.record else []
-
-    @property
-    def report(self) -> dict[str, Any] | None:
-        """The evaluation, if one was asked for: `{"protocol", "models": [source, converted]}`."""
-        return self.record.get("evaluation") if self.record else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plan's facts and, where the conversion was done, its record."""
-        if self.record is None:
-            return self.plan.as_dict() | {"expected_seconds": self.expected_seconds}
-        return self.plan.as_dict() | {"conversion": self.record}
-
-    def __str__(self) -> str:
-        from convert.planning.describe import conversion_text, plan_text
-
-        return plan_text(self.plan, self.expected_seconds) if self.record is None else conversion_text(self.plan, self.record)
-
-
-@dataclass(frozen=True)
-class Healing:
-    """A healing that was done or, after `dry_run=True`, planned.
-
-    Attributes:
-        plan: Every number decided.
-        passes: How often the steps go over the text.
-        record: The content of conversion.json; None after a dry run, and empty in processes that only train (`accelerate
-            launch`).
-        expected_seconds: After a dry run, how long the healing will take here in one process.
-    """
-
-    plan: HealPlan
-    passes: float
-    record: dict[str, Any] | None
-    expected_seconds: float | None = None
-
-    @property
-    def output(self) -> Path:
-        """The checkpoint's directory."""
-        return self.plan.output.path
-
-    @property
-    def curve(self) -> list[dict[str, Any]]:
-        """The points of the curve, from before the first step on."""
-        return list(self.record["healing"]["curve"]) if self.record else []
-
-    @property
-    def report(self) -> dict[str, Any] | None:
-        """The evaluation, if one was asked for: `{"protocol", "models": [source, converted, healed]}`."""
-        return self.record.get("evaluation") if self.record else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plan's facts and, where the healing was done, its record."""
-        from convert.healing.describe import facts
-
-        if self.record is None:
-            return facts(self.plan, self.passes) | {"expected_seconds": self.expected_seconds}
-        return facts(self.plan, self.passes) | ({"conversion": self.record} if self.record else {})
-
-    def __str__(self) -> str:
-        from convert.healing.describe import healed_text, plan_text
-
-        if self.record is None:
-            return plan_text(self.plan, self.passes, self.expected_seconds)
-        return healed_text(self.plan, self.passes, self.record)
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Several conversions of one source, done or planned.
-
-    Attributes:
-        plans: The plan of each result, with the choices made on the way.
-        report: The evaluation of the source and all results; None after `dry_run=True`.
-        report_directory: The directory of report.json, report.md, report.html and curve.svg.
-        expected_seconds: After a dry run, how long each result will take here with its evaluation; the first one also the
-            source's.
-    """
-
-    plans: list[Plan]
-    report: dict[str, Any] | None
-    report_directory: Path
-    expected_seconds: list[float] = field(default_factory=list)
-
-    def as_dict(self) -> Any:
-        """The report; after a dry run, the plans."""
-        if self.report is not None:
-            return self.report
-        each = zip(self.plans, self.expected_seconds, strict=True)
-        return [plan.as_dict() | {"expected_seconds": seconds} for plan, seconds in each]
-
-    def __str__(self) -> str:
-        from convert.planning.describe import plans_text
-        from eval.report.quality import to_markdown
-
-        return plans_text(self.plans, sum(self.expected_seconds)) if self.report is None else to_markdown(self.report)
 
 
 @checked
@@ -479,10 +352,9 @@ def heal(
     if dry_run:
         texts = TrainingTexts.read(planned)
         expected = run.expected_duration(planned, texts, about_tokens(evaluate))
-        return Healing(planned, texts.known.passes(planned.steps, planned.batch), None, expected)
+        return run.Healing(planned, texts.known.passes(planned.steps, planned.batch), None, expected)
     held_out = None if evaluate is None else read_text(evaluate, None, "test")
-    done = run.execute(planned, held_out, progress)
-    return Healing(done.plan, done.record["healing"]["passes"], done.record) if done.record else Healing(planned, 0.0, {})
+    return run.execute(planned, held_out, progress)
 
 
 def _seconds(time: float | str | None, tokens: int | str | None) -> float | None:
@@ -574,7 +446,7 @@ def sweep(
         tokens = next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
         evaluated = min(about_tokens(evaluate), max_tokens or sys.maxsize)
         seconds = sweeping.expected_durations(plans, tokens, evaluated, settings)
-        return Sweep(plans, None, directory, seconds)
+        return sweeping.Sweep(plans, None, directory, seconds)
     done: list[Plan] = []
 
     def finished(plan: Plan) -> None:
@@ -583,7 +455,7 @@ def sweep(
 
     held_out = read_text(evaluate, None, "test")
     found = sweeping.sweep(plans, held_out, settings, progress, finished)
-    return Sweep(done, found, directory)
+    return sweeping.Sweep(done, found, directory)
 
 
 @checked
@@ -687,7 +559,7 @@ def _require_range(name: str, value: float, least: float, most: float = math.inf
 
 
 def _carried_out(planned: Plan, evaluate: OneText | None, dry_run: bool, progress: Progress) -> Conversion:
-    from convert.execute.run import execute, expected_duration, works_of
+    from convert.execute.run import Conversion, execute, expected_duration, works_of
     from convert.healing.closing import heal_result
 
     if dry_run:
@@ -696,8 +568,7 @@ def _carried_out(planned: Plan, evaluate: OneText | None, dry_run: bool, progres
         return Conversion(planned, None, expected_duration(planned, work))
 
     held_out = None if evaluate is None else read_text(evaluate, None, "test")
-    done = execute(planned, held_out, progress, heal=heal_result)
-    return Conversion(done.plan, done.record)
+    return execute(planned, held_out, progress, heal=heal_result)
 
 
 def _budget(given: str | int | float | None) -> tuple[float | None, int | None]:

@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from attention.errors import Refusal
 from convert import methods
 from convert.checkpoint.reader import Reader
-from convert.execute.run import Executed, execute, expected_duration, inputs_of, works_of
+from convert.execute.run import Conversion, execute, expected_duration, inputs_of, works_of
 from convert.healing.closing import heal_result
 from convert.launch import require_alone
 from convert.methods.grouped import GroupedMethod
@@ -26,6 +26,7 @@ from convert.output.lock import exclusive
 from convert.output.place import Output, check_output, partial_path, recorded
 from convert.planning.base import Plan, readable
 from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
+from convert.planning.describe import plans_text
 from convert.planning.grouped import plan_grouped
 from convert.planning.latent import LatentRequest, plan_latent
 from eval.inputs.overlap import warn_of_overlap
@@ -42,6 +43,34 @@ from eval.terminal.progress import Progress, silent
 _log = logging.getLogger("kvfold")
 _SHARES = (0.25, 0.125)  # of the source's cache, if no latent is given
 _LEDGER, REPORT = "sweep.json", "report"  # in DIR
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Several conversions of one source, done or planned.
+
+    Attributes:
+        plans: The plan of each result, with the choices made on the way.
+        report: The evaluation of the source and all results; None after `dry_run=True`.
+        report_directory: The directory of report.json, report.md, report.html and curve.svg.
+        expected_seconds: After a dry run, how long each result will take here with its evaluation; the first one also the
+            source's.
+    """
+
+    plans: list[Plan]
+    report: dict[str, Any] | None
+    report_directory: Path
+    expected_seconds: list[float] = field(default_factory=list)
+
+    def as_dict(self) -> Any:
+        """The report; after a dry run, the plans."""
+        if self.report is not None:
+            return self.report
+        each = zip(self.plans, self.expected_seconds, strict=True)
+        return [plan.as_dict() | {"expected_seconds": seconds} for plan, seconds in each]
+
+    def __str__(self) -> str:
+        return plans_text(self.plans, sum(self.expected_seconds)) if self.report is None else report.to_markdown(self.report)
 
 
 @dataclass(frozen=True)
@@ -152,7 +181,7 @@ def _swept(
     directory.mkdir(parents=True, exist_ok=True)
     for plan in plans:
         if ledger.has(plan):
-            made(Executed.of(plan, recorded(plan.output.path)).plan)
+            made(Conversion.of(plan, recorded(plan.output.path)).plan)
             continue
         noted = partial(ledger.note, plan)
         made(execute(plan, None, progress, directory / "survey", noted, foretold=True, heal=heal_result).plan)

@@ -42,7 +42,7 @@ ROOMS = {
         "api": {"methods", "hosts", "output", "planning", "execute", "healing", "sweeping"},
         "demo": {"output", "planning", "sweeping"},
         "command": {"api", "launch", "methods", "hosts", "planning", "demo"},
-        "__init__": {"api"},
+        "__init__": {"api", "execute", "healing", "sweeping"},
     },
 }
 # Modules that are named like a model type's or a method's home may say its name.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, KvfoldError
+from attention.spec import AttentionSpec
 from convert.calibration.own_text import own_text
 from convert.checkpoint.loadable import require_loadable
 from convert.checkpoint.reader import Reader, TensorInfo
@@ -41,6 +42,7 @@ from convert.output.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText, GivenTexts
+from convert.planning.describe import conversion_text, plan_text
 from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.source import Source
@@ -56,24 +58,60 @@ Heal = Callable[[Plan, WorkDirectory, Tokens, torch.device, Progress], dict[str,
 
 
 @dataclass(frozen=True)
-class Executed:
-    """A conversion that has been carried out.
+class Conversion:
+    """A conversion that was done or, after `dry_run=True`, planned.
 
     Attributes:
-        plan: The plan, with the choices that the text decided.
-        record: The content of conversion.json.
+        plan: The plan of the conversion; after it, with the choices that the text decided.
+        record: The content of conversion.json; None after a dry run.
+        expected_seconds: After a dry run, how long the conversion will take here.
     """
 
     plan: Plan
-    record: dict[str, Any]
+    record: dict[str, Any] | None
+    expected_seconds: float | None = None
 
     @classmethod
-    def of(cls, plan: Plan, record: dict[str, Any]) -> Executed:
+    def of(cls, plan: Plan, record: dict[str, Any]) -> Conversion:
         """A plan with the choices that a record states, and the record."""
         plan = next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan)
         if (ranks := record.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
             plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
         return cls(plan, record)
+
+    @property
+    def output(self) -> Path:
+        """The checkpoint's directory."""
+        return self.plan.output.path
+
+    @property
+    def before(self) -> AttentionSpec:
+        """The source's attention."""
+        return self.plan.before
+
+    @property
+    def after(self) -> AttentionSpec:
+        """The result's attention."""
+        return self.plan.target.spec
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """Each layer's errors, as in conversion.json."""
+        return list(self.record["layers"]) if self.record else []
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The evaluation, if one was asked for: `{"protocol", "models": [source, converted]}`."""
+        return self.record.get("evaluation") if self.record else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan's facts and, where the conversion was done, its record."""
+        if self.record is None:
+            return self.plan.as_dict() | {"expected_seconds": self.expected_seconds}
+        return self.plan.as_dict() | {"conversion": self.record}
+
+    def __str__(self) -> str:
+        return plan_text(self.plan, self.expected_seconds) if self.record is None else conversion_text(self.plan, self.record)
 
 
 def execute(
@@ -85,7 +123,7 @@ def execute(
     foretold: bool = False,
     *,
     heal: Heal,
-) -> Executed:
+) -> Conversion:
     """Write the plan's checkpoint.
 
     Args:
@@ -110,7 +148,7 @@ def execute(
             warn_of_overlap(evaluated, texts.whole, "calibration")
         return _Conversion(plan, Reader(plan.source.files, plan.family.renamed), texts, progress, statistics_in, foretold, heal)
 
-    return Executed.of(plan, carry_out(plan.output, (plan.source,), begin, held_out, progress, published))
+    return Conversion.of(plan, carry_out(plan.output, (plan.source,), begin, held_out, progress, published))
 
 
 @dataclass(frozen=True)
@@ -169,7 +207,7 @@ class _Conversion(Task):
         return Made(record | {"check": checked}, text.tokens if text else None)
 
     def card(self, record: dict[str, Any]) -> str:
-        return model_card(Executed.of(self.plan, record).plan, record)
+        return model_card(Conversion.of(self.plan, record).plan, record)
 
     @cached_property
     def _manifest(self) -> Manifest:

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, KvfoldError, Refusal
@@ -17,6 +18,7 @@ from convert.calibration.own_text import own_text, writing_work
 from convert.checkpoint.reader import Reader
 from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
 from convert.healing.card import card
+from convert.healing.describe import facts, healed_text, plan_text
 from convert.healing.forecast import work_of
 from convert.healing.loop import healed
 from convert.healing.memory import disk, expected
@@ -48,19 +50,50 @@ _OTHER = 2  # added to the seed, so that the teacher writes other text than a co
 
 
 @dataclass(frozen=True)
-class Healed:
-    """A healing that has been carried out.
+class Healing:
+    """A healing that was done or, after `dry_run=True`, planned.
 
     Attributes:
-        plan: The plan.
-        record: The content of conversion.json; empty in the other processes of `accelerate launch`, which only train.
+        plan: Every number decided.
+        passes: How often the steps go over the text.
+        record: The content of conversion.json; None after a dry run, and empty in processes that only train (`accelerate
+            launch`).
+        expected_seconds: After a dry run, how long the healing will take here in one process.
     """
 
     plan: HealPlan
-    record: dict[str, Any]
+    passes: float
+    record: dict[str, Any] | None
+    expected_seconds: float | None = None
+
+    @property
+    def output(self) -> Path:
+        """The checkpoint's directory."""
+        return self.plan.output.path
+
+    @property
+    def curve(self) -> list[dict[str, Any]]:
+        """The points of the curve, from before the first step on."""
+        return list(self.record["healing"]["curve"]) if self.record else []
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The evaluation, if one was asked for: `{"protocol", "models": [source, converted, healed]}`."""
+        return self.record.get("evaluation") if self.record else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan's facts and, where the healing was done, its record."""
+        if self.record is None:
+            return facts(self.plan, self.passes) | {"expected_seconds": self.expected_seconds}
+        return facts(self.plan, self.passes) | ({"conversion": self.record} if self.record else {})
+
+    def __str__(self) -> str:
+        if self.record is None:
+            return plan_text(self.plan, self.passes, self.expected_seconds)
+        return healed_text(self.plan, self.passes, self.record)
 
 
-def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress = silent) -> Healed:
+def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress = silent) -> Healing:
     """Write the healed checkpoint.
 
     Under `accelerate launch`, every process calls this: all train, and the first one does everything else.
@@ -76,7 +109,7 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
     team = Team.of(plan)
     if not team.leads:
         _follow(plan, TrainingTexts.read(plan), team)
-        return Healed(plan, {})
+        return Healing(plan, 0.0, {})
     settings = EvaluationSettings(contexts=(plan.context,), device=plan.device)
     held_out = Held(evaluate_on, settings) if evaluate_on else None
 
@@ -87,7 +120,7 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
         return _Healing(plan, Reader(plan.converted.files), texts, team, progress)
 
     record = carry_out(plan.output, (plan.teacher, plan.converted), begin, held_out, progress)
-    return Healed(plan, record)
+    return Healing(plan, record["healing"]["passes"], record)
 
 
 @dataclass(frozen=True)
