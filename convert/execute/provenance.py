@@ -68,7 +68,7 @@ def with_healing(record: dict[str, Any], healing: dict[str, Any] | None) -> dict
 
 
 def _calibration(text: CalibrationText) -> dict[str, Any]:
-    lengths, longest = text.blocks.lengths, text.plan.max_context
+    lengths, longest = text.blocks.lengths, text.calibration.max_context
     return {
         "text": text.tokens.name,
         "texts": [{"text": part.name, "tokens": len(part.ids), "hash": part.hash} for part in text.parts],

@@ -383,7 +383,7 @@ def _directory_of(shared: Path, inputs: list[Any]) -> Path:
 def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Surveyed | None) -> MakeLayer:
     """Maps a layer's index to the converted layer."""
     change, statistics = decision.change, surveyed or job.assumed
-    if job.text and surveyed and job.text.plan.in_sequence and change is not None:
+    if job.text and surveyed and job.text.calibration.in_sequence and change is not None:
         return in_sequence(job, job.text, manifest, decision)
 
     def make(index: int) -> Layer:
@@ -398,7 +398,7 @@ def _checked_result(
     plan: Plan, work: WorkDirectory, texts: GivenTexts | None, own_texts: Path, progress: Progress
 ) -> dict[str, Any] | None:
     """The result's loss on texts that were not fitted."""
-    others = [Sample.of(part, texts.plan.context) for part in texts.others] if texts else []
+    others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
     try:
         return checked(plan, work.path, others, _device(plan), own_texts, progress)
     except KvfoldError:

@@ -130,23 +130,23 @@ class _Pair:
     def observed(self, layer: int, attention: Attention, shown: bool) -> Statistics:
         """Statistics of the inputs of the source's layer."""
         fitting = normed_sample_for if self.plan.target.host.portable else sample_for
-        sample = fitting(self.teacher.width) if self.text.plan.refit else EXCERPT
+        sample = fitting(self.teacher.width) if self.text.calibration.refit else EXCERPT
         moments = Moments(layer, self.teacher, attention, sample, shown)
         self.teacher.observe(layer, moments.see)
-        return replace(moments.statistics(), context=self.text.plan.max_context)
+        return replace(moments.statistics(), context=self.text.calibration.max_context)
 
     def fitted(self, layer: int, after: Record) -> tuple[Record, dict[str, float]]:
         """The record fitted to the source, and the errors before and after. The source has then run past the layer."""
         if after.o_bias is None and self.biased:
             after = replace(after, o_bias=torch.zeros_like(after.o[:, 0, 0]))
-        if self.text.plan.refit:
+        if self.text.calibration.refit:
             after = self._refitted(layer, after)
         else:
             self.teacher.advance(layer, keep=True)
-        if not self.text.plan.refine:
+        if not self.text.calibration.refine:
             return after, {}
         write = partial(self.write, layer)
-        return refined(after, write, self.student, self.teacher, layer, self.text.plan.refine, self.plan.seed)
+        return refined(after, write, self.student, self.teacher, layer, self.text.calibration.refine, self.plan.seed)
 
     def _refitted(self, layer: int, after: Record) -> Record:
         fit = OutputFit(after)

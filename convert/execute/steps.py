@@ -87,7 +87,7 @@ def merged(target: GroupedTarget, before: Attention, layer: int, statistics: Sta
 
 def refit(job: Job, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """Queries, keys and values, fitted to the source's, if the plan has a refit and the source shows where it looks."""
-    if job.text is None or not job.text.plan.refit or statistics.sample is None or not job.shows_attention:
+    if job.text is None or not job.text.calibration.refit or statistics.sample is None or not job.shows_attention:
         return after
     return refitted(before, after, statistics.sample.to(job.device), statistics.attended)
 

@@ -28,7 +28,7 @@ class Surveyed:
     def __call__(self, layer: int) -> Statistics:
         if self._found is None:
             self._found = self._run()
-        return replace(self._found(layer), context=self._text.plan.max_context)
+        return replace(self._found(layer), context=self._text.calibration.max_context)
 
     def _run(self) -> Callable[[int], Statistics]:
         job, plan = self._job, self._job.plan

@@ -42,14 +42,14 @@ def _calibration_bytes(job: Job, text: CalibrationText, manifest: Manifest) -> i
     plan, method = job.plan, job.plan.target.method
     width = plan.source.decoder.hidden_size
     needed = inputs = 2 * 4 * len(text.tokens.ids) * width
-    if isinstance(method, LatentMethod) or not text.plan.in_sequence:  # the survey
-        sample = 2 * width * max(text.plan.context, EXCERPT)
+    if isinstance(method, LatentMethod) or not text.calibration.in_sequence:  # the survey
+        sample = 2 * width * max(text.calibration.context, EXCERPT)
         needed += plan.before.num_layers * (8 * plan.channels * (4 * plan.channels + 2) + sample)
         if plan.reads_projections:  # queries, head by head
             needed += plan.before.num_layers * 8 * plan.before.num_heads * (plan.before.key_dim + 1) ** 2
     if isinstance(method, LatentMethod) and method.measured_bytes:
         needed += plan.before.num_layers * method.measured_bytes(plan.before)
-    if text.plan.in_sequence:
+    if text.calibration.in_sequence:
         converted = (unit for unit in manifest.units if unit.layer is not None)
         needed += inputs + sum(4 * math.prod(info.shape) for unit in converted for info in unit.outputs.values())
     return needed

@@ -17,8 +17,8 @@ from convert.checkpoint.reader import Reader
 from eval.inputs.sealed import read_object
 from eval.inputs.text import SELF
 
-# In the work directory: the plan, which is renamed when the checkpoint moves to OUTPUT, and the checkpoint.
-PLAN, PUBLISHED, CHECKPOINT = "plan.json", "published.json", "checkpoint"
+# In the work directory: the inputs of the work, whose file is renamed when the checkpoint moves to OUTPUT, and the checkpoint.
+INPUTS, PUBLISHED, CHECKPOINT = "inputs.json", "published.json", "checkpoint"
 _RECORD = "conversion.json"  # in OUTPUT
 
 
@@ -107,7 +107,7 @@ def _is_ours(partial: Path) -> bool:
     if partial.is_symlink() or not partial.is_dir():
         return False
     there = {path.name for path in partial.iterdir()}
-    return bool(there & {PLAN, PUBLISHED}) or there <= {f"{PLAN}.tmp"}
+    return bool(there & {INPUTS, PUBLISHED}) or there <= {f"{INPUTS}.tmp"}
 
 
 def is_published(partial: Path) -> bool:
@@ -122,7 +122,7 @@ def _may_be_finished(output: Path, partial: Path) -> bool:
 
 def begun(output: Path) -> dict[str, Any] | None:
     """The inputs of the unfinished work at OUTPUT, or None."""
-    return read_object(partial_path(output) / PLAN)
+    return read_object(partial_path(output) / INPUTS)
 
 
 def finished(

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from convert.output.place import CHECKPOINT, PLAN, PUBLISHED, is_published, partial_path
+from convert.output.place import CHECKPOINT, INPUTS, PUBLISHED, is_published, partial_path
 from eval.inputs.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
 
-# In the work directory, beside the plan and the growing checkpoint: a note for each finished shard, results of the survey,
+# In the work directory, beside the inputs and the growing checkpoint: a note for each finished shard, results of the survey,
 # states of a training, and a checkpoint that was at OUTPUT before.
 _NOTES, _SURVEY, _TRAINING, _REPLACED = "notes", "survey", "training", "replaced"
 
 
 class WorkDirectory:
-    """The work directory of one conversion, opened for a plan. The caller holds the lock of OUTPUT.
+    """The work directory of one conversion, opened for some inputs. The caller holds the lock of OUTPUT.
 
     Args:
         output: OUTPUT, where the checkpoint will go.
-        plan: Everything that the bytes depend on. A resumed run must have the same.
-        resume: Continue an unfinished conversion if its plan is the same.
+        inputs: Everything that the bytes depend on. A resumed run must have the same.
+        resume: Continue an unfinished conversion if its inputs are the same.
         overwrite: Start again if it is not.
 
     Attributes:
@@ -38,15 +38,15 @@ class WorkDirectory:
         published: Whether the checkpoint is already at OUTPUT, so that only this directory is left to remove.
     """
 
-    def __init__(self, output: Path, plan: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
+    def __init__(self, output: Path, inputs: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
         self._place(output)
-        plan = json.loads(json.dumps(plan))  # as read back from a file
-        begun = self._known_plan() if resume else None
-        if begun != plan and overwrite:
+        inputs = json.loads(json.dumps(inputs))  # as read back from a file
+        begun = self._known_inputs() if resume else None
+        if begun != inputs and overwrite:
             begun = None
-        if begun is not None and begun != plan:
-            changed = sorted(key for key in {*begun, *plan} if begun.get(key) != plan.get(key))
-            values = "; ".join(f"{key}: {_short(begun.get(key))} then, {_short(plan.get(key))} now" for key in changed)
+        if begun is not None and begun != inputs:
+            changed = sorted(key for key in {*begun, *inputs} if begun.get(key) != inputs.get(key))
+            values = "; ".join(f"{key}: {_short(begun.get(key))} then, {_short(inputs.get(key))} now" for key in changed)
             raise Refusal(
                 f"{self._root} was begun with other settings: {values}",
                 hint="repeat the first command with --resume, or start again with --overwrite",
@@ -59,9 +59,9 @@ class WorkDirectory:
         if begun is None:
             self.discard()
         elif (self._root / PUBLISHED).exists():  # the run stopped before the checkpoint moved to OUTPUT
-            (self._root / PUBLISHED).replace(self._root / PLAN)
+            (self._root / PUBLISHED).replace(self._root / INPUTS)
         self._root.mkdir(parents=True, exist_ok=begun is not None)
-        write_whole(self._root / PLAN, _json(plan))
+        write_whole(self._root / INPUTS, _json(inputs))
         for part in (self.path, self._notes, self.survey, self.training):
             if part.is_symlink() or part.is_file():
                 part.unlink()
@@ -87,13 +87,13 @@ class WorkDirectory:
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, output: Path, plan: Mapping[str, Any], resume: bool, overwrite: bool) -> Iterator[WorkDirectory]:
+    def opened(cls, output: Path, inputs: Mapping[str, Any], resume: bool, overwrite: bool) -> Iterator[WorkDirectory]:
         """A work directory that is removed if the block ends in a refusal or a failure: bad data leaves nothing.
 
         It stays for `--resume` after everything else (an interrupt, an OSError, a bug), and after `keep`. After `publish` it
         must be discarded by the caller.
         """
-        work = cls(output, plan, resume, overwrite)
+        work = cls(output, inputs, resume, overwrite)
         try:
             yield work
         except KvfoldError as error:
@@ -105,9 +105,9 @@ class WorkDirectory:
         """From now on, leave the directory for `--resume` even after a failure, which is then not due to the data."""
         self._kept = True
 
-    def _known_plan(self) -> dict[str, Any] | None:
+    def _known_inputs(self) -> dict[str, Any] | None:
         """None if it was killed before it was written, or lost with the power: begin again."""
-        return next((plan for name in (PLAN, PUBLISHED) if (plan := read_object(self._root / name)) is not None), None)
+        return next((inputs for name in (INPUTS, PUBLISHED) if (inputs := read_object(self._root / name)) is not None), None)
 
     def done(self, shard: str) -> Any | None:
         """The note of a finished shard, or None. Only verified shards have a note.
@@ -158,7 +158,7 @@ class WorkDirectory:
         )
 
     def discard(self) -> None:
-        """Remove everything: the run was refused, or OUTPUT is complete. The plan goes last: it marks the rest as ours."""
+        """Remove everything: the run was refused, or OUTPUT is complete. The inputs go last: they mark the rest as ours."""
         for name in (CHECKPOINT, _NOTES, _SURVEY, _TRAINING, _REPLACED):
             shutil.rmtree(self._root / name, ignore_errors=True)
         shutil.rmtree(self._root, ignore_errors=True)
@@ -168,7 +168,7 @@ class WorkDirectory:
         output = self._output.resolve()
         sync_tree(self.path)
         self.keep()
-        (self._root / PLAN).replace(self._root / PUBLISHED)
+        (self._root / INPUTS).replace(self._root / PUBLISHED)
         sync_directory(self._root)
         if output.exists():
             shutil.rmtree(self._root / _REPLACED, ignore_errors=True)  # left by a run that was stopped at this point

@@ -146,19 +146,19 @@ class GivenTexts:
     """A calibration whose texts have been read, but for what the model writes itself.
 
     Attributes:
-        plan: How they are used.
+        calibration: How they are used.
         parts: Of each text whole blocks, spread evenly over it; None for the model's own.
         whole: Each text but the model's own, as far as it was read.
         others: Of each of these some other blocks, where it has more; otherwise some of the same.
     """
 
-    plan: Calibration
+    calibration: Calibration
     parts: tuple[Tokens | None, ...]
     whole: tuple[Tokens, ...]
     others: tuple[Tokens, ...]
 
     @classmethod
-    def read(cls, source: Source, plan: Calibration) -> GivenTexts:
+    def read(cls, source: Source, calibration: Calibration) -> GivenTexts:
         """Read the texts, and encode them with the source's tokenizer.
 
         Raises:
@@ -167,18 +167,18 @@ class GivenTexts:
         parts: list[Tokens | None] = []
         whole: list[Tokens] = []
         others: list[Tokens] = []
-        for text, count in zip(plan.texts, plan.blocks, strict=True):
+        for text, count in zip(calibration.texts, calibration.blocks, strict=True):
             if text.own:
-                parts.append(_own(written_before(source, text.written, count, plan.context)) if text.written else None)
+                parts.append(_own(written_before(source, text.written, count, calibration.context)) if text.written else None)
                 continue
-            tokens = _encoded(source, plan, text.read(), count)
-            part = tokens.spread(count * plan.context, plan.context)
-            if len(plan.texts) > 1 and len(part.ids) < count * plan.context:
-                _log.warning("%s has %d of the %d tokens of its share", tokens.name, len(part.ids), count * plan.context)
+            tokens = _encoded(source, calibration, text.read(), count)
+            part = tokens.spread(count * calibration.context, calibration.context)
+            if len(calibration.texts) > 1 and len(part.ids) < count * calibration.context:
+                _log.warning("%s has %d of the %d tokens of its share", tokens.name, len(part.ids), count * calibration.context)
             parts.append(part)
             whole.append(tokens)
-            others.append(tokens.beside(count * plan.context, plan.context, _OTHERS))
-        return cls(plan, tuple(parts), tuple(whole), tuple(others))
+            others.append(tokens.beside(count * calibration.context, calibration.context, _OTHERS))
+        return cls(calibration, tuple(parts), tuple(whole), tuple(others))
 
     @property
     def hashes(self) -> list[str | None]:
@@ -188,20 +188,20 @@ class GivenTexts:
     @property
     def count(self) -> int:
         """Tokens in all, with those that the model will write."""
-        return self.plan.rows_to_write * self.plan.context + sum(len(part.ids) for part in self.parts if part)
+        return self.calibration.rows_to_write * self.calibration.context + sum(len(part.ids) for part in self.parts if part)
 
     def with_own(self, written: torch.Tensor | None) -> CalibrationText:
         """The whole text; `written [n, context]` is the model's own."""
-        return CalibrationText(self.plan, tuple(part or _own(written) for part in self.parts))
+        return CalibrationText(self.calibration, tuple(part or _own(written) for part in self.parts))
 
 
-def _encoded(source: Source, plan: Calibration, text: Text, blocks: int) -> Tokens:
+def _encoded(source: Source, calibration: Calibration, text: Text, blocks: int) -> Tokens:
     from eval.inputs.loading import calibration_tokens
 
-    tokens = calibration_tokens(source, text, blocks * plan.context)
-    if len(tokens.ids) < plan.context:
+    tokens = calibration_tokens(source, text, blocks * calibration.context)
+    if len(tokens.ids) < calibration.context:
         raise Failure(
-            f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {plan.context}",
+            f"calibration text {tokens.name} has {len(tokens.ids)} tokens, fewer than one block of {calibration.context}",
             hint=f"give a longer text, or --calibration-context {len(tokens.ids)} or less",
         )
     return tokens
@@ -219,18 +219,18 @@ class CalibrationText:
     """The text of a calibration.
 
     Attributes:
-        plan: How it is used.
+        calibration: How it is used.
         parts: Of each text whole blocks.
     """
 
-    plan: Calibration
+    calibration: Calibration
     parts: tuple[Tokens, ...]
 
     @property
     def own(self) -> torch.Tensor | None:
         """The model's own text, `[rows, context]`; None without."""
-        parts = zip(self.plan.texts, self.parts, strict=True)
-        return next((part.blocks(self.plan.context) for text, part in parts if text.own), None)
+        parts = zip(self.calibration.texts, self.parts, strict=True)
+        return next((part.blocks(self.calibration.context) for text, part in parts if text.own), None)
 
     @functools.cached_property
     def tokens(self) -> Tokens:
@@ -244,12 +244,12 @@ class CalibrationText:
         """The ids, `[n, T]`."""
         from convert.methods.blocks import Blocks
 
-        return Blocks.mixed(self.tokens.blocks(self.plan.context))
+        return Blocks.mixed(self.tokens.blocks(self.calibration.context))
 
     def surveyed(self) -> CalibrationText:
         """The text that a survey of the source reads: the same part of each text (`surveyed_tokens`)."""
-        context, whole = self.plan.context, len(self.tokens.ids)
-        count = max(surveyed_tokens(self.plan, whole), context)
+        context, whole = self.calibration.context, len(self.tokens.ids)
+        count = max(surveyed_tokens(self.calibration, whole), context)
         return replace(
             self, parts=tuple(part.spread(_part(count, len(part.ids), whole, context), context) for part in self.parts)
         )
@@ -270,9 +270,9 @@ def _part(count: int, of: int, whole: int, context: int) -> int:
     return max(1, count * of // whole // context) * context
 
 
-def surveyed_tokens(plan: Calibration, tokens: int) -> int:
+def surveyed_tokens(calibration: Calibration, tokens: int) -> int:
     """Of a text's tokens those that a survey reads: all, or a part where layers then see all of them in sequence."""
-    return min(tokens, max(_DECIDED_ON, plan.context)) if plan.in_sequence else tokens
+    return min(tokens, max(_DECIDED_ON, calibration.context)) if calibration.in_sequence else tokens
 
 
 def calibration_for(

@@ -152,9 +152,9 @@ def test_a_shard_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, events: li
 
 
 def test_a_small_file_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, events: list[tuple[str, str]]) -> None:
-    write_whole(tmp_path / "plan.json", b"{}")
-    assert events == [("sync", "plan.json.tmp"), ("name", "plan.json"), ("sync", tmp_path.name)]
-    assert (tmp_path / "plan.json").read_bytes() == b"{}"
+    write_whole(tmp_path / "inputs.json", b"{}")
+    assert events == [("sync", "inputs.json.tmp"), ("name", "inputs.json"), ("sync", tmp_path.name)]
+    assert (tmp_path / "inputs.json").read_bytes() == b"{}"
 
 
 def test_a_tree_is_synced_with_its_directories(tmp_path: Path, events: list[tuple[str, str]]) -> None:

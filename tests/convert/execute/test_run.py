@@ -241,7 +241,7 @@ def test_a_config_that_changed_is_not_resumed(checkpoint: Make, convert: Convert
     assert result.exit_code == 2
     assert "config" in result.stderr
     (source / "config.json").write_text(json.dumps(raw))
-    (tmp_path / "out.partial" / "plan.json").write_text("")  # as a power failure may leave it: begin again
+    (tmp_path / "out.partial" / "inputs.json").write_text("")  # as a power failure may leave it: begin again
     ok(convert(*arguments, "--resume"))
 
 
@@ -267,7 +267,7 @@ def test_a_source_that_changed_is_not_resumed(checkpoint: Make, convert: Convert
     source = checkpoint()
     partial = tmp_path / "out.partial"
     partial.mkdir()
-    (partial / "plan.json").write_text(json.dumps({"recipe": {}, "files": {}}))
+    (partial / "inputs.json").write_text(json.dumps({"recipe": {}, "files": {}}))
     result = convert("gqa", source, tmp_path / "out", "--groups", 2, "--resume")
     assert result.exit_code == 2
     assert "was begun with other settings" in result.stderr

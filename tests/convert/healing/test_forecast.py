@@ -96,7 +96,7 @@ def test_a_time_is_as_many_tokens_as_it_takes(
     again = replace(done.plan.output, resume=True, overwrite=True)
     assert timed.tokens_of_begun(again) is None, "a finished one is replaced"
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "plan.json").write_text('{"tokens": 640}')
+    (tmp_path / "out.partial" / "inputs.json").write_text('{"tokens": 640}')
     assert timed.tokens_of_begun(again) == 640
     monkeypatch.setattr(timed, "launched_count", lambda: 2)
     with pytest.raises(Refusal, match="2 processes would each have a forecast"):

@@ -214,7 +214,7 @@ def one_line(result: Result) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("victim", ["plan.json", "notes/*", "checkpoint/*.safetensors"])
+@pytest.mark.parametrize("victim", ["inputs.json", "notes/*", "checkpoint/*.safetensors"])
 def test_a_damaged_file_of_a_conversion_is_made_again(victim: str, damage: str, grouped: Stopped, tmp_path: Path) -> None:
     out = grouped.again(tmp_path)
     DAMAGE[damage](min(partial_path(out).glob(victim)))
@@ -222,8 +222,8 @@ def test_a_damaged_file_of_a_conversion_is_made_again(victim: str, damage: str, 
     if result.exit_code:
         one_line(result)
         # Another plan, as far as can be seen; or something that no run has put there. Neither is thrown away unasked.
-        assert damage in (("a flipped bit in the middle", "other keys") if victim == "plan.json" else ("a directory",))
-        ok(grouped.resume(out, "--overwrite") if victim == "plan.json" else cleared(out, victim, grouped))
+        assert damage in (("a flipped bit in the middle", "other keys") if victim == "inputs.json" else ("a directory",))
+        ok(grouped.resume(out, "--overwrite") if victim == "inputs.json" else cleared(out, victim, grouped))
     same_but_for_the_run(out, grouped.whole)
     assert not partial_path(out).exists()
 
@@ -269,7 +269,7 @@ def test_a_damaged_mark_of_publishing_is_refused(damage: str, grouped: Stopped, 
     """OUTPUT may be the new one or an old one: nobody knows."""
     out = grouped.again(tmp_path)
     shutil.copytree(grouped.whole, out)
-    (partial_path(out) / "plan.json").rename(partial_path(out) / "published.json")
+    (partial_path(out) / "inputs.json").rename(partial_path(out) / "published.json")
     shutil.rmtree(partial_path(out) / "checkpoint")
     DAMAGE[damage](partial_path(out) / "published.json")
     result = grouped.resume(out)
@@ -284,7 +284,7 @@ def test_a_damaged_record_of_a_published_conversion_is_no_obstacle(damage: str, 
     """It was stopped while it cleaned up, and conversion.json at OUTPUT has been damaged since."""
     out = grouped.again(tmp_path)
     shutil.copytree(grouped.whole, out)
-    (partial_path(out) / "plan.json").rename(partial_path(out) / "published.json")
+    (partial_path(out) / "inputs.json").rename(partial_path(out) / "published.json")
     shutil.rmtree(partial_path(out) / "checkpoint")
     DAMAGE[damage](out / "conversion.json")
     ok(grouped.resume(out))
@@ -381,7 +381,7 @@ def test_a_checkpoint_that_stepped_aside_twice_is_replaced(tmp_path: Path) -> No
     for name in ("out", "out.partial/replaced"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "out.partial" / "plan.json").write_text(json.dumps(PLAN))
+    (tmp_path / "out.partial" / "inputs.json").write_text(json.dumps(PLAN))
     work = WorkDirectory(out, PLAN, True, True)
     shard(work)
     work.publish()

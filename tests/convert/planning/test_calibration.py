@@ -207,7 +207,7 @@ def test_a_text_is_whole_blocks_from_all_over_it(
     count, of = len(rows), len(whole)
     middles = [(2 * i + 1) * of // (2 * count) for i in range(count)]
     assert rows.tolist() == whole[middles].tolist()
-    assert found.plan.context == context
+    assert found.calibration.context == context
 
 
 def test_every_other_long_row_is_cut(source: Sources) -> None:
