@@ -15,10 +15,10 @@ from typing import Any
 import click
 
 from attention.errors import Failure, GateMissed, Interrupted, KvfoldError
-from convert.command import options
+from convert.arguments import options
+from convert.command import parameters
 from convert.launch import goes_on_alone, launched_count
-from convert.methods import GROUPED, LATENT
-from eval.inputs.text import DATASETS
+from eval import options as measured
 from eval.machine.memory import keep_freed
 from eval.machine.threads import wait_wisely
 from eval.terminal.escapes import printable, printable_lines, shell_line
@@ -75,9 +75,6 @@ def main(ctx: click.Context) -> None:
             click.echo(f"warning: {ctx.invoked_subcommand} runs in the first of {count} launched processes{slow}", err=True)
 
 
-_method = click.option("--method", type=click.Choice(GROUPED), help=f"How to merge KV heads.  [default: {GROUPED[0]}]")
-
-
 def _show(facts: Any, text: str, as_json: bool) -> None:
     with contextlib.redirect_stdout(click.get_current_context().meta.get("kvfold.stdout", sys.stdout)):
         try:
@@ -104,24 +101,16 @@ def _console(given: dict[str, Any]) -> Any:
 
 def _converted(convert: Any, given: dict[str, Any]) -> None:
     """Call a conversion of the API with a command's options, and print its result."""
-    options.texts(given)
+    parameters.texts(given)
     as_json, progress = given.pop("as_json"), _console(given)
     done = convert(given.pop("model"), given.pop("output"), progress=progress, **given)
     _show(done.as_dict(), str(done), as_json)
 
 
 @main.command()
-@click.option("--groups", type=int, required=True, metavar="N", help="KV heads of the result. Must divide those of MODEL.")
-@_method
-@click.option(
-    "--grouping",
-    type=click.Choice(("contiguous", "similar")),
-    default="contiguous",
-    show_default=True,
-    help="Which heads share a group: neighbours, or heads that lose little when merged.",
-)
-@options.calibration
-@options.conversion
+@parameters.model
+@parameters.output
+@parameters.of(options.Gqa)
 def gqa(**given: Any) -> None:
     """Convert MODEL to grouped-query attention.
 
@@ -135,9 +124,9 @@ def gqa(**given: Any) -> None:
 
 
 @main.command()
-@_method
-@options.calibration
-@options.conversion
+@parameters.model
+@parameters.output
+@parameters.of(options.Mqa)
 def mqa(**given: Any) -> None:
     """Convert MODEL to multi-query attention.
 
@@ -151,35 +140,9 @@ def mqa(**given: Any) -> None:
 
 
 @main.command()
-@click.option(
-    "--kv-lora-rank", type=int, metavar="R", help="Rank of the latent. Includes the constant channel of the output class."
-)
-@click.option("--qk-rope-head-dim", type=int, metavar="P", help="Dims of the RoPE key that all heads share.")
-@click.option(
-    "--kv-budget",
-    type=options.BUDGET,
-    metavar="SIZE",
-    help="Choose both: from a share of MODEL's cache (12.5%), or bytes per token (4KB).",
-)
-@click.option("--method", type=click.Choice(LATENT), help=f"How to factor keys and values.  [default: {LATENT[0]}]")
-@click.option("--freqfold", type=int, metavar="F", help="For pca: treat F neighbouring frequencies as one.  [default: fewest]")
-@click.option("--pad-rank", is_flag=True, help="Allow a rank beyond full size, and fill it with zeros.")
-@click.option(
-    "--q-lora-rank",
-    type=int,
-    metavar="N",
-    help="Rank of a latent of queries, constants included: fewer weights, the same cache.  [default: none, or full]",
-)
-@click.option(
-    "--portable", is_flag=True, help="No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text."
-)
-@click.option(
-    "--per-layer-ranks",
-    is_flag=True,
-    help="Let the text choose the rank of each layer, R on average. Needs text; the result has kvfold's class.",
-)
-@options.calibration
-@options.conversion
+@parameters.model
+@parameters.output
+@parameters.of(options.Mla)
 def mla(**given: Any) -> None:
     """Convert MODEL to multi-head latent attention.
 
@@ -195,7 +158,9 @@ def mla(**given: Any) -> None:
 
 
 @main.command()
-@options.healing
+@click.argument("converted")
+@parameters.output
+@parameters.of(options.Heal)
 def heal(as_json: bool, **given: Any) -> None:
     """Train CONVERTED until it predicts as its source does, and write the result to OUTPUT.
 
@@ -207,7 +172,7 @@ def heal(as_json: bool, **given: Any) -> None:
     """
     from convert import api
 
-    options.texts(given)
+    parameters.texts(given)
     progress = _console(given)
     done = api.heal(given.pop("converted"), given.pop("output"), progress=progress, **given)
     if done.record != {}:  # of several processes, one reports
@@ -215,41 +180,8 @@ def heal(as_json: bool, **given: Any) -> None:
 
 
 @main.command(name="eval")
-@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@click.option(
-    "--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="UTF-8 text to evaluate on."
-)
-@click.option(
-    "--dataset",
-    type=click.Choice(DATASETS),
-    help="Evaluate on the test split of this dataset. Needs pip install 'kvfold[data]'.",
-)
-@options.measuring
-@click.option("--recall", is_flag=True, help="Also measure how well the models copy random tokens over growing distances.")
-@click.option(
-    "--tasks",
-    type=options.Listed(str),
-    default=(),
-    metavar="NAME,…",
-    help="Also run tasks of lm-eval, such as hellaswag,arc_easy. Needs pip install 'kvfold[harness]'.",
-)
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="Run only the first N examples of each task.")
-@click.option(
-    "--task-path",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Find tasks in the YAML files of DIR, too. These can run code: read them first.",
-)
-@click.option(
-    "--max-perplexity-ratio", type=float, metavar="X", help="Exit with 3 if a model's perplexity exceeds X × that of the first."
-)
-@click.option(
-    "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write report.json, .md and .html to DIR."
-)
-@click.option("--overwrite", is_flag=True, help="Replace an earlier report in DIR.")
-@options.arithmetic
-@options.device
-@options.common
+@parameters.models
+@parameters.of(measured.Evaluate)
 def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Measure perplexity and KV bytes per token of MODELs.
 
@@ -275,27 +207,9 @@ def evaluate(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
 
 
 @main.command()
-@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@options.listed("--batch", click.IntRange(1), "Batch sizes to measure.  [default: 1]")
-@options.listed("--context", click.IntRange(2), "Context lengths to measure.  [default: 2048, or the models' limit]")
-@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Decode steps per round.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each model, batch and context.")
-@click.option("--stock", is_flag=True, help="Also measure MLA and GQA models as stock transformers runs them.")
-@click.option("--compile/--no-compile", default=False, show_default=True, help="Run decode steps through torch.compile.")
-@click.option(
-    "--largest-batch/--no-largest-batch",
-    default=True,
-    show_default=True,
-    help="On a GPU, find the largest batch. Fills its memory.",
-)
-@click.option(
-    "--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write bench.json, .md and .svg to DIR."
-)
-@click.option("--overwrite", is_flag=True, help="Replace an earlier benchmark in DIR.")
-@options.arithmetic
-@options.device
-@options.common
-def bench(models: tuple[str, ...], as_json: bool, batch: tuple[int, ...], **given: Any) -> None:
+@parameters.models
+@parameters.of(measured.Bench)
+def bench(models: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Measure speed and memory of MODELs side by side.
 
     Prefill and decode tokens per second, time per step, bandwidth over the cache, peak memory and the largest batch that fits,
@@ -307,35 +221,15 @@ def bench(models: tuple[str, ...], as_json: bool, batch: tuple[int, ...], **give
     from eval.report import speed as bench_report
 
     quiet, output, progress = given["quiet"], given["output"], _console(given)
-    found = bench(models, batch=batch or (1,), progress=progress, **given)
+    found = bench(models, progress=progress, **given)
     _show(found, bench_report.to_markdown(found), as_json)
     _written(output, "bench.md", quiet)
 
 
 @main.command(name="sweep")
-@click.argument("model")
+@parameters.model
 @click.argument("output", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--groups", type=options.Listed(int), metavar="N,…", help="KV heads of the GQA targets, such as 8,4,2,1.")
-@click.option(
-    "--mla", type=options.Listed(options.LATENT), metavar="R+P,…", help="Sizes of the MLA targets, such as 512+64 or 12.5%."
-)
-@click.option(
-    "--methods",
-    type=options.Listed(click.Choice((*GROUPED, *LATENT))),
-    metavar="NAME,…",
-    help="Methods to compare.  [default: all but random]",
-)
-@click.option(
-    "--evaluate",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    required=True,
-    metavar="FILE",
-    help="Held-out text to evaluate all results on.",
-)
-@options.measuring
-@options.calibration
-@options.writing
-@options.common
+@parameters.of(options.Sweep)
 def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None:
     """Convert MODEL to many targets with many methods, and compare them.
 
@@ -347,7 +241,7 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
     """
     from convert import api
 
-    options.texts(given)
+    parameters.texts(given)
     quiet, progress = given["quiet"], _console(given)
 
     def made(plan: Any) -> None:
@@ -361,28 +255,9 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
 
 
 @main.command()
-@options.model
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Batch size.")
-@click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens per sequence.  [default: the model's limit]")
-@click.option("--dtype", type=click.Choice(options.DTYPES), help="Dtype of weights and cache.  [default: as in MODEL]")
-@click.option(
-    "--gpu",
-    "gpus",
-    type=options.Gpu(),
-    multiple=True,
-    metavar="NAME=GB",
-    help="A GPU and its memory, instead of the known GPUs; repeatable.",
-)
-@click.option(
-    "--gpu-share",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.9,
-    show_default=True,
-    help="Share of GPU memory that may be used.",
-)
-@options.engine("Show only what this engine runs.")
-@options.common
-def plan(model: str, as_json: bool, gpus: tuple[tuple[str, float], ...], **given: Any) -> None:
+@parameters.model
+@parameters.of(options.Plan)
+def plan(model: str, as_json: bool, **given: Any) -> None:
     """Show the KV memory of each target, and the GPUs that it fits on.
 
     Reads only the config of MODEL.
@@ -392,13 +267,13 @@ def plan(model: str, as_json: bool, gpus: tuple[tuple[str, float], ...], **given
     from convert import api
 
     _console(given)
-    facts = api.plan(model, gpus=dict(gpus), **given)
+    facts = api.plan(model, **given)
     _show(facts, str(facts), as_json)
 
 
 @main.command()
-@options.model
-@options.common
+@parameters.model
+@parameters.of(options.Inspect)
 def inspect(model: str, as_json: bool, **given: Any) -> None:
     """Show what MODEL is and what it can become.
 
@@ -414,7 +289,7 @@ def inspect(model: str, as_json: bool, **given: Any) -> None:
 
 
 @main.command()
-@options.plain
+@parameters.plain
 def families(as_json: bool, **given: Any) -> None:
     """List the families that can be converted.
 
@@ -452,7 +327,7 @@ def run(recipe: Path, settings: tuple[str, ...], allow_paths: bool, dry_run: boo
 
 @main.command()
 @click.argument("action", type=click.Choice(("list", "clear")))
-@options.plain
+@parameters.plain
 def cache(action: str, as_json: bool, **given: Any) -> None:
     """List or clear what GGUF files were unpacked to.
 
@@ -481,7 +356,7 @@ def cache(action: str, as_json: bool, **given: Any) -> None:
     show_default=True,
     help="Directory for the results and the report.",
 )
-@options.plain
+@parameters.plain
 def demo(output: Path, as_json: bool, **given: Any) -> None:
     """Convert and evaluate the bundled model.
 

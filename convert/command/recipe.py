@@ -16,6 +16,7 @@ import click
 import yaml
 
 from attention.errors import Refusal
+from convert.command.parameters import Consented
 from eval.inputs.text import OWN_TEXT, SELF
 from eval.terminal.escapes import printable
 
@@ -23,10 +24,6 @@ _LONGEST = 4096  # entries of one mapping: what `<<` of aliases of aliases would
 _LONGEST_INTEGER = 64  # bits
 _FORM = "gqa: {model: …, output: …, groups: 8}"
 _QUOTE = "put quotes around a word that YAML takes for something else"
-
-# Only the command line may allow these: a recipe, and a conversion.json most of all, may come from anyone.
-_CONSENT = ("trust_remote_code", "overwrite", "resume", "force", "task_path", "track")
-_WRITTEN = ("output", "teacher_cache")
 
 _NEVER = ("run", "cache", "demo")  # the demo replaces what it finds, and `cache clear` is of the user's own files
 
@@ -140,7 +137,7 @@ def command_lines(
         own = {key: value for key, value in given.items() if key not in overrides and value is not None}
         asked |= dict.fromkeys(_asked(own, known, f"step {number} ({name})"))
         if not any_paths:
-            _require_inside(own, f"step {number} ({name})")
+            _require_inside(own, known, f"step {number} ({name})")
         lines.append([name, *line])
     if asked:
         raise Refusal(
@@ -152,18 +149,20 @@ def command_lines(
 
 def _asked(given: dict[str, Any], known: dict[str, click.Parameter], step: str) -> list[str]:
     """Settings of a recipe that need consent, as KEY=VALUE."""
-    found = {key: given[key] for key in _CONSENT if key in given}
+    found = {key: value for key, value in given.items() if isinstance(known[key], Consented)}
     flags = {key: p for key in found if isinstance(p := known[key], click.Option) and p.is_flag}
     off = {key for key, flag in flags.items() if _flag(flag, key, found[key], step) != [max(flag.opts, key=len)]}
     values = {key: "true" if key in flags else printable(str(value)) for key, value in found.items() if key not in off}
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def _require_inside(given: dict[str, Any], step: str) -> None:
+def _require_inside(given: dict[str, Any], known: dict[str, click.Parameter], step: str) -> None:
     """Refuse a recipe that would write outside the current directory."""
     here = Path.cwd()
-    for key in _WRITTEN:
-        if isinstance(place := given.get(key), str) and here not in Path(place).resolve().parents:
+    for key, place in given.items():
+        kind = known[key].type
+        written = isinstance(kind, click.Path) and not kind.exists
+        if written and isinstance(place, str) and here not in Path(place).resolve().parents:
             raise Refusal(
                 f"{step} of the recipe would write to {place}, which is not inside the directory that it is run in",
                 hint=f"allow it with --allow-paths, or say where with --set {key}=PATH",

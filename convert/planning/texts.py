@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
-from eval.inputs.text import SELF, Text, about_tokens, load_dataset, read_file, text_of
+from convert.arguments.options import TextGiven
+from eval.inputs.text import SELF, OneText, Text, about_tokens, load_dataset, read_file, text_of
 
 if TYPE_CHECKING:
     import torch
 
     from eval.inputs.source import Source
-
-OneText = str | Path | Sequence[str]
-TextGiven = OneText | Mapping[str | Path, float]  # Mapping: several, with their shares
 
 
 @dataclass(frozen=True)

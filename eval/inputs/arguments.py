@@ -1,37 +1,168 @@
-"""Types of the API's arguments: a wrong one is refused by its name, where it would otherwise fail far inside."""
+"""Arguments of the API, which are the options of the commands: what an option is declared as, and what follows from it.
+
+A `TypedDict` has entries `name: Annotated[type, Option(help, …)]`. A function takes them as `**given: Unpack[ThatDict]`, and
+`checked` makes its signature, its docstring, defaults and refusals of them.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 import os
+import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from attention.errors import Refusal
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _NUMBERS = {int: numbers.Integral, float: numbers.Real}  # also numpy's
+_WIDTH, _INDENT = 128, " " * 8  # of docstrings
+_REST = re.compile(r"^ *\*\*given: .*\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of the API, and an option of its command.
+
+    Attributes:
+        help: What it is for, as on the command line: with --other-option, and with MODEL for the argument `model`.
+        default: Its value where it is not given; False for a bool. None if it is `Required`.
+        unset: What such a default stands for, for people.
+        python: What only programs need to know.
+        choices: The words that it may be. Others are refused where they are used.
+        least: The smallest number that it may be. Several numbers are refused where they are used.
+        most: The largest one, where there is a smallest.
+        refused: What is said of another number, with `{}` in its place; "" for the usual.
+        parse: The value of a string; it raises `Refusal`.
+        file: Whether it names a file, which has to exist.
+        directory: Whether it names a directory, which is "old" and has to exist, or "new" and is written.
+        metavar: A word for the value.
+        flag: Its name on the command line; None for its own name, "" for what only programs can give.
+        negatable: Whether the command line has --no-… too, although it is off by default.
+        consent: Whether it could do harm, so that no recipe may give it by itself.
+        name: Its own name, and
+        type: its type, of the entry that declares it.
+        required: Whether it has to be given.
+    """
+
+    help: str
+    default: Any = None
+    unset: str = ""
+    python: str = ""
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    refused: str = ""
+    parse: Callable[[str], Any] | None = None
+    file: bool = False
+    directory: Literal["", "old", "new"] = ""
+    metavar: str | None = None
+    flag: str | None = None
+    negatable: bool = False
+    consent: bool = False
+    name: str = ""
+    type: Any = None
+    required: bool = False
+
+    @property
+    def several(self) -> bool:
+        """Whether it may be several values in a sequence."""
+        return not self.file and any(typing.get_origin(part) is Sequence for part in parts(self.type))
+
+    def value(self, given: Any) -> Any:
+        """A value of the right type as the function takes it: strings are parsed.
+
+        Raises:
+            Refusal: It is no such string, or a number out of range.
+        """
+        if self.parse and isinstance(given, str):
+            given = self.parse(given)
+        elif self.parse and self.several and given is not None:
+            given = tuple(self.parse(one) if isinstance(one, str) else one for one in given)
+        least, most = self.least, math.inf if self.most is None else self.most
+        bounded = least is not None and isinstance(given, numbers.Real) and not self.several
+        if bounded and not least <= given <= most:
+            usual = f"{self.name} is {{}}; it must be at least {least}" + (f" and at most {most}" if most < math.inf else "")
+            raise Refusal((self.refused or usual).format(given))
+        return given
+
+    def described(self, arguments: Sequence[str]) -> str:
+        """What it is for, as programs spell it; `arguments` are the others of the function."""
+        bounds = [f"at {word} {bound}" for word, bound in (("least", self.least), ("most", self.most)) if bound]
+        said = [
+            self.help.replace("; repeatable", ""),
+            f"One of {', '.join(self.choices)}." if self.choices else "",
+            f"{' and '.join(bounds).capitalize()}." if bounds else "",
+            f"By default: {self.unset}." if self.unset else "",
+        ]
+        text = re.sub(r"--([a-z][a-z-]*)", lambda flag: f"`{flag[1].replace('-', '_')}`", " ".join(filter(None, said)))
+        for argument in arguments:
+            text = re.sub(rf"\b{argument.upper()}\b", f"`{argument}`", text)
+        return f"{text} {self.python}".rstrip()
+
+
+@functools.cache
+def options_of(declared: type) -> dict[str, Option]:
+    """The options that a `TypedDict` declares, in order."""
+    found = dict[str, Option]()
+    for name, hint in typing.get_type_hints(declared, include_extras=True).items():
+        required = typing.get_origin(hint) is typing.Required
+        kind, option = typing.get_args(typing.get_args(hint)[0] if required else hint)
+        default = False if kind is bool and option.default is None else option.default
+        found[name] = replace(option, name=name, type=kind, required=required, default=default)
+    return found
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which refuses arguments that are not of the types that its signature gives."""
-    signature = inspect.signature(function)
+    """The function, which refuses arguments that its signature does not allow, and gets a value for each of its options."""
+    signature, options = _expanded(function)
 
     @functools.wraps(function)
     def checking(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            hint = _hint(str(signature.parameters[name].annotation), function)
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            hint = signature.parameters[name].annotation
             if not _fits(value, hint):
                 raise Refusal(f"{name} is {value!r:.80}, of type {type(value).__name__}; it must be {_named(hint)}")
-        return function(*args, **kwargs)
+        bound.apply_defaults()
+        values = {name: option.value(bound.arguments[name]) for name, option in options.items()}
+        return function(*bound.args, **(bound.kwargs | values))
 
+    named = [name for name in signature.parameters if name not in options]
+    lines = [f"{name}: {option.described(named)}" for name, option in options.items()]
+    checking.__doc__ = _REST.sub(lambda _: "".join(map(_wrapped, lines)), function.__doc__ or "")
+    checking.__signature__ = signature  # type: ignore[attr-defined]
     return checking
+
+
+def _expanded(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Option]]:
+    """A function's signature with its options in the place of `**given`, and these."""
+    signature, found, options = inspect.signature(function), list[inspect.Parameter](), dict[str, Option]()
+    for parameter in signature.parameters.values():
+        hint = _hint(str(parameter.annotation), function)
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            found.append(parameter.replace(annotation=hint))
+            continue
+        options = options_of(*typing.get_args(hint))
+        for name, option in options.items():
+            default = parameter.empty if option.required else option.default
+            found.append(inspect.Parameter(name, parameter.KEYWORD_ONLY, default=default, annotation=option.type))
+    return signature.replace(parameters=found), options
+
+
+def _wrapped(line: str) -> str:
+    """A line of a docstring's Args."""
+    further = f"{_INDENT}    "
+    return textwrap.fill(line, _WIDTH, initial_indent=_INDENT, subsequent_indent=further, break_on_hyphens=False) + "\n"
 
 
 def _hint(written: str, function: Callable[..., Any]) -> Any:
@@ -42,6 +173,11 @@ def _hint(written: str, function: Callable[..., Any]) -> Any:
         return Any
 
 
+def parts(hint: Any) -> tuple[Any, ...]:
+    """The types of which a value has to be one."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
 def _named(hint: Any) -> str:
     """A type, for people."""
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("pathlib.", "").replace("collections.abc.", "")
@@ -49,19 +185,19 @@ def _named(hint: Any) -> str:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a type."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if len(parts(hint)) > 1:
+        return any(_fits(value, part) for part in parts(hint))
     if hint is Any or origin is typing.Literal:  # wrong words are refused where they are used
         return True
     if hint in _NUMBERS:
         return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
     if origin is Mapping:
-        return isinstance(value, Mapping) and all(_fits(k, parts[0]) and _fits(v, parts[1]) for k, v in value.items())
+        return isinstance(value, Mapping) and all(_fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items())
     if origin is tuple:
-        return isinstance(value, tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
+        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_fits, value, arguments))
     if origin is Sequence:
-        return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(_fits(v, parts[0]) for v in value)
+        return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(_fits(v, arguments[0]) for v in value)
     if hint is Path:
         return isinstance(value, os.PathLike)
     if origin is Callable or getattr(hint, "_is_protocol", False):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvfold")
 OWN_TEXT = Path("calibration", "own-text.safetensors")  # in a checkpoint: what its source wrote to calibrate on
+OneText = str | Path | Sequence[str]  # a file, or strings
 SELF = "self"  # what a model writes itself, as the name of a text; a file of that name is ./self
 
 
@@ -157,7 +158,7 @@ def read_file(path: Path) -> Text:
     return Text(path.name, text, path if large else None)
 
 
-def text_of(given: str | Path | Sequence[str]) -> Text:
+def text_of(given: OneText) -> Text:
     """A text from the path of a UTF-8 file, or from a list of strings.
 
     Raises:
@@ -169,7 +170,7 @@ def text_of(given: str | Path | Sequence[str]) -> Text:
     return Text(f"{len(strings)} strings", "\n\n".join(strings))
 
 
-def about_tokens(given: str | Path | Sequence[str] | None, most: int | None = None) -> int:
+def about_tokens(given: OneText | None, most: int | None = None) -> int:
     """About how many tokens a text has, by its size alone, but at most `most`; `most` of what is neither a file nor strings."""
     if given is None:
         return most or 0

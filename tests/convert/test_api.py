@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect as python
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,14 @@ from written import same_but_for_the_run, weights
 
 from attention.errors import Failure, Refusal
 from convert import api, gqa, inspect, mla, mqa, plan, sweep
+from convert.arguments import options
 from convert.command.cli import main
+from convert.healing.plan import EFFORTS, PARTS
 from convert.planning.describe import Facts
+from convert.planning.grouped import GROUPINGS
 from eval import api as eval_api
+from eval import options as measured
+from eval.inputs.arguments import options_of
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -305,6 +311,19 @@ COMMANDS: dict[str, tuple[Any, Any, list[str]]] = {
 }
 
 
+DECLARED: dict[str, type] = {
+    "gqa": options.Gqa,
+    "mqa": options.Mqa,
+    "mla": options.Mla,
+    "heal": options.Heal,
+    "sweep": options.Sweep,
+    "plan": options.Plan,
+    "inspect": options.Inspect,
+    "eval": measured.Evaluate,
+    "bench": measured.Bench,
+}
+
+
 class Called(Exception):
     """What a command called its function with."""
 
@@ -331,7 +350,45 @@ def test_a_function_has_the_words_and_defaults_of_its_command(name: str, text: P
         if default is python.Parameter.empty:
             assert value in (2, text)
         elif option not in ("progress", "made"):
-            assert (value or None if option == "gpus" else value) == default, option
+            assert value == default, option
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_is_declared_once(name: str) -> None:
+    """The signature, the docstring, the command and docs/cli.md say what the one declaration says."""
+    module, function, _ = COMMANDS[name]
+    call, declared = getattr(module, function), options_of(DECLARED[name])
+    signature, doc = python.signature(call).parameters, python.getdoc(call) or ""
+    shown = {p.name: p for p in main.commands[name].params if isinstance(p, click.Option)}
+    documented = "".join((Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8").split())
+    for option in declared.values():
+        parameter, default = signature[option.name], python.Parameter.empty if option.required else option.default
+        assert (parameter.annotation, parameter.default) == (option.type, default)
+        assert f"\n    {option.name}: " in doc
+        if option.flag == "":
+            assert option.name not in shown
+            continue
+        assert (shown[option.name].help or "").startswith(option.help)
+        assert "".join(option.help.split()) in documented
+    assert not re.search(r"--\w|\bMODEL\b|\*\*given", doc), "they are spelled as in Python"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_refuses_what_its_function_refuses(name: str) -> None:
+    """A number out of range, and a word that is none of the choices."""
+    for option in options_of(DECLARED[name]).values():
+        command, wrong = main.commands[name], [*(["-1"] if option.least else []), *(["nonsense"] if option.choices else [])]
+        for value in wrong:
+            (shown,) = (p for p in command.params if p.name == option.name)
+            with pytest.raises(click.UsageError), click.Context(command) as context:
+                shown.type_cast_value(context, (value,) if shown.multiple else value)  # type: ignore[attr-defined]
+
+
+def test_words_of_options_are_those_that_are_known() -> None:
+    heal_options, gqa_options = options_of(options.Heal), options_of(options.Gqa)
+    assert heal_options["effort"].choices == tuple(EFFORTS)
+    assert heal_options["train"].choices == PARTS
+    assert gqa_options["grouping"].choices == GROUPINGS
 
 
 @pytest.mark.parametrize("name", [name for name in main.commands if name not in COMMANDS])

@@ -1,4 +1,4 @@
-"""Parses sizes as users write them: 5GB, 12.5%, 512+64, 20M, 90min."""
+"""Parses numbers as users write them: 5GB, 12.5%, 512+64, 20M, 90min, 1e-4."""
 
 from __future__ import annotations
 
@@ -52,6 +52,21 @@ def parse_time(text: str) -> float:
     if not seconds:
         raise Refusal(f"{text!r} is not a time: give a number above 0 and a unit, as in 90min, 1h or 2d")
     return seconds
+
+
+def parse_rate(text: str) -> float | None:
+    """Parse a learning rate; "auto" is None.
+
+    Raises:
+        Refusal: It is neither that nor a number above 0 and up to 1.
+    """
+    try:
+        rate = None if text == "auto" else float(text)
+    except ValueError:
+        rate = 0.0
+    if rate is not None and not 0 < rate <= 1:
+        raise Refusal(f"lr is {text!r}; it must be auto, or a number above 0 and up to 1, as in 1e-4")
+    return rate
 
 
 def parse_budget(text: str) -> tuple[float, None] | tuple[None, int]:

@@ -1,0 +1,374 @@
+"""The options of the API and of the commands, by what they are about; those of each function are at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Required, TypedDict
+
+from convert.arguments.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_rate, parse_time, parse_tokens
+from convert.hosts.engines import ENGINES
+from convert.methods import GROUPED, LATENT
+from eval.inputs.arguments import Option
+from eval.inputs.text import DATASETS, OneText
+from eval.options import DEVICE, DTYPES, Measuring, Reading, Working
+
+TextGiven = OneText | Mapping[str | Path, float]  # Mapping: several, with their shares
+
+_METHOD = Option("How to merge KV heads.", unset=GROUPED[0], choices=GROUPED)
+_OVERWRITE = Option("Replace an existing result, once the new one is complete.", consent=True)
+_RESUME = Option(
+    "Finish an interrupted run of the same command. With --overwrite, start again if it was another command.", consent=True
+)
+_EVALUATE = Option(
+    "Measure perplexity on this held-out text, and add it to the model card.",
+    file=True,
+    metavar="FILE",
+    python="A file, or a list of strings.",
+)
+
+
+def _text(use: str, writer: str) -> Option:
+    """A text, or several, of which one may be what a model writes."""
+    return Option(
+        f"UTF-8 text to {use} on, or self for what {writer} writes itself, or its own-text.safetensors of an earlier run; "
+        "repeatable. Never use the text that you evaluate on.",
+        unset="self",
+        file=True,
+        metavar="FILE",
+        python='A file, a list of strings, or "self"; several by their shares, as in `{"self": 1, "code.txt": 2}`.',
+    )
+
+
+def _dataset(use: str) -> Option:
+    return Option(f"{use} on the training split of this dataset, too. Needs pip install 'kvfold[data]'.", choices=DATASETS)
+
+
+def _seed(use: str) -> Option:
+    return Option(use, default=0, least=0, most=2**32 - 1)
+
+
+class Merging(TypedDict, total=False):
+    """How to merge all KV heads."""
+
+    method: Annotated[str | None, _METHOD]
+
+
+class Grouping(TypedDict, total=False):
+    """How many KV heads to keep, and how."""
+
+    groups: Required[Annotated[int, Option("KV heads of the result. Must divide those of MODEL.", metavar="N")]]
+    method: Annotated[str | None, _METHOD]
+    grouping: Annotated[
+        str,
+        Option(
+            "Which heads share a group: neighbours, or heads that lose little when merged.",
+            default="contiguous",
+            choices=("contiguous", "similar"),
+        ),
+    ]
+
+
+class Factoring(TypedDict, total=False):
+    """The size of a latent, and how to make it."""
+
+    kv_lora_rank: Annotated[
+        int | None, Option("Rank of the latent. Includes the constant channel of the output class.", metavar="R")
+    ]
+    qk_rope_head_dim: Annotated[int | None, Option("Dims of the RoPE key that all heads share.", metavar="P")]
+    kv_budget: Annotated[
+        str | int | float | None,
+        Option(
+            "Choose both: from a share of MODEL's cache (12.5%), or bytes per token (4KB).",
+            parse=parse_budget,
+            metavar="SIZE",
+            python="A float is a share, an int are bytes.",
+        ),
+    ]
+    method: Annotated[str | None, Option("How to factor keys and values.", unset=LATENT[0], choices=LATENT)]
+    freqfold: Annotated[int | None, Option("For pca: treat F neighbouring frequencies as one.", unset="fewest", metavar="F")]
+    pad_rank: Annotated[bool, Option("Allow a rank beyond full size, and fill it with zeros.")]
+    q_lora_rank: Annotated[
+        int | None,
+        Option(
+            "Rank of a latent of queries, constants included: fewer weights, the same cache.",
+            unset="none, or full",
+            metavar="N",
+        ),
+    ]
+    portable: Annotated[bool, Option("No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text.")]
+    per_layer_ranks: Annotated[
+        bool,
+        Option("Let the text choose the rank of each layer, R on average. Needs text; the result has kvfold's class."),
+    ]
+
+
+class Calibrating(TypedDict, total=False):
+    """The text of a conversion, and the steps that use it."""
+
+    text: Annotated[TextGiven | None, _text("calibrate", "MODEL")]
+    dataset: Annotated[str | None, _dataset("Calibrate")]
+    no_text: Annotated[bool, Option("Calibrate on no text: convert from weights alone, which ruins most models.")]
+    calibration_tokens: Annotated[
+        int | None,
+        Option(
+            "Calibrate on N tokens from all over the text.",
+            unset="32768; of MODEL's own text alone 65536",
+            least=1,
+            metavar="N",
+        ),
+    ]
+    calibration_context: Annotated[
+        int | None,
+        Option(
+            "Tokens per calibration block; of fewer than 16 blocks of 1024 or more, every other one is cut into four.",
+            unset="2048, of MODEL's own text alone 512, or MODEL's limit",
+            least=2,
+            metavar="N",
+        ),
+    ]
+    max_context: Annotated[
+        int | None,
+        Option(
+            "Tokens of the longest context that the result is for: rotary keys serve distances up to N.",
+            unset="--calibration-context, or 2048, or MODEL's limit",
+            least=2,
+            metavar="N",
+        ),
+    ]
+    refit: Annotated[
+        bool | None,
+        Option(
+            "Fit queries, keys, outputs and, for GQA, values by least squares.",
+            unset="with text, for methods that use it",
+        ),
+    ]
+    refine: Annotated[
+        int | None,
+        Option("Train each converted layer for STEPS steps to match the source's layer.", least=1, metavar="STEPS"),
+    ]
+    heal: Annotated[
+        int | str | None,
+        Option(
+            "At the end, distil the source into the result on N tokens of the text, such as 64k; 0 for none.",
+            unset="as many as are calibrated on, up to 65536, where the model trains in memory, for methods that use text; 0 in"
+            " sweeps",
+            least=0,
+            parse=parse_tokens,
+            metavar="N",
+        ),
+    ]
+
+
+class Writing(TypedDict, total=False):
+    """The result of a conversion, and how it comes about."""
+
+    dtype: Annotated[str | None, Option("Store floats in this dtype.", unset="as in MODEL", choices=DTYPES)]
+    engine: Annotated[str | None, Option("Make what this engine runs, and refuse what it does not.", choices=tuple(ENGINES))]
+    device: Annotated[str, DEVICE]
+    seed: Annotated[
+        int, _seed("For methods that draw random numbers, and for the order in which --refine reads blocks of text.")
+    ]
+    max_shard_size: Annotated[
+        int | str,
+        Option(
+            "Start a new weight file beyond this size.",
+            default="5GB",
+            least=1,
+            parse=parse_bytes,
+            metavar="SIZE",
+            python="A number is of bytes.",
+        ),
+    ]
+    overwrite: Annotated[bool, _OVERWRITE]
+    resume: Annotated[bool, _RESUME]
+    dry_run: Annotated[bool, Option("Only plan, and say how long it takes here. Reads no weights.")]
+
+
+class Publishing(TypedDict, total=False):
+    """Whether the result is of use."""
+
+    force: Annotated[bool, Option("Publish the result, however much it loses.", consent=True)]
+    evaluate: Annotated[OneText | None, _EVALUATE]
+
+
+class Training(TypedDict, total=False):
+    """How to heal."""
+
+    teacher: Annotated[
+        str | Path | None,
+        Option("The model that CONVERTED was made from.", unset="as it records", metavar="MODEL"),
+    ]
+    text: Annotated[TextGiven | None, _text("train", "the teacher")]
+    dataset: Annotated[str | None, _dataset("Train")]
+    tokens: Annotated[
+        int | str | None,
+        Option("Train on N tokens, such as 20M.", unset="those of --effort", least=1, parse=parse_count, metavar="N"),
+    ]
+    time: Annotated[
+        float | str | None,
+        Option(
+            "Train on as many tokens as take TIME here, such as 90min, 1h or 2d.",
+            least=1e-3,
+            parse=parse_time,
+            metavar="TIME",
+            python="A number is of seconds.",
+        ),
+    ]
+    effort: Annotated[
+        str,
+        Option(
+            "20M, 200M or 2B tokens; for more than 2 billion parameters, 50M, 500M or 3B.",
+            default="quick",
+            choices=("quick", "standard", "thorough"),
+        ),
+    ]
+    context: Annotated[int | None, Option("Tokens per block.", unset="2048, or the models' limit", least=2, metavar="N")]
+    batch_tokens: Annotated[
+        int | str | None,
+        Option(
+            "Tokens per step.",
+            unset="a thousandth of all, at least a block, at most 65536",
+            least=1,
+            parse=parse_count,
+            metavar="N",
+        ),
+    ]
+    micro_batch_tokens: Annotated[
+        int | str | None,
+        Option("Tokens per forward pass.", unset="4096", least=1, parse=parse_count, metavar="N"),
+    ]
+    lr: Annotated[
+        float | str,
+        Option(
+            "The learning rate. auto tries three or more of them first, if there are 150 steps or more.",
+            default="auto",
+            least=1e-12,
+            most=1,
+            parse=parse_rate,
+            metavar="RATE",
+        ),
+    ]
+    train: Annotated[
+        str,
+        Option(
+            "Which weights to train: those of attention and the norms before it, all, or LoRA beside those of attention.",
+            default="attention",
+            choices=("attention", "all", "lora"),
+        ),
+    ]
+    lora_rank: Annotated[int | None, Option("The rank of --train lora.", unset="16", least=1, metavar="N")]
+    ce: Annotated[
+        float,
+        Option("Add the cross-entropy of the text, times WEIGHT, to the KL.", default=0.0, least=0, metavar="WEIGHT"),
+    ]
+    top_k: Annotated[int | None, Option("Use only the K largest probabilities of the teacher.", least=1, metavar="K")]
+    teacher_cache: Annotated[
+        str | Path | None,
+        Option(
+            "Keep these in DIR, for all steps and later runs, so that the teacher is not in memory beside the student.",
+            parse=Path,
+            directory="new",
+            metavar="DIR",
+        ),
+    ]
+    track: Annotated[
+        str | None,
+        Option(
+            "Send figures to tensorboard, wandb or another tracker of accelerate; files go to OUTPUT.logs.",
+            metavar="NAME",
+            consent=True,
+        ),
+    ]
+    eval_every: Annotated[
+        int | str | None,
+        Option("Measure every N tokens.", unset="ten times", least=1, parse=parse_count, metavar="N"),
+    ]
+    checkpointing: Annotated[bool, Option("Compute layers again in the backward pass: slower, with less memory.")]
+    evaluate: Annotated[OneText | None, _EVALUATE]
+    device: Annotated[str, DEVICE]
+    seed: Annotated[int, _seed("For the order of blocks.")]
+    overwrite: Annotated[bool, _OVERWRITE]
+    resume: Annotated[bool, _RESUME]
+    dry_run: Annotated[bool, Option("Only plan, and say how long it takes here. Reads the text, but no weights.")]
+
+
+class Comparing(TypedDict, total=False):
+    """What a sweep makes and measures."""
+
+    groups: Annotated[Sequence[int] | None, Option("KV heads of the GQA targets, such as 8,4,2,1.", metavar="N,…")]
+    mla: Annotated[
+        Sequence[str | tuple[int, int]] | None,
+        Option(
+            "Sizes of the MLA targets, such as 512+64 or 12.5%.",
+            parse=parse_latent,
+            metavar="R+P,…",
+            python="With no groups either: halves of the model's KV heads, and 25 % and 12.5 % of its cache.",
+        ),
+    ]
+    methods: Annotated[
+        Sequence[str] | None,
+        Option("Methods to compare.", unset="all but random", choices=(*GROUPED, *LATENT), metavar="NAME,…"),
+    ]
+    evaluate: Required[
+        Annotated[
+            OneText,
+            Option(
+                "Held-out text to evaluate all results on.",
+                file=True,
+                metavar="FILE",
+                python="A file, or a list of strings.",
+            ),
+        ]
+    ]
+    made: Annotated[
+        Callable[[Any], object],
+        Option("Called with the plan of each result when it is complete.", default=lambda plan: None, flag=""),
+    ]
+
+
+class Fitting(TypedDict, total=False):
+    """What has to fit into memory."""
+
+    batch: Annotated[int, Option("Batch size.", default=1, least=1)]
+    context: Annotated[int | None, Option("Tokens per sequence.", unset="the model's limit", least=1, metavar="N")]
+    dtype: Annotated[str | None, Option("Dtype of weights and cache.", unset="as in MODEL", choices=DTYPES)]
+    gpus: Annotated[
+        Mapping[str, float] | None,
+        Option(
+            "A GPU and its memory, instead of the known GPUs; repeatable.",
+            metavar="NAME=GB",
+            flag="--gpu",
+            python="Several, by name, in gigabytes.",
+        ),
+    ]
+    gpu_share: Annotated[float, Option("Share of GPU memory that may be used.", default=0.9, least=0.01, most=1)]
+    engine: Annotated[str | None, Option("Show only what this engine runs.", choices=tuple(ENGINES))]
+
+
+class Gqa(Grouping, Calibrating, Writing, Publishing, Working):
+    """The options of `gqa`."""
+
+
+class Mqa(Merging, Calibrating, Writing, Publishing, Working):
+    """The options of `mqa`."""
+
+
+class Mla(Factoring, Calibrating, Writing, Publishing, Working):
+    """The options of `mla`."""
+
+
+class Heal(Training, Working):
+    """The options of `heal`."""
+
+
+class Sweep(Comparing, Measuring, Calibrating, Writing, Working):
+    """The options of `sweep`."""
+
+
+class Plan(Fitting, Reading):
+    """The options of `plan`."""
+
+
+class Inspect(Reading):
+    """The options of `inspect`."""

@@ -1,0 +1,212 @@
+"""The options of commands, made from those of the API. It imports nothing heavy, so that `--help` is fast."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import click
+
+from attention.errors import Refusal
+from eval.inputs.arguments import Option, options_of, parts
+from eval.inputs.text import SELF
+from eval.options import Reading
+
+_NUMBERS: Any = ((int, click.INT, click.IntRange), (float, click.FLOAT, click.FloatRange))
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Consented(click.Option):
+    """An option that could do harm: only a user may give it, and no recipe by itself."""
+
+
+class Checked(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A value that stays the string that it is, once `parse` has not refused it."""
+
+    name = "text"
+
+    def __init__(self, parse: Callable[[str], Any]) -> None:
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            self._parse(str(value))
+        except Refusal as refusal:
+            self.fail(str(refusal), param, ctx)
+        return str(value)
+
+
+class TextFile(click.Path):
+    """A file, or the word "self", which stays a string."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, str) and value == SELF else super().convert(value, param, ctx)
+
+
+class Shares(click.ParamType):  # type: ignore[type-arg]
+    """Comma-separated numbers above 0."""
+
+    name = "shares"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            shares = tuple(map(float, str(value).split(",")))
+        except ValueError:
+            shares = ()
+        if not shares or not all(0 < share < math.inf for share in shares):
+            self.fail(f"{value!r} is not a list of shares: give a number above 0 for each text, as in 1,2", param, ctx)
+        return shares
+
+
+def texts(given: dict[str, Any]) -> None:
+    """Replace the options `text` and `text_shares` by the one argument `text` of the API.
+
+    Raises:
+        click.UsageError: A text has no share, or there are more shares than texts.
+    """
+    files, shares = given.pop("text"), given.pop("text_shares")
+    if shares is not None and len(shares) != len(files):
+        raise click.UsageError(f"{len(shares)} --text-shares for {len(files)} --text: give one for each, in their order")
+    if len(set(files)) < len(files):
+        raise click.UsageError("the same --text is given twice: give it once, with a larger share")
+    plain = len(files) < 2 and shares is None
+    given["text"] = (files[0] if files else None) if plain else dict(zip(files, shares or [1.0] * len(files), strict=True))
+
+
+class Gpu(click.ParamType):  # type: ignore[type-arg]
+    """NAME=GB."""
+
+    name = "gpu"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
+        name, _, size = str(value).rpartition("=")
+        try:
+            gigabytes = float(size)
+        except ValueError:
+            gigabytes = 0.0
+        if not name or not 0 < gigabytes < math.inf:
+            self.fail(f"{value!r} is not a GPU: give a name and its memory in GB, as in A6000=48", param, ctx)
+        return name, gigabytes
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg]
+    """Comma-separated values of one type."""
+
+    name = "list"
+
+    def __init__(self, each: click.ParamType) -> None:  # type: ignore[type-arg]
+        self._each = each
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self._each.convert(item.strip(), param, ctx) for item in str(value).split(","))
+
+
+model, models = click.argument("model"), click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+output = click.argument("output", type=click.Path(path_type=Path))
+_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+_verbosity: tuple[Decorator, ...] = (
+    click.option("-v", "--verbose", is_flag=True, help="Show warnings of libraries, and tracebacks of known errors."),
+    click.option("-q", "--quiet", is_flag=True, help="Show no progress and no warnings."),
+)
+_shares = click.option(
+    "--text-shares",
+    type=Shares(),
+    metavar="N,…",
+    help="Shares of the tokens, in the order of --text; that of a dataset is 1.  [default: equal]",
+)
+
+
+def plain(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what a command prints."""
+    return _all((_json, *_verbosity), command)
+
+
+def of(declared: type) -> Decorator:
+    """Add the options of a function of the API, and those that say what a command prints."""
+    return lambda command: _all(_made(declared), command)
+
+
+def _made(declared: type) -> Iterator[Decorator]:
+    reading = options_of(Reading)
+    for name, option in options_of(declared).items():
+        if option.flag != "" and name not in reading:
+            yield _option(option)
+        if _texts(option):
+            yield _shares
+    yield _json
+    yield from map(_option, reading.values())
+    yield from _verbosity
+
+
+def _all(decorators: Iterable[Decorator], command: Callable[..., Any]) -> Callable[..., Any]:
+    return reduce(lambda decorated, decorate: decorate(decorated), reversed(list(decorators)), command)
+
+
+def _option(option: Option) -> Decorator:
+    """An option of a command."""
+    flag, default = option.flag or f"--{option.name.replace('_', '-')}", option.default
+    said = option.help + (f"  [default: {option.unset}]" if option.unset else "")
+    how: dict[str, Any] = {"cls": Consented if option.consent else None, "help": said}
+    if bool in parts(option.type):
+        both = default is not False or option.negatable
+        how |= {"is_flag": True, "show_default": both and default is not None}
+        return click.option(f"{flag}/--no-{flag[2:]}" if both else flag, option.name, default=default, **how)
+    how |= {"type": _type(option), "metavar": option.metavar}
+    if option.several or _mapping(option):
+        together = None if option.file else _together(option)
+        return click.option(flag, option.name, multiple=True, callback=together, **how)
+    how |= {"required": True} if option.required else {"default": default, "show_default": default is not None}
+    return click.option(flag, option.name, **how)
+
+
+def _together(option: Option) -> Callable[[click.Context, click.Parameter, tuple[Any, ...]], Any]:
+    """What makes one value of an option that may be repeated: the default of none, and no value twice."""
+
+    def together(ctx: click.Context, param: click.Parameter, value: tuple[Any, ...]) -> Any:
+        if not value:
+            return option.default
+        return dict(value) if _mapping(option) else tuple(dict.fromkeys(itertools.chain(*value)))
+
+    return together
+
+
+def _mapping(option: Option) -> bool:
+    return any(get_origin(part) is Mapping for part in parts(option.type))
+
+
+def _texts(option: Option) -> bool:
+    """Whether it may be several texts, with shares."""
+    return option.file and _mapping(option)
+
+
+def _type(option: Option) -> click.ParamType:  # type: ignore[type-arg]
+    """The type of a value, or of each where there are several."""
+    if option.file:
+        return (TextFile if _texts(option) else click.Path)(exists=True, dir_okay=False, path_type=Path)
+    if option.directory:
+        return click.Path(exists=option.directory == "old", file_okay=False, path_type=Path)
+    if _mapping(option):
+        return Gpu()
+    each = _single(option)
+    return Listed(each) if option.several else each
+
+
+def _single(option: Option) -> click.ParamType:  # type: ignore[type-arg]
+    if option.choices:
+        return click.Choice(option.choices)
+    if option.parse:
+        return Checked(option.parse)
+    bounded, kinds = option.least is not None, [kind for part in parts(option.type) for kind in (part, *get_args(part))]
+    for kind, unbounded, between in _NUMBERS:
+        if kind in kinds:
+            return between(option.least, option.most) if bounded else unbounded
+    return click.STRING

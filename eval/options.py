@@ -1,0 +1,144 @@
+"""The options of `evaluate` and `bench`, by what they are about, and those that other functions take alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, TypedDict
+
+from eval.inputs.arguments import Option
+from eval.inputs.text import DATASETS, OneText
+from eval.quality.protocol import PROTOCOLS
+from eval.terminal.progress import Progress, silent
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEVICE = Option("Where to compute: auto, cpu, cuda, cuda:1, …", default="auto")
+
+
+class Reading(TypedDict, total=False):
+    """What may be done with a checkpoint."""
+
+    trust_remote_code: Annotated[bool, Option("Run Python code that comes with the checkpoint. Read it first.", consent=True)]
+
+
+class Working(Reading, total=False):
+    """The same for work that takes a while."""
+
+    progress: Annotated[Progress, Option("Called as `progress(stage, done, total, unit)`.", default=silent, flag="")]
+
+
+class HeldOut(TypedDict, total=False):
+    """The text to evaluate on."""
+
+    text: Annotated[
+        OneText | None,
+        Option("UTF-8 text to evaluate on.", file=True, metavar="FILE", python="A file, or a list of strings."),
+    ]
+    dataset: Annotated[
+        str | None,
+        Option("Evaluate on the test split of this dataset. Needs pip install 'kvfold[data]'.", choices=DATASETS),
+    ]
+
+
+class Measuring(TypedDict, total=False):
+    """How to measure perplexity."""
+
+    protocol: Annotated[str, Option("How to cut the text.", default=PROTOCOLS[0], choices=PROTOCOLS)]
+    context: Annotated[
+        int | Sequence[int] | None,
+        Option("Tokens per block; each is evaluated.", default=(), unset="2048, or the models' limit", least=2, metavar="N,…"),
+    ]
+    max_tokens: Annotated[int | None, Option("Use only the first N tokens of the text.", least=2, metavar="N")]
+
+
+class Probing(TypedDict, total=False):
+    """What else to measure, and what to demand."""
+
+    recall: Annotated[bool, Option("Also measure how well the models copy random tokens over growing distances.")]
+    tasks: Annotated[
+        str | Sequence[str],
+        Option(
+            "Also run tasks of lm-eval, such as hellaswag,arc_easy. Needs pip install 'kvfold[harness]'.",
+            default=(),
+            metavar="NAME,…",
+            python="One name, or several.",
+        ),
+    ]
+    limit: Annotated[
+        int | None,
+        Option(
+            "Run only the first N examples of each task.",
+            least=1,
+            refused="a limit of {} examples leaves none of a task",
+            metavar="N",
+        ),
+    ]
+    task_path: Annotated[
+        str | Path | None,
+        Option(
+            "Find tasks in the YAML files of DIR, too. These can run code: read them first.",
+            directory="old",
+            metavar="DIR",
+            consent=True,
+        ),
+    ]
+    max_perplexity_ratio: Annotated[
+        float | None,
+        Option(
+            "Exit with 3 if a model's perplexity exceeds X × that of the first.",
+            metavar="X",
+            python="A program gets a `GateMissed`, once the report is written.",
+        ),
+    ]
+
+
+class EvaluationReport(TypedDict, total=False):
+    """Where the report of an evaluation goes."""
+
+    output: Annotated[str | Path | None, Option("Write report.json, .md and .html to DIR.", directory="new", metavar="DIR")]
+    overwrite: Annotated[bool, Option("Replace an earlier report in DIR.", consent=True)]
+
+
+class Timing(TypedDict, total=False):
+    """What to measure the speed of."""
+
+    batch: Annotated[Sequence[int], Option("Batch sizes to measure.", default=(1,), unset="1", least=1, metavar="N,…")]
+    context: Annotated[
+        Sequence[int],
+        Option("Context lengths to measure.", default=(), unset="2048, or the models' limit", least=2, metavar="N,…"),
+    ]
+    steps: Annotated[int, Option("Decode steps per round.", default=20, least=1)]
+    rounds: Annotated[int, Option("Rounds of each model, batch and context.", default=5, least=1)]
+    stock: Annotated[bool, Option("Also measure MLA and GQA models as stock transformers runs them.")]
+    compile: Annotated[bool, Option("Run decode steps through torch.compile.", negatable=True)]
+    largest_batch: Annotated[bool, Option("On a GPU, find the largest batch. Fills its memory.", default=True)]
+
+
+class BenchReport(TypedDict, total=False):
+    """Where the report of a benchmark goes."""
+
+    output: Annotated[str | Path | None, Option("Write bench.json, .md and .svg to DIR.", directory="new", metavar="DIR")]
+    overwrite: Annotated[bool, Option("Replace an earlier benchmark in DIR.", consent=True)]
+
+
+class Computing(TypedDict, total=False):
+    """In which dtype to compute, and where."""
+
+    dtype: Annotated[
+        str,
+        Option(
+            "Compute in this dtype.",
+            default="auto",
+            choices=("auto", *DTYPES),
+            python="auto is float32 on a CPU, the checkpoint's own dtype elsewhere.",
+        ),
+    ]
+    device: Annotated[str, DEVICE]
+
+
+class Evaluate(HeldOut, Measuring, Probing, EvaluationReport, Computing, Working):
+    """The options of `evaluate`."""
+
+
+class Bench(Timing, BenchReport, Computing, Working):
+    """The options of `bench`."""
