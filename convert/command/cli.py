@@ -361,7 +361,7 @@ def demo(output: Path, as_json: bool, **given: Any) -> None:
     """Convert and evaluate the bundled model.
 
     Converts a small MHA checkpoint to GQA, MQA and MLA, evaluates the results and writes a report. Needs no network, and
-    takes a little over a minute.
+    takes about two minutes.
 
     Example: convert demo
     """

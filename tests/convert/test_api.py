@@ -360,7 +360,7 @@ def test_an_option_is_declared_once(name: str) -> None:
     call, declared = getattr(module, function), options_of(DECLARED[name])
     signature, doc = python.signature(call).parameters, python.getdoc(call) or ""
     shown = {p.name: p for p in main.commands[name].params if isinstance(p, click.Option)}
-    documented = "".join((Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8").split())
+    documented = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
     for option in declared.values():
         parameter, default = signature[option.name], python.Parameter.empty if option.required else option.default
         assert (parameter.annotation, parameter.default) == (option.type, default)
@@ -369,7 +369,7 @@ def test_an_option_is_declared_once(name: str) -> None:
             assert option.name not in shown
             continue
         assert (shown[option.name].help or "").startswith(option.help)
-        assert "".join(option.help.split()) in documented
+        assert f"`{shown[option.name].opts[0]}`" in documented
     assert not re.search(r"--\w|\bMODEL\b|\*\*given", doc), "they are spelled as in Python"
 
 
