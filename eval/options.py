@@ -30,13 +30,9 @@ class Working(Reading, total=False):
 class HeldOut(TypedDict, total=False):
     """The text to evaluate on."""
 
-    text: Annotated[
-        OneText | None,
-        Option("UTF-8 text to evaluate on.", file=True, metavar="FILE", python="A file, or a list of strings."),
-    ]
+    text: Annotated[OneText | None, Option("UTF-8 text to evaluate on.", file=True)]
     dataset: Annotated[
-        str | None,
-        Option("Evaluate on the test split of this dataset. Needs pip install 'kvfold[data]'.", choices=DATASETS),
+        str | None, Option("Evaluate on the test split of this dataset. Needs pip install 'kvfold[data]'.", choices=DATASETS)
     ]
 
 
@@ -46,9 +42,9 @@ class Measuring(TypedDict, total=False):
     protocol: Annotated[str, Option("How to cut the text.", default=PROTOCOLS[0], choices=PROTOCOLS)]
     context: Annotated[
         int | Sequence[int] | None,
-        Option("Tokens per block; each is evaluated.", default=(), unset="2048, or the models' limit", least=2, metavar="N,…"),
+        Option("Tokens per block; each is evaluated.", default=(), unset="2048, or the models' limit", least=2),
     ]
-    max_tokens: Annotated[int | None, Option("Use only the first N tokens of the text.", least=2, metavar="N")]
+    max_tokens: Annotated[int | None, Option("Use only the first N tokens of the text.", least=2)]
 
 
 class Probing(TypedDict, total=False):
@@ -66,21 +62,11 @@ class Probing(TypedDict, total=False):
     ]
     limit: Annotated[
         int | None,
-        Option(
-            "Run only the first N examples of each task.",
-            least=1,
-            refused="a limit of {} examples leaves none of a task",
-            metavar="N",
-        ),
+        Option("Run only the first N examples of each task.", least=1, refused="a limit of {} examples leaves none of a task"),
     ]
     task_path: Annotated[
         str | Path | None,
-        Option(
-            "Find tasks in the YAML files of DIR, too. These can run code: read them first.",
-            directory="old",
-            metavar="DIR",
-            consent=True,
-        ),
+        Option("Find tasks in the YAML files of DIR, too. These can run code: read them first.", directory="old", consent=True),
     ]
     max_perplexity_ratio: Annotated[
         float | None,
@@ -95,17 +81,16 @@ class Probing(TypedDict, total=False):
 class EvaluationReport(TypedDict, total=False):
     """Where the report of an evaluation goes."""
 
-    output: Annotated[str | Path | None, Option("Write report.json, .md and .html to DIR.", directory="new", metavar="DIR")]
+    output: Annotated[str | Path | None, Option("Write report.json, .md and .html to DIR.", directory="new")]
     overwrite: Annotated[bool, Option("Replace an earlier report in DIR.", consent=True)]
 
 
 class Timing(TypedDict, total=False):
     """What to measure the speed of."""
 
-    batch: Annotated[Sequence[int], Option("Batch sizes to measure.", default=(1,), unset="1", least=1, metavar="N,…")]
+    batch: Annotated[Sequence[int], Option("Batch sizes to measure.", default=(1,), unset="1", least=1)]
     context: Annotated[
-        Sequence[int],
-        Option("Context lengths to measure.", default=(), unset="2048, or the models' limit", least=2, metavar="N,…"),
+        Sequence[int], Option("Context lengths to measure.", default=(), unset="2048, or the models' limit", least=2)
     ]
     steps: Annotated[int, Option("Decode steps per round.", default=20, least=1)]
     rounds: Annotated[int, Option("Rounds of each model, batch and context.", default=5, least=1)]
@@ -117,7 +102,7 @@ class Timing(TypedDict, total=False):
 class BenchReport(TypedDict, total=False):
     """Where the report of a benchmark goes."""
 
-    output: Annotated[str | Path | None, Option("Write bench.json, .md and .svg to DIR.", directory="new", metavar="DIR")]
+    output: Annotated[str | Path | None, Option("Write bench.json, .md and .svg to DIR.", directory="new")]
     overwrite: Annotated[bool, Option("Replace an earlier benchmark in DIR.", consent=True)]
 
 

@@ -20,12 +20,7 @@ _OVERWRITE = Option("Replace an existing result, once the new one is complete.",
 _RESUME = Option(
     "Finish an interrupted run of the same command. With --overwrite, start again if it was another command.", consent=True
 )
-_EVALUATE = Option(
-    "Measure perplexity on this held-out text, and add it to the model card.",
-    file=True,
-    metavar="FILE",
-    python="A file, or a list of strings.",
-)
+_EVALUATE = Option("Measure perplexity on this held-out text, and add it to the model card.", file=True)
 
 
 def _text(use: str, writer: str) -> Option:
@@ -35,8 +30,7 @@ def _text(use: str, writer: str) -> Option:
         "repeatable. Never use the text that you evaluate on.",
         unset="self",
         file=True,
-        metavar="FILE",
-        python='A file, a list of strings, or "self"; several by their shares, as in `{"self": 1, "code.txt": 2}`.',
+        python='Several by their shares, as in `{"self": 1, "code.txt": 2}`.',
     )
 
 
@@ -57,7 +51,7 @@ class Merging(TypedDict, total=False):
 class Grouping(TypedDict, total=False):
     """How many KV heads to keep, and how."""
 
-    groups: Required[Annotated[int, Option("KV heads of the result. Must divide those of MODEL.", metavar="N")]]
+    groups: Required[Annotated[int, Option("KV heads of the result. Must divide those of MODEL.")]]
     method: Annotated[str | None, _METHOD]
     grouping: Annotated[
         str,
@@ -90,16 +84,11 @@ class Factoring(TypedDict, total=False):
     pad_rank: Annotated[bool, Option("Allow a rank beyond full size, and fill it with zeros.")]
     q_lora_rank: Annotated[
         int | None,
-        Option(
-            "Rank of a latent of queries, constants included: fewer weights, the same cache.",
-            unset="none, or full",
-            metavar="N",
-        ),
+        Option("Rank of a latent of queries, constants included: fewer weights, the same cache.", unset="none, or full"),
     ]
     portable: Annotated[bool, Option("No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text.")]
     per_layer_ranks: Annotated[
-        bool,
-        Option("Let the text choose the rank of each layer, R on average. Needs text; the result has kvfold's class."),
+        bool, Option("Let the text choose the rank of each layer, R on average. Needs text; the result has kvfold's class.")
     ]
 
 
@@ -111,12 +100,7 @@ class Calibrating(TypedDict, total=False):
     no_text: Annotated[bool, Option("Calibrate on no text: convert from weights alone, which ruins most models.")]
     calibration_tokens: Annotated[
         int | None,
-        Option(
-            "Calibrate on N tokens from all over the text.",
-            unset="32768; of MODEL's own text alone 65536",
-            least=1,
-            metavar="N",
-        ),
+        Option("Calibrate on N tokens from all over the text.", unset="32768; of MODEL's own text alone 65536", least=1),
     ]
     calibration_context: Annotated[
         int | None,
@@ -124,7 +108,6 @@ class Calibrating(TypedDict, total=False):
             "Tokens per calibration block; of fewer than 16 blocks of 1024 or more, every other one is cut into four.",
             unset="2048, of MODEL's own text alone 512, or MODEL's limit",
             least=2,
-            metavar="N",
         ),
     ]
     max_context: Annotated[
@@ -133,19 +116,14 @@ class Calibrating(TypedDict, total=False):
             "Tokens of the longest context that the result is for: rotary keys serve distances up to N.",
             unset="--calibration-context, or 2048, or MODEL's limit",
             least=2,
-            metavar="N",
         ),
     ]
     refit: Annotated[
         bool | None,
-        Option(
-            "Fit queries, keys, outputs and, for GQA, values by least squares.",
-            unset="with text, for methods that use it",
-        ),
+        Option("Fit queries, keys, outputs and, for GQA, values by least squares.", unset="with text, for methods that use it"),
     ]
     refine: Annotated[
-        int | None,
-        Option("Train each converted layer for STEPS steps to match the source's layer.", least=1, metavar="STEPS"),
+        int | None, Option("Train each converted layer for STEPS steps to match the source's layer.", least=1, metavar="STEPS")
     ]
     heal: Annotated[
         int | str | None,
@@ -155,7 +133,6 @@ class Calibrating(TypedDict, total=False):
             " sweeps",
             least=0,
             parse=parse_tokens,
-            metavar="N",
         ),
     ]
 
@@ -196,14 +173,12 @@ class Training(TypedDict, total=False):
     """How to heal."""
 
     teacher: Annotated[
-        str | Path | None,
-        Option("The model that CONVERTED was made from.", unset="as it records", metavar="MODEL"),
+        str | Path | None, Option("The model that CONVERTED was made from.", unset="as it records", metavar="MODEL")
     ]
     text: Annotated[TextGiven | None, _text("train", "the teacher")]
     dataset: Annotated[str | None, _dataset("Train")]
     tokens: Annotated[
-        int | str | None,
-        Option("Train on N tokens, such as 20M.", unset="those of --effort", least=1, parse=parse_count, metavar="N"),
+        int | str | None, Option("Train on N tokens, such as 20M.", unset="those of --effort", least=1, parse=parse_count)
     ]
     time: Annotated[
         float | str | None,
@@ -223,20 +198,13 @@ class Training(TypedDict, total=False):
             choices=("quick", "standard", "thorough"),
         ),
     ]
-    context: Annotated[int | None, Option("Tokens per block.", unset="2048, or the models' limit", least=2, metavar="N")]
+    context: Annotated[int | None, Option("Tokens per block.", unset="2048, or the models' limit", least=2)]
     batch_tokens: Annotated[
         int | str | None,
-        Option(
-            "Tokens per step.",
-            unset="a thousandth of all, at least a block, at most 65536",
-            least=1,
-            parse=parse_count,
-            metavar="N",
-        ),
+        Option("Tokens per step.", unset="a thousandth of all, at least a block, at most 65536", least=1, parse=parse_count),
     ]
     micro_batch_tokens: Annotated[
-        int | str | None,
-        Option("Tokens per forward pass.", unset="4096", least=1, parse=parse_count, metavar="N"),
+        int | str | None, Option("Tokens per forward pass.", unset="4096", least=1, parse=parse_count)
     ]
     lr: Annotated[
         float | str,
@@ -257,10 +225,9 @@ class Training(TypedDict, total=False):
             choices=("attention", "all", "lora"),
         ),
     ]
-    lora_rank: Annotated[int | None, Option("The rank of --train lora.", unset="16", least=1, metavar="N")]
+    lora_rank: Annotated[int | None, Option("The rank of --train lora.", unset="16", least=1)]
     ce: Annotated[
-        float,
-        Option("Add the cross-entropy of the text, times WEIGHT, to the KL.", default=0.0, least=0, metavar="WEIGHT"),
+        float, Option("Add the cross-entropy of the text, times WEIGHT, to the KL.", default=0.0, least=0, metavar="WEIGHT")
     ]
     top_k: Annotated[int | None, Option("Use only the K largest probabilities of the teacher.", least=1, metavar="K")]
     teacher_cache: Annotated[
@@ -269,7 +236,6 @@ class Training(TypedDict, total=False):
             "Keep these in DIR, for all steps and later runs, so that the teacher is not in memory beside the student.",
             parse=Path,
             directory="new",
-            metavar="DIR",
         ),
     ]
     track: Annotated[
@@ -280,10 +246,7 @@ class Training(TypedDict, total=False):
             consent=True,
         ),
     ]
-    eval_every: Annotated[
-        int | str | None,
-        Option("Measure every N tokens.", unset="ten times", least=1, parse=parse_count, metavar="N"),
-    ]
+    eval_every: Annotated[int | str | None, Option("Measure every N tokens.", unset="ten times", least=1, parse=parse_count)]
     checkpointing: Annotated[bool, Option("Compute layers again in the backward pass: slower, with less memory.")]
     evaluate: Annotated[OneText | None, _EVALUATE]
     device: Annotated[str, DEVICE]
@@ -296,31 +259,21 @@ class Training(TypedDict, total=False):
 class Comparing(TypedDict, total=False):
     """What a sweep makes and measures."""
 
-    groups: Annotated[Sequence[int] | None, Option("KV heads of the GQA targets, such as 8,4,2,1.", metavar="N,…")]
+    groups: Annotated[Sequence[int] | None, Option("KV heads of the GQA targets, such as 8,4,2,1.")]
     mla: Annotated[
         Sequence[str | tuple[int, int]] | None,
         Option(
             "Sizes of the MLA targets, such as 512+64 or 12.5%.",
             parse=parse_latent,
             metavar="R+P,…",
-            python="With no groups either: halves of the model's KV heads, and 25 % and 12.5 % of its cache.",
+            python="Or pairs: (512, 64). With no groups either: halves of the KV heads, and 25 % and 12.5 % of the cache.",
         ),
     ]
     methods: Annotated[
         Sequence[str] | None,
         Option("Methods to compare.", unset="all but random", choices=(*GROUPED, *LATENT), metavar="NAME,…"),
     ]
-    evaluate: Required[
-        Annotated[
-            OneText,
-            Option(
-                "Held-out text to evaluate all results on.",
-                file=True,
-                metavar="FILE",
-                python="A file, or a list of strings.",
-            ),
-        ]
-    ]
+    evaluate: Required[Annotated[OneText, Option("Held-out text to evaluate all results on.", file=True)]]
     made: Annotated[
         Callable[[Any], object],
         Option("Called with the plan of each result when it is complete.", default=lambda plan: None, flag=""),
@@ -331,7 +284,7 @@ class Fitting(TypedDict, total=False):
     """What has to fit into memory."""
 
     batch: Annotated[int, Option("Batch size.", default=1, least=1)]
-    context: Annotated[int | None, Option("Tokens per sequence.", unset="the model's limit", least=1, metavar="N")]
+    context: Annotated[int | None, Option("Tokens per sequence.", unset="the model's limit", least=1)]
     dtype: Annotated[str | None, Option("Dtype of weights and cache.", unset="as in MODEL", choices=DTYPES)]
     gpus: Annotated[
         Mapping[str, float] | None,
@@ -342,7 +295,9 @@ class Fitting(TypedDict, total=False):
             python="Several, by name, in gigabytes.",
         ),
     ]
-    gpu_share: Annotated[float, Option("Share of GPU memory that may be used.", default=0.9, least=0.01, most=1)]
+    gpu_share: Annotated[
+        float, Option("Share of GPU memory that may be used.", default=0.9, least=0.01, most=1, metavar="SHARE")
+    ]
     engine: Annotated[str | None, Option("Show only what this engine runs.", choices=tuple(ENGINES))]
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 import click
 
@@ -160,12 +160,18 @@ def _option(option: Option) -> Decorator:
         both = default is not False or option.negatable
         how |= {"is_flag": True, "show_default": both and default is not None}
         return click.option(f"{flag}/--no-{flag[2:]}" if both else flag, option.name, default=default, **how)
-    how |= {"type": _type(option), "metavar": option.metavar}
+    how |= {"type": _type(option), "metavar": option.metavar or _metavar(option)}
     if option.several or _mapping(option):
         together = None if option.file else _together(option)
         return click.option(flag, option.name, multiple=True, callback=together, **how)
     how |= {"required": True} if option.required else {"default": default, "show_default": default is not None}
     return click.option(flag, option.name, **how)
+
+
+def _metavar(option: Option) -> str | None:
+    if option.file or option.directory:
+        return "FILE" if option.file else "DIR"
+    return ("N,…" if option.several else "N") if int in option.kinds else None
 
 
 def _together(option: Option) -> Callable[[click.Context, click.Parameter, tuple[Any, ...]], Any]:
@@ -205,8 +211,7 @@ def _single(option: Option) -> click.ParamType:  # type: ignore[type-arg]
         return click.Choice(option.choices)
     if option.parse:
         return Checked(option.parse)
-    bounded, kinds = option.least is not None, [kind for part in parts(option.type) for kind in (part, *get_args(part))]
     for kind, unbounded, between in _NUMBERS:
-        if kind in kinds:
-            return between(option.least, option.most) if bounded else unbounded
+        if kind in option.kinds:
+            return unbounded if option.least is None else between(option.least, option.most)
     return click.STRING

@@ -45,7 +45,7 @@ class Option:
         parse: The value of a string; it raises `Refusal`.
         file: Whether it names a file, which has to exist.
         directory: Whether it names a directory, which is "old" and has to exist, or "new" and is written.
-        metavar: A word for the value.
+        metavar: A word for the value; None for N, FILE or DIR, as its type says.
         flag: Its name on the command line; None for its own name, "" for what only programs can give.
         negatable: Whether the command line has --no-… too, although it is off by default.
         consent: Whether it could do harm, so that no recipe may give it by itself.
@@ -72,6 +72,11 @@ class Option:
     name: str = ""
     type: Any = None
     required: bool = False
+
+    @property
+    def kinds(self) -> list[Any]:
+        """The types of which it may be, and of each where it may be several."""
+        return [kind for part in parts(self.type) for kind in (part, *typing.get_args(part))]
 
     @property
     def several(self) -> bool:
@@ -103,6 +108,7 @@ class Option:
             f"One of {', '.join(self.choices)}." if self.choices else "",
             f"{' and '.join(bounds).capitalize()}." if bounds else "",
             f"By default: {self.unset}." if self.unset else "",
+            "A file, or a list of strings." if self.file else "",
         ]
         text = re.sub(r"--([a-z][a-z-]*)", lambda flag: f"`{flag[1].replace('-', '_')}`", " ".join(filter(None, said)))
         for argument in arguments:
