@@ -18,10 +18,10 @@ from convert import methods
 from convert.arguments import options
 from convert.arguments.sizes import parse_budget
 from convert.planning.texts import DEFAULT, texts_of
-from eval.api import contexts_of, read_text
+from eval.api import contexts_of
 from eval.inputs.arguments import checked
 from eval.inputs.source import Source
-from eval.inputs.text import OneText, about_tokens
+from eval.inputs.text import OneText, about_tokens, text_of
 from eval.terminal.progress import Progress
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
     from convert.output.place import Output
 
     if given["time"] is not None and given["tokens"] is not None:
-        raise Refusal(f"tokens {given['tokens']} and time {given['time']} contradict each other", hint="give one of them")
+        raise Refusal("tokens and time contradict each other", hint="give one of them")
     source, teacher = Source.parse(str(converted), given["trust_remote_code"]), given["teacher"]
     where = Output(Path(output), overwrite=given["overwrite"], resume=given["resume"])
     named = None if teacher is None else str(teacher)
@@ -133,7 +133,7 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
         texts = TrainingTexts.read(planned)
         expected = run.expected_duration(planned, texts, about_tokens(evaluate))
         return run.Healing(planned, texts.known.passes(planned.steps, planned.batch), None, expected)
-    held_out = None if evaluate is None else read_text(evaluate, None, "test")
+    held_out = None if evaluate is None else text_of(evaluate)
     return run.execute(planned, held_out, given["progress"])
 
 
@@ -190,7 +190,7 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep])
         done.append(plan)
         given["made"](plan)
 
-    held_out = read_text(evaluate, None, "test")
+    held_out = text_of(evaluate)
     found = sweeping.sweep(plans, held_out, settings, given["progress"], finished)
     return sweeping.Sweep(done, found, directory)
 
@@ -289,7 +289,7 @@ def _carried_out(planned: Plan, evaluate: OneText | None, dry_run: bool, progres
         (work,) = works_of([planned], tokens, about_tokens(evaluate))
         return Conversion(planned, None, expected_duration(planned, work))
 
-    held_out = None if evaluate is None else read_text(evaluate, None, "test")
+    held_out = None if evaluate is None else text_of(evaluate)
     return execute(planned, held_out, progress, heal=heal_result)
 
 

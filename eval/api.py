@@ -10,7 +10,7 @@ from attention.errors import Refusal
 from eval import options
 from eval.inputs.arguments import checked
 from eval.inputs.source import Source
-from eval.inputs.text import OneText, Text, load_dataset, text_of
+from eval.inputs.text import load_dataset, text_of
 
 
 @checked
@@ -52,7 +52,9 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
     check(sources, settings)  # refuse configs before reading a text
     if output is not None:
         report.require_room(Path(output), report.NAMES, given["overwrite"])
-    found = report_of(sources, read_text(text, dataset, "test"), settings, progress=given["progress"])
+    found = report_of(
+        sources, text_of(text) if text is not None else load_dataset(str(dataset), "test"), settings, progress=given["progress"]
+    )
     if output is not None:
         report.write(found, Path(output))
     require_ratio(found, ratio)
@@ -100,8 +102,3 @@ def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool)
 def contexts_of(context: int | Sequence[int] | None) -> tuple[int, ...]:
     """The contexts that a caller gives as a number, several or None."""
     return (context,) if isinstance(context, int) else tuple(dict.fromkeys(context or ()))
-
-
-def read_text(text: OneText | None, dataset: str | None, split: str) -> Text:
-    """The text that a caller gives as a file, as strings or by the name of a dataset."""
-    return load_dataset(str(dataset), "train" if split == "train" else "test") if text is None else text_of(text)

@@ -62,7 +62,7 @@ class Probing(TypedDict, total=False):
     ]
     limit: Annotated[
         int | None,
-        Option("Run only the first N examples of each task.", least=1, refused="a limit of {} examples leaves none of a task"),
+        Option("Run only the first N examples of each task.", least=1),
     ]
     task_path: Annotated[
         str | Path | None,

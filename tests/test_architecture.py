@@ -36,7 +36,7 @@ ROOMS = {
         "hosts": {"families"},
         "output": {"checkpoint"},
         "arguments": {"methods", "hosts"},
-        "planning": {"families", "methods", "hosts", "output", "arguments"},
+        "planning": {"families", "methods", "hosts", "output"},
         "calibration": {"methods", "checkpoint"},
         "execute": {"families", "methods", "hosts", "checkpoint", "output", "planning", "launch", "calibration"},
         "healing": {"families", "checkpoint", "output", "planning", "launch", "calibration"},

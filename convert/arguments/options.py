@@ -10,12 +10,11 @@ from convert.arguments.sizes import parse_budget, parse_bytes, parse_count, pars
 from convert.hosts.engines import ENGINES
 from convert.methods import GROUPED, LATENT
 from eval.inputs.arguments import Option
-from eval.inputs.text import DATASETS, OneText
+from eval.inputs.text import DATASETS, OneText, TextGiven
 from eval.options import DEVICE, DTYPES, Measuring, Reading, Working
 
-TextGiven = OneText | Mapping[str | Path, float]  # Mapping: several, with their shares
-
-_METHOD = Option("How to merge KV heads.", unset=GROUPED[0], choices=GROUPED)
+_NAMED = "A named one may lose any amount."
+_METHOD = Option("How to merge KV heads.", unset=GROUPED[0], choices=GROUPED, python=_NAMED)
 _OVERWRITE = Option("Replace an existing result, once the new one is complete.", consent=True)
 _RESUME = Option(
     "Finish an interrupted run of the same command. With --overwrite, start again if it was another command.", consent=True
@@ -79,7 +78,7 @@ class Factoring(TypedDict, total=False):
             python="A float is a share, an int are bytes.",
         ),
     ]
-    method: Annotated[str | None, Option("How to factor keys and values.", unset=LATENT[0], choices=LATENT)]
+    method: Annotated[str | None, Option("How to factor keys and values.", unset=LATENT[0], choices=LATENT, python=_NAMED)]
     freqfold: Annotated[int | None, Option("For pca: treat F neighbouring frequencies as one.", unset="fewest", metavar="F")]
     pad_rank: Annotated[bool, Option("Allow a rank beyond full size, and fill it with zeros.")]
     q_lora_rank: Annotated[
@@ -154,7 +153,7 @@ class Writing(TypedDict, total=False):
             least=1,
             parse=parse_bytes,
             metavar="SIZE",
-            python="A number is of bytes.",
+            python="A plain number means bytes.",
         ),
     ]
     overwrite: Annotated[bool, _OVERWRITE]
@@ -187,7 +186,7 @@ class Training(TypedDict, total=False):
             least=1e-3,
             parse=parse_time,
             metavar="TIME",
-            python="A number is of seconds.",
+            python="A plain number means seconds; give this or `tokens`.",
         ),
     ]
     effort: Annotated[

@@ -65,7 +65,7 @@ def parse_rate(text: str) -> float | None:
     except ValueError:
         rate = 0.0
     if rate is not None and not 0 < rate <= 1:
-        raise Refusal(f"lr is {text!r}; it must be auto, or a number above 0 and up to 1, as in 1e-4")
+        raise Refusal(f"invalid learning rate {text!r}: give auto, or a number above 0 and up to 1, as in 1e-4")
     return rate
 
 

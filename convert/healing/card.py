@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from convert.healing.plan import HealPlan
-from convert.output.card import command_line, metadata_of, render
+from convert.output.card import command_line, metadata_of, recorded_loading, recorded_metadata, render
 from convert.planning.texts import as_options
 
 
@@ -18,7 +18,7 @@ def card(plan: HealPlan, record: dict[str, Any]) -> str:
     """
     return render(
         "healing.md.j2",
-        record.get("metadata") or metadata_of(plan.teacher.repository, [], plan.converted.files),
+        recorded_metadata(record) or metadata_of(plan.teacher.repository, [], plan.converted.files),
         kind=plan.spec.kind,
         base=plan.teacher.repository or plan.teacher.name,
         command=_command(plan),
@@ -26,7 +26,7 @@ def card(plan: HealPlan, record: dict[str, Any]) -> str:
         healing=record["healing"],
         bytes=record.get("kv_bytes_per_token"),
         evaluation=record.get("evaluation"),
-        loading=record.get("loading"),
+        loading=recorded_loading(record),
     )
 
 

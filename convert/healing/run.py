@@ -120,7 +120,7 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
         return _Healing(plan, Reader(plan.converted.files), texts, team, progress)
 
     record = carry_out(plan.output, (plan.teacher, plan.converted), begin, held_out, progress)
-    return Healing(plan, record["healing"]["passes"], record)
+    return Healing(plan, record["healing"]["passes"] if record else 0.0, record)  # one that is damaged is no obstacle
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,10 @@ from typing import Any
 
 from eval.terminal.escapes import markdown, shell_line
 
+# What conversion.json says of loading: the types by their keys, and the keys of an engine.
+_LOADING = {"model_type": str, "needs_code": bool, "opened_by": str, "arguments": dict, "engines": list, "remarks": list}
+_ENGINE = {"name", "objection", "command"}
+
 
 def render(template: str, metadata: Mapping[str, Any], **data: Any) -> str:
     """The text of README.md.
@@ -68,6 +72,26 @@ def _inherited_licence(directory: Path) -> Any:
         return None
     names = licence if isinstance(licence, list) else [licence]
     return licence if all(isinstance(name, str) and name.isprintable() for name in names) else None
+
+
+def recorded_loading(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a record says of loading and serving a checkpoint; None if it is not as conversions write it."""
+    loading = record.get("loading")
+    if not isinstance(loading, dict) or loading.keys() != _LOADING.keys():
+        return None
+    if not all(isinstance(loading[key], kind) for key, kind in _LOADING.items()):
+        return None
+    named = all(isinstance(engine, dict) and engine.keys() == _ENGINE for engine in loading["engines"])
+    return loading if named else None
+
+
+def recorded_metadata(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a record says to the Hub; None if it is not as conversions write it."""
+    found = record.get("metadata")
+    known = metadata_of(None, [], Path()).keys()
+    if not isinstance(found, dict) or found.keys() != known or not isinstance(found["tags"], list):
+        return None
+    return found if all(isinstance(value, str | list | None) for value in found.values()) else None
 
 
 def command_line(command: str, model: str, options: Mapping[str, Any]) -> str:

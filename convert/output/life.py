@@ -145,7 +145,7 @@ def carry_out(
                 expected = task.foretell(len(evaluated.ids) if evaluated else 0)
                 record, seen = task.make(work)
                 if held_out:
-                    write_record(work.path, record)  # the report says what it says
+                    write_record(work.path, record)  # the report reads method, text and healing from it
                     record |= {"evaluation": _evaluated(task, models, work, held_out, seen, progress)}
                 write_card(work.path, task.card(record))
                 write_record(work.path, record | {"run": clock.run(path, task.source_files(), expected)})

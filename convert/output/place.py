@@ -103,7 +103,7 @@ def _kind(path: Path) -> str:
 
 
 def _is_ours(partial: Path) -> bool:
-    """Whether kvfold made this directory: it holds a plan, which is written first, or nothing yet."""
+    """Whether kvfold made this directory: it holds its inputs, which are written first, or nothing yet."""
     if partial.is_symlink() or not partial.is_dir():
         return False
     there = {path.name for path in partial.iterdir()}

@@ -29,7 +29,7 @@ class WorkDirectory:
         output: OUTPUT, where the checkpoint will go.
         inputs: Everything that the bytes depend on. A resumed run must have the same.
         resume: Continue an unfinished conversion if its inputs are the same.
-        overwrite: Start again if it is not.
+        overwrite: Start again if they are not.
 
     Attributes:
         path: The directory of the growing checkpoint.

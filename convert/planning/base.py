@@ -98,18 +98,16 @@ class Plan:
 
     @property
     def steps(self) -> list[str]:
-        """What happens to each layer, in order, and then to the whole result."""
-        if self.target.copies:
-            return []
-        text, dtype = self.calibration, self.output.dtype
-        return [
-            f"{self.target.method.name}{self.target.among}",
-            *self.layer_steps,
-            *(["fit to outputs"] if text and text.refit else []),
-            *([f"{text.refine} steps of refinement"] if text and text.refine else []),
-            *([f"cast to {dtype}"] if dtype else []),
-            *([f"heal the whole on {text.heal} tokens"] if text and text.heal else []),
-        ]
+        """The names of what happens to each layer, in order, and then to the whole result."""
+        text, copies, dtype = self.calibration, self.target.copies, self.output.dtype
+        taken = {
+            "fit to outputs": text is not None and text.refit and not copies,
+            "refine": text is not None and text.refine > 0 and not copies,
+            "cast": dtype not in (None, self.source.dtype),
+            "heal": bool(text and text.heal) and not copies,
+        }
+        ours = [] if copies else [self.target.method.name, *self.layer_steps]
+        return [*ours, *(name for name, happens in taken.items() if happens)]
 
     def recipe(self) -> dict[str, Any]:
         """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""

@@ -300,10 +300,20 @@ def _plan_lines(plan: Plan) -> list[str]:
         how += f" for contexts of {text.max_context}" if text.max_context != text.context else ""
     return [
         f"{plan.before.kind} → {target.spec.kind}, {how}",
-        *([f"steps: {' → '.join(plan.steps)}"] if plan.steps[1:] else []),
+        *_steps_line(plan),
         f"KV cache: {before} → {after} bytes per token ({after / before:.1%}, kept in {kept})",
         *plan.notes,
     ]
+
+
+def _steps_line(plan: Plan) -> list[str]:
+    """What happens to a layer and to the whole, if that is more than the method."""
+    text, method = plan.calibration, plan.target.method.name
+    words = {method: f"{method}{plan.target.among}", "cast": f"cast to {plan.output.dtype}"}
+    if text:
+        words |= {"refine": f"{text.refine} steps of refinement", "heal": f"heal the whole on {text.heal} tokens"}
+    said = [words.get(step, step) for step in plan.steps]
+    return [f"steps: {' → '.join(said)}"] if said[1:] or said != plan.steps else []
 
 
 def _healing_lines(record: Mapping[str, Any]) -> list[str]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
-from convert.arguments.options import TextGiven
-from eval.inputs.text import SELF, OneText, Text, about_tokens, load_dataset, read_file, text_of
+from eval.inputs.text import SELF, OneText, Text, TextGiven, about_tokens, load_dataset, read_file, text_of
 
 if TYPE_CHECKING:
     import torch

@@ -41,7 +41,6 @@ class Option:
         choices: The words that it may be. Others are refused where they are used.
         least: The smallest number that it may be. Several numbers are refused where they are used.
         most: The largest one, where there is a smallest.
-        refused: What is said of another number, with `{}` in its place; "" for the usual.
         parse: The value of a string; it raises `Refusal`.
         file: Whether it names a file, which has to exist.
         directory: Whether it names a directory, which is "old" and has to exist, or "new" and is written.
@@ -61,7 +60,6 @@ class Option:
     choices: tuple[str, ...] = ()
     least: float | None = None
     most: float | None = None
-    refused: str = ""
     parse: Callable[[str], Any] | None = None
     file: bool = False
     directory: Literal["", "old", "new"] = ""
@@ -96,13 +94,13 @@ class Option:
         least, most = self.least, math.inf if self.most is None else self.most
         bounded = least is not None and isinstance(given, numbers.Real) and not self.several
         if bounded and not least <= given <= most:
-            usual = f"{self.name} is {{}}; it must be at least {least}" + (f" and at most {most}" if most < math.inf else "")
-            raise Refusal((self.refused or usual).format(given))
+            and_most = f" and at most {most}" if most < math.inf else ""
+            raise Refusal(f"{self.name} is {given}; it must be at least {least}{and_most}")
         return given
 
     def described(self, arguments: Sequence[str]) -> str:
         """What it is for, as programs spell it; `arguments` are the others of the function."""
-        bounds = [f"at {word} {bound}" for word, bound in (("least", self.least), ("most", self.most)) if bound]
+        bounds = [f"at {word} {bound}" for word, bound in (("least", self.least), ("most", self.most)) if bound is not None]
         said = [
             self.help.replace("; repeatable", ""),
             f"One of {', '.join(self.choices)}." if self.choices else "",

@@ -39,7 +39,10 @@ def _healing(source: Source, made: dict[str, Any]) -> list[dict[str, float]] | N
     if (healing := made.get("healing")) is None:
         return None
     try:
-        return [{key: float(point[key]) for key in ("tokens", "kl", "loss_nats")} for point in healing["curve"]]
+        return [
+            {"tokens": point["tokens"] + 0, "kl": float(point["kl"]), "loss_nats": float(point["loss_nats"])}
+            for point in healing["curve"]
+        ]
     except (TypeError, KeyError, ValueError):
         raise Failure(
             f"conversion.json of {source.reference} is damaged: its healing has no curve",

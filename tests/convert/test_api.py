@@ -360,7 +360,8 @@ def test_an_option_is_declared_once(name: str) -> None:
     call, declared = getattr(module, function), options_of(DECLARED[name])
     signature, doc = python.signature(call).parameters, python.getdoc(call) or ""
     shown = {p.name: p for p in main.commands[name].params if isinstance(p, click.Option)}
-    documented = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    pages = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8").split("\n## convert ")
+    (documented,) = (page for page in pages if page.startswith(f"{name}\n"))
     for option in declared.values():
         parameter, default = signature[option.name], python.Parameter.empty if option.required else option.default
         assert (parameter.annotation, parameter.default) == (option.type, default)
@@ -377,8 +378,12 @@ def test_an_option_is_declared_once(name: str) -> None:
 def test_a_command_refuses_what_its_function_refuses(name: str) -> None:
     """A number out of range, and a word that is none of the choices."""
     for option in options_of(DECLARED[name]).values():
-        command, wrong = main.commands[name], [*(["-1"] if option.least else []), *(["nonsense"] if option.choices else [])]
-        for value in wrong:
+        command, beyond = main.commands[name], [] if option.least is None else [option.least - 1]
+        beyond += [] if option.most is None else [option.most + 1]
+        for number in beyond if not option.several else []:
+            with pytest.raises(Refusal, match=f"{option.name} is .*; it must be at least"):
+                option.value(number)
+        for value in [*map(str, beyond), *(["nonsense"] if option.choices else [])]:
             (shown,) = (p for p in command.params if p.name == option.name)
             with pytest.raises(click.UsageError), click.Context(command) as context:
                 shown.type_cast_value(context, (value,) if shown.multiple else value)  # type: ignore[attr-defined]

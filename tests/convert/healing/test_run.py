@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, save_tokenizer, tiny_config, tiny_model
 
 from attention import load
-from attention.errors import Refusal
+from attention.errors import Interrupted, Refusal
 from attention.models import AUTO_MAP, CODE, unlike_ours
 from convert import heal, mla, mqa
 from convert.healing.rates import start_rate
 from convert.healing.training import Trainer
+from convert.output.workdir import WorkDirectory
 from eval import evaluate
 from eval.report.quality import _warnings
 
@@ -446,6 +447,38 @@ def test_the_card_says_how_to_load_it_from_the_record_alone(
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert card.count("## Loading") == 1
     assert expected in card.partition("## Loading")[2]
+
+
+@pytest.mark.parametrize(
+    "spoilt", [{"loading": {"model_type": "llama"}}, {"metadata": "x"}, {"loading": None, "metadata": {"tags": "x"}}], ids=str
+)
+def test_a_record_of_another_shape_does_not_stop_the_card(
+    converted: Path, text: Path, tmp_path: Path, spoilt: dict[str, Any]
+) -> None:
+    shutil.copytree(converted, tmp_path / "model")
+    record = tmp_path / "model" / "conversion.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | spoilt))
+    heal(tmp_path / "model", tmp_path / "out", text=text, **(SIZES | {"tokens": 64}))
+    assert "## Loading" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_damaged_record_of_a_published_healing_is_no_obstacle(
+    converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = WorkDirectory.publish
+
+    def stopped(work: WorkDirectory) -> None:
+        publish(work)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkDirectory, "publish", stopped)
+        with pytest.raises(Interrupted):
+            heal(converted, tmp_path / "out", text=text, **(SIZES | {"tokens": 64}))
+    (tmp_path / "out" / "conversion.json").write_text("{")
+    done = heal(converted, tmp_path / "out", text=text, resume=True, **(SIZES | {"tokens": 64}))
+    assert (done.record, done.passes) == ({}, 0.0)
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_the_curve_is_beside_the_weights_and_in_reports(converted: Path, text: Path, tmp_path: Path) -> None:

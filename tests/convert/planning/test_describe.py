@@ -231,6 +231,7 @@ def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Con
         "aligned of similar heads → 7 steps of refinement": [
             *on, "--grouping", "similar", "--no-refit", "--refine", 7,
         ],
+        "aligned of similar heads": ["--grouping", "similar"],
         "aligned → cast to float16": ["--dtype", "float16"],
     }  # fmt: skip
     for line, way in ways.items():
@@ -238,6 +239,8 @@ def test_a_plan_shows_the_steps_beyond_the_method(checkpoint: Make, convert: Con
     assert "\nsteps: " not in ok(convert(*command)).stdout
     same = json.loads(ok(convert("gqa", checkpoint(), tmp_path / "out", "--groups", 4, "--dry-run", "--json")).stdout)
     assert same["steps"] == []
+    kept = json.loads(ok(convert(*command, "--dtype", "float32", "--grouping", "similar", "--json")).stdout)
+    assert kept["steps"] == ["aligned"], "its weights are float32 already"
 
 
 @pytest.mark.parametrize("method", WAYS)

@@ -136,7 +136,7 @@ def test_missing_data_and_wrong_limits_end_before_models_are_loaded(checkpoint: 
         run("away", task_path=own)
     with pytest.raises(Refusal, match="--limit and --task-path are of --tasks"):
         run(limit=3)
-    with pytest.raises(Refusal, match="a limit of 0 examples"):
+    with pytest.raises(Refusal, match="limit is 0; it must be at least 1"):
         run("away", limit=0, task_path=own)
 
 
