@@ -99,13 +99,13 @@ class Calibrating(TypedDict, total=False):
     no_text: Annotated[bool, Option("Calibrate on no text: convert from weights alone, which ruins most models.")]
     calibration_tokens: Annotated[
         int | None,
-        Option("Calibrate on N tokens from all over the text.", unset="32768; of MODEL's own text alone 65536", least=1),
+        Option("Calibrate on N tokens from all over the text.", unset="32768; 65536 where MODEL writes a part of it", least=1),
     ]
     calibration_context: Annotated[
         int | None,
         Option(
             "Tokens per calibration block; of fewer than 16 blocks of 1024 or more, every other one is cut into four.",
-            unset="2048, of MODEL's own text alone 512, or MODEL's limit",
+            unset="2048; 512 where MODEL writes a part of it; at most MODEL's limit",
             least=2,
         ),
     ]

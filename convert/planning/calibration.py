@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvfold")
 _TOKENS, _CONTEXT = 32768, 2048
-_OWN_TOKENS, _OWN_CONTEXT = 65536, 512  # of what a model writes: it drifts, so many beginnings are worth more than long texts
+_OWN_TOKENS, _OWN_CONTEXT = 65536, 512  # where a model writes a part: it drifts, so many beginnings are worth more than long texts
 _TOKENS_PER_CHANNEL = 8
 _OTHERS = 1024  # tokens of each text, at least a block, by which the result is checked
 _HEALED_CONTEXT = 512  # at most: many steps are worth more than long blocks
@@ -334,7 +334,7 @@ def require_consistent(source: Source, wanted: CalibrationOptions) -> None:
 
 def _numbers(source: Source, wanted: CalibrationOptions) -> tuple[int, int, int]:
     """Tokens in all, per block, and in the longest context that the result is for."""
-    limit, own = source.max_positions, bool(wanted.texts) and all(text.own for text in wanted.texts)
+    limit, own = source.max_positions, any(text.own for text in wanted.texts)
     usual = min(_CONTEXT, limit or _CONTEXT)
     context = (min(_OWN_CONTEXT, usual) if own else usual) if wanted.context is None else wanted.context
     if limit and context > limit:
