@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvfold")
 _TOKENS, _CONTEXT = 32768, 2048
-_OWN_TOKENS, _OWN_CONTEXT = 65536, 512  # where a model writes a part: it drifts, so many beginnings are worth more than long texts
+_OWN_TOKENS, _OWN_CONTEXT = (
+    65536,
+    512,
+)  # where a model writes a part: it drifts, so many beginnings are worth more than long texts
 _TOKENS_PER_CHANNEL = 8
 _OTHERS = 1024  # tokens of each text, at least a block, by which the result is checked
 _HEALED_CONTEXT = 512  # at most: many steps are worth more than long blocks
