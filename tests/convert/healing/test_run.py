@@ -688,7 +688,7 @@ class TestRefusals:
             ({"device": "tpu"}, "no device 'tpu'|not supported"),
             ({"effort": "all", "tokens": None}, "no effort 'all'"),
             ({"train": "everything"}, "nothing trains 'everything'"),
-            ({"lr": "fast"}, "lr is 'fast'"),
+            ({"lr": "fast"}, "invalid learning rate 'fast'"),
             ({"top_k": VOCABULARY + 1}, f"more than the {VOCABULARY} tokens"),
         ):
             with pytest.raises(ValueError, match=says):
