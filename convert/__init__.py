@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from convert.api import gqa, heal, inspect, mla, mqa, plan, sweep
-    from convert.execute.run import Conversion
+    from convert.execute.conversion import Conversion
     from convert.healing.run import Healing
     from convert.sweeping import Sweep
 
 __all__ = ["Conversion", "Healing", "Sweep", "gqa", "heal", "inspect", "mla", "mqa", "plan", "sweep"]
-_RESULTS = {"Conversion": "convert.execute.run", "Healing": "convert.healing.run", "Sweep": "convert.sweeping"}
+_RESULTS = {"Conversion": "convert.execute.conversion", "Healing": "convert.healing.run", "Sweep": "convert.sweeping"}
 
 
 def __getattr__(name: str) -> Any:

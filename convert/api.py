@@ -19,13 +19,12 @@ from convert.arguments import options
 from convert.arguments.sizes import parse_budget
 from convert.planning.texts import DEFAULT, texts_of
 from eval.api import contexts_of
-from eval.inputs.arguments import checked
+from eval.arguments import checked
 from eval.inputs.source import Source
-from eval.inputs.text import OneText, about_tokens, text_of
-from eval.terminal.progress import Progress
+from eval.inputs.text import about_tokens, text_of
 
 if TYPE_CHECKING:
-    from convert.execute.run import Conversion
+    from convert.execute.conversion import Conversion
     from convert.healing.plan import HealOptions, HealPlan
     from convert.healing.run import Healing
     from convert.output.place import Output
@@ -276,21 +275,20 @@ def _read(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> tu
 
 
 def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion:
-    planned = replace(planned, accepts_any_loss=given["force"] or given["method"] is not None)
-    return _carried_out(planned, given["evaluate"], given["dry_run"], given["progress"])
-
-
-def _carried_out(planned: Plan, evaluate: OneText | None, dry_run: bool, progress: Progress) -> Conversion:
-    from convert.execute.run import Conversion, execute, expected_duration, works_of
+    """The conversion that is planned, carried out unless only the plan is asked for."""
+    from convert.execute.conversion import Conversion
+    from convert.execute.forecast import expected_duration, works_of
+    from convert.execute.run import execute
     from convert.healing.closing import heal_result
 
-    if dry_run:
+    planned = replace(planned, accepts_any_loss=given["force"] or given["method"] is not None)
+    evaluate = given["evaluate"]
+    if given["dry_run"]:
         tokens = planned.calibration.about_tokens if planned.calibration else 0
         (work,) = works_of([planned], tokens, about_tokens(evaluate))
         return Conversion(planned, None, expected_duration(planned, work))
-
     held_out = None if evaluate is None else text_of(evaluate)
-    return execute(planned, held_out, progress, heal=heal_result)
+    return execute(planned, held_out, given["progress"], heal=heal_result)
 
 
 def _budget(given: Any) -> tuple[float | None, int | None]:

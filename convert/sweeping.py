@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from attention.errors import Refusal
 from convert import methods
 from convert.checkpoint.reader import Reader
-from convert.execute.run import Conversion, execute, expected_duration, inputs_of, works_of
+from convert.execute.conversion import Conversion
+from convert.execute.forecast import expected_duration, works_of
+from convert.execute.run import execute, inputs_of
 from convert.healing.closing import heal_result
 from convert.launch import require_alone
 from convert.methods.grouped import GroupedMethod

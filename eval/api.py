@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from attention.errors import Refusal
 from eval import options
-from eval.inputs.arguments import checked
+from eval.arguments import checked
 from eval.inputs.source import Source
 from eval.inputs.text import load_dataset, text_of
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from eval.inputs.arguments import Option
+from eval.arguments import Option
 from eval.inputs.text import DATASETS, OneText
 from eval.quality.protocol import PROTOCOLS
 from eval.terminal.progress import Progress, silent

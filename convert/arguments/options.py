@@ -9,7 +9,7 @@ from typing import Annotated, Any, Required, TypedDict
 from convert.arguments.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_rate, parse_time, parse_tokens
 from convert.hosts.engines import ENGINES
 from convert.methods import GROUPED, LATENT
-from eval.inputs.arguments import Option
+from eval.arguments import Option
 from eval.inputs.text import DATASETS, OneText, TextGiven
 from eval.options import DEVICE, DTYPES, Measuring, Reading, Working
 

@@ -12,7 +12,7 @@ from typing import Any, get_origin
 import click
 
 from attention.errors import Refusal
-from eval.inputs.arguments import Option, options_of, parts
+from eval.arguments import Option, options_of, parts
 from eval.inputs.text import SELF
 from eval.options import Reading
 

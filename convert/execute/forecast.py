@@ -7,6 +7,7 @@ Passes over the text and the fits are most of it. What is counted here is what t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from convert.calibration.least_squares import SPAN, TOKENS
 from convert.calibration.own_text import ROUGH, writing_work
 from convert.calibration.refit import sample_for
 from convert.execute.checking import OWN_LENGTH, OWN_ROWS
+from convert.execute.job import device_of
 from convert.methods.blocks import Blocks
 from convert.methods.latent import LatentMethod
 from convert.methods.ranks import measured_ranks
@@ -24,8 +26,8 @@ from convert.methods.text import TextUse
 from convert.planning.base import Plan
 from convert.planning.calibration import Calibration, surveyed_tokens
 from convert.planning.targets import GroupedTarget, LatentTarget
-from eval.machine.device import compute_device, rough
-from eval.machine.forecast import Decoder, Work
+from eval.machine.device import rough
+from eval.machine.forecast import Decoder, Work, expected_seconds, foretell
 from eval.quality.evaluation import evaluation_work
 
 # Passes of a layer over the text.
@@ -98,7 +100,7 @@ class _Layer:
         fitted, judged = self._parted(max(1, tokens // self.context))
         count, pairs = sum(fitted), sum(length**2 for length in fitted) / 2
         logits = self.spec.num_heads * pairs * min(1, TOKENS / count)
-        exact = _EXACT_PASSES + _ROUGH_PASSES * ROUGH[rough(torch.device(compute_device(self.plan.device)))]
+        exact = _EXACT_PASSES + _ROUGH_PASSES * ROUGH[rough(device_of(self.plan))]
         one_fit = logits * Work(exact * 4 * self._fitted_dims, (_EXACT_PASSES + _ROUGH_PASSES) * _PASS_VALUES)
         one_fit += Work(calls=(_EXACT_PASSES + _ROUGH_PASSES) * _PASS_CALLS * min(count, TOKENS) / SPAN)
         return _FITS[type(self.plan.target)] * (one_fit + _JUDGEMENTS * self._attention(judged))
@@ -176,7 +178,7 @@ def work_of(
 
 
 def _writing(plan: Plan, decoder: Decoder, rows: int, length: int) -> Work:
-    return writing_work(decoder, plan.before, rows, length, torch.device(compute_device(plan.device)))
+    return writing_work(decoder, plan.before, rows, length, device_of(plan))
 
 
 def _healing(plan: Plan, decoder: Decoder, tokens: int, context: int) -> Work:
@@ -218,3 +220,34 @@ def _decision(target: LatentTarget, layer: _Layer) -> Work:
         one = layer.method() + layer.passes(1, min(EXCERPT, layer.tokens), layer.context)
         work += layer.decoder.layers * len(measured_ranks(target.ranks)) * one
     return work
+
+
+def works_of(plans: Sequence[Plan], tokens: int, evaluated: int = 0) -> list[Work]:
+    """The work of conversions of one source, which is surveyed once.
+
+    Args:
+        plans: From `convert.planning`.
+        tokens: Of the calibration text.
+        evaluated: Tokens of held-out text that each is evaluated on, beside the source; 0 for none.
+    """
+    decoder = Decoder.of(plans[0].source.config, plans[0].source.trust_remote_code)
+    works: list[Work] = []
+    surveyed, written = set[bool](), False
+    for plan in plans:
+        known = plan.reads_projections in surveyed
+        works.append(work_of(plan, decoder, tokens, evaluated, surveyed=known, written=written))
+        written = written or bool(plan.calibration and plan.calibration.rows_to_write)
+        if needs_survey(plan):
+            surveyed.add(plan.reads_projections)
+    return works
+
+
+def expected_duration(plan: Plan, work: Work) -> float:
+    """The seconds that the work takes on the plan's device."""
+    return expected_seconds(work, device_of(plan), plan.source.decoder.hidden_size)
+
+
+def foretell_conversion(plan: Plan, tokens: int, evaluated: int) -> float | None:
+    """Say how long a conversion takes, with an evaluation on so many tokens. Returns the seconds, if it is long."""
+    decoder = Decoder.of(plan.source.config, plan.source.trust_remote_code)
+    return foretell(work_of(plan, decoder, tokens, evaluated), device_of(plan), decoder.width)

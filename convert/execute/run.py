@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from attention.errors import Failure, KvfoldError
-from attention.spec import AttentionSpec
 from convert.calibration.own_text import own_text
 from convert.checkpoint.loadable import require_loadable
 from convert.checkpoint.reader import Reader, TensorInfo
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
+from convert.execute.conversion import Conversion, splits_of
 from convert.execute.deciding import Decision, decide
-from convert.execute.forecast import needs_survey, reads_text, work_of
-from convert.execute.job import Job
+from convert.execute.forecast import foretell_conversion, reads_text
+from convert.execute.job import Job, device_of
 from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest, manifest_of
 from convert.execute.provenance import record_of, with_healing
@@ -33,7 +33,6 @@ from convert.execute.sequence import in_sequence
 from convert.execute.surveyed import Surveyed
 from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.launch import require_alone
-from convert.methods.text import TextUse
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
 from convert.output.life import Held, Made, Task, carry_out
 from convert.output.place import finished, without_text
@@ -42,76 +41,16 @@ from convert.output.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationText, GivenTexts
-from convert.planning.describe import conversion_text, plan_text
-from convert.planning.targets import GroupedTarget, LatentTarget
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
-from eval.machine.device import compute_device, out_of_memory, rough
-from eval.machine.forecast import Decoder, Work, expected_seconds, foretell
+from eval.machine.device import out_of_memory, rough
 from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
 _log = logging.getLogger("kvfold")
 # Distils the result in a work directory on the calibration text; returns the entry `healing` of its record.
 Heal = Callable[[Plan, WorkDirectory, Tokens, torch.device, Progress], dict[str, Any] | None]
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A conversion that was done or, after `dry_run=True`, planned.
-
-    Attributes:
-        plan: The plan of the conversion; after it, with the choices that the text decided.
-        record: The content of conversion.json; None after a dry run.
-        expected_seconds: After a dry run, how long the conversion will take here.
-    """
-
-    plan: Plan
-    record: dict[str, Any] | None
-    expected_seconds: float | None = None
-
-    @classmethod
-    def of(cls, plan: Plan, record: dict[str, Any]) -> Conversion:
-        """A plan with the choices that a record states, and the record."""
-        plan = next((split for split in _splits(plan) if split.recipe() == record.get("recipe")), plan)
-        if (ranks := record.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
-            plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
-        return cls(plan, record)
-
-    @property
-    def output(self) -> Path:
-        """The checkpoint's directory."""
-        return self.plan.output.path
-
-    @property
-    def before(self) -> AttentionSpec:
-        """The source's attention."""
-        return self.plan.before
-
-    @property
-    def after(self) -> AttentionSpec:
-        """The result's attention."""
-        return self.plan.target.spec
-
-    @property
-    def layers(self) -> list[dict[str, Any]]:
-        """Each layer's errors, as in conversion.json."""
-        return list(self.record["layers"]) if self.record else []
-
-    @property
-    def report(self) -> dict[str, Any] | None:
-        """The evaluation, if one was asked for: `{"protocol", "models": [source, converted]}`."""
-        return self.record.get("evaluation") if self.record else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plan's facts and, where the conversion was done, its record."""
-        if self.record is None:
-            return self.plan.as_dict() | {"expected_seconds": self.expected_seconds}
-        return self.plan.as_dict() | {"conversion": self.record}
-
-    def __str__(self) -> str:
-        return plan_text(self.plan, self.expected_seconds) if self.record is None else conversion_text(self.plan, self.record)
 
 
 def execute(
@@ -172,7 +111,7 @@ class _Conversion(Task):
     heal: Heal
 
     def is_finished(self) -> bool:
-        recipes = [one.recipe() for one in (*_splits(self.plan), self.plan)]
+        recipes = [one.recipe() for one in (*splits_of(self.plan), self.plan)]
         hashes = self.texts.hashes if self.texts else []
         return finished(self.plan.output.path, recipes, hashes, self.source_files()) is not None
 
@@ -189,7 +128,7 @@ class _Conversion(Task):
         return self.reader.fingerprint()
 
     def foretell(self, evaluated: int) -> float | None:
-        return None if self.foretold else _foretell(self.plan, self.texts.count if self.texts else 0, evaluated)
+        return None if self.foretold else foretell_conversion(self.plan, self.texts.count if self.texts else 0, evaluated)
 
     def make(self, work: WorkDirectory) -> Made:
         plan, reader = self.plan, self.reader
@@ -200,7 +139,7 @@ class _Conversion(Task):
         if text and (own := text.own) is not None:
             write_own_text(work.path, own)
         kept = _statistics_directory(plan, reader, work, text and text.surveyed(), self.statistics_in)
-        job = Job(plan, reader, work, text, _device(plan), self.progress, kept)
+        job = Job(plan, reader, work, text, device_of(plan), self.progress, kept)
         decided, record = _convert(job, self._manifest)
         record = with_healing(record, self.heal(decided, work, text.tokens, job.device, self.progress) if text else None)
         checked = None if plan.target.copies else _checked_result(decided, work, self.texts, own_texts, self.progress)
@@ -212,38 +151,15 @@ class _Conversion(Task):
     @cached_property
     def _manifest(self) -> Manifest:
         """The tensors to write. Their names and shapes are those of the class: no work starts that could not be loaded."""
-        return _checked(self.plan, self.reader)
-
-
-def works_of(plans: Sequence[Plan], tokens: int, evaluated: int = 0) -> list[Work]:
-    """The work of conversions of one source, which is surveyed once.
-
-    Args:
-        plans: From `convert.planning`.
-        tokens: Of the calibration text.
-        evaluated: Tokens of held-out text that each is evaluated on, beside the source; 0 for none.
-    """
-    decoder = Decoder.of(plans[0].source.config, plans[0].source.trust_remote_code)
-    works: list[Work] = []
-    surveyed, written = set[bool](), False
-    for plan in plans:
-        known = plan.reads_projections in surveyed
-        works.append(work_of(plan, decoder, tokens, evaluated, surveyed=known, written=written))
-        written = written or bool(plan.calibration and plan.calibration.rows_to_write)
-        if needs_survey(plan):
-            surveyed.add(plan.reads_projections)
-    return works
-
-
-def expected_duration(plan: Plan, work: Work) -> float:
-    """The seconds that the work takes on the plan's device."""
-    return expected_seconds(work, _device(plan), plan.source.decoder.hidden_size)
-
-
-def _foretell(plan: Plan, tokens: int, evaluated: int) -> float | None:
-    """Say how long a conversion takes."""
-    decoder = Decoder.of(plan.source.config, plan.source.trust_remote_code)
-    return foretell(work_of(plan, decoder, tokens, evaluated), _device(plan), decoder.width)
+        plan, source = self.plan, self.plan.source
+        manifest = manifest_of(plan, self.reader)  # first, since its messages on attention are more specific
+        infos = _without_computed(plan, self.reader)
+        require_loadable(source.config, infos, source.reference, source.trust_remote_code)
+        if not plan.target.copies:
+            sized = plan.target.host.sized(source.raw, source.config, plan.target.spec)
+            result = f"the {plan.target.spec.kind} of {source.reference}"
+            require_loadable(sized, manifest.outputs, result, source.trust_remote_code)
+        return manifest
 
 
 def _own_text_directory(plan: Plan, reader: Reader, work: WorkDirectory, shared: Path | None) -> Path:
@@ -251,7 +167,7 @@ def _own_text_directory(plan: Plan, reader: Reader, work: WorkDirectory, shared:
     if shared is None:
         return work.survey
     return _directory_of(
-        shared, [str(plan.source.files), plan.source.raw, reader.fingerprint(), str(_device(plan)), versions()]
+        shared, [str(plan.source.files), plan.source.raw, reader.fingerprint(), str(device_of(plan)), versions()]
     )
 
 
@@ -259,24 +175,8 @@ def _written(plan: Plan, kept: Path, progress: Progress) -> torch.Tensor | None:
     """The text that the model writes for its own calibration, `[rows, context]`; None if nothing has to be written."""
     if plan.calibration is None or not (rows := plan.calibration.rows_to_write):
         return None
-    source, context, device = plan.source, plan.calibration.context, _device(plan)
+    source, context, device = plan.source, plan.calibration.context, device_of(plan)
     return own_text(source, rows, context, plan.seed, device, kept, progress)
-
-
-def _splits(plan: Plan) -> list[Plan]:
-    """The plans among which the text decides."""
-    return [plan.choosing(split) for split in plan.target.splits] if isinstance(plan.target, LatentTarget) else []
-
-
-def _checked(plan: Plan, reader: Reader) -> Manifest:
-    """The tensors to write. Their names and shapes are those of the class: no work starts that transformers could not load."""
-    trusted = plan.source.trust_remote_code
-    manifest = manifest_of(plan, reader)  # first, since its messages on attention are more specific
-    require_loadable(plan.source.config, _without_computed(plan, reader), plan.source.reference, trusted)
-    if not plan.target.copies:
-        sized = plan.target.host.sized(plan.source.raw, plan.source.config, plan.target.spec)
-        require_loadable(sized, manifest.outputs, f"the {plan.target.spec.kind} of {plan.source.reference}", trusted)
-    return manifest
 
 
 def _check_result(plan: Plan, work: WorkDirectory) -> None:
@@ -336,9 +236,9 @@ def inputs_of(plan: Plan, reader: Reader, texts: GivenTexts | None) -> dict[str,
     """Everything that the result's bytes depend on, which `--resume` compares."""
     return {
         **_settings(plan),
-        "splits": [_settings(split) for split in _splits(plan)],
-        "device": str(_device(plan)),
-        "rough_products_in": str(rough(_device(plan))),
+        "splits": [_settings(split) for split in splits_of(plan)],
+        "device": str(device_of(plan)),
+        "rough_products_in": str(rough(device_of(plan))),
         "config": plan.source.raw,
         "files": reader.fingerprint(),
         "calibration_hashes": texts.hashes if texts else [],
@@ -353,13 +253,6 @@ def _settings(plan: Plan) -> dict[str, Any]:
     return {"command": command, **without_text(options), "heal": None}
 
 
-def _device(plan: Plan) -> torch.device:
-    pooling = isinstance(plan.target, GroupedTarget) and plan.target.method.text is TextUse.IGNORED
-    if plan.device == "auto" and pooling and not plan.calibration:
-        return torch.device("cpu")  # pooling heads is too little work to be worth moving weights
-    return torch.device(compute_device(plan.device))
-
-
 def _statistics_directory(
     plan: Plan, reader: Reader, work: WorkDirectory, text: CalibrationText | None, shared: Path | None
 ) -> Path:
@@ -370,7 +263,7 @@ def _statistics_directory(
     found_in = [str(source.files), source.raw, reader.fingerprint(), text.tokens.hash, text.blocks.lengths]
     if plan.reads_projections:
         found_in.append("behind norms")
-    return _directory_of(shared, [*found_in, str(_device(plan)), versions()])  # these affect rounding
+    return _directory_of(shared, [*found_in, str(device_of(plan)), versions()])  # these affect rounding
 
 
 def _directory_of(shared: Path, inputs: list[Any]) -> Path:
@@ -400,7 +293,7 @@ def _checked_result(
     """The result's loss on texts that were not fitted."""
     others = [Sample.of(part, texts.calibration.context) for part in texts.others] if texts else []
     try:
-        return checked(plan, work.path, others, _device(plan), own_texts, progress)
+        return checked(plan, work.path, others, device_of(plan), own_texts, progress)
     except KvfoldError:
         work.keep()  # the weights are complete
         raise

@@ -120,7 +120,8 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
         return _Healing(plan, Reader(plan.converted.files), texts, team, progress)
 
     record = carry_out(plan.output, (plan.teacher, plan.converted), begin, held_out, progress)
-    return Healing(plan, record["healing"]["passes"] if record else 0.0, record)  # one that is damaged is no obstacle
+    passes = record["healing"]["passes"] if record else 0.0  # empty where OUTPUT's record was damaged after publication
+    return Healing(plan, passes, record)
 
 
 @dataclass(frozen=True)

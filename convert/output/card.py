@@ -13,6 +13,7 @@ from eval.terminal.escapes import markdown, shell_line
 # What conversion.json says of loading: the types by their keys, and the keys of an engine.
 _LOADING = {"model_type": str, "needs_code": bool, "opened_by": str, "arguments": dict, "engines": list, "remarks": list}
 _ENGINE = {"name", "objection", "command"}
+_METADATA = {"base_model", "library_name", "pipeline_tag", "tags", "license"}
 
 
 def render(template: str, metadata: Mapping[str, Any], **data: Any) -> str:
@@ -25,9 +26,8 @@ def render(template: str, metadata: Mapping[str, Any], **data: Any) -> str:
     """
     from huggingface_hub import ModelCardData
 
-    return (
-        _environment().get_template(template).render(front_matter=f"---\n{ModelCardData(**metadata).to_yaml()}\n---\n", **data)
-    )
+    front_matter = f"---\n{ModelCardData(**metadata).to_yaml()}\n---\n"
+    return str(_environment().get_template(template).render(front_matter=front_matter, **data))
 
 
 @functools.cache  # to compile a template takes longer than to convert a tiny model
@@ -88,8 +88,7 @@ def recorded_loading(record: Mapping[str, Any]) -> dict[str, Any] | None:
 def recorded_metadata(record: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a record says to the Hub; None if it is not as conversions write it."""
     found = record.get("metadata")
-    known = metadata_of(None, [], Path()).keys()
-    if not isinstance(found, dict) or found.keys() != known or not isinstance(found["tags"], list):
+    if not isinstance(found, dict) or found.keys() != _METADATA or not isinstance(found["tags"], list):
         return None
     return found if all(isinstance(value, str | list | None) for value in found.values()) else None
 

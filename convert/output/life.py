@@ -141,6 +141,7 @@ def carry_out(
         with explained(task.noun, path), WorkDirectory.opened(path, task.inputs(), resume, overwrite) as work:
             if work.published:  # an earlier run was stopped after OUTPUT appeared
                 task.idle()
+                record = recorded(path)
             else:
                 expected = task.foretell(len(evaluated.ids) if evaluated else 0)
                 record, seen = task.make(work)
@@ -148,11 +149,12 @@ def carry_out(
                     write_record(work.path, record)  # the report reads method, text and healing from it
                     record |= {"evaluation": _evaluated(task, models, work, held_out, seen, progress)}
                 write_card(work.path, task.card(record))
-                write_record(work.path, record | {"run": clock.run(path, task.source_files(), expected)})
+                record |= {"run": clock.run(path, task.source_files(), expected)}
+                write_record(work.path, record)
                 work.publish()
             published()
             work.discard()
-            return recorded(path)
+            return record
 
 
 @contextlib.contextmanager

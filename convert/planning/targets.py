@@ -98,7 +98,8 @@ class LatentTarget:
     splits: tuple[LatentTarget, ...] = ()
     notes: tuple[str, ...] = ()
 
-    command, among = "mla", ""
+    command = "mla"
+    among = ""  # as of `GroupedTarget`: a method factors all heads
 
     @property
     def copies(self) -> bool:

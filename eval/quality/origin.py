@@ -40,7 +40,7 @@ def _healing(source: Source, made: dict[str, Any]) -> list[dict[str, float]] | N
         return None
     try:
         return [
-            {"tokens": point["tokens"] + 0, "kl": float(point["kl"]), "loss_nats": float(point["loss_nats"])}
+            {"tokens": int(point["tokens"]), "kl": float(point["kl"]), "loss_nats": float(point["loss_nats"])}
             for point in healing["curve"]
         ]
     except (TypeError, KeyError, ValueError):

@@ -24,7 +24,7 @@ from convert.planning.describe import Facts
 from convert.planning.grouped import GROUPINGS
 from eval import api as eval_api
 from eval import options as measured
-from eval.inputs.arguments import options_of
+from eval.arguments import options_of
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]

@@ -13,7 +13,7 @@ from written import same_but_for_the_run
 
 from convert import gqa, mla
 from convert.execute import run
-from convert.execute.run import works_of
+from convert.execute.forecast import works_of
 from convert.planning.base import Plan
 from eval.machine import forecast
 from eval.machine.forecast import Machine
@@ -103,7 +103,7 @@ def test_a_run_says_once_what_it_takes_and_only_its_run_changes(
     with caplog.at_level(logging.INFO, "kvfold"):
         said = gqa(source, tmp_path / "said", groups=2, text=words, evaluate=words, **FEW)
     assert len([record for record in caplog.records if record.getMessage().startswith("takes about ")]) == 1
-    monkeypatch.setattr(run, "foretell", lambda *given: None)
+    monkeypatch.setattr(run, "foretell_conversion", lambda *given: None)
     silent = gqa(source, tmp_path / "silent", groups=2, text=words, evaluate=words, **FEW)
     assert said.record is not None
     assert silent.record is not None

@@ -13,7 +13,7 @@ import pytest
 import convert
 from attention.errors import Refusal
 from eval import evaluate
-from eval.inputs.arguments import Option, checked, options_of
+from eval.arguments import Option, checked, options_of
 
 
 @checked
