@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.linalg import multi_dot
 
-from attention.qk_norm import QKNorm
+from attention.qk_norm import LinearisedNorm, QKNorm
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotation, no_rotary
 from attention.scoring import PLAIN, Scoring
@@ -92,6 +92,8 @@ class Heads:
         lift: `[H, N', N]` from a head's nope queries to what is kept (MLA), or None.
         rotation: Rotates rows `[…, T, P]` by their positions.
         scale: Of the logits.
+        placing_queries: The derivative of queries by `plain`.
+        placing_keys: That of keys by what is projected.
         scoring: What becomes of logits.
     """
 
@@ -104,6 +106,8 @@ class Heads:
     lift: torch.Tensor | None
     rotation: Rotation
     scale: float
+    placing_queries: Placing
+    placing_keys: Placing
     scoring: Scoring = PLAIN
 
     @property
@@ -133,13 +137,19 @@ class Heads:
     def part(self, heads: slice) -> Heads:
         """Some of the heads, with a G of their number, or of one where all heads share what is kept."""
         count = len(self.plain)
+
+        def chosen(rows: torch.Tensor) -> torch.Tensor:
+            return shared(rows, heads, count)
+
         return replace(
             self,
             plain=self.plain[heads],
             nope=self.nope[heads],
             rope=self.rope[heads],
-            kept_nope=shared(self.kept_nope, heads, count),
-            kept_rope=shared(self.kept_rope, heads, count),
+            kept_nope=chosen(self.kept_nope),
+            kept_rope=chosen(self.kept_rope),
+            placing_queries=self.placing_queries.part(chosen),
+            placing_keys=self.placing_keys.part(chosen),
             lift=None if self.lift is None else self.lift[heads],
             scoring=self.scoring.of(heads),
         )
@@ -160,6 +170,49 @@ class Heads:
     def weights(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Attention `[…, t, s]` of such logits, for the last t among s tokens, or for `tokens [t]`."""
         return self.scoring.weights(logits, tokens)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """The derivative of what is between projected heads and their logits: RoPE, and a QK-norm or none. It is linear.
+
+    Attributes:
+        rotation: Rotates rows by their positions.
+        norm: The derivative of the norm, or None.
+        after_rotary: Whether the norm follows RoPE.
+    """
+
+    rotation: Rotation
+    norm: LinearisedNorm | None = None
+    after_rotary: bool = False
+
+    @classmethod
+    def at(cls, states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> Placing:
+        """At projected `states [heads, T, D]`."""
+        if norm is None:
+            return cls(rotation)
+        return cls(rotation, norm.linearised(rotation(states) if norm.after_rotary else states), norm.after_rotary)
+
+    def __call__(self, change: torch.Tensor) -> torch.Tensor:
+        """Of changes `[heads, T, D]` of projected heads."""
+        if self.norm is None:
+            return self.rotation(change)
+        return self.norm(self.rotation(change)) if self.after_rotary else self.rotation(self.norm(change))
+
+    def adjoint(self, pull: torch.Tensor) -> torch.Tensor:
+        """The adjoint of that."""
+        back = self.rotation.adjoint
+        if self.norm is None:
+            return back(pull)
+        return back(self.norm.adjoint(pull)) if self.after_rotary else self.norm.adjoint(back(pull))
+
+    def of(self, tokens: slice | torch.Tensor) -> Placing:
+        """At some of the tokens."""
+        return replace(self, rotation=self.rotation.of(tokens), norm=None if self.norm is None else self.norm.of(tokens))
+
+    def part(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> Placing:
+        """For some of the heads, as of `LinearisedNorm`."""
+        return self if self.norm is None else replace(self, norm=self.norm.part(choose))
 
 
 def joined(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -187,6 +240,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
         latent = record.latent(x)[None]
+        placing = Placing(rotation)
         return Heads(
             x,
             plain,
@@ -197,6 +251,8 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
             record.up_k.float(),
             rotation,
             record.scale,
+            placing,
+            placing,
             record.scoring,
         )
     plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
@@ -212,6 +268,8 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         None,
         rotation,
         record.scale,
+        Placing.at(plain, record.q_norm, rotation),
+        Placing.at(keys, record.k_norm, rotation),
         record.scoring,
     )
 

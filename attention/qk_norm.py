@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
@@ -70,3 +72,56 @@ class QKNorm:
         states = states * (states.square().mean(axes, keepdim=True) + self.eps).rsqrt()
         states = states * (self.gain.to(states.dtype) + self.gain_offset)[:, None]  # [heads or 1, 1, D]
         return states if self.bias is None else states + self.bias.to(states.dtype)[:, None]
+
+    def linearised(self, states: torch.Tensor) -> LinearisedNorm:
+        """Its derivative where it normalises `states [heads, T, D]`."""
+        axes = (-1,) if self.scope == "head" else (-3, -1)
+        if self.kind == "layer":
+            states = states - states.mean(axes, keepdim=True)
+        inverse = (states.square().mean(axes, keepdim=True) + self.eps).rsqrt()
+        gain = (self.gain.to(states.dtype) + self.gain_offset)[:, None]
+        return LinearisedNorm(states * inverse, inverse, gain, self.kind == "layer", self.scope == "head")
+
+
+@dataclass(frozen=True)
+class LinearisedNorm:
+    """The derivative of a QK-norm. One over all heads is taken to keep its size: each head changes little of that.
+
+    Attributes:
+        unit: `[heads, T, D]`, normalised states before gains.
+        inverse: `[heads or 1, T, 1]`, one over what they were divided by.
+        gain: `[heads or 1, 1, D]`.
+        centred: Whether the mean of each head is subtracted.
+        sized: Whether each head is divided by its own size, so that it cannot change along itself.
+    """
+
+    unit: torch.Tensor
+    inverse: torch.Tensor
+    gain: torch.Tensor
+    centred: bool
+    sized: bool
+
+    def __call__(self, change: torch.Tensor) -> torch.Tensor:
+        """Of changes `[heads, T, D]` of the states."""
+        return self.gain * self._across(change * self.inverse)
+
+    def adjoint(self, pull: torch.Tensor) -> torch.Tensor:
+        """The adjoint of that."""
+        return self._across(self.gain * pull) * self.inverse
+
+    def of(self, tokens: slice | torch.Tensor) -> LinearisedNorm:
+        """The derivative at some of the tokens."""
+        return replace(self, unit=self.unit[:, tokens], inverse=self.inverse[:, tokens])
+
+    def part(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> LinearisedNorm:
+        """The derivative for some of the heads, which are chosen from rows `[heads or 1, …]`."""
+        return replace(self, unit=choose(self.unit), inverse=choose(self.inverse), gain=choose(self.gain))
+
+    def power(self) -> torch.Tensor:
+        """`[heads or 1, D]`, about what it multiplies the squares of changes by."""
+        return (self.gain.square() * self.inverse.square().mean(1, keepdim=True))[:, 0]
+
+    def _across(self, change: torch.Tensor) -> torch.Tensor:
+        if self.centred and self.sized:
+            change = change - change.mean(-1, keepdim=True)
+        return change - self.unit * (self.unit * change).mean(-1, keepdim=True) if self.sized else change

@@ -53,7 +53,8 @@ def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa]) -> 
     source, calibration, where = _read(model, output, given)
     how, grouping = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["grouping"]
     groups, seed, device = given["groups"], given["seed"], given["device"]
-    return _converted(plan_grouped("gqa", source, groups, how, seed, device, where, calibration, grouping), given)
+    wanted = grouping, given["output_class"]
+    return _converted(plan_grouped("gqa", source, groups, how, seed, device, where, calibration, *wanted), given)
 
 
 @checked
@@ -73,8 +74,9 @@ def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa]) -> 
     from convert.planning.grouped import plan_grouped
 
     source, calibration, where = _read(model, output, given)
-    how = methods.load_grouped(given["method"] or methods.GROUPED[0])
-    return _converted(plan_grouped("mqa", source, 1, how, given["seed"], given["device"], where, calibration), given)
+    how, kind = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
+    planned = plan_grouped("mqa", source, 1, how, given["seed"], given["device"], where, calibration, output_class=kind)
+    return _converted(planned, given)
 
 
 @checked

@@ -24,13 +24,17 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         inner_windows: How many tokens each layer sees, or None for all, where the source's class has windows inside its
             attention, so that its masks lack them.
         rope_pairs: With a latent: for each of the P/2 pairs of the RoPE key, which of the class's frequencies it rotates with.
-        rope_stride: With a latent: how many columns of the class's cosines and sines lie between one frequency and the next.
+        rope_stride: With a latent, or behind a norm or clamp: how many columns of the class's cosines and sines lie between one
+            frequency and the next.
         rope_factor: With a latent: what the stock class multiplies cosines and sines by, in all layers, or in each of them.
             The RoPE key goes without.
-        qk_norm: With a latent: the source's QK-norm, or None. `kind` is "rms" or "layer"; `scope` is "head" for a norm of each
-            head, or "all" for one of all heads; `per_head` says whether each head has its own gains, and `bias` whether it
-            adds a bias; `eps` is added to the variance, and `gain_offset` to the gains.
-        clip_qkv: With a latent: what the source clamps queries, keys and values to, behind its QK-norm; None without a clamp.
+        qk_norm: The source's QK-norm, behind which attention is new, or None. `kind` is "rms" or "layer"; `scope` is "head" for
+            a norm of each head, or "all" for one of all heads; `per_head` says whether each head has its own gains, and `bias`
+            whether it adds a bias; `eps` is added to the variance, and `gain_offset` to the gains.
+        clip_qkv: What the source clamps queries, keys and values to, behind its QK-norm; None without a clamp.
+        projected_kv_heads: Behind a norm or clamp: the KV heads that are projected, where `text_config` states those that are
+            cached; None if it states both.
+        unrotated_layers: Of grouped attention behind a norm or clamp: layers without RoPE in a model that has it.
         source_latent: With a latent: the sizes of the latent that the source has already, by their names in `text_config`, and
             the `eps` of its norm, and of that of the queries' latent if `text_config` has a `q_lora_rank`; None without one.
     """
@@ -50,6 +54,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
     rope_factor: float | list[float] = 1.0
     qk_norm: dict[str, Any] | None = None
     clip_qkv: float | None = None
+    projected_kv_heads: int | None = None
+    unrotated_layers: list[int] | None = None
     source_latent: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -57,6 +63,7 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             self.text_config = AutoConfig.for_model(**self.text_config)
         if getattr(self.text_config, "kv_lora_rank", None) is not None:
             self._check_latent()
+        self._check_projections()
         if self.inner_windows is not None:
             self._check_windows(self.inner_windows)
         super().__post_init__(**kwargs)
@@ -97,18 +104,27 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
             raise ValueError(f"rope_pairs is {pairs}; it must list {count} frequencies, half of qk_rope_head_dim")
         if self.kv_lora_ranks is not None:
             self._check_ranks(self.kv_lora_ranks)
-        if self.rope_stride not in (1, 2):
-            raise ValueError(f"rope_stride is {self.rope_stride}; it must be 1 or 2")
         factors, layers = self.rope_factor, getattr(self.text_config, "num_hidden_layers", 0)
         listed = factors if isinstance(factors, list) else [factors] * layers
         if len(listed) != layers or not all(isinstance(factor, int | float) and factor > 0 for factor in listed):
             raise ValueError(f"rope_factor is {factors}; it must be a number above 0, or one for each of {layers} layers")
+        if self.source_latent is not None:
+            self._check_source(self.source_latent)
+
+    def _check_projections(self) -> None:
+        """Raise `ValueError` if what is kept of the source's projections is not complete."""
+        if self.rope_stride not in (1, 2):
+            raise ValueError(f"rope_stride is {self.rope_stride}; it must be 1 or 2")
         if self.clip_qkv is not None and not (isinstance(self.clip_qkv, int | float) and self.clip_qkv > 0):
             raise ValueError(f"clip_qkv is {self.clip_qkv}; it must be a number above 0")
         if self.qk_norm is not None:
             self._check_norm(self.qk_norm)
-        if self.source_latent is not None:
-            self._check_source(self.source_latent)
+        heads, layers = self.projected_kv_heads, getattr(self.text_config, "num_hidden_layers", 0)
+        if heads is not None and not (type(heads) is int and heads > 0):
+            raise ValueError(f"projected_kv_heads is {heads}; it must be an integer above 0")
+        listed = [] if self.unrotated_layers is None else self.unrotated_layers
+        if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < layers for layer in listed):
+            raise ValueError(f"unrotated_layers is {listed}; it must list layers from 0 to {layers - 1}")
 
     def _check_source(self, found: dict[str, Any]) -> None:
         """Raise `ValueError` if the sizes of the source's latent are missing."""

@@ -111,69 +111,6 @@ class _Attention(nn.Module):
         return bias + attention_mask
 
 
-class GroupedAttention(_Attention):
-    """Attention whose query heads share KV heads, called as the attention that it replaces.
-
-    Heads have one scale, and RoPE in pairs of which the second half of the rotary dims follows the first, or none. Queries and
-    keys have no norms. Letters: B batch, T query tokens, E model width, D head dim.
-    Arguments as in `_Attention`.
-    """
-
-    def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
-        super().__init__(config, layer_idx, sliding_window)
-        inner: Any = config.text_config
-        heads, kv_heads = inner.num_attention_heads, inner.num_key_value_heads
-        self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
-        self.num_key_value_groups = heads // kv_heads
-        self.q_proj = nn.Linear(inner.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, inner.hidden_size, bias=config.o_bias)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        layer_past: Cache | None = None,
-        past_key_values: Cache | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend.
-
-        Args:
-            hidden_states: `[B, T, E]`.
-            residual: `[B, T, E]`, what the source's attention adds to its output; None where the layer adds it.
-            attention_mask: As the config's attention implementation takes it.
-            layer_past: The cache, in classes that call it so.
-            past_key_values: The cache, in all others.
-            position_embeddings: Cosines and sines `[B or 1, T, rotary dims]`, of which both halves are equal; or None.
-            kwargs: Biases by position (`mask_with_positions`); all else is passed to the attention function.
-
-        Returns:
-            `[B, T, E]`, and the probabilities if the attention function returns them.
-        """
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        queries, keys, values = (
-            linear(hidden_states).view(shape).transpose(1, 2) for linear in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if position_embeddings is not None:
-            queries, keys = (_rotated(states, *position_embeddings) for states in (queries, keys))
-        cache, chosen = layer_past if past_key_values is None else past_key_values, self.config._attn_implementation
-        attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
-        attention_mask = self.mask_with_positions(attention_mask, queries, keys.shape[2], kwargs)
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
-        dropout = self.attention_dropout if self.training else 0.0
-        kwargs |= {"dropout": dropout, **self.attention_arguments()}
-        out, weights = attend(self, queries, keys, values, attention_mask, **kwargs)  # [B, T, H, D]
-        out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
-        out = nn.functional.dropout(out, self.output_dropout, self.training)
-        return out if residual is None else out + residual, weights
-
-
 class _HeadNorm(nn.Module):
     """QK-norm: RMSNorm or LayerNorm of states `[B, T, heads, D]`, of each head or of all of them together.
 
@@ -211,7 +148,128 @@ class _PerHead(nn.Module):
         return torch.einsum("bthi,hoi->btho", states, self.weight)
 
 
-class KvfoldLatentAttention(_Attention):
+class _BehindHeads(_Attention):
+    """The base of attention that may be behind the source's projections, with their QK-norm or clamp."""
+
+    def keep_heads(self, config: KvfoldConfig, made: int) -> int:
+        """Make the source's projections and norms, and the maps of each head's queries.
+
+        Args:
+            config: The whole model's config.
+            made: Dims of a head's queries behind its map.
+
+        Returns:
+            How many numbers a token's keys and values have, side by side.
+        """
+        inner: Any = config.text_config
+        heads, self.clip = inner.num_attention_heads, config.clip_qkv
+        dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
+        kv_heads = config.projected_kv_heads or getattr(inner, "num_key_value_heads", None) or heads
+        self.q_proj = nn.Linear(inner.hidden_size, heads * dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inner.hidden_size, kv_heads * dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inner.hidden_size, kv_heads * dim, bias=config.qkv_bias)
+        norm = functools.partial(_HeadNorm, config.qk_norm) if config.qk_norm is not None else nn.Identity
+        self.q_norm, self.k_norm = norm(heads, dim), norm(kv_heads, dim)
+        self.q_head_proj = _PerHead(heads, dim, made)
+        return 2 * kv_heads * dim
+
+    def mapped_queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, T, H, made]`, not rotated."""
+        queries = self.q_proj(hidden_states).unflatten(-1, (len(self.q_head_proj.weight), -1))
+        return self.q_head_proj(self._clipped(self.q_norm(queries)))
+
+    def source_keys_values(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The source's keys and values, side by side, not rotated: `[B, T, 2 G D]`."""
+        keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.q_head_proj.weight.shape[-1]))).flatten(2)
+        return self._clipped(torch.cat((keys, self.v_proj(hidden_states)), -1))
+
+    def _clipped(self, states: torch.Tensor) -> torch.Tensor:
+        return states if self.clip is None else states.clamp(-self.clip, self.clip)
+
+
+class GroupedAttention(_BehindHeads):
+    """Attention whose query heads share KV heads, called as the attention that it replaces.
+
+    Heads have one scale, and RoPE in pairs of which the second half of the rotary dims follows the first, or none. If the
+    source has QK-norm or a clamp, its projections and norms stay: queries are mapped head by head behind them, and shared keys
+    and values are made of the keys and values of all heads. Letters: B batch, T query tokens, E model width, G KV heads of the
+    source, D head dim.
+    Arguments as in `_Attention`.
+    """
+
+    def __init__(self, config: KvfoldConfig, layer_idx: int, sliding_window: int | None = None) -> None:
+        super().__init__(config, layer_idx, sliding_window)
+        inner: Any = config.text_config
+        heads, kv_heads = inner.num_attention_heads, inner.num_key_value_heads
+        self.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
+        self.num_key_value_groups = heads // kv_heads
+        self.behind = config.qk_norm is not None or config.clip_qkv is not None
+        self.rotates, self.rope_stride = layer_idx not in (config.unrotated_layers or ()), config.rope_stride
+        if self.behind:
+            width = self.keep_heads(config, self.head_dim)
+            self.k_head_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
+            self.v_head_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
+        else:
+            self.q_proj = nn.Linear(inner.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
+            self.k_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
+            self.v_proj = nn.Linear(inner.hidden_size, kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, inner.hidden_size, bias=config.o_bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        layer_past: Cache | None = None,
+        past_key_values: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `[B, T, E]`.
+            residual: `[B, T, E]`, what the source's attention adds to its output; None where the layer adds it.
+            attention_mask: As the config's attention implementation takes it.
+            layer_past: The cache, in classes that call it so.
+            past_key_values: The cache, in all others.
+            position_embeddings: Cosines and sines `[B or 1, T, rotary dims]`, of which both halves are equal, or each two
+                neighbours where the config has a stride; or None.
+            kwargs: Biases by position (`mask_with_positions`); all else is passed to the attention function.
+
+        Returns:
+            `[B, T, E]`, and the probabilities if the attention function returns them.
+        """
+        queries, keys, values = (states.transpose(1, 2) for states in self.heads(hidden_states))
+        if position_embeddings is not None and self.rotates:
+            cos, sin = (table if self.rope_stride == 1 else _in_halves(table) for table in position_embeddings)
+            # Some classes (OLMo) rotate in the tables' fp32.
+            queries, keys = (_rotated(states, cos, sin).to(states) for states in (queries, keys))
+        cache, chosen = layer_past if past_key_values is None else past_key_values, self.config._attn_implementation
+        attention_mask = self.windowed(attention_mask, chosen, hidden_states, cache)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        attention_mask = self.mask_with_positions(attention_mask, queries, keys.shape[2], kwargs)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
+        dropout = self.attention_dropout if self.training else 0.0
+        kwargs |= {"dropout": dropout, **self.attention_arguments()}
+        out, weights = attend(self, queries, keys, values, attention_mask, **kwargs)  # [B, T, H, D]
+        out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
+        out = nn.functional.dropout(out, self.output_dropout, self.training)
+        return out if residual is None else out + residual, weights
+
+    def heads(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values `[B, T, heads, D]`, not rotated."""
+        if self.behind:
+            both, queries = self.source_keys_values(hidden_states), self.mapped_queries(hidden_states)
+            keys, values = self.k_head_proj(both), self.v_head_proj(both)
+        else:
+            queries = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+            keys, values = self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return queries, keys.unflatten(-1, (-1, self.head_dim)), values.unflatten(-1, (-1, self.head_dim))
+
+
+class KvfoldLatentAttention(_BehindHeads):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), called as the attention that it replaces.
 
     It caches a latent and one RoPE key for each token. Unlike DeepSeek's, the latent has no norm, queries may have biases, and
@@ -234,24 +292,15 @@ class KvfoldLatentAttention(_Attention):
         factors = config.rope_factor
         self.rope_factor = factors[layer_idx] if isinstance(factors, list) else factors
         width, cached = inner.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim
-        self.clip = config.clip_qkv
         self.source_latent = config.source_latent
-        self.behind = self.source_latent is not None or config.qk_norm is not None or self.clip is not None
+        self.behind = self.source_latent is not None or config.qk_norm is not None or config.clip_qkv is not None
         if self.source_latent is not None:
             self._keep_latent(self.source_latent, width, inner.q_lora_rank, config.qkv_bias)
             self.kv_a_proj_with_mqa = nn.Linear(
                 self.source_latent["kv_lora_rank"] + self.source_latent["qk_rope_head_dim"], cached, bias=False
             )
         elif self.behind:
-            dim = getattr(inner, "head_dim", None) or width // self.num_heads
-            kv_heads = getattr(inner, "num_key_value_heads", None) or self.num_heads
-            self.q_proj = nn.Linear(width, self.num_heads * dim, bias=config.qkv_bias)
-            self.k_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
-            self.v_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
-            norm = functools.partial(_HeadNorm, config.qk_norm) if config.qk_norm is not None else nn.Identity
-            self.q_norm, self.k_norm = norm(self.num_heads, dim), norm(kv_heads, dim)
-            self.q_head_proj = _PerHead(self.num_heads, dim, self.qk_head_dim)
-            self.kv_a_proj_with_mqa = nn.Linear(2 * kv_heads * dim, cached, bias=False)
+            self.kv_a_proj_with_mqa = nn.Linear(self.keep_heads(config, self.qk_head_dim), cached, bias=False)
         else:
             self.q_proj = nn.Linear(width, self.num_heads * self.qk_head_dim, bias=config.qkv_bias)
             biased = config.qkv_bias and self.qk_rope_head_dim > 0
@@ -311,19 +360,14 @@ class KvfoldLatentAttention(_Attention):
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, N + P]`, not rotated."""
+        if self.behind and self.source_latent is None:
+            return self.mapped_queries(hidden_states).transpose(1, 2)
         if self.source_latent is not None and self.config.q_lora_rank is not None:
             queries = self.q_b_proj(self.q_norm(self.q_a_proj(hidden_states)))
         else:
             queries = self.q_proj(hidden_states)
         queries = queries.unflatten(-1, (self.num_heads, -1))
-        if self.source_latent is not None:
-            queries = self.q_head_proj(queries)
-        elif self.behind:
-            queries = self.q_head_proj(self.clipped(self.q_norm(queries)))
-        return queries.transpose(1, 2)
-
-    def clipped(self, states: torch.Tensor) -> torch.Tensor:
-        return states if self.clip is None else states.clamp(-self.clip, self.clip)
+        return (queries if self.source_latent is None else self.q_head_proj(queries)).transpose(1, 2)
 
     def compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The latent and the RoPE key, not rotated, `[B, T, R + P]`."""
@@ -333,8 +377,7 @@ class KvfoldLatentAttention(_Attention):
             )
             hidden_states = torch.cat((self.kv_norm(latent), rope), -1)
         elif self.behind:
-            keys = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.q_head_proj.weight.shape[-1]))).flatten(2)
-            hidden_states = self.clipped(torch.cat((keys, self.v_proj(hidden_states)), -1))
+            hidden_states = self.source_keys_values(hidden_states)
         return self.kv_a_proj_with_mqa(hidden_states)
 
     def rotated(
@@ -453,6 +496,11 @@ def _window(config: Any, attention: Any, layer: int) -> int | None:
         return getattr(config, "sliding_window", None)
     # Exaone's attention has the window in every layer, and does not use it in all.
     return getattr(attention, "sliding_window", None) if kinds[layer] == "sliding_attention" else None
+
+
+def _in_halves(table: torch.Tensor) -> torch.Tensor:
+    """Cosines or sines `[…, dims]` of which two neighbours are equal, so that both halves are."""
+    return torch.cat((table[..., ::2], table[..., ::2]), -1)
 
 
 def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

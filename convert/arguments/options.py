@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Required, TypedDict
 
 from convert.arguments.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_rate, parse_time, parse_tokens
+from convert.hosts.base import CLASSES
 from convert.hosts.engines import ENGINES
 from convert.methods import GROUPED, LATENT
 from eval.arguments import Option
@@ -15,6 +16,12 @@ from eval.options import DEVICE, DTYPES, Measuring, Reading, Working
 
 _NAMED = "A named one may lose any amount."
 _METHOD = Option("How to merge KV heads.", unset=GROUPED[0], choices=GROUPED, python=_NAMED)
+_CLASS = Option(
+    "The class of the result: a stock class of transformers, or kvfold's own, which shares keys behind QK-norm and loses less.",
+    unset="a stock class, if one can hold it",
+    choices=CLASSES,
+    flag="--class",
+)
 _OVERWRITE = Option("Replace an existing result, once the new one is complete.", consent=True)
 _RESUME = Option(
     "Finish an interrupted run of the same command. With --overwrite, start again if it was another command.", consent=True
@@ -45,6 +52,7 @@ class Merging(TypedDict, total=False):
     """How to merge all KV heads."""
 
     method: Annotated[str | None, _METHOD]
+    output_class: Annotated[str | None, _CLASS]
 
 
 class Grouping(TypedDict, total=False):
@@ -60,6 +68,7 @@ class Grouping(TypedDict, total=False):
             choices=("contiguous", "similar"),
         ),
     ]
+    output_class: Annotated[str | None, _CLASS]
 
 
 class Factoring(TypedDict, total=False):

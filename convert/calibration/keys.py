@@ -2,20 +2,23 @@
 
 B changes W_K of each KV head (GQA), or the rope key of all heads (MLA; its nope keys are made of the latent, which also makes
 values). δ is what the logits lack, q̂_ht are the result's queries, rotated, and R_s rotates token s. A ridge holds back B:
-a share of Σ_ht q̂² times the mean square of a channel that attention sees.
+a share of Σ_ht q̂² times the mean square of a channel that attention sees. Behind a QK-norm, R_s B is taken through the norm's
+derivative: one step of Gauss and Newton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self, TypeVar
 
 import torch
 
-from attention.forward import Heads, heads_of
-from attention.record import FactoredAttention, Record
-from attention.rope import Rotation
+from attention.forward import Heads, Placing, heads_of
+from attention.qk_norm import LinearisedNorm
+from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.least_squares import (
+    RIDGE,
     TOKENS,
     centred,
     conjugate_gradients,
@@ -27,6 +30,8 @@ from convert.calibration.least_squares import (
 from eval.machine.device import rough
 
 _LEAST = 1e-3  # of the queries' mean power: a dim that they hardly use
+
+F = TypeVar("F", bound="_KeyFit")
 
 
 def fitted_keys(
@@ -42,14 +47,38 @@ def fitted_keys(
     """
     if isinstance(after, FactoredAttention) and not len(after.k_rope):
         return lambda share: after
-    groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
-    parts = fitted_spans(len(sources[0].plain), list(map(len, blocks)), TOKENS)
-    every = zip(sources, blocks, parts, strict=True)
-    fits = [_KeyFit.of(source, heads_of(after, x), groups, part) for source, x, part in every]
-    change = _solved(fits, seen.float())
+    change = _solved(_fits(_KeyFit, after, blocks, sources), seen.float())
     if isinstance(after, FactoredAttention):
         return lambda share: replace(after, k_rope=after.k_rope.float() + share * change[0])
     return lambda share: replace(after, k=after.k.float() + share * change)
+
+
+def fitted_gains(after: Attention, blocks: Sequence[torch.Tensor], sources: Sequence[Heads]) -> Callable[[float], Attention]:
+    """The result with a share of the change of its key norm's gains that fits, by that share; arguments as of `fitted_keys`.
+
+    A norm gives all keys one size, and these gains are what is left to set how sharply heads attend.
+    """
+    norm = after.k_norm
+    assert norm is not None
+    fits = _fits(_GainFit, after, blocks, sources)
+    power = torch.stack([fit.power() for fit in fits]).sum(0)
+    power = power if len(norm.gain) > 1 else power.sum(0, keepdim=True)
+    power = power.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+
+    def applied(change: torch.Tensor) -> torch.Tensor:
+        return torch.stack([fit.curvature(change) for fit in fits]).sum(0) + RIDGE * power * change
+
+    wanted = torch.stack([fit.wanted for fit in fits]).sum(0)
+    change = conjugate_gradients(wanted, applied, lambda residual: residual / power)[..., 0]
+    return lambda share: replace(after, k_norm=replace(norm, gain=norm.gain.float() + share * change))
+
+
+def _fits(kind: type[F], after: Record, blocks: Sequence[torch.Tensor], sources: Sequence[Heads]) -> list[F]:
+    """One for each block."""
+    groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
+    parts = fitted_spans(len(sources[0].plain), list(map(len, blocks)), TOKENS)
+    every = zip(sources, blocks, parts, strict=True)
+    return [kind.of(source, heads_of(after, x), groups, part) for source, x, part in every]
 
 
 @dataclass(frozen=True)
@@ -58,7 +87,7 @@ class _KeyFit:
 
     Attributes:
         x: `[T, E]`, what keys are made of.
-        rotation: Rotates rows by the tokens' positions.
+        placing: What is between projected keys and logits, RoPE and perhaps the derivative of a norm.
         spans: Tokens whose queries meet the keys.
         queries: `[G, n t, D']` of each span, rotated, times the scale of logits.
         weights: `[G, n t, s]` of each span, the source's attention p.
@@ -66,32 +95,32 @@ class _KeyFit:
     """
 
     x: torch.Tensor
-    rotation: Rotation
+    placing: Placing
     spans: list[slice]
     queries: list[torch.Tensor]
     weights: list[torch.Tensor]
     wanted: torch.Tensor
 
     @classmethod
-    def of(cls, source: Heads, result: Heads, groups: int, parts: list[slice]) -> _KeyFit:
+    def of(cls, source: Heads, result: Heads, groups: int, parts: list[slice]) -> Self:
         every = slice(0, len(source.plain))
         weights, pulls = (
             [grouped(rows, groups) for rows in part] for part in missing(source.part(every), result.part(every), parts)
         )
         fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
         queries = [grouped(result.scale * fitted[:, tokens], groups) for tokens in parts]
-        fit = cls(result.inputs, result.rotation, parts, queries, weights, result.inputs.new_zeros(()))
+        fit = cls(result.inputs, result.placing_keys, parts, queries, weights, result.inputs.new_zeros(()))
         fit = fit.to(rough(result.inputs.device))
         return replace(fit, wanted=fit._gradient(pull.to(fit.x.dtype) for pull in pulls))
 
-    def to(self, dtype: torch.dtype) -> _KeyFit:
+    def to(self, dtype: torch.dtype) -> Self:
         """The same with the factors of large products in another dtype."""
         queries, weights = ([part.to(dtype) for part in every] for every in (self.queries, self.weights))
-        return _KeyFit(self.x.to(dtype), self.rotation, self.spans, queries, weights, self.wanted)
+        return replace(self, x=self.x.to(dtype), queries=queries, weights=weights)
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[G, D', E]`, the gradient of half the squared error less that where keys are not changed."""
-        keys = self.rotation((self.x @ change.mT.to(self.x.dtype)).float()).to(self.x.dtype)
+        keys = self.keys(change).to(self.x.dtype)
         logits = (queries @ keys[:, : tokens.stop].mT for queries, tokens in zip(self.queries, self.spans, strict=True))
         return self._gradient(map(centred, logits, self.weights))
 
@@ -101,20 +130,51 @@ class _KeyFit:
         of_keys = self.x.new_zeros(shape, dtype=torch.float32)  # a sum of many parts
         for tokens, queries, pull in zip(self.spans, self.queries, pulls, strict=True):
             of_keys[:, : tokens.stop] += pull.mT @ queries
-        return (self.rotation.adjoint(of_keys).to(self.x.dtype).mT @ self.x).float()
+        return self.adjoint(of_keys)
+
+    def keys(self, change: torch.Tensor) -> torch.Tensor:
+        """`[G, T, D']`, what a change of W_K adds to the keys."""
+        return self.placing((self.x @ change.mT.to(self.x.dtype)).float())
+
+    def adjoint(self, of_keys: torch.Tensor) -> torch.Tensor:
+        """`[G, D', E]`, the adjoint of that."""
+        return (self.placing.adjoint(of_keys).to(self.x.dtype).mT @ self.x).float()
 
     def power(self) -> torch.Tensor:
         """`[G, D']`, Σ q̂² of each dim, averaged over the two dims of a rotary pair: all angles are alike."""
         power = torch.stack([queries.float().square().sum(1) for queries in self.queries]).sum(0)
-        first = self.rotation.of(slice(0, 1))
+        first = self.placing.rotation.of(slice(0, 1))
         right_angle = replace(first, cos=torch.zeros_like(first.cos), sin=torch.ones_like(first.sin))
         swapped = right_angle(power[:, None])[:, 0].abs()  # it gives each dim the other one of its pair; nope dims stay
         return (power + swapped) / 2
 
 
+@dataclass(frozen=True)
+class _GainFit(_KeyFit):
+    """The same for the gains of the keys' norm: `[1, D, 1]`, or `[G, D, 1]` where each head has its own."""
+
+    def keys(self, change: torch.Tensor) -> torch.Tensor:
+        """`[G, T, D]`, what a change of the gains adds to the keys."""
+        added = self._norm.unit * change[..., 0][:, None]
+        return added if self.placing.after_rotary else self.placing.rotation(added)
+
+    def adjoint(self, of_keys: torch.Tensor) -> torch.Tensor:
+        """The adjoint of that."""
+        of_units = of_keys if self.placing.after_rotary else self.placing.rotation.adjoint(of_keys)
+        each = (of_units * self._norm.unit).sum(1)
+        return (each if len(self._norm.gain) > 1 else each.sum(0, keepdim=True))[..., None]
+
+    @property
+    def _norm(self) -> LinearisedNorm:
+        assert self.placing.norm is not None
+        return self.placing.norm
+
+
 def _solved(fits: list[_KeyFit], seen: torch.Tensor) -> torch.Tensor:
     """`[G, D', E]`, the change of the keys after a few steps of conjugate gradients, over tokens of all blocks."""
-    power = torch.stack([fit.power() for fit in fits]).sum(0)
+    power = torch.stack(
+        [fit.power() if fit.placing.norm is None else fit.power() * fit.placing.norm.power() for fit in fits]
+    ).sum(0)
     power = power.maximum(_LEAST * power.mean(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     ridge, right = ridged(seen)
 

@@ -12,9 +12,8 @@ from itertools import accumulate
 
 import torch
 
-from attention.forward import Heads, heads_of, joined
+from attention.forward import Heads, Placing, heads_of, joined
 from attention.record import Attention, FactoredAttention, Record
-from attention.rope import Rotation
 from attention.spread import evenly_spread
 from convert.calibration.least_squares import (
     RIDGE,
@@ -83,17 +82,17 @@ class _Met:
     """Keys that the queries of some heads meet in one block.
 
     Attributes:
-        queries: `[h, n, D]`, the source's of the fitted tokens, before they are rotated.
+        queries: `[h, n, D]`, the source's of the fitted tokens, before they are normalised and rotated.
         nope: `[h, T, N]`, or `[1, T, N]` where heads share it: what is kept and not rotated, times the scale of logits.
         rope: `[h, T, P]` or `[1, T, P]`: what is kept and rotated, times the scale of logits.
-        rotation: Rotates rows by the positions of the fitted tokens.
+        placing: What is between projected queries of the fitted tokens and logits, RoPE and perhaps the derivative of a norm.
         places: Of each span of these its place among them, and the token behind its last.
     """
 
     queries: torch.Tensor
     nope: torch.Tensor
     rope: torch.Tensor
-    rotation: Rotation
+    placing: Placing
     places: list[tuple[slice, int]]
 
     @classmethod
@@ -102,7 +101,7 @@ class _Met:
         ends = list(accumulate(span.stop - span.start for span in spans))
         places = [(slice(start, end), span.stop) for start, end, span in zip([0, *ends], ends, spans, strict=False)]
         kept = result.scale * result.kept_nope, result.scale * result.kept_rope
-        return cls(source.plain[:, tokens], *kept, result.rotation.of(tokens), places)
+        return cls(source.plain[:, tokens], *kept, result.placing_queries.of(tokens), places)
 
     @property
     def lifts(self) -> bool:
@@ -112,8 +111,13 @@ class _Met:
     def logits(self, change: torch.Tensor) -> Iterator[torch.Tensor]:
         """`[h, t, s]` of each span, which a change of A `[h, D, N + P]` adds."""
         nope, rope = change.tensor_split([self.nope.shape[-1]], -1)
+        if self.placing.norm is not None:
+            queries, kept = self.placing(self.queries @ joined(rope, nope)), joined(self.rope, self.nope)
+            for rows, stop in self.places:
+                yield queries[:, rows] @ kept[:, :stop].mT
+            return
         queries, kept = (self.queries, self.nope @ nope.mT) if self.lifts else (self.queries @ nope, self.nope)
-        queries, kept = joined(queries, self.rotation(self.queries @ rope)), joined(kept, self.rope)
+        queries, kept = joined(queries, self.placing(self.queries @ rope)), joined(kept, self.rope)
         for rows, stop in self.places:
             yield queries[:, rows] @ kept[:, :stop].mT
 
@@ -129,8 +133,11 @@ class _Met:
                 of_nope[:, :stop] += pull.mT @ queries[:, rows]
             else:
                 of_nope[:, rows] = pull @ self.nope[:, :stop]
+        if self.placing.norm is not None:
+            of_rope, of_nope = self.placing.adjoint(joined(of_rope, of_nope)).split((of_rope.shape[-1], of_nope.shape[-1]), -1)
+            return queries.mT @ joined(of_nope, of_rope)
         nope = of_nope.mT @ self.nope if lifts else queries.mT @ of_nope
-        return torch.cat((nope, queries.mT @ self.rotation.adjoint(of_rope)), -1)
+        return torch.cat((nope, queries.mT @ self.placing.adjoint(of_rope)), -1)
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,11 @@ class _QueryFit:
         split = nope.shape[-1]
         spread = nope.new_zeros(len(nope), split + rope.shape[-1], split + rope.shape[-1])
         spread[:, :split, :split], spread[:, split:, split:] = nope, rope
-        return self.met.queries.mT @ self.met.queries, spread
+        queries, norm = self.met.queries, self.met.placing.norm
+        if norm is not None:
+            queries, gain = queries * norm.inverse, norm.gain.roll(split, -1)  # nope dims first
+            spread = gain.mT * spread * gain
+        return queries.mT @ queries, spread
 
     def _nope_spread(self) -> torch.Tensor:
         nope = self.met.nope
@@ -193,7 +204,7 @@ class _QueryFit:
             length = weights.shape[1]
             count = min(length, sampled)
             rows = evenly_spread(count, length)
-            back = self.met.rotation.of(place).adjoint
+            back = self.met.placing.rotation.of(place).adjoint
             back = replace(back, cos=back.cos[rows, None], sin=back.sin[rows, None])
             keys = back(self.met.rope[:, None, :stop].expand(-1, count, -1, -1))  # [h or 1, rows, s, P]
             weighted = weights[:, rows, :, None] * keys

@@ -15,7 +15,7 @@ import torch
 
 from attention.forward import attention_output, heads_of
 from attention.record import Attention, Record
-from convert.calibration.keys import fitted_keys
+from convert.calibration.keys import fitted_gains, fitted_keys
 from convert.calibration.queries import fitted_queries
 from convert.calibration.values import fitted_values
 from convert.methods.blocks import Blocks
@@ -24,6 +24,7 @@ from convert.methods.statistics import EXCERPT, Attended
 _TOKENS, _NUMBERS = 2**14, 2**25  # of the sample at most; of one activation of all its tokens, which bounds memory
 _NORMED_TOKENS = 2**16  # of the sample at most; with 2¹⁴, a small model lost 0.005 nats more
 _ROUNDS, _GAIN = 3, 0.9  # of keys and queries; another one follows only if the last one left at most this share of the error
+_NORMED_ROUNDS, _NORMED_GAIN = 12, 0.98  # behind a norm each is one step of Gauss and Newton
 _ROUNDING = 1e-8  # of an output's energy: what does not lose more than that is left as it is
 _WHOLE = 0.9  # of a change: from this share on, all of it is taken
 
@@ -43,15 +44,17 @@ def refitted(before: Attention, after: Record, sample: Blocks, attended: Attende
     sample = sample.spread(sample_for(sample.rows.shape[-1]))
     fitted, others = ([block.float() for block in sample.of(part).blocks] for part in sample.parted())
     search, alone = _Search(before, others), len(sample.rows) == 1
-    if before.k_norm is None:  # no change of queries or keys can pass a norm
-        sources = [heads_of(before, x) for x in fitted]
+    sources = [heads_of(before, x) for x in fitted]
+    after = search.closer(after, fitted_queries(before, after, fitted, sources))
+    normed = isinstance(after, Attention) and after.k_norm is not None
+    for _ in range(0 if alone else _NORMED_ROUNDS if normed else _ROUNDS):
+        error = search.error(after)
+        after = search.closer(after, fitted_keys(after, fitted, sources, attended.seen))
+        if isinstance(after, Attention) and after.k_norm is not None:
+            after = search.closer(after, fitted_gains(after, fitted, sources))
         after = search.closer(after, fitted_queries(before, after, fitted, sources))
-        for _ in range(0 if alone else _ROUNDS):
-            error = search.error(after)
-            after = search.closer(after, fitted_keys(after, fitted, sources, attended.seen))
-            after = search.closer(after, fitted_queries(before, after, fitted, sources))
-            if search.error(after) > _GAIN * error:
-                break
+        if search.error(after) > (_NORMED_GAIN if normed else _GAIN) * error:
+            break
     if isinstance(after, Attention) and not alone:
         after = search.closer(after, fitted_values(before, after, fitted, attended.read))
     return after

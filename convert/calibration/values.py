@@ -49,7 +49,7 @@ class _ValueFit:
     """The least squares problem of all values, as far as one block states it. A KV head has n query heads.
 
     Attributes:
-        x: `[T, E]`.
+        x: `[T, E]`, what values are made of.
         outputs: `[E, G, n, D]`, W_O of each head.
         spans: Tokens whose outputs are fitted.
         weights: `[G, n t, s]` of each span, the result's attention p̂.
@@ -68,7 +68,7 @@ class _ValueFit:
         every = logits_of(heads.part(slice(0, len(after.q))), parts)
         weights = [grouped(heads.weights(logits), groups) for logits in every]
         outputs = after.o.float().unflatten(1, (groups, -1))
-        fit = cls(x, outputs, parts, weights, x.new_zeros(()))
+        fit = cls(heads.inputs, outputs, parts, weights, x.new_zeros(()))
         fit = fit.to(rough(x.device))
         return replace(fit, wanted=fit._gradient([lacking[tokens].to(fit.x.dtype) for tokens in parts]))
 

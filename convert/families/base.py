@@ -225,7 +225,7 @@ class Family(ABC):
         if spec.kv_lora_rank is not None:
             return spec.kv_lora_rank + spec.qk_rope_head_dim - rope_dim
         rotary = rope_dim if self.traits(config).layers_with_rotary == spec.num_layers else 0
-        return self.dims_of_heads(config) - rotary
+        return 2 * spec.num_kv_heads * spec.head_dim - rotary
 
     def dims_of_heads(self, config: Any) -> int:
         """How many numbers the keys and values of all KV heads have, as they are projected; or a latent and its RoPE key."""

@@ -1,6 +1,7 @@
 """The layout of kvfold's class (`attention.models`): another family inside, and grouped or latent projections in its layers.
 
-Sources with QK-norm, a clamp or a latent that has a norm keep their projections and norms, and have the latent behind them.
+Sources with QK-norm, a clamp or a latent that has a norm keep their projections and norms, and have shared heads or the latent
+behind them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of a latent's projections
-_OF_HEADS = "q_head_proj.weight"  # maps each head's queries, where these are projected and normalised first
+# What is behind a source's projections, by its name without them: maps of each head's queries, and shared heads.
+_OF_HEADS = "q_head_proj.weight"
+_BEHIND = {"k_proj.weight": "k_head_proj.weight", "v_proj.weight": "v_head_proj.weight"}
 _PREFIX = "model."  # of the source's class
 
 
@@ -64,7 +67,8 @@ class KvfoldProjections(Family):
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width = self.spec(config).of_layer(layer), config.text_config.hidden_size
         if self.needs_projections(config):
-            shapes = {"o_proj.weight": (width, spec.num_heads * spec.head_dim), "o_proj.bias": (width,)}
+            shapes: dict[str, tuple[int, ...]] = {"o_proj.weight": (width, spec.num_heads * spec.head_dim)}
+            shapes |= {"o_proj.bias": (width,)} if config.o_bias else {}
             shapes |= _projected_shapes(config) | _shapes_behind(spec, self.dims_of_heads(config), _dims_of_queries(config))
         else:
             made = _shapes_of_latent if spec.kv_lora_rank else projection_shapes
@@ -76,8 +80,12 @@ class KvfoldProjections(Family):
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         record: Record
         if self.needs_projections(config):
-            latent = _split_factors(_renamed(local), spec, scale, self.rotary(config, layer))
-            record = replace(latent, projections=_projections(local, config))
+            renamed, rotary = _renamed(local), self.rotary(config, layer)
+            if spec.kv_lora_rank:
+                record = _split_factors(renamed, spec, scale, rotary)
+            else:
+                record = split_projections(renamed, spec.head_dim, scale, rotary)
+            record = replace(record, projections=_projections(local, config))
         elif spec.kv_lora_rank:
             record = _split_factors(local, spec, scale, self.rotary(config, layer))
         else:
@@ -86,9 +94,13 @@ class KvfoldProjections(Family):
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         rank = spec.of_layer(layer).kv_lora_rank or 0
-        local = join_projections(record) if isinstance(record, Attention) else _join_factors(record, rank)
+        if isinstance(record, Attention):
+            local = join_projections(record if record.projections is None else record.paired("half"))
+        else:
+            local = _join_factors(record, rank)
         if record.projections is not None:
             local[_OF_HEADS] = local.pop("q_proj.weight").unflatten(0, (spec.num_heads, -1))
+            local = {_BEHIND.get(name, name): tensor for name, tensor in local.items()}
             local |= _join_projected(record.projections)
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
@@ -100,14 +112,14 @@ class KvfoldProjections(Family):
     def rotary(self, config: Any, layer: int) -> Rotary | None:
         own = self.inner.rotary(config.stock_config, layer)
         if not config.rope_pairs:
-            return own
+            return replace(own, pairing="half") if own and self.needs_projections(config) else own
         others = (self.inner.rotary(config.stock_config, i) for i in range(config.text_config.num_hidden_layers))
         return next(rotary.select(config.rope_pairs, "half") for rotary in (own, *others) if rotary)
 
     def dims_of_heads(self, config: Any) -> int:
         if config.source_latent:
             return self.inner.dims_of_heads(config.stock_config)
-        projected = AttentionSpec.of_heads(config.text_config)
+        projected = _projected(config)
         return 2 * projected.num_kv_heads * projected.head_dim
 
     def needs_projections(self, config: Any) -> bool:
@@ -138,11 +150,17 @@ def _latent_norm(config: Any) -> NormForm:
     return NormForm("rms", "head", False, False, config.source_latent["eps"])
 
 
+def _projected(config: Any) -> AttentionSpec:
+    """The heads that a source with QK-norm or a clamp projects."""
+    heads = AttentionSpec.of_heads(config.text_config)
+    return replace(heads, num_kv_heads=config.projected_kv_heads or heads.num_kv_heads)
+
+
 def _dims_of_queries(config: Any) -> int:
     """How many numbers a head's queries have as the source projects them."""
     if config.source_latent:
         return int(config.source_latent["qk_nope_head_dim"] + config.source_latent["qk_rope_head_dim"])
-    return AttentionSpec.of_heads(config.text_config).head_dim
+    return _projected(config).head_dim
 
 
 def _projected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -152,7 +170,7 @@ def _projected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
         spec, queries = AttentionSpec.from_config(config.stock_config), config.text_config.q_lora_rank
         shapes = latent_shapes(spec, width, queries, config.qkv_bias) | {"kv_norm.weight": (1, spec.kv_lora_rank or 0)}
         return shapes if queries is None else {**shapes, "q_norm.weight": (1, queries)}
-    spec = AttentionSpec.of_heads(config.text_config)
+    spec = _projected(config)
     shapes = projection_shapes(spec, width, config.qkv_bias, False)
     del shapes["o_proj.weight"]
     if form := _norm(config):
@@ -163,8 +181,11 @@ def _projected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_behind(spec: AttentionSpec, inputs: int, queries: int) -> dict[str, tuple[int, ...]]:
-    """Inputs of a source's projections: a latent of `inputs` numbers, and maps of `queries` numbers of each head."""
+    """What reads a source's projections: shared heads or a latent, of `inputs` numbers, and maps of each head's `queries`."""
     rank = spec.kv_lora_rank or 0
+    if not rank:
+        shared = spec.num_kv_heads * spec.head_dim, inputs
+        return {_OF_HEADS: (spec.num_heads, spec.head_dim, queries), **dict.fromkeys(_BEHIND.values(), shared)}
     return {
         _OF_HEADS: (spec.num_heads, spec.key_dim, queries),
         "kv_a_proj_with_mqa.weight": (rank + spec.qk_rope_head_dim, inputs),
@@ -173,8 +194,9 @@ def _shapes_behind(spec: AttentionSpec, inputs: int, queries: int) -> dict[str, 
 
 
 def _renamed(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a latent behind a source's projections, by the names of one without."""
+    """The tensors of what is behind a source's projections, by the names without these."""
     kept = {name: tensor for name, tensor in local.items() if name.startswith(_NAMES[1:])}
+    kept |= {name: local[behind] for name, behind in _BEHIND.items() if behind in local}
     return {**kept, "q_proj.weight": local[_OF_HEADS].flatten(0, 1)}
 
 

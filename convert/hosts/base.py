@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from convert.families import Family
 
 
+CLASSES = ("stock", "kvfold")  # as on the command line
+
+
 class Host(ABC):
     """One output class: writes its config, and refuses with a reason what the class cannot represent.
 
@@ -32,6 +35,7 @@ class Host(ABC):
         portable: Whether it has neither biases nor a list of frequencies. Its latents then have a nearly constant norm
             (`convert.methods.constant_norm`), its frequencies are one geometric ladder, and its head is never tied.
         ranks_per_layer: Whether its layers may have latents of different ranks.
+        keeps_projections: Whether it keeps a source's projections with their QK-norm or clamp, and has what is new behind them.
     """
 
     name: str
@@ -45,6 +49,12 @@ class Host(ABC):
     code: tuple[Path, ...] = ()
     portable: bool = False
     ranks_per_layer: bool = False
+    keeps_projections: bool = False
+
+    @property
+    def kind(self) -> str:
+        """One of CLASSES."""
+        return "kvfold" if self.code else "stock"
 
     @abstractmethod
     def engines(self, family: Family) -> frozenset[str]:

@@ -1,7 +1,8 @@
 """kvfold's class: the output class of what no stock class can hold.
 
-It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, and MLA of sources that no stock class can hold. It
-is built around the source's class, or around a stock class that computes the same if only that one gives RoPE to its layers.
+It takes GQA and MQA of sources whose class ignores `num_key_value_heads`, or that have QK-norm or a clamp, behind which heads
+are then shared; and MLA of sources that no stock class can hold. It is built around the source's class, or around a stock class
+that computes the same if only that one gives RoPE to its layers.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ _LATENT = (
     "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
     "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
 )  # fmt: skip
+# Families that share KV heads in their own class, but before a norm or a clamp; behind these, shared heads were proven exact.
+_NORMED = (
+    "apertus", "cohere", "exaone4", "gemma3_text", "olmo", "olmo2", "olmo3", "olmoe", "phi", "qwen3", "qwen3_moe", "stablelm",
+)  # fmt: skip
 
 
 class Kvfold(Host):
@@ -61,6 +66,7 @@ class Kvfold(Host):
     loading: Mapping[str, Any] = {"trust_remote_code": True}
     code: tuple[Path, ...] = CODE
     ranks_per_layer = True
+    keeps_projections = True
 
     def __init__(self, families: frozenset[str], reason: str, replaces: str) -> None:
         self.families, self.replaces = families, replaces
@@ -77,15 +83,16 @@ class Kvfold(Host):
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
         traits, inner = family.traits(config), config.text_config if family.needs_code else config
-        if traits.qk_norm and not target.kv_lora_rank:
-            return "queries and keys are normalised (QK-norm), which kvfold's grouped attention does not do"
+        if not target.kv_lora_rank and (reason := self._refuses_heads(family, config)):
+            return reason
         if target.kv_lora_rank and family.without_latent:
             return family.without_latent
-        for field, value in (traits.behind_projections if target.kv_lora_rank else traits).extra_features.items():
+        for field, value in traits.behind_projections.extra_features.items():
             if field not in WINDOWS and not (field == SOFTCAP and target.kv_lora_rank):
                 return f"config.json sets {field} to {value}, which kvfold's attention does not do"
         rotaries = [rotary for layer in range(target.num_layers) if (rotary := family.rotary(config, layer))]
-        if not target.kv_lora_rank and any(rotary.pairing != "half" for rotary in rotaries):
+        behind = family.needs_projections(config)
+        if not target.kv_lora_rank and not behind and any(rotary.pairing != "half" for rotary in rotaries):
             return "RoPE pairs neighbouring dims, and kvfold's grouped attention pairs those of two halves"
         if len({rotary.dims for rotary in rotaries}) > 1:
             return "layers rotate different numbers of dims, and kvfold's RoPE keys have one list for all layers"
@@ -103,6 +110,15 @@ class Kvfold(Host):
             return f"it was not made for {inner.model_type} (it is for {', '.join(sorted(self.families))})"
         if not family.has_heads and not traits.latent_norm:
             return "its latent has no norm, and it was made for latents that have one (a stock class is for others)"
+        return None
+
+    def _refuses_heads(self, family: Family, config: Any) -> str | None:
+        """Why it cannot carry fewer KV heads, with or without the source's projections before them; or None."""
+        norm = family.traits(config).qk_norm
+        if norm and norm.after_rotary:
+            return "queries and keys are normalised behind RoPE, and kvfold's class rotates behind a norm"
+        if family.shares_heads and not family.needs_projections(config):
+            return "the source's class can share KV heads, and no norm or clamp comes before them"
         return None
 
     def config(self, raw: Mapping[str, Any], config: Any, target: AttentionSpec, rotary: Rotary | None) -> dict[str, Any]:
@@ -129,20 +145,20 @@ class Kvfold(Host):
                 **({"source_latent": _latent(source.spec(config), traits.latent_norm)} if traits.latent_norm else {}),
             }
         if target.kv_lora_rank is None:
-            return {**outer, "text_config": {**inner, "num_key_value_heads": target.num_kv_heads}}
+            inner = {**inner, "num_key_value_heads": target.num_kv_heads}
+            return {**outer, **_behind_heads(family, config), "text_config": inner}
         sizes = {
             "kv_lora_rank": target.kv_lora_rank,
             "qk_rope_head_dim": target.qk_rope_head_dim,
             "qk_nope_head_dim": target.qk_nope_head_dim,
             "v_head_dim": target.head_dim,
         }
-        traits = family.traits(config)
-        outer.pop("kv_lora_ranks", None)
+        for key in ("kv_lora_ranks", "unrotated_layers"):
+            outer.pop(key, None)
         return {
             **outer,
             "o_bias": True,
-            **({"qk_norm": _stated(traits.qk_norm)} if traits.qk_norm else {}),
-            **({"clip_qkv": traits.clip} if traits.clip is not None else {}),
+            **_kept_projections(family, config),
             **_rotation(family, config, rotary, target.qk_rope_head_dim),
             **({} if target.layer_ranks is None else {"kv_lora_ranks": list(target.layer_ranks)}),
             "text_config": {**inner, **sizes},
@@ -171,6 +187,28 @@ def _latent(spec: AttentionSpec, norm: NormForm) -> dict[str, Any]:
     """The sizes of a source's latent, whose names in the config the result's have, and what its norm adds."""
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
     return {**{name: getattr(spec, name) for name in sizes}, "eps": norm.eps}
+
+
+def _kept_projections(family: Family, config: Any) -> dict[str, Any]:
+    """What follows a source's projections: QK-norm, a clamp."""
+    traits = family.traits(config)
+    norm = {"qk_norm": _stated(traits.qk_norm)} if traits.qk_norm else {}
+    return norm | ({"clip_qkv": traits.clip} if traits.clip is not None else {})
+
+
+def _behind_heads(family: Family, config: Any) -> dict[str, Any]:
+    """What shared heads behind a source's projections need to know of it; nothing without these, or of kvfold's own class."""
+    if isinstance(family, KvfoldProjections) or not family.needs_projections(config):
+        return {}
+    spec = family.spec(config)
+    rotated = [family.rotary(config, layer) is not None for layer in range(spec.num_layers)]
+    plain = [layer for layer, rotates in enumerate(rotated) if not rotates]
+    return {
+        **_kept_projections(family, config),
+        "projected_kv_heads": spec.num_kv_heads,
+        **({"rope_stride": family.rope_stride} if family.rope_stride > 1 else {}),
+        **({"unrotated_layers": plain} if any(rotated) and plain else {}),
+    }
 
 
 def _stated(form: NormForm) -> dict[str, Any]:
@@ -202,9 +240,9 @@ def _lists(rotary: Rotary) -> tuple[list[float], list[float]]:
 
 
 HOST = Kvfold(
-    frozenset(name for name, of in FAMILIES.items() if of.has_heads and not of.shares_heads and _stock(of) is None),
-    "the source's class cannot share KV heads",
-    "became q_proj, k_proj, v_proj and o_proj",
+    frozenset((*_NORMED, *(n for n, of in FAMILIES.items() if of.has_heads and not of.shares_heads and _stock(of) is None))),
+    "the source's class cannot share KV heads, or only before its norm or clamp, and these are shared behind it",
+    "became q_proj, k_proj, v_proj and o_proj; a norm or clamp and what comes before it stay, under names of the class",
 )
 LATENT_HOST = Kvfold(
     frozenset(_LATENT),

@@ -8,8 +8,9 @@ truncated to N dims by SVD, with M_g = Σ_h E[q_h q_hᵀ]. Values: the stacked (
 absorbs the rest. A bias is the weight of a constant input. Σ_K and Σ_V are moments of x as attention sees it (`Attended`),
 measured on calibration text, or assumed from the gains of the input's norm.
 
-A QK-norm per head forbids absorption: there the shared key is the mean of the heads, scaled to one length and sign, and the
-queries change sign with it. One norm over all heads, or a bias, does not allow even that: keys are averaged unchanged.
+Before a QK-norm, queries cannot absorb all of that: it gives every head one size. There the same is done for queries and keys
+of expected size, gains included, and what results is divided by the gains: directions are those of the best fit, and sizes are
+the norm's. `convert.calibration.refit` then fits both through the norm.
 
 `partition` chooses which heads share a group: it takes the same error of every pair of heads and swaps heads between groups
 while the sum over pairs falls.
@@ -25,12 +26,15 @@ from itertools import combinations
 
 import torch
 
+from attention.qk_norm import QKNorm
 from attention.record import Attention
 from convert.methods.algebra import augmented, fix_signs, floored, roots
 from convert.methods.atoms import rotated_moments
 from convert.methods.grouped import Draw, GroupedMethod, merged_norm
-from convert.methods.statistics import Statistics
+from convert.methods.statistics import Statistics, expected_rows
 from convert.methods.text import TextUse
+
+_LEAST_GAIN = 1e-3  # of the largest: rows are not divided by less
 
 
 @dataclass(frozen=True)
@@ -76,64 +80,99 @@ class _Blocks:
         return (gram + gram.T) / 2
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """Numbers that each head has one of, complex ones of rotary pairs or real ones, their weights, and weighted Gram matrices.
+
+    Attributes:
+        z: `[G, L, E + 1]`, the keys times their weights.
+        weight: `[G, L]`, λ.
+        gram: `[L, G, G]`, z Σ_l z^H.
+    """
+
+    z: torch.Tensor
+    weight: torch.Tensor
+    gram: torch.Tensor
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, moved: torch.Tensor, power: torch.Tensor) -> _Numbers:
+        """`keys [G, L, E + 1]`, the same times Σ_l, and λ² `[G, L]`."""
+        weight = floored(power, 1e-12).sqrt()
+        z, moved = keys * weight[..., None], moved * weight[..., None]
+        gram = torch.einsum("gle,hle->lgh", moved, z.conj())
+        return cls(z, weight, (gram + gram.mH) / 2)
+
+    def merged(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The shared key `[L, E + 1]`, and `factor [n, L]`: that of head g ≈ factor_g · key."""
+        u = fix_signs(torch.linalg.eigh(self.gram[:, heads][:, :, heads]).eigenvectors[..., -1:])[..., 0]  # [L, n]
+        key = torch.einsum("lg,gle->le", u.conj(), self.z[heads])
+        factor = u.T / self.weight[heads]
+        # Scale the key to the average size of its heads, so that neither keys nor queries leave the range of float16.
+        size = factor.abs().square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+        return key * size[:, None], factor / size
+
+    def lost(self, heads: list[int]) -> float:
+        """The energy that the shared keys lose."""
+        return float(torch.linalg.eigvalsh(self.gram[:, heads][:, :, heads])[:, :-1].sum())
+
+    def energy(self) -> float:
+        return float(self.gram.diagonal(dim1=1, dim2=2).real.sum())
+
+
 class _Heads:
-    """One layer's heads in fp64, prepared for merging in any groups."""
+    """One layer's heads in fp64, prepared for merging in any groups. Behind a QK-norm, they are as large as it makes them."""
 
     def __init__(self, attention: Attention, statistics: Statistics) -> None:
-        self.attention, shrunk = attention, statistics.shrunk().to(attention.k.device)
+        self.attention, shrunk = attention, statistics.shrunk(attention.projections).to(attention.k.device)
         self.share, self.rope = attention.q.shape[0] // attention.num_kv_heads, 0
-        second = shrunk.with_constant
-        a, rope = attention, attention.rotary.dims if attention.rotary else 0
-        self.q = augmented(a.q, a.q_bias).unflatten(0, (-1, self.share))  # [G, share, D, E + 1]
-        self.k, v = augmented(a.k, a.k_bias), augmented(a.v, a.v_bias)
+        a, moment = attention, shrunk.with_constant
+        q, k = (
+            expected_rows(augmented(rows, bias), norm, moment)
+            for rows, bias, norm in ((a.q, a.q_bias, a.q_norm), (a.k, a.k_bias, a.k_norm))
+        )
+        self.q, self.k, v = q.unflatten(0, (-1, self.share)), k, augmented(a.v, a.v_bias)  # [G, share, D, E + 1], [G, D, E + 1]
         self.o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, self.share))  # [G, share, E, D]
         columns = self.o.flatten(1, 2)
         self.values = _Blocks.of(v, columns.mT @ columns, shrunk.attended.read_with_constant)
-        self.nope: _Blocks | None = None
-        if a.k_norm is not None:
-            self.likeness = _likeness(a, self.k)
-            return
-        self.rope = rope
-        if rope:
-            self._measure_rope(shrunk)
-        if rope < self.k.shape[1]:
-            rest = self.q[:, :, rope:]
-            moments = (rest @ second @ rest.mT).sum(1)
-            self.nope = _Blocks.of(self.k[:, rope:], moments, shrunk.attended.within_with_constant)
+        self.rotary: _Numbers | None = None
+        self.nope: _Blocks | _Numbers | None = None
+        if a.rotary:
+            self.rope = a.rotary.dims
+            power = a.rotary.to_complex(self._power(self.q[:, :, : self.rope], shrunk))[0]
+            keys = a.rotary.to_complex(self.k[:, : self.rope])[0]
+            self.rotary = _Numbers.of(keys, rotated_moments(a, self.k[:, : self.rope], shrunk), power.real + power.imag)
+        if self.rope < self.k.shape[1]:
+            rest, keys, within = self.q[:, :, self.rope :], self.k[:, self.rope :], shrunk.attended.within_with_constant
+            if a.k_norm is None:
+                self.nope = _Blocks.of(keys, (rest @ self._of_queries(shrunk) @ rest.mT).sum(1), within)
+            else:  # dims cannot be mixed
+                self.nope = _Numbers.of(keys, keys @ within, self._power(rest, shrunk))
 
-    def _measure_rope(self, statistics: Statistics) -> None:
-        """λ `[G, P/2]`, weighted keys `[G, P/2, E + 1]` and their Gram matrices `[P/2, G, G]`."""
-        second = statistics.with_constant
-        rotary, rows = self.attention.rotary, self.q[:, :, : self.rope]
-        assert rotary is not None
-        power = ((rows @ second) * rows).sum(-1).sum(1)  # [G, P]
-        pairs = rotary.to_complex(power)[0]
-        self.weight = floored(pairs.real + pairs.imag, 1e-12).sqrt()
-        self.z = rotary.to_complex(self.k[:, : self.rope])[0] * self.weight[..., None]
-        moved = rotated_moments(self.attention, statistics) * self.weight[..., None]
-        gram = torch.einsum("gle,hle->lgh", moved, self.z.conj())
-        self.gram = (gram + gram.mH) / 2
+    def _of_queries(self, statistics: Statistics) -> torch.Tensor:
+        """The second moment of what queries read, `[E + 1, E + 1]`, or `[G, share, D + 1, D + 1]` of projections."""
+        moment = statistics.of_queries
+        return moment if moment.ndim == 2 else moment.unflatten(0, (-1, self.share))
+
+    def _power(self, rows: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+        """`[G, …]`, the mean square of queries' `rows [G, share, …, E + 1]`, summed over the heads of a group."""
+        return ((rows @ self._of_queries(statistics)) * rows).sum(-1).sum(1)
 
     def merged_key(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries `[n, share, D, E + 1]` and the one key `[D, E + 1]`."""
-        if self.attention.k_norm is not None:
-            return _averaged_key(self.attention, self.q[heads], self.k[heads])
-        parts = [self._shared_rope_key(heads)] if self.rope else []
-        if self.nope:
+        parts = [self._shared_rope_key(heads, self.rotary)] if self.rotary else []
+        rest = self.q[heads][:, :, self.rope :]
+        if isinstance(self.nope, _Blocks):
             key, back = self.nope.merged(heads)
-            parts.append((back.mT[:, None] @ self.q[heads][:, :, self.rope :], key))
+            parts.append((back.mT[:, None] @ rest, key))
+        elif self.nope:
+            key, factor = self.nope.merged(heads)
+            parts.append((rest * factor[:, None, :, None], key))
         queries, keys = zip(*parts, strict=True)
         return torch.cat(queries, 2), torch.cat(keys)
 
-    def _shared_rope_key(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        rotary = self.attention.rotary
+    def _shared_rope_key(self, heads: list[int], found: _Numbers) -> tuple[torch.Tensor, torch.Tensor]:
+        rotary, (key, factor) = self.attention.rotary, found.merged(heads)
         assert rotary is not None
-        u = fix_signs(torch.linalg.eigh(self.gram[:, heads][:, :, heads]).eigenvectors[..., -1:])[..., 0]  # [P/2, n]
-        key = torch.einsum("lg,gle->le", u.conj(), self.z[heads])
-        factor = u.T / self.weight[heads]  # z_g ≈ factor_g · key
-        # Scale the key to the average size of its heads, so that neither keys nor queries leave the range of float16.
-        size = factor.abs().square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-        key, factor = key * size[:, None], factor / size
         numbers = rotary.to_complex(self.q[heads][:, :, : self.rope].flatten(0, 1))[0].unflatten(0, (len(heads), -1))
         queries = rotary.from_complex((numbers * factor.conj()[:, None, :, None]).flatten(0, 1))
         return queries.unflatten(0, (len(heads), -1)), rotary.from_complex(key[None])[0]
@@ -148,15 +187,13 @@ class _Heads:
         return self._lost_keys(heads) + self.values.lost(heads) / (self.values.energy() or 1.0)
 
     def _lost_keys(self, heads: list[int]) -> float:
-        if self.attention.k_norm is not None:
-            return float(len(heads) - self.likeness[heads][:, heads].sum() / len(heads)) / len(self.likeness)
         lost = energy = 0.0
-        if self.rope:
+        if self.rotary:
             assert self.attention.rotary is not None
             # A logit is the real part of a complex product: averaged over all angles, that has half the product's energy.
             share = self.attention.rotary.attention_factor**4 / 2
-            lost += share * float(torch.linalg.eigvalsh(self.gram[:, heads][:, :, heads])[:, :-1].sum())
-            energy += share * float(self.gram.diagonal(dim1=1, dim2=2).real.sum())
+            lost += share * self.rotary.lost(heads)
+            energy += share * self.rotary.energy()
         if self.nope:
             lost += self.nope.lost(heads)
             energy += self.nope.energy()
@@ -168,7 +205,9 @@ def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics)
     a, heads = attention, _Heads(attention, statistics)
     members = torch.arange(a.num_kv_heads).view(groups, -1).tolist()
     keys, values = [heads.merged_key(group) for group in members], [heads.merged_value(group) for group in members]
-    q, k = torch.stack([queries for queries, _ in keys]).flatten(0, 2).float(), torch.stack([key for _, key in keys]).float()
+    k_norm = merged_norm(a.k_norm, lambda rows: rows.float().unflatten(0, (groups, -1)).mean(1))
+    q = _before(a.q_norm, torch.stack([queries for queries, _ in keys]).flatten(0, 2)).float()
+    k = _before(k_norm, torch.stack([key for _, key in keys])).float()
     v = torch.stack([value for _, value in values]).float()
     return replace(
         a,
@@ -179,8 +218,19 @@ def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics)
         q_bias=None if a.q_bias is None else q[..., -1],
         k_bias=None if a.k_bias is None else k[..., -1],
         v_bias=None if a.v_bias is None else v[..., -1],
-        k_norm=merged_norm(a.k_norm, lambda rows: rows.float().unflatten(0, (groups, -1)).mean(1)),
+        k_norm=k_norm,
     )
+
+
+def _before(norm: QKNorm | None, rows: torch.Tensor) -> torch.Tensor:
+    """Rows `[heads, D, E + 1]` that a norm's gains make these of."""
+    if norm is None:
+        return rows
+    if norm.bias is not None:
+        rows = torch.cat((rows[..., :-1], rows[..., -1:] - norm.bias.double()[..., None]), -1)
+    gain = norm.gain.double() + norm.gain_offset
+    least = _LEAST_GAIN * gain.abs().amax()
+    return rows / torch.where(gain.abs() < least, least, gain)[..., None]
 
 
 def partition(attention: Attention, groups: int, statistics: Statistics) -> list[int]:
@@ -222,27 +272,6 @@ def _swapped(pairs: torch.Tensor, groups: int) -> list[int]:
         group[i], group[j] = group[j].item(), group[i].item()
     members = [[head for head in range(count) if group[head] == g] for g in range(groups)]
     return [head for part in sorted(members) for head in part]
-
-
-def _averaged_key(a: Attention, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    assert a.k_norm is not None
-    if not _signs_are_free(a):
-        return q, k.mean(0)
-    lengths = torch.linalg.vector_norm(k, dim=(1, 2), keepdim=True)
-    unit = k / lengths.clamp_min(torch.finfo(torch.float32).tiny)
-    signs = torch.where(torch.einsum("nde,de->n", unit, unit[0]) < 0, -1.0, 1.0).double()
-    return q * signs[:, None, None, None], (unit * signs[:, None, None]).mean(0) * lengths.mean()
-
-
-def _signs_are_free(a: Attention) -> bool:
-    return a.k_norm is not None and a.k_norm.scope == "head" and a.k_norm.bias is None
-
-
-def _likeness(a: Attention, k: torch.Tensor) -> torch.Tensor:
-    """`[G, G]`, cosines between normalised heads."""
-    unit = torch.nn.functional.normalize(k.flatten(1), dim=1)
-    cosine = unit @ unit.T
-    return cosine.abs() if _signs_are_free(a) else cosine
 
 
 METHOD = GroupedMethod("aligned", "heads aligned with each other", "", TextUse.USED, merge, partition)

@@ -150,8 +150,9 @@ class Components:
         return Atoms(pairs, keys.per_query_head(shares), self.keys[whole, parts])
 
 
-def rotated_moments(attention: Attention, statistics: Statistics) -> torch.Tensor:
-    """The complex keys times Σ_l, the covariance of (x, 1) e^{iθ_l (s − t)} within a query's attention, `[G, L, E + 1]`.
+def rotated_moments(attention: Attention, keys: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+    """Rotary `keys [G, P, E + 1]` as complex numbers times Σ_l, the covariance of (x, 1) e^{iθ_l (s − t)} within a query's
+    attention, `[G, L, E + 1]`.
 
     As if distances and inputs were independent, Σ_l = (1 − |φ_l|²) · `seen` + |φ_l|² · `within`: what does not vary within a
     query's attention cancels in the softmax as far as RoPE leaves it constant. |φ_l|² is averaged over heads.
@@ -159,7 +160,6 @@ def rotated_moments(attention: Attention, statistics: Statistics) -> torch.Tenso
     rotary, attended, distances = rotary_of(attention), statistics.attended, _mass(attention, statistics)
     waves = _waves(rotary, distances)
     constant = (distances.to(waves.dtype) @ waves).abs().square().mean(0)[:, None]
-    keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
     seen, within = (
         rotary.to_complex(keys @ moment)[0] for moment in (attended.seen_with_constant, attended.within_with_constant)
     )

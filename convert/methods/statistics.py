@@ -70,9 +70,9 @@ class Attended:
         """`[E + 1, E + 1]`, `read` of (x, 1)."""
         return _with_constant(self.read, self.mean)
 
-    def shrunk(self, tokens: int) -> Attended:
-        """The same with both covariances shrunk as those of so many tokens."""
-        within, read = _shrunk(self.within, tokens), _shrunk(self.read_covariance, tokens)
+    def shrunk(self, tokens: int, towards: torch.Tensor | None) -> Attended:
+        """The same with both covariances shrunk as those of so many tokens, towards correlations `[E, E]`; None for none."""
+        within, read = _shrunk(self.within, tokens, towards), _shrunk(self.read_covariance, tokens, towards)
         read = read + torch.outer(self.mean, self.mean)
         return Attended(self.seen + within - self.within, within, read, self.mean)
 
@@ -151,10 +151,16 @@ class Statistics:
         """The share of the correlation between channels that `shrunk` removes from the covariance, 0 to 1."""
         return _shrinkage(self.covariance, self.tokens)
 
-    def shrunk(self) -> Statistics:
-        """The same statistics with the correlations between channels reduced because tokens are few."""
-        second = _shrunk(self.covariance, self.tokens) + torch.outer(self.mean, self.mean)
-        return replace(self, second=second, attended=self.attended.shrunk(self.tokens))
+    def shrunk(self, projections: Projections | None = None) -> Statistics:
+        """The same statistics, whose correlations between channels are trusted less where tokens are few.
+
+        Args:
+            projections: What made the channels, or None. Correlations are shrunk towards what its weights make of white inputs,
+                so that equal heads stay equal; or towards none.
+        """
+        towards = None if projections is None else _expected_correlations(projections).to(self.second)
+        second = _shrunk(self.covariance, self.tokens, towards) + torch.outer(self.mean, self.mean)
+        return replace(self, second=second, attended=self.attended.shrunk(self.tokens, towards))
 
 
 def _expected(projections: Projections, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +174,7 @@ def _expected(projections: Projections, moment: torch.Tensor) -> tuple[torch.Ten
     if isinstance(p, LatentProjections):
         return _expected_latent(p, moment)
     queries, keys, values = (augmented(*part) for part in ((p.q, p.q_bias), (p.k, p.k_bias), (p.v, p.v_bias)))
-    queries, keys = _normalised(queries, p.q_norm, moment), _normalised(keys, p.k_norm, moment)
+    queries, keys = expected_rows(queries, p.q_norm, moment), expected_rows(keys, p.k_norm, moment)
     queries, keys, values = (_clamped(rows, p.clip, moment) for rows in (queries, keys, values))
     return queries, torch.cat((keys, values)).flatten(0, 1)
 
@@ -176,14 +182,14 @@ def _expected(projections: Projections, moment: torch.Tensor) -> tuple[torch.Ten
 def _expected_latent(p: LatentProjections, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of a source with latent attention."""
     both = augmented(p.kv[None], None if p.kv_bias is None else p.kv_bias[None])
-    both = torch.cat((_normalised(both[:, : p.rank], p.kv_norm, moment), both[:, p.rank :]), 1)[0]
+    both = torch.cat((expected_rows(both[:, : p.rank], p.kv_norm, moment), both[:, p.rank :]), 1)[0]
     if p.q_down is None:
         return augmented(p.q, None), both
     down = augmented(p.q_down[None], None if p.q_down_bias is None else p.q_down_bias[None])
-    return p.q.to(down) @ _normalised(down, p.q_norm, moment), both
+    return p.q.to(down) @ expected_rows(down, p.q_norm, moment), both
 
 
-def _normalised(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor) -> torch.Tensor:
+def expected_rows(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor) -> torch.Tensor:
     """Rows `[heads, D, E + 1]` behind a norm of expected size, or as they are."""
     if norm is None:
         return rows
@@ -230,7 +236,18 @@ def _shrinkage(covariance: torch.Tensor, tokens: int) -> float:
     return min(1.0, ((1 - 2 / width) * square + width**2) / apart) if apart > 0 else 1.0
 
 
-def _shrunk(covariance: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The covariance with correlations reduced by `_shrinkage`, which vanishes with much text."""
+def _shrunk(covariance: torch.Tensor, tokens: int, towards: torch.Tensor | None) -> torch.Tensor:
+    """The covariance with correlations moved by `_shrinkage`, which vanishes with much text, to others, or to none."""
     share = _shrinkage(covariance, tokens)
-    return (1 - share) * covariance + share * covariance.diagonal().diag()
+    if towards is None:
+        return (1 - share) * covariance + share * covariance.diagonal().diag()
+    deviation = covariance.diagonal().clamp_min(0).sqrt()
+    return (1 - share) * covariance + share * towards * torch.outer(deviation, deviation)
+
+
+def _expected_correlations(projections: Projections) -> torch.Tensor:
+    """`[n, n]` fp64, between the keys and values, or the latent and the RoPE key, of white inputs."""
+    weights = projections.kv if isinstance(projections, LatentProjections) else projections.k
+    white = torch.eye(projections.width + 1, dtype=torch.float64, device=weights.device)
+    rows = torch.nn.functional.normalize(_expected(projections, white)[1][:, :-1], dim=1)
+    return rows @ rows.T

@@ -40,7 +40,7 @@ _NOTHING = 1e-6  # of the second moment of inputs: sums in fp32 are not more exa
 
 def factor(attention: Attention, allocation: Allocation, statistics: Statistics) -> FactoredAttention:
     """The latent attention."""
-    statistics = statistics.shrunk().to(attention.k.device)
+    statistics = statistics.shrunk(attention.projections).to(attention.k.device)
     rope, rest = _rope_part(attention, allocation, statistics)
     latent = _Latent.of(attention, allocation, allocation.nope(rest), statistics)
     del rest  # one of the largest tensors here
@@ -214,7 +214,7 @@ class _Measured:
 
 def measure(attention: Attention, statistics: Statistics, fewest: int) -> _Measured:
     """Facts about a layer for `allocate`."""
-    rope = RopeKeys.of(attention, statistics.shrunk().to(attention.k.device))
+    rope = RopeKeys.of(attention, statistics.shrunk(attention.projections).to(attention.k.device))
     lost, tried = Components.of(rope).lost, statistics.sample is not None
     pursuit = Pursuit.of(rope, torch.complex64) if tried and fewest < len(lost) else None
     return _Measured(lost, pursuit, statistics.sample is not None and rope.mass.shape[1] > statistics.sample.context)

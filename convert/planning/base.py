@@ -63,8 +63,9 @@ class Plan:
 
     @property
     def reads_projections(self) -> bool:
-        """Whether it makes a latent behind the source's projections (`attention.record.Projections`)."""
-        return self.target.spec.kv_lora_rank is not None and self.family.needs_projections(self.source.config)
+        """Whether what it makes is behind the source's projections (`attention.record.Projections`)."""
+        kept = self.target.host.keeps_projections or self.target.spec.kv_lora_rank is not None
+        return kept and self.family.needs_projections(self.source.config)
 
     @property
     def channels(self) -> int:
@@ -263,10 +264,6 @@ def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, t
     """Notes about missing text that the method could use, and about a refit that the source rules out."""
     if text is None and method.text is TextUse.USED:
         return [f"no calibration text: {method.name} uses weights and norm gains alone, which ruins most models"]
-    hiding = unmodelled_fields(traits) if text else []
-    reasons = [f"{' and '.join(hiding)} changes what heads attend to"] if hiding else []
-    reasons += ["they are normalised after their projection"] if traits.qk_norm else []
-    if text and text.refit and reasons:
-        what = "only outputs are refitted" if hiding else "queries and keys are not refitted"
-        return [f"{what}: {', and '.join(reasons)}"]
+    if text and text.refit and (hiding := unmodelled_fields(traits)):
+        return [f"only outputs are refitted: {' and '.join(hiding)} changes what heads attend to"]
     return []

@@ -36,6 +36,7 @@ def plan_grouped(
     output: Output,
     calibration: CalibrationOptions | None = None,
     grouping: str = "contiguous",
+    output_class: str | None = None,
 ) -> Plan:
     """Plan a conversion to `groups` KV heads.
 
@@ -49,6 +50,7 @@ def plan_grouped(
         output: Where the result goes.
         calibration: The user's calibration options.
         grouping: One of GROUPINGS.
+        output_class: One of CLASSES, or None for the first that can carry the result.
 
     Raises:
         Refusal: The conversion is not possible; with the reason and the next step.
@@ -59,17 +61,19 @@ def plan_grouped(
     spec = before.grouped(groups)
     kind = "mqa" if groups == 1 else "gqa"
     stored_dtype(source, output)  # refuses what no engine serves
-    host = host_of(HOSTS[kind], family, source, spec, engine_of(output.engine))
+    hosts = [host for host in HOSTS[kind] if output_class in (None, host.kind)]
+    host = host_of(hosts, family, source, spec, engine_of(output.engine))
+    behind = host.keeps_projections and family.needs_projections(source.config)
     _check_grouping(grouping, method, family.slopes(source.config))
-    if spec != before:
+    if spec != before and not behind:
         _check_clip(source, method, family.traits(source.config))
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    notes, remarks = _notes(family, source, before, spec, output.dtype, method, text)
+    notes, remarks = _notes(family, source, before, spec, output.dtype, method, text, behind)
     notes += () if spec == before else host.notes(source.config)
     target = GroupedTarget(
         command,
-        _options(command, groups, grouping),
+        _options(command, groups, grouping, output_class),
         before,
         spec,
         method,
@@ -85,10 +89,11 @@ def plan_grouped(
     return Plan(source, family, target, text, output, device, seed, remarks)
 
 
-def _options(command: str, groups: int, grouping: str) -> dict[str, Any]:
+def _options(command: str, groups: int, grouping: str, output_class: str | None) -> dict[str, Any]:
+    of_class = {} if output_class is None else {"class": output_class}
     if command == "mqa":
-        return {}
-    return {"groups": groups, **({"grouping": grouping} if grouping != "contiguous" else {})}
+        return of_class
+    return {"groups": groups, **({"grouping": grouping} if grouping != "contiguous" else {}), **of_class}
 
 
 def _check_clip(source: Source, method: GroupedMethod, traits: Traits) -> None:
@@ -99,7 +104,7 @@ def _check_clip(source: Source, method: GroupedMethod, traits: Traits) -> None:
     raise Refusal(
         f"{source.reference} clamps queries, keys and values to {traits.clip} (clip_qkv), and method {method.name} changes "
         "their size before that",
-        hint=f"use --method {' or '.join(able[:-1])}, or `convert mla`, which makes its latent behind the clamp",
+        hint=f"use --class kvfold, which shares heads behind the clamp, or --method {' or '.join(able[:-1])}",
     )
 
 
@@ -125,6 +130,7 @@ def _notes(
     dtype: str | None,
     method: GroupedMethod,
     text: Calibration | None,
+    behind: bool,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The notes of the target, and the remarks on the text."""
     if target == before:
@@ -132,9 +138,12 @@ def _notes(
         copied = f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged"
         return (copied,), ("the calibration text is not used",) if text else ()
     traits = family.traits(source.config)
+    traits = traits.behind_projections if behind else traits
     notes = []
     if method.text is not TextUse.IGNORED and traits.qk_norm:
-        notes.append("queries and keys are normalised, so keys are averaged, not aligned")
-    if family.merges_norm_gains(source.config):
+        notes.append(
+            "queries and keys are normalised, which costs in this class; --class kvfold shares keys behind that, for less"
+        )
+    if not behind and family.merges_norm_gains(source.config):
         notes.append("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group")
     return tuple(notes), tuple(text_notes(method, text, traits))

@@ -13,7 +13,7 @@ from attention.forward import heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Pairing
 from convert.calibration import keys
-from convert.calibration.keys import fitted_keys
+from convert.calibration.keys import fitted_gains, fitted_keys
 from convert.calibration.least_squares import fitted_spans
 from convert.calibration.refit import _Search
 
@@ -71,6 +71,39 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
     fit = keys._KeyFit.of(source, heads_of(after, x), len(kept), parts)
     found = fit.curvature(leaf.detach()) - fit.wanted
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("norm", ["shared", "head", "layer", "after"])
+@pytest.mark.usefixtures("in_full")
+def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> None:
+    a, x = record(4, 1, 2, 2, 20, norm=norm), X[0]
+    after = merged(a, 2)
+    assert after.k_norm is not None
+    rows, gain = after.k.clone().requires_grad_(True), after.k_norm.gain.clone().requires_grad_(True)
+    moved = dataclasses.replace(after, k=rows, k_norm=dataclasses.replace(after.k_norm, gain=gain))
+    source, result, total = heads_of(a, x), heads_of(moved, x), torch.zeros(())
+    for head in range(4):
+        p = source.weights(source.logits(head))
+        lacking = result.logits(head) - source.logits(head)
+        total = total + 0.5 * (p * (lacking - (p * lacking).sum(-1, keepdim=True)).square()).sum()
+    by_rows, by_gain = torch.autograd.grad(total, (rows, gain))
+    parts = fitted_spans(4, [len(x)])[0]
+    for kind, expected in ((keys._KeyFit, by_rows), (keys._GainFit, by_gain[..., None])):
+        found = -kind.of(source, heads_of(after, x), 2, parts).wanted
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("norm", ["shared", "head", "all", "layer", "after"])
+def test_behind_a_norm_keys_and_gains_that_were_spoilt_are_restored(norm: str) -> None:
+    a = record(2, 2, 3, 2, 20, norm=norm)
+    assert a.k_norm is not None
+    spoilt = dataclasses.replace(a, k=a.k + 0.1 * random(*a.k.shape, seed=5) * a.k.std())
+    fitted = with_fitted_keys(a, with_fitted_keys(a, spoilt))  # steps of Gauss and Newton
+    assert output_error(a, spoilt, X) > 1e-4
+    assert output_error(a, fitted, X) < 0.3 * output_error(a, spoilt, X)
+    dull = dataclasses.replace(a, k_norm=dataclasses.replace(a.k_norm, gain=0.8 * a.k_norm.gain))
+    restored = _Search(a, X).closer(dull, fitted_gains(dull, X, sources(a, X)))
+    assert output_error(a, restored, X) < 0.05 * output_error(a, dull, X)
 
 
 @pytest.mark.usefixtures("in_full")

@@ -56,11 +56,15 @@ def test_what_is_exact_stays_exact_in_a_refit(biased: bool) -> None:
         assert loss(before, all_refitted(before, after), X) < 1e-5
 
 
-@pytest.mark.parametrize("norm", ["shared", "head", "all", "after"])
-def test_behind_a_norm_of_queries_and_keys_only_values_are_fitted(norm: str) -> None:
-    a, x = record(4, 1, 3, 0, 20, norm=norm), inputs(20, tokens=64, blocks=24)
+@pytest.mark.parametrize("norm", ["shared", "head", "all", "layer", "after"])
+def test_queries_keys_and_gains_are_fitted_through_a_norm(norm: str) -> None:
+    x, other = inputs(20, tokens=64, blocks=24), inputs(20, tokens=64, blocks=4, seed=7)
+    a = record(4, 1, 3, 0, 20, norm=norm)
     after = merged(a, 2)
-    assert changed(refitted(a, after, Blocks.whole(x), measured(x).attended), after) == {"v"}
+    fitted = refitted(a, after, Blocks.whole(x), measured(x).attended)
+    assert changed(fitted, after) == {"q", "q_bias", "k", "v", "k_norm"}
+    values_alone = dataclasses.replace(after, v=fitted.v)
+    assert output_error(a, fitted, other) < 0.8 * output_error(a, values_alone, other)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])

@@ -22,25 +22,47 @@ from convert.hosts.kvfold import HOST, LATENT_HOST
 from convert.hosts.phi import HOST as PHI
 from convert.hosts.source_class import HOST as SOURCE
 
+FEW = ["--calibration-tokens", 384, "--calibration-context", 48]
+
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
 Logits = Callable[..., torch.Tensor]
 
 
+# Families whose own class cannot share heads, and those that it shares before a norm or a clamp.
+IGNORING = sorted(name for name in HOST.families if not FAMILIES[name].shares_heads)
+BEHIND = {
+    "apertus": {},
+    "cohere": {"use_qk_norm": True},
+    "exaone4": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12},
+    "mpt": {"attn_config": {"clip_qkv": 0.3}},
+    "olmo": {"clip_qkv": 0.3},
+    "olmo2": {},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12},
+    "olmoe": {"clip_qkv": 0.5},
+    "phi": {"qk_layernorm": True},
+    "qwen3": {"attention_bias": True},
+    "qwen3_moe": {},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
+}
+
+
 def test_it_is_for_sources_whose_class_cannot_share_heads() -> None:
     expected = {"biogpt", "bloom", "falcon", "gpt_neox", "gpt_neo", "gpt2", "gpt_bigcode", "mpt", "opt", "xglm"}
-    assert HOST.families == expected, "of others, a stock class can"
+    assert set(IGNORING) == expected, "of others, a stock class can"
+    assert expected | BEHIND.keys() == HOST.families
     for name, family in FAMILIES.items():
         config = tiny_config(name)
         spec = family.spec(config)
-        if name in HOST.families:
+        if name in IGNORING:
             assert HOST.refuses(family, config, spec.grouped(1)) is None
             why = "caches keys and values of all 8 query heads" if family.shares_one_head else "ignores num_key_value_heads"
             assert why in str(SOURCE.refuses(family, config, spec.grouped(2)))
             assert HOST.code == LATENT_HOST.code == CODE
             assert SOURCE.refuses(family, config, spec) is None, "a copy"
             assert SOURCE.config({"a": 1}, config, spec, None) == {"a": 1}, "a stray key would mislead others"
-        elif spec.kv_lora_rank is None:
+        elif spec.kv_lora_rank is None and not family.needs_projections(config):
             assert HOST.refuses(family, config, spec.grouped(1)), "its own class can"
 
 
@@ -97,7 +119,7 @@ CLASSES = {
 def test_results_run_where_kvfold_is_not_installed(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source, four, latent = checkpoint(model_type, duplicated=2), tmp_path / "four", tmp_path / "latent"
     ok(convert("gqa", source, four, "--groups", 4))
-    if model_type in HOST.families:
+    if model_type in IGNORING:
         assert all((four / file.name).read_bytes() == file.read_bytes() for file in CODE)
     else:
         assert not list(four.glob("*.py"))
@@ -130,7 +152,7 @@ def test_latents_run_where_kvfold_is_not_installed(checkpoint: Make, convert: Co
         assert (expected[2], latent) == (heads, ["KvfoldForCausalLM", expected[1], 1])
 
 
-@pytest.mark.parametrize("model_type", rows(sorted(HOST.families), ["bloom", "falcon", "gpt2", "mpt", "opt"]))
+@pytest.mark.parametrize("model_type", rows(IGNORING, ["bloom", "falcon", "gpt2", "mpt", "opt"]))
 def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
     source, least = checkpoint(model_type), ["--groups", 2, "--method", "mean"]  # one group may be a stock class
     ok(convert("gqa", source, tmp_path / "four", "--groups", 4, "--method", "mean"))
@@ -153,7 +175,7 @@ def test_a_result_is_a_source(model_type: str, checkpoint: Make, convert: Conver
 @pytest.mark.parametrize(
     ("kind", "model_type"),
     rows(
-        product(("safetensors", "bin"), (*sorted(HOST.families), "gptj")),
+        product(("safetensors", "bin"), (*IGNORING, "gptj")),
         [*(("safetensors", name) for name in ("bloom", "falcon", "gptj", "opt")), ("bin", "gpt2")],
     ),
 )
@@ -255,7 +277,7 @@ def test_windows_inside_attention_are_kept(
     assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
 
 
-@pytest.mark.parametrize("model_type", sorted(HOST.families | PHI.families))
+@pytest.mark.parametrize("model_type", sorted({*IGNORING, *PHI.families}))
 def test_kv_heads_that_the_class_ignores_are_refused(
     model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
@@ -279,8 +301,8 @@ def test_the_card_says_how_to_load_it(checkpoint: Make, convert: Convert, tmp_pa
     ("changed", "pairing", "message"),
     [
         ({}, "interleaved", "RoPE pairs neighbouring dims"),
-        ({"qk_norm": NormForm("rms", "head", False, False, 1e-6)}, "half", "QK-norm"),
-        ({"extra_features": {"clip_qkv": 8.0}}, "half", "sets clip_qkv to 8.0"),
+        ({"qk_norm": NormForm("rms", "head", False, False, 1e-6, after_rotary=True)}, "half", "normalised behind RoPE"),
+        ({"extra_features": {"attn_logit_softcapping": 8.0}}, "half", "sets attn_logit_softcapping to 8.0"),
         ({}, "half", "None"),
     ],
 )
@@ -295,3 +317,36 @@ def test_what_its_attention_does_not_do_is_refused(
     monkeypatch.setattr(type(family), "traits", lambda *_: dataclasses.replace(traits, **changed))
     monkeypatch.setattr(type(family), "rotary", lambda *_: dataclasses.replace(rotary, pairing=pairing))
     assert message in str(HOST.refuses(family, config, family.spec(config).grouped(2)))
+
+
+@pytest.mark.parametrize("model_type", rows(BEHIND, ["cohere", "exaone4", "mpt", "olmo2", "qwen3"]))
+def test_heads_are_shared_behind_a_norm_or_a_clamp(
+    model_type: str, checkpoint: Make, convert: Convert, logits: Logits, words: Path, tmp_path: Path
+) -> None:
+    """Equal heads merge without loss, in any layout of RoPE, with windows, and without positions; the result is a source."""
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoint(model_type, duplicated=2, **BEHIND[model_type])
+    count = 4 if model_type == "mpt" else 2  # of 8 or 4 KV heads
+    ok(convert("gqa", source, tmp_path / "out", "--groups", count, "--class", "kvfold", "--text", words, "--heal", 0, *FEW))
+    expected = logits(source)
+    torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.randint(4, 96, (2, 20), generator=torch.Generator().manual_seed(0))
+    assert model(ids).past_key_values.layers[0].keys.shape[1] == count
+    asked = {"max_new_tokens": 8, "do_sample": False}
+    whole = model.generate(ids, use_cache=False, **asked)
+    assert torch.equal(model.generate(ids, **asked), whole)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
+    ok(convert("mqa", tmp_path / "out", tmp_path / "one", "--method", "mean"))
+    assert torch.isfinite(logits(tmp_path / "one")).all()
+
+
+def test_heads_shared_behind_a_norm_become_a_latent_behind_it(
+    checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path
+) -> None:
+    source, size = checkpoint("qwen3"), ["--kv-lora-rank", 16, "--qk-rope-head-dim", 16]
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--class", "kvfold", "--no-text"))
+    ok(convert("mla", tmp_path / "out", tmp_path / "latent", *size, "--method", "svd"))
+    expected = logits(tmp_path / "out")
+    torch.testing.assert_close(logits(tmp_path / "latent"), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))

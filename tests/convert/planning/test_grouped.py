@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from written import ok, refused
+from written import refused
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
@@ -85,7 +85,7 @@ def test_text_is_for_methods_that_use_it(source: Sources, output: Output) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model_type", "method", "inexact", "averaged"),
+    ("model_type", "method", "inexact", "costs"),
     [
         ("qwen3", "mean", False, False),
         ("qwen3", "aligned", False, True),
@@ -94,11 +94,11 @@ def test_text_is_for_methods_that_use_it(source: Sources, output: Output) -> Non
     ],
 )
 def test_norms_of_keys_are_remarked(
-    model_type: str, method: str, inexact: bool, averaged: bool, source: Sources, output: Output
+    model_type: str, method: str, inexact: bool, costs: bool, source: Sources, output: Output
 ) -> None:
     notes = planned(source(model_type), output, method=method).target.notes
     assert any(note.startswith("inexact: keys are normalised with gains per head") for note in notes) == inexact
-    assert any("keys are averaged, not aligned" in note for note in notes) == averaged
+    assert any("normalised, which costs in this class; --class kvfold" in note for note in notes) == costs
 
 
 @pytest.mark.parametrize(
@@ -143,17 +143,6 @@ def test_a_merge_that_cannot_be_exact_says_so(checkpoint: Make, convert: Convert
 def test_groups_that_do_not_fit(groups: int, message: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     refused(convert("gqa", checkpoint(num_key_value_heads=8), tmp_path / "out", "--groups", groups), 2, message)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("way", [[], ["--method", "mean", "--refit"]], ids=str)
-def test_a_plan_says_that_normalised_queries_are_not_refitted(
-    way: list[Any], checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path
-) -> None:
-    command = ["gqa", checkpoint("qwen3"), tmp_path / "out", "--groups", 2, "--dry-run", *on, *way]
-    note = "queries and keys are not refitted: they are normalised after their projection"
-    assert note in ok(convert(*command)).stdout.splitlines()
-    command[1] = checkpoint("qwen2", name="other")
-    assert "not refitted" not in ok(convert(*command)).stdout
 
 
 def test_a_method_that_cannot_tell_similar_heads_is_refused(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
