@@ -6,12 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from convert.api import gqa, heal, inspect, mla, mqa, plan, sweep
-    from convert.execute.conversion import Conversion
-    from convert.healing.run import Healing
-    from convert.sweeping import Sweep
+    from convert.execute.conversion import Conversion, PlannedConversion
+    from convert.healing.run import Healing, PlannedHealing
+    from convert.sweeping import PlannedSweep, Sweep
 
-__all__ = ["Conversion", "Healing", "Sweep", "gqa", "heal", "inspect", "mla", "mqa", "plan", "sweep"]
-_RESULTS = {"Conversion": "convert.execute.conversion", "Healing": "convert.healing.run", "Sweep": "convert.sweeping"}
+__all__ = [
+    "Conversion", "Healing", "PlannedConversion", "PlannedHealing", "PlannedSweep", "Sweep",
+    "gqa", "heal", "inspect", "mla", "mqa", "plan", "sweep",
+]  # fmt: skip
+_RESULTS = {
+    name: module
+    for module, noun in (("execute.conversion", "Conversion"), ("healing.run", "Healing"), ("sweeping", "Sweep"))
+    for name in (noun, f"Planned{noun}")
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +27,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_RESULTS.get(name, "convert.api")), name)
+    return getattr(import_module(f"convert.{_RESULTS.get(name, 'api')}"), name)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from attention.errors import Refusal
 from attention.spec import dtype_bytes
@@ -24,18 +24,22 @@ from eval.inputs.source import Source
 from eval.inputs.text import about_tokens, text_of
 
 if TYPE_CHECKING:
-    from convert.execute.conversion import Conversion
+    from convert.execute.conversion import Conversion, PlannedConversion
     from convert.healing.plan import HealOptions, HealPlan
-    from convert.healing.run import Healing
+    from convert.healing.run import Healing, PlannedHealing
     from convert.output.place import Output
     from convert.planning.base import Plan
     from convert.planning.calibration import CalibrationOptions
     from convert.planning.describe import Facts
-    from convert.sweeping import Sweep
+    from convert.sweeping import PlannedSweep, Sweep
 
 
+@overload
+def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[Literal[False]]]) -> Conversion: ...
+@overload
+def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[Literal[True]]]) -> PlannedConversion: ...
 @checked
-def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa]) -> Conversion:
+def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[bool]]) -> Conversion | PlannedConversion:
     """Convert a checkpoint to grouped-query attention.
 
     Args:
@@ -57,8 +61,12 @@ def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa]) -> 
     return _converted(plan_grouped("gqa", source, groups, how, seed, device, where, calibration, *wanted), given)
 
 
+@overload
+def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[Literal[False]]]) -> Conversion: ...
+@overload
+def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[Literal[True]]]) -> PlannedConversion: ...
 @checked
-def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa]) -> Conversion:
+def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[bool]]) -> Conversion | PlannedConversion:
     """Convert a checkpoint to multi-query attention: one KV head.
 
     Args:
@@ -79,8 +87,12 @@ def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa]) -> 
     return _converted(planned, given)
 
 
+@overload
+def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[Literal[False]]]) -> Conversion: ...
+@overload
+def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[Literal[True]]]) -> PlannedConversion: ...
 @checked
-def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla]) -> Conversion:
+def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]]) -> Conversion | PlannedConversion:
     """Convert a checkpoint to multi-head latent attention, or one that kvfold made to a smaller latent.
 
     Args:
@@ -103,8 +115,12 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla]) -> 
     return _converted(plan_latent(source, wanted, how, calibration, given["device"], where, given["seed"]), given)
 
 
+@overload
+def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal[Literal[False]]]) -> Healing: ...
+@overload
+def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal[Literal[True]]]) -> PlannedHealing: ...
 @checked
-def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal]) -> Healing:
+def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal[bool]]) -> Healing | PlannedHealing:
     """Distil the source into a converted checkpoint, end to end.
 
     Args:
@@ -133,7 +149,7 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
     if given["dry_run"]:
         texts = TrainingTexts.read(planned)
         expected = run.expected_duration(planned, texts, about_tokens(evaluate))
-        return run.Healing(planned, texts.known.passes(planned.steps, planned.batch), None, expected)
+        return run.PlannedHealing(planned, texts.known.passes(planned.steps, planned.batch), expected)
     held_out = None if evaluate is None else text_of(evaluate)
     return run.execute(planned, held_out, given["progress"])
 
@@ -158,8 +174,12 @@ def _within(seconds: float, plan: HealPlan, evaluated: int) -> HealPlan:
     return of(begun or tokens_within(seconds, of, evaluated))
 
 
+@overload
+def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[Literal[False]]]) -> Sweep: ...
+@overload
+def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[Literal[True]]]) -> PlannedSweep: ...
 @checked
-def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep]) -> Sweep:
+def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[bool]]) -> Sweep | PlannedSweep:
     """Convert a checkpoint to many targets by many methods, and compare them in one report.
 
     Args:
@@ -178,13 +198,11 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep])
     device, evaluate, max_tokens = given["device"], given["evaluate"], given["max_tokens"]
     wanted = sweeping.Wanted(*_targets(given), calibration, where, device, given["seed"])
     plans = sweeping.plans_for(source, wanted)
-    directory = where.path / sweeping.REPORT
     settings = EvaluationSettings(given["protocol"], contexts_of(given["context"]), max_tokens, "auto", device)
     if given["dry_run"]:
         tokens = next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
         evaluated = min(about_tokens(evaluate), max_tokens or sys.maxsize)
-        seconds = sweeping.expected_durations(plans, tokens, evaluated, settings)
-        return sweeping.Sweep(plans, None, directory, seconds)
+        return sweeping.PlannedSweep(sweeping.with_durations(plans, tokens, evaluated, settings))
     done: list[Plan] = []
 
     def finished(plan: Plan) -> None:
@@ -193,7 +211,7 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep])
 
     held_out = text_of(evaluate)
     found = sweeping.sweep(plans, held_out, settings, given["progress"], finished)
-    return sweeping.Sweep(done, found, directory)
+    return sweeping.Sweep(done, found, where.path / sweeping.REPORT)
 
 
 def _targets(given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -276,9 +294,9 @@ def _read(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> tu
     return source, calibration, Output(Path(output), given["dtype"], *kinds)
 
 
-def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion:
+def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion | PlannedConversion:
     """The conversion that is planned, carried out unless only the plan is asked for."""
-    from convert.execute.conversion import Conversion
+    from convert.execute.conversion import PlannedConversion
     from convert.execute.forecast import expected_duration, works_of
     from convert.execute.run import execute
     from convert.healing.closing import heal_result
@@ -288,7 +306,7 @@ def _converted(planned: Plan, given: Mapping[str, Any]) -> Conversion:
     if given["dry_run"]:
         tokens = planned.calibration.about_tokens if planned.calibration else 0
         (work,) = works_of([planned], tokens, about_tokens(evaluate))
-        return Conversion(planned, None, expected_duration(planned, work))
+        return PlannedConversion(planned, expected_duration(planned, work))
     held_out = None if evaluate is None else text_of(evaluate)
     return execute(planned, held_out, given["progress"], heal=heal_result)
 

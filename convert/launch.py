@@ -26,9 +26,14 @@ def require_alone(what: str) -> None:
         raise Refusal(f"{what} runs in one process, not in {count}", hint="start it without torchrun and accelerate launch")
 
 
+def is_first() -> bool:
+    """Whether this process is the first of those that were launched."""
+    return launched_count() == 1 or os.environ.get("RANK", "0") == "0"
+
+
 def goes_on_alone() -> bool:
     """Whether this process is the first of those that were launched. It then runs as if nothing had launched it."""
-    if launched_count() > 1 and os.environ.get("RANK", "0") != "0":
+    if not is_first():
         return False
     for name in [name for name in os.environ if name in _NAMES or name.startswith(_PREFIXES)]:
         del os.environ[name]

@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from attention.errors import Refusal
 from convert import methods
 from convert.checkpoint.reader import Reader
-from convert.execute.conversion import Conversion
+from convert.execute.conversion import PlannedConversion, decided
 from convert.execute.forecast import expected_duration, works_of
 from convert.execute.run import execute, inputs_of
 from convert.healing.closing import heal_result
@@ -49,30 +49,47 @@ _LEDGER, REPORT = "sweep.json", "report"  # in DIR
 
 @dataclass(frozen=True)
 class Sweep:
-    """Several conversions of one source, done or planned.
+    """Several conversions of one source.
 
     Attributes:
         plans: The plan of each result, with the choices made on the way.
-        report: The evaluation of the source and all results; None after `dry_run=True`.
+        report: The evaluation of the source and all results.
         report_directory: The directory of report.json, report.md, report.html and curve.svg.
-        expected_seconds: After a dry run, how long each result will take here with its evaluation; the first one also the
-            source's.
     """
 
     plans: list[Plan]
-    report: dict[str, Any] | None
+    report: dict[str, Any]
     report_directory: Path
-    expected_seconds: list[float] = field(default_factory=list)
 
-    def as_dict(self) -> Any:
-        """The report; after a dry run, the plans."""
-        if self.report is not None:
-            return self.report
-        each = zip(self.plans, self.expected_seconds, strict=True)
-        return [plan.as_dict() | {"expected_seconds": seconds} for plan, seconds in each]
+    def as_dict(self) -> dict[str, Any]:
+        """The report."""
+        return self.report
 
     def __str__(self) -> str:
-        return plans_text(self.plans, sum(self.expected_seconds)) if self.report is None else report.to_markdown(self.report)
+        return report.to_markdown(self.report)
+
+
+@dataclass(frozen=True)
+class PlannedSweep:
+    """A sweep that a dry run has planned.
+
+    Attributes:
+        conversions: Each result, and how long it will take here with its evaluation; the first one also with the source's.
+    """
+
+    conversions: list[PlannedConversion]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan of each result."""
+        return [one.plan for one in self.conversions]
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """The conversions."""
+        return [one.as_dict() for one in self.conversions]
+
+    def __str__(self) -> str:
+        return plans_text(self.plans, sum(one.expected_seconds for one in self.conversions))
 
 
 @dataclass(frozen=True)
@@ -183,7 +200,7 @@ def _swept(
     directory.mkdir(parents=True, exist_ok=True)
     for plan in plans:
         if ledger.has(plan):
-            made(Conversion.of(plan, recorded(plan.output.path)).plan)
+            made(decided(plan, recorded(plan.output.path)))
             continue
         noted = partial(ledger.note, plan)
         made(execute(plan, None, progress, directory / "survey", noted, foretold=True, heal=heal_result).plan)
@@ -194,8 +211,8 @@ def _swept(
     return found
 
 
-def expected_durations(plans: Sequence[Plan], tokens: int, evaluated: int, settings: EvaluationSettings) -> list[float]:
-    """The seconds that each result of a sweep takes with its evaluation; the first one also those of the source.
+def with_durations(plans: Sequence[Plan], tokens: int, evaluated: int, settings: EvaluationSettings) -> list[PlannedConversion]:
+    """Each result of a sweep with the seconds that it takes with its evaluation; the first one also those of the source.
 
     Args:
         plans: From `plans_for`.
@@ -203,7 +220,8 @@ def expected_durations(plans: Sequence[Plan], tokens: int, evaluated: int, setti
         evaluated: Of the held-out text.
         settings: How it is evaluated.
     """
-    return [expected_duration(plan, work) for plan, work in zip(plans, _works(plans, tokens, evaluated, settings), strict=True)]
+    works = _works(plans, tokens, evaluated, settings)
+    return [PlannedConversion(plan, expected_duration(plan, work)) for plan, work in zip(plans, works, strict=True)]
 
 
 def _works(plans: Sequence[Plan], tokens: int, evaluated: int, settings: EvaluationSettings) -> list[Work]:

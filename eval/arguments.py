@@ -116,11 +116,12 @@ class Option:
 
 @functools.cache
 def options_of(declared: type) -> dict[str, Option]:
-    """The options that a `TypedDict` declares, in order."""
+    """The options that a `TypedDict` declares, in order. A type variable, by which overloads differ, means its bound."""
     found = dict[str, Option]()
     for name, hint in typing.get_type_hints(declared, include_extras=True).items():
         required = typing.get_origin(hint) is typing.Required
         kind, option = typing.get_args(typing.get_args(hint)[0] if required else hint)
+        kind = kind.__bound__ if isinstance(kind, TypeVar) else kind
         default = False if kind is bool and option.default is None else option.default
         found[name] = replace(option, name=name, type=kind, required=required, default=default)
     return found
@@ -156,7 +157,8 @@ def _expanded(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str
         if parameter.kind is not parameter.VAR_KEYWORD:
             found.append(parameter.replace(annotation=hint))
             continue
-        options = options_of(*typing.get_args(hint))
+        (declared,) = typing.get_args(hint)
+        options = options_of(typing.get_origin(declared) or declared)
         for name, option in options.items():
             default = parameter.empty if option.required else option.default
             found.append(inspect.Parameter(name, parameter.KEYWORD_ONLY, default=default, annotation=option.type))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Required, TypedDict
+from typing import Annotated, Any, Generic, Required, TypedDict, TypeVar
 
 from convert.arguments.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_rate, parse_time, parse_tokens
 from convert.hosts.base import CLASSES
@@ -14,6 +14,7 @@ from eval.arguments import Option
 from eval.inputs.text import DATASETS, OneText, TextGiven
 from eval.options import DEVICE, DTYPES, Measuring, Reading, Working
 
+Dry = TypeVar("Dry", bound=bool)  # what `dry_run` may be; overloads of functions differ by it
 _NAMED = "A named one may lose any amount."
 _METHOD = Option("How to merge KV heads.", unset=GROUPED[0], choices=GROUPED, python=_NAMED)
 _CLASS = Option(
@@ -145,7 +146,7 @@ class Calibrating(TypedDict, total=False):
     ]
 
 
-class Writing(TypedDict, total=False):
+class Writing(TypedDict, Generic[Dry], total=False):
     """The result of a conversion, and how it comes about."""
 
     dtype: Annotated[str | None, Option("Store floats in this dtype.", unset="as in MODEL", choices=DTYPES)]
@@ -167,7 +168,7 @@ class Writing(TypedDict, total=False):
     ]
     overwrite: Annotated[bool, _OVERWRITE]
     resume: Annotated[bool, _RESUME]
-    dry_run: Annotated[bool, Option("Only plan, and say how long it takes here. Reads no weights.")]
+    dry_run: Annotated[Dry, Option("Only plan, and say how long it takes here. Reads no weights.")]
 
 
 class Publishing(TypedDict, total=False):
@@ -177,7 +178,7 @@ class Publishing(TypedDict, total=False):
     evaluate: Annotated[OneText | None, _EVALUATE]
 
 
-class Training(TypedDict, total=False):
+class Training(TypedDict, Generic[Dry], total=False):
     """How to heal."""
 
     teacher: Annotated[
@@ -261,7 +262,7 @@ class Training(TypedDict, total=False):
     seed: Annotated[int, _seed("For the order of blocks.")]
     overwrite: Annotated[bool, _OVERWRITE]
     resume: Annotated[bool, _RESUME]
-    dry_run: Annotated[bool, Option("Only plan, and say how long it takes here. Reads the text, but no weights.")]
+    dry_run: Annotated[Dry, Option("Only plan, and say how long it takes here. Reads the text, but no weights.")]
 
 
 class Comparing(TypedDict, total=False):
@@ -309,23 +310,23 @@ class Fitting(TypedDict, total=False):
     engine: Annotated[str | None, Option("Show only what this engine runs.", choices=tuple(ENGINES))]
 
 
-class Gqa(Grouping, Calibrating, Writing, Publishing, Working):
+class Gqa(Grouping, Calibrating, Writing[Dry], Publishing, Working, Generic[Dry]):
     """The options of `gqa`."""
 
 
-class Mqa(Merging, Calibrating, Writing, Publishing, Working):
+class Mqa(Merging, Calibrating, Writing[Dry], Publishing, Working, Generic[Dry]):
     """The options of `mqa`."""
 
 
-class Mla(Factoring, Calibrating, Writing, Publishing, Working):
+class Mla(Factoring, Calibrating, Writing[Dry], Publishing, Working, Generic[Dry]):
     """The options of `mla`."""
 
 
-class Heal(Training, Working):
+class Heal(Training[Dry], Working, Generic[Dry]):
     """The options of `heal`."""
 
 
-class Sweep(Comparing, Measuring, Calibrating, Writing, Working):
+class Sweep(Comparing, Measuring, Calibrating, Writing[Dry], Working, Generic[Dry]):
     """The options of `sweep`."""
 
 

@@ -17,7 +17,7 @@ import click
 from attention.errors import Failure, GateMissed, Interrupted, KvfoldError
 from convert.arguments import options
 from convert.command import parameters
-from convert.launch import goes_on_alone, launched_count
+from convert.launch import goes_on_alone, is_first, launched_count
 from eval import options as measured
 from eval.machine.memory import keep_freed
 from eval.machine.threads import wait_wisely
@@ -175,7 +175,7 @@ def heal(as_json: bool, **given: Any) -> None:
     parameters.texts(given)
     progress = _console(given)
     done = api.heal(given.pop("converted"), given.pop("output"), progress=progress, **given)
-    if done.record != {}:  # of several processes, one reports
+    if is_first():  # of several processes, one reports
         _show(done.as_dict(), str(done), as_json)
 
 
@@ -250,7 +250,7 @@ def sweep_command(model: str, output: Path, as_json: bool, **given: Any) -> None
 
     done = api.sweep(model, output, progress=progress, made=made, **given)
     _show(done.as_dict(), str(done), as_json)
-    if done.report is not None:
+    if not given["dry_run"]:
         _written(done.report_directory, "report.html", quiet)
 
 

@@ -13,26 +13,14 @@ from convert.planning.targets import LatentTarget
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """A conversion that was done or, after `dry_run=True`, planned.
+class _OfPlan:
+    """What there is to say of a plan.
 
     Attributes:
-        plan: The plan of the conversion; after it, with the choices that the text decided.
-        record: The content of conversion.json; None after a dry run.
-        expected_seconds: After a dry run, how long the conversion will take here.
+        plan: The plan.
     """
 
     plan: Plan
-    record: dict[str, Any] | None
-    expected_seconds: float | None = None
-
-    @classmethod
-    def of(cls, plan: Plan, record: dict[str, Any]) -> Conversion:
-        """A plan with the choices that a record states, and the record."""
-        plan = next((split for split in splits_of(plan) if split.recipe() == record.get("recipe")), plan)
-        if (ranks := record.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
-            plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
-        return cls(plan, record)
 
     @property
     def output(self) -> Path:
@@ -49,24 +37,59 @@ class Conversion:
         """The result's attention."""
         return self.plan.target.spec
 
+
+@dataclass(frozen=True)
+class PlannedConversion(_OfPlan):
+    """A conversion that a dry run has planned.
+
+    Attributes:
+        expected_seconds: How long it will take here.
+    """
+
+    expected_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan's facts, and how long it will take."""
+        return self.plan.as_dict() | {"expected_seconds": self.expected_seconds}
+
+    def __str__(self) -> str:
+        return plan_text(self.plan, self.expected_seconds)
+
+
+@dataclass(frozen=True)
+class Conversion(_OfPlan):
+    """A conversion that was done. Its plan has the choices that the text decided.
+
+    Attributes:
+        record: The content of conversion.json.
+    """
+
+    record: dict[str, Any]
+
     @property
     def layers(self) -> list[dict[str, Any]]:
         """Each layer's errors, as in conversion.json."""
-        return list(self.record["layers"]) if self.record else []
+        return list(self.record["layers"])
 
     @property
     def report(self) -> dict[str, Any] | None:
         """The evaluation, if one was asked for: `{"protocol", "models": [source, converted]}`."""
-        return self.record.get("evaluation") if self.record else None
+        return self.record.get("evaluation")
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan's facts and, where the conversion was done, its record."""
-        if self.record is None:
-            return self.plan.as_dict() | {"expected_seconds": self.expected_seconds}
+        """The plan's facts, and the record."""
         return self.plan.as_dict() | {"conversion": self.record}
 
     def __str__(self) -> str:
-        return plan_text(self.plan, self.expected_seconds) if self.record is None else conversion_text(self.plan, self.record)
+        return conversion_text(self.plan, self.record)
+
+
+def decided(plan: Plan, record: dict[str, Any]) -> Plan:
+    """The plan with the choices that a record states."""
+    plan = next((split for split in splits_of(plan) if split.recipe() == record.get("recipe")), plan)
+    if (ranks := record.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
+        plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
+    return plan
 
 
 def splits_of(plan: Plan) -> list[Plan]:

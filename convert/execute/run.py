@@ -22,7 +22,7 @@ from convert.checkpoint.loadable import require_loadable
 from convert.checkpoint.reader import Reader, TensorInfo
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
-from convert.execute.conversion import Conversion, splits_of
+from convert.execute.conversion import Conversion, decided, splits_of
 from convert.execute.deciding import Decision, decide
 from convert.execute.forecast import foretell_conversion, reads_text
 from convert.execute.job import Job, device_of
@@ -87,7 +87,8 @@ def execute(
             warn_of_overlap(evaluated, texts.whole, "calibration")
         return _Conversion(plan, Reader(plan.source.files, plan.family.renamed), texts, progress, statistics_in, foretold, heal)
 
-    return Conversion.of(plan, carry_out(plan.output, (plan.source,), begin, held_out, progress, published))
+    record = carry_out(plan.output, (plan.source,), begin, held_out, progress, published)
+    return Conversion(decided(plan, record), record)
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,13 @@ class _Conversion(Task):
             write_own_text(work.path, own)
         kept = _statistics_directory(plan, reader, work, text and text.surveyed(), self.statistics_in)
         job = Job(plan, reader, work, text, device_of(plan), self.progress, kept)
-        decided, record = _convert(job, self._manifest)
-        record = with_healing(record, self.heal(decided, work, text.tokens, job.device, self.progress) if text else None)
-        checked = None if plan.target.copies else _checked_result(decided, work, self.texts, own_texts, self.progress)
+        plan, record = _convert(job, self._manifest)
+        record = with_healing(record, self.heal(plan, work, text.tokens, job.device, self.progress) if text else None)
+        checked = None if plan.target.copies else _checked_result(plan, work, self.texts, own_texts, self.progress)
         return Made(record | {"check": checked}, text.tokens if text else None)
 
     def card(self, record: dict[str, Any]) -> str:
-        return model_card(Conversion.of(self.plan, record).plan, record)
+        return model_card(decided(self.plan, record), record)
 
     @cached_property
     def _manifest(self) -> Manifest:

@@ -50,21 +50,38 @@ _OTHER = 2  # added to the seed, so that the teacher writes other text than a co
 
 
 @dataclass(frozen=True)
-class Healing:
-    """A healing that was done or, after `dry_run=True`, planned.
+class PlannedHealing:
+    """A healing that a dry run has planned.
 
     Attributes:
         plan: Every number decided.
-        passes: How often the steps go over the text.
-        record: The content of conversion.json; None after a dry run, and empty in processes that only train (`accelerate
-            launch`).
-        expected_seconds: After a dry run, how long the healing will take here in one process.
+        passes: How often the steps will go over the text.
+        expected_seconds: How long it will take here in one process.
     """
 
     plan: HealPlan
     passes: float
-    record: dict[str, Any] | None
-    expected_seconds: float | None = None
+    expected_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan's facts, and how long it will take."""
+        return facts(self.plan, self.passes) | {"expected_seconds": self.expected_seconds}
+
+    def __str__(self) -> str:
+        return plan_text(self.plan, self.passes, self.expected_seconds)
+
+
+@dataclass(frozen=True)
+class Healing:
+    """A healing that was done.
+
+    Attributes:
+        plan: Every number decided.
+        record: The content of conversion.json.
+    """
+
+    plan: HealPlan
+    record: dict[str, Any]
 
     @property
     def output(self) -> Path:
@@ -72,31 +89,33 @@ class Healing:
         return self.plan.output.path
 
     @property
+    def passes(self) -> float:
+        """How often the steps went over the text."""
+        return float(self.record["healing"]["passes"])
+
+    @property
     def curve(self) -> list[dict[str, Any]]:
         """The points of the curve, from before the first step on."""
-        return list(self.record["healing"]["curve"]) if self.record else []
+        return list(self.record["healing"]["curve"])
 
     @property
     def report(self) -> dict[str, Any] | None:
         """The evaluation, if one was asked for: `{"protocol", "models": [source, converted, healed]}`."""
-        return self.record.get("evaluation") if self.record else None
+        return self.record.get("evaluation")
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan's facts and, where the healing was done, its record."""
-        if self.record is None:
-            return facts(self.plan, self.passes) | {"expected_seconds": self.expected_seconds}
-        return facts(self.plan, self.passes) | ({"conversion": self.record} if self.record else {})
+        """The plan's facts, and the record."""
+        return facts(self.plan, self.passes) | {"conversion": self.record}
 
     def __str__(self) -> str:
-        if self.record is None:
-            return plan_text(self.plan, self.passes, self.expected_seconds)
         return healed_text(self.plan, self.passes, self.record)
 
 
 def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress = silent) -> Healing:
     """Write the healed checkpoint.
 
-    Under `accelerate launch`, every process calls this: all train, and the first one does everything else.
+    Under `accelerate launch`, every process calls this: all train, the first one does everything else, and the others wait for
+    its record.
 
     Args:
         plan: From `plan_heal`.
@@ -109,7 +128,7 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
     team = Team.of(plan)
     if not team.leads:
         _follow(plan, TrainingTexts.read(plan), team)
-        return Healing(plan, 0.0, {})
+        return Healing(plan, team.agreed(None))
     settings = EvaluationSettings(contexts=(plan.context,), device=plan.device)
     held_out = Held(evaluate_on, settings) if evaluate_on else None
 
@@ -120,8 +139,7 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
         return _Healing(plan, Reader(plan.converted.files), texts, team, progress)
 
     record = carry_out(plan.output, (plan.teacher, plan.converted), begin, held_out, progress)
-    passes = record["healing"]["passes"] if record else 0.0  # empty where OUTPUT's record was damaged after publication
-    return Healing(plan, passes, record)
+    return Healing(plan, team.agreed(record))
 
 
 @dataclass(frozen=True)

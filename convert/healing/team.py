@@ -152,19 +152,20 @@ class Team:
 
     def tell(self, states: Path | None) -> None:
         """Tell the others where states are, and so to train; or None, that there is nothing to do."""
-        self._said(states)
+        self.agreed(states)
 
     def told(self) -> Path | None:
         """What the first process told."""
-        return self._said(None)
+        found: Path | None = self.agreed(None)
+        return found
 
-    def _said(self, states: Path | None) -> Path | None:
-        """The first process's argument. Every process calls this."""
+    def agreed(self, mine: Any) -> Any:
+        """The first process's argument. Every process calls this, and waits for it."""
         if self.accelerator.num_processes == 1:
-            return states
+            return mine
         from accelerate.utils import broadcast_object_list
 
-        said = [states]
+        said = [mine]
         with _together():
             broadcast_object_list(said)
         return said[0]

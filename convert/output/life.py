@@ -140,8 +140,11 @@ def carry_out(
         task.check()
         with explained(task.noun, path), WorkDirectory.opened(path, task.inputs(), resume, overwrite) as work:
             if work.published:  # an earlier run was stopped after OUTPUT appeared
-                task.idle()
                 record = recorded(path)
+                if not isinstance(record.get("recipe"), dict):
+                    hint = "make it again with --overwrite and without --resume"
+                    raise Refusal(f"OUTPUT {path} exists already, and is not whole", hint=hint)
+                task.idle()
             else:
                 expected = task.foretell(len(evaluated.ids) if evaluated else 0)
                 record, seen = task.make(work)

@@ -268,15 +268,15 @@ def support_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join([f"| from | {' | '.join(kinds)} |", f"| --- |{' --- |' * len(kinds)}", *lines, "", *reasons])
 
 
-def plan_text(plan: Plan, seconds: float | None = None) -> str:
+def plan_text(plan: Plan, seconds: float) -> str:
     """A planned conversion, for a terminal, and how long it will take."""
-    lines = [*_plan_lines(plan), *expected_lines(seconds), f"would be written to {_where(plan)}"]
+    lines = [*_plan_lines(plan), expected_line(seconds), f"would be written to {_where(plan)}"]
     return "\n".join(lines)
 
 
-def expected_lines(seconds: float | None) -> list[str]:
-    """How long something will take on this machine, if that is known."""
-    return [] if seconds is None else [f"would take about {duration(seconds)} on this machine"]
+def expected_line(seconds: float) -> str:
+    """How long something will take on this machine."""
+    return f"would take about {duration(seconds)} on this machine"
 
 
 def conversion_text(plan: Plan, record: Mapping[str, Any]) -> str:
@@ -343,12 +343,12 @@ def _quality_lines(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def plans_text(plans: Sequence[Plan], seconds: float | None = None) -> str:
+def plans_text(plans: Sequence[Plan], seconds: float) -> str:
     """A planned sweep, one row per result, and how long all of it will take."""
     rows = []
     for plan in plans:
         spec = plan.target.spec
         before, after = plan.before.bytes_per_token(plan.source.dtype), spec.bytes_per_token(plan.cache_dtype)
         rows.append([plan.output.path.name, spec.kind, plan.target.method.name, str(after), f"{after / before:.1%}"])
-    where = "\n".join([*expected_lines(seconds), f"would be written to {plans[0].output.path.parent}, with a report"])
-    return table(["result", "attention", "method", "KV bytes/token", "of the source's"], rows, right=(3, 4)) + f"\n\n{where}"
+    shown = table(["result", "attention", "method", "KV bytes/token", "of the source's"], rows, right=(3, 4))
+    return f"{shown}\n\n{expected_line(seconds)}\nwould be written to {plans[0].output.path.parent}, with a report"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect as python
 import json
 import re
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from written import same_but_for_the_run, weights
 
 from attention.errors import Failure, Refusal
-from convert import api, gqa, inspect, mla, mqa, plan, sweep
+from convert import PlannedConversion, PlannedSweep, api, gqa, inspect, mla, mqa, plan, sweep
 from convert.arguments import options
 from convert.command.cli import main
 from convert.healing.plan import EFFORTS, PARTS
@@ -123,9 +124,11 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(convert: Any, checkpoint:
     (source / "model.safetensors").unlink()
     listener, size = Listener(), {"gqa": {"groups": 2}, "mqa": {}, "mla": {"kv_budget": "50%"}}[convert.__name__]
     planned = convert(source, tmp_path / "out", **size, dry_run=True, progress=listener)
-    assert (planned.output, planned.record, planned.layers, planned.report) == (tmp_path / "out", None, [], None)
+    assert isinstance(planned, PlannedConversion)
+    assert (planned.output, hasattr(planned, "record")) == (tmp_path / "out", False), "it is no result without a record"
     assert str(planned).splitlines()[-1].startswith(f"would be written to {tmp_path / 'out'}")
-    assert json.loads(json.dumps(planned.as_dict()))["target"] == planned.after.kind
+    facts = json.loads(json.dumps(planned.as_dict()))
+    assert (facts["target"], facts["expected_seconds"]) == (planned.after.kind, planned.expected_seconds)
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
     assert listener.told == []
 
@@ -151,7 +154,6 @@ def test_text_is_a_path_or_strings(checkpoint: Make, text: Path, tmp_path: Path)
     again = gqa(source, tmp_path / "path", groups=2, text=[text.read_text()], **CALIBRATION, resume=True)
     assert again.record == path, "the same text, wherever it lies"
     several = mqa(source, tmp_path / "several", text=[text.read_text()[:700], text.read_text()[700:]], **CALIBRATION)
-    assert several.record is not None
     assert several.record["calibration"]["text"] == "2 strings"
     assert "calibrated on at most 256 tokens of 2 strings in blocks of 32" in str(several)
     card = (tmp_path / "several" / "README.md").read_text()
@@ -183,7 +185,6 @@ def test_warnings_go_to_the_logger(
     flattered, few = warned()  # the text is compared before the work, and as a whole
     assert few.startswith("256 tokens of calibration text are few for 64 channels")
     assert flattered == "text.txt shares 100% of its runs with the calibration text text.txt: its perplexity will be flattered"
-    assert done.record is not None
     assert few in done.record["notes"]
     assert capsys.readouterr().out == ""
 
@@ -254,7 +255,8 @@ def test_a_sweep_returns_its_plans_and_report(
 
     planned = sweep(checkpoint(), out, **wanted, dry_run=True)
     names = ["gqa-2-mean", "mla-16+8-svd", "mla-50%-svd"]
-    assert ([p.output.path.name for p in planned.plans], planned.report) == (names, None)
+    assert isinstance(planned, PlannedSweep)
+    assert [p.output.path.name for p in planned.plans] == names
     assert [facts["output"] for facts in planned.as_dict()] == [str(out / name) for name in names]
     assert "would be written to" in str(planned)
     assert not out.exists()
@@ -387,6 +389,18 @@ def test_a_command_refuses_what_its_function_refuses(name: str) -> None:
             (shown,) = (p for p in command.params if p.name == option.name)
             with pytest.raises(click.UsageError), click.Context(command) as context:
                 shown.type_cast_value(context, (value,) if shown.multiple else value)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "result"), [(name, "Conversion") for name in ("gqa", "mqa", "mla")] + [("heal", "Healing"), ("sweep", "Sweep")]
+)
+def test_type_checkers_know_what_a_dry_run_returns(name: str, result: str) -> None:
+    """It is the second of two overloads: without `dry_run`, both fit."""
+    ways = [python.signature(way) for way in typing.get_overloads(getattr(api, name))]
+    assert [(way.parameters["given"].annotation, way.return_annotation) for way in ways] == [
+        (f"Unpack[options.{name.capitalize()}[Literal[False]]]", result),
+        (f"Unpack[options.{name.capitalize()}[Literal[True]]]", f"Planned{result}"),
+    ]
 
 
 def test_words_of_options_are_those_that_are_known() -> None:

@@ -1,22 +1,31 @@
-"""The command line. With STOP_AT in the environment, a healing is interrupted before that step."""
+"""The command line. It also says what was made, and with STOP_AT in the environment interrupts a healing before that step."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from typing import Any
 
 from convert.command import cli
+from convert.healing import run
 from convert.healing.training import Trainer
 
 
 def main() -> None:
-    step = Trainer.step
+    step, execute = Trainer.step, run.execute
 
     def stopping(trainer: Trainer, at: int, schedule: Any) -> float:
         if at == int(os.environ.get("STOP_AT", "-1")):
             raise KeyboardInterrupt
         return step(trainer, at, schedule)
 
+    def saying(*given: Any) -> run.Healing:
+        healing = execute(*given)
+        print(f"returned: {json.dumps(healing.record, sort_keys=True)}", file=sys.stderr)
+        return healing
+
+    run.execute = saying
     Trainer.step = stopping  # type: ignore[method-assign]
     cli.main(prog_name="convert")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from attention.errors import Refusal
-from convert import heal
+from convert import PlannedHealing, heal
 from convert.healing import timed
 from convert.healing.forecast import work_of
 from eval.inputs.source import Source
@@ -60,6 +60,7 @@ def test_a_dry_run_has_the_figure_and_a_run_says_it_once(
     monkeypatch.setattr(forecast, "_measured", slow)
     monkeypatch.setattr(forecast, "_SLOW", slow("", 0, ""))
     planned = heal(converted, tmp_path / "out", text=text, dry_run=True, **SIZES)
+    assert isinstance(planned, PlannedHealing)
     assert json.loads(json.dumps(planned.as_dict()))["expected_seconds"] == planned.expected_seconds
     assert "\nwould take about " in str(planned)
     with caplog.at_level(logging.INFO, "kvfold"):
@@ -68,7 +69,6 @@ def test_a_dry_run_has_the_figure_and_a_run_says_it_once(
     assert (
         len([line for line in said if line.startswith("takes about ") and line.endswith(" on cpu") and "GB" not in line]) == 1
     )
-    assert done.record is not None
     assert done.record["run"]["expected_seconds"] > planned.expected_seconds
 
 
@@ -89,7 +89,6 @@ def test_a_time_is_as_many_tokens_as_it_takes(
     with pytest.raises(Refusal, match=r"'1x' is not a time"):
         heal(converted, tmp_path / "out", time="1x", **given)
     done = heal(converted, tmp_path / "out", time=30, **given)
-    assert done.record is not None
     assert done.plan.tokens == done.record["recipe"]["heal"]["tokens"]
     speed = 1000.0
     assert heal(converted, tmp_path / "out", time=30, resume=True, **given).plan.tokens == done.plan.tokens

@@ -35,7 +35,6 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 def test_it_comes_closer_to_its_source(converted: Path, text: Path, tmp_path: Path, logits: Callable[..., Any]) -> None:
     done = heal(converted, tmp_path / "out", text=text, **SIZES)
-    assert done.record is not None
     found = done.record["healing"]
     assert found["after"]["kl"] < 0.9 * found["before"]["kl"]
     assert [point["step"] for point in done.curve] == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
@@ -100,7 +99,6 @@ def test_another_teacher_than_the_recorded_source_is_said(checkpoint: Make, text
 
 def test_what_a_single_step_gains_is_kept(converted: Path, text: Path, tmp_path: Path) -> None:
     done = heal(converted, tmp_path / "out", text=text, **(SIZES | {"tokens": 10, "batch_tokens": None}))
-    assert done.record is not None
     start, end = done.curve
     assert (end["tokens"], done.record["healing"]["rates_tried"]) == (16, {}), "a whole block, and no trials"
     assert end["kl"] < start["kl"]
@@ -179,7 +177,6 @@ def test_results_in_other_classes(model_type: str, checkpoint: Make, text: Path,
         method="svd",
     )
     done = heal(tmp_path / "mla", tmp_path / "out", text=text, **(SIZES | {"lr": 3e-4}))
-    assert done.record is not None
     assert done.record["healing"]["after"]["kl"] < done.record["healing"]["before"]["kl"]
     for name in ("config.json", *(path.name for path in (tmp_path / "mla").glob("*.py"))):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "mla" / name).read_bytes()
@@ -214,7 +211,6 @@ def test_what_gains_nothing_stays_bit_for_bit(
     found = [point["kl"] for point in done.curve]
     assert found == sorted(found)
     assert len(found) == 6  # the start, the first point of the training, and four that were no better
-    assert done.record is not None
     assert done.record["healing"]["after"]["step"] == 0
 
 
@@ -391,7 +387,6 @@ def test_a_rate_is_chosen_among_three_or_beyond_them(
 ) -> None:
     monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: start)
     done = heal(converted, tmp_path / "out", text=text, **(TRIED | {"tokens": 300 * 16}))
-    assert done.record is not None
     tried, rate = done.record["healing"]["rates_tried"], done.record["healing"]["rate"]
     assert len(tried) == count  # without those at which the loss is not finite
     assert rate == max(float(rate) for rate, kl in tried.items() if kl <= 1.1 * min(tried.values()))
@@ -402,14 +397,12 @@ def test_a_rate_is_chosen_among_three_or_beyond_them(
 
 def test_rates_are_not_tried_for_longer_than_a_fifth_of_the_steps(converted: Path, text: Path, tmp_path: Path) -> None:
     done = heal(converted, tmp_path / "out", text=text, **(TRIED | {"tokens": 149 * 16}))
-    assert done.record is not None
     assert done.record["healing"]["rates_tried"] == {}
     assert done.record["healing"]["rate"] == pytest.approx(start_rate(done.curve[0]["loss_nats"], 64))
 
 
 def test_the_largest_probabilities_alone_help_too(converted: Path, text: Path, tmp_path: Path) -> None:
     done = heal(converted, tmp_path / "out", text=text, top_k=8, ce=0.1, **SIZES)
-    assert done.record is not None
     assert done.record["healing"]["after"]["kl"] < done.record["healing"]["before"]["kl"]
 
 
@@ -428,7 +421,7 @@ def test_held_out_text_is_evaluated_and_warned_of(
     assert "→ 192 bytes per token (25.0 %), by method `mean`." in card
     assert "| healed |" in card
     assert "## Loading" in card
-    assert str(tmp_path / "out.partial") not in json.dumps(done.record["evaluation"] if done.record else "")
+    assert str(tmp_path / "out.partial") not in json.dumps(done.record["evaluation"])
 
 
 @pytest.mark.parametrize(
@@ -462,7 +455,7 @@ def test_a_record_of_another_shape_does_not_stop_the_card(
     assert "## Loading" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_damaged_record_of_a_published_healing_is_no_obstacle(
+def test_a_damaged_record_of_a_published_healing_is_refused(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = WorkDirectory.publish
@@ -476,8 +469,10 @@ def test_a_damaged_record_of_a_published_healing_is_no_obstacle(
         with pytest.raises(Interrupted):
             heal(converted, tmp_path / "out", text=text, **(SIZES | {"tokens": 64}))
     (tmp_path / "out" / "conversion.json").write_text("{")
-    done = heal(converted, tmp_path / "out", text=text, resume=True, **(SIZES | {"tokens": 64}))
-    assert (done.record, done.passes) == ({}, 0.0)
+    with pytest.raises(Refusal, match="is not whole"):
+        heal(converted, tmp_path / "out", text=text, resume=True, **(SIZES | {"tokens": 64}))
+    done = heal(converted, tmp_path / "out", text=text, overwrite=True, **(SIZES | {"tokens": 64}))
+    assert done.record == json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -592,7 +587,6 @@ def test_a_rate_that_blows_up_leaves_nothing_behind(
     monkeypatch.setattr(Distillation, "forward", broken)
     monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: 4e-4)
     done = heal(converted, tmp_path / "out", text=text, **TRIED)
-    assert done.record is not None
     assert max(map(float, done.record["healing"]["rates_tried"])) == done.record["healing"]["rate"] == 1.33e-4
     monkeypatch.undo()
     plain = heal(converted, tmp_path / "plain", text=text, **(TRIED | {"lr": 1.33e-4}))
@@ -631,7 +625,6 @@ def test_a_run_that_stopped_early_stays_so_when_resumed(
 def test_figures_are_of_the_weights_that_are_written(checkpoint: Make, text: Path, tmp_path: Path) -> None:
     mqa(checkpoint("llama"), tmp_path / "mqa", method="mean", dtype="bfloat16")
     done = heal(tmp_path / "mqa", tmp_path / "out", text=text, **SIZES)
-    assert done.record is not None
     after = done.record["healing"]["after"]
     best = min(done.curve, key=lambda point: point["kl"])
     assert after["step"] == best["step"]
@@ -641,7 +634,6 @@ def test_figures_are_of_the_weights_that_are_written(checkpoint: Make, text: Pat
     # A healing of the result begins there.
     again = heal(tmp_path / "out", tmp_path / "again", text=text, **SIZES)
     assert again.curve[0]["kl"] == pytest.approx(after["kl"], rel=1e-5)
-    assert again.record is not None
     assert again.record["conversion"]["recipe"]["mqa"]["method"] == "mean"
     assert again.record["recipe"]["heal"]["teacher"] == str(tmp_path / "source")
 

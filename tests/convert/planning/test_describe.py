@@ -142,14 +142,15 @@ def test_plans_in_words(source: Sources, output: Output) -> None:
         source("deepseek_v3"), LatentRequest(12, 8), load_latent("svd"), CalibrationOptions(), "cpu",
         Output(output.path, "bfloat16"),
     )  # fmt: skip
-    text = plan_text(latent).splitlines()
+    text = plan_text(latent, 90.0).splitlines()
     assert text[0] == "MLA-16+8 → MLA-12+8, method svd (singular vectors of the weights alone)"
     assert text[1] == "steps: svd → scale → cast to bfloat16"
     assert text[2] == "KV cache: 288 → 120 bytes per token (41.7%, kept in bfloat16, was float32)"
+    assert text[-2] == "would take about 90 seconds on this machine"
     assert text[-1] == f"would be written to {output.path}, loads in transformers as deepseek_v3"
     grouped = plan_grouped("gqa", source(), 2, load_grouped("mean"), 0, "cpu", output)
     assert conversion_text(grouped, {}).splitlines()[-1] == f"written to {output.path}, loads in transformers as llama"
-    table = plans_text([grouped, latent])
+    table = plans_text([grouped, latent], 90.0)
     assert "GQA-2" in table
     assert "MLA-12+8" in table
 
