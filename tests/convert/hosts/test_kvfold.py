@@ -329,6 +329,7 @@ def test_heads_are_shared_behind_a_norm_or_a_clamp(
     source = checkpoint(model_type, duplicated=2, **BEHIND[model_type])
     count = 4 if model_type == "mpt" else 2  # of 8 or 4 KV heads
     ok(convert("gqa", source, tmp_path / "out", "--groups", count, "--class", "kvfold", "--text", words, "--heal", 0, *FEW))
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["recipe"]["gqa"]["class"] == "kvfold"
     expected = logits(source)
     torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -340,6 +341,21 @@ def test_heads_are_shared_behind_a_norm_or_a_clamp(
     assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
     ok(convert("mqa", tmp_path / "out", tmp_path / "one", "--method", "mean"))
     assert torch.isfinite(logits(tmp_path / "one")).all()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "message"),
+    [
+        ("llama", "kvfold", "kvfold: the source's class can share KV heads, and no norm or clamp comes before them"),
+        ("hunyuan_v1_dense", "kvfold", "kvfold: queries and keys are normalised behind RoPE"),
+        ("gpt2", "stock", "its own class: gpt2 ignores num_key_value_heads"),
+    ],
+)
+def test_a_class_that_cannot_hold_the_result_is_refused(
+    model_type: str, kind: str, message: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    done = convert("gqa", checkpoint(model_type), tmp_path / "out", "--groups", 2, "--class", kind)
+    left_nothing(done, 2, message, tmp_path / "out")
 
 
 def test_heads_shared_behind_a_norm_become_a_latent_behind_it(
