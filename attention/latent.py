@@ -206,7 +206,7 @@ class LatentAttention(nn.Module):
         if values.device.type == "cpu" and self.config._attn_implementation == "sdpa":
             values = widened(values, self.qk_head_dim)
         kwargs |= {"dropout": 0.0, **self.attention_arguments()}
-        out, weights = function(self, queries, keys, values, mask, **kwargs)
+        out, weights = function(self, queries, keys, values, mask, scaling=self.scaling, **kwargs)
         return out[..., : self.v_head_dim], weights
 
     def _absorbed(
@@ -249,8 +249,8 @@ class StockLatentAttention(LatentAttention):
         return self.attend(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
     def attention_arguments(self) -> dict[str, Any]:
-        """The arguments of attention functions besides tensors."""
-        return {"scaling": self.scaling}
+        """The arguments of attention functions besides tensors and the scale."""
+        return {}
 
     def mask_with_positions(self, attention_mask: Any, queries: torch.Tensor, cached: int, given: dict[str, Any]) -> Any:
         """The mask: these classes add nothing to scores by position."""

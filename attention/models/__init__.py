@@ -71,12 +71,13 @@ def _register_config() -> None:
 
 
 def _register_model() -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     from attention.models.configuration_kvfold import KvfoldConfig
-    from attention.models.modeling_kvfold import KvfoldForCausalLM
+    from attention.models.modeling_kvfold import KvfoldForCausalLM, KvfoldModel
 
     KvfoldForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    AutoModel.register(KvfoldConfig, KvfoldModel, exist_ok=True)
     AutoModelForCausalLM.register(KvfoldConfig, KvfoldForCausalLM, exist_ok=True)
 
 

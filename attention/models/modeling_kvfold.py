@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -52,9 +52,9 @@ class _Attention(nn.Module):
         self.output_dropout = getattr(inner, _OUTPUT_DROPOUT.get(inner.model_type, ""), 0.0)
 
     def attention_arguments(self) -> dict[str, Any]:
-        """The arguments of attention functions besides tensors."""
+        """The arguments of attention functions besides tensors and the scale."""
         capped = {} if self.softcap is None else {"softcap": self.softcap}
-        return {"scaling": self.scaling, "sliding_window": self.sliding_window, **capped}
+        return {"sliding_window": self.sliding_window, **capped}
 
     def windowed(
         self, mask: torch.Tensor | None, chosen: str, hidden_states: torch.Tensor, cache: Cache | None
@@ -132,7 +132,8 @@ class _HeadNorm(nn.Module):
         found = states.to(exact)
         if self.centred:
             found = found - found.mean(self.dims, keepdim=True)
-        found = found * (found.square().mean(self.dims, keepdim=True) + self.eps).rsqrt()
+        # vLLM takes a product with `rsqrt` for a norm of other gains than these.
+        found = found / (found.square().mean(self.dims, keepdim=True) + self.eps).sqrt()
         found = found * (self.weight.to(exact) + self.gain_offset)
         return (found if self.bias is None else found + self.bias).to(states)
 
@@ -253,7 +254,8 @@ class GroupedAttention(_BehindHeads):
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
-        out, weights = attend(self, queries, keys, values, attention_mask, **kwargs)  # [B, T, H, D]
+        # vLLM reads the scale from the source of this call.
+        out, weights = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)  # [B, T, H, D]
         out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         out = nn.functional.dropout(out, self.output_dropout, self.training)
         return out if residual is None else out + residual, weights
@@ -347,7 +349,8 @@ class KvfoldLatentAttention(_BehindHeads):
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager)
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
-        out, weights = attend(self, torch.cat((nope, rope), -1), keys, values, attention_mask, **kwargs)  # [B, T, H, Dv]
+        queries = torch.cat((nope, rope), -1)
+        out, weights = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)  # [B, T, H, Dv]
         out = self.o_proj(out[..., : self.v_head_dim].reshape(*hidden_states.shape[:-1], -1))
         out = nn.functional.dropout(out, self.output_dropout, self.training)
         return out if residual is None else out + residual, weights
@@ -411,6 +414,57 @@ def _grafted(attention: type[nn.Module], stock: type[nn.Module]) -> type[nn.Modu
     return type(f"{attention.__name__.removesuffix('Attention')}{stock.__name__}", (attention, stock), {"__module__": __name__})
 
 
+def _graft(model: Any, config: KvfoldConfig, path: str) -> None:
+    """Put attention of this file in the place of a stock model's, at `path` with `{layer}` for a layer's number."""
+    inner: Any = config.text_config
+    attention: Any = GroupedAttention if getattr(inner, "kv_lora_rank", None) is None else KvfoldLatentAttention
+    for layer in range(inner.num_hidden_layers):
+        replaced: Any = model.get_submodule(path.format(layer=layer))
+        kind: Any = type(replaced)
+        made: Any = _grafted(attention, kind)(config, layer, _window(inner, replaced, layer))
+        made.config = model.config  # whose attention function transformers changes
+        model.set_submodule(path.format(layer=layer), made)
+
+
+class KvfoldModel(PreTrainedModel):  # type: ignore[misc]
+    """The base model of a stock class, with other attention and without a head; vLLM builds it.
+
+    It has the name that the class with a head gives it, so that both have the same names of weights.
+    """
+
+    config: KvfoldConfig
+    config_class = KvfoldConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: KvfoldConfig) -> None:
+        super().__init__(config)
+        stock: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.text_config)]
+        self.inner_name = stock.base_model_prefix
+        self.add_module(self.inner_name, AutoModel.from_config(config.stock_config))
+        _graft(self.inner, config, config.attention_path.removeprefix(f"{self.inner_name}."))
+        self._no_split_modules = self.inner._no_split_modules
+        self.post_init()
+
+    @property
+    def inner(self) -> Any:
+        """The stock model."""
+        return self.get_submodule(self.inner_name)
+
+    def get_input_embeddings(self) -> nn.Module:
+        found: nn.Module = self.inner.get_input_embeddings()
+        return found
+
+    def get_decoder(self) -> nn.Module:
+        found: nn.Module = self.inner
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock model."""
+        return self.inner(*args, **kwargs)
+
+
 class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A stock class, `model`, with other attention."""
 
@@ -434,15 +488,7 @@ class KvfoldForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         object.__setattr__(self, "_supports_flash_attn", stock._supports_flash_attn)
         super().__init__(config)
         self.model = AutoModelForCausalLM.from_config(config.stock_config)
-        latent = getattr(inner, "kv_lora_rank", None) is not None
-        attention: Any = KvfoldLatentAttention if latent else GroupedAttention
-        for layer in range(inner.num_hidden_layers):
-            path = config.attention_path.format(layer=layer)
-            replaced: Any = self.model.get_submodule(path)
-            kind: Any = type(replaced)
-            made: Any = _grafted(attention, kind)(config, layer, _window(inner, replaced, layer))
-            made.config = self.model.config  # whose attention function transformers changes
-            self.model.set_submodule(path, made)
+        _graft(self.model, config, config.attention_path)
         self._no_split_modules = self.model._no_split_modules
         self.post_init()
 

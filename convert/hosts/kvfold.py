@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from attention.models import AUTO_MAP, CODE, MODEL_TYPE
+from attention.models.vllm import PROVEN, TRIED
 from convert.families import FAMILIES
 from convert.families.base import SOFTCAP, WINDOWS
 from convert.families.kvfold import KvfoldProjections
@@ -54,11 +55,12 @@ class Kvfold(Host):
         families: As in `Host`.
         reason: Why kvfold made the class, for the model card.
         replaces: As in `Host`.
+        in_vllm: Families around whose class vLLM runs it, where kvfold is installed beside it.
     """
 
     name = MODEL_TYPE
     loads_in = "transformers, with kvfold's code"
-    served_by = "no engine serves it"
+    served_by = f"vLLM {TRIED} serves GQA and MQA of {', '.join(PROVEN)} where kvfold is installed"
     opened_by = (
         "transformers ≥ 5.19 loads it with the code beside the weights, and so its tokenizer: give\n"
         '`trust_remote_code=True` to both. Where kvfold is installed, `attention.load("path/to/this/directory")` does without.'
@@ -68,12 +70,14 @@ class Kvfold(Host):
     ranks_per_layer = True
     keeps_projections = True
 
-    def __init__(self, families: frozenset[str], reason: str, replaces: str) -> None:
-        self.families, self.replaces = families, replaces
-        self.remarks = (f"kvfold made this class, because {reason}. vLLM, SGLang and llama.cpp do not know it.",)
+    def __init__(self, families: frozenset[str], reason: str, replaces: str, in_vllm: tuple[str, ...] = ()) -> None:
+        self.families, self.replaces, self._in_vllm = families, replaces, in_vllm
+        known = f"vLLM {TRIED} does where kvfold is installed, around {', '.join(in_vllm)}" if in_vllm else "vLLM does not"
+        self.remarks = (f"kvfold made this class, because {reason}. SGLang and llama.cpp do not know it; {known}.",)
 
     def engines(self, family: Family) -> frozenset[str]:
-        return frozenset({"transformers"})
+        inner = family.inner if isinstance(family, KvfoldProjections) else family
+        return frozenset({"transformers", *(["vllm"] if inner.model_type in self._in_vllm else [])})
 
     def layout(self, family: Family) -> Family:
         if family.needs_code:
@@ -243,6 +247,7 @@ HOST = Kvfold(
     frozenset((*_NORMED, *(n for n, of in FAMILIES.items() if of.has_heads and not of.shares_heads and _stock(of) is None))),
     "the source's class cannot share KV heads, or only before its norm or clamp, and these are shared behind it",
     "became q_proj, k_proj, v_proj and o_proj; a norm or clamp and what comes before it stay, under names of the class",
+    in_vllm=PROVEN,
 )
 LATENT_HOST = Kvfold(
     frozenset(_LATENT),

@@ -17,6 +17,7 @@ import torch
 from transformers import Qwen2Tokenizer
 from written import edit, ok
 
+from attention.models.vllm import PROVEN
 from attention.spec import dtype_bytes
 
 pytestmark = [
@@ -41,8 +42,12 @@ def tokens_of(model: Path) -> Path:
     return model.with_name("tokens.json")
 
 
-def served(model: Path, dtype: str, prompts: list[list[int]]) -> subprocess.CompletedProcess[str]:
-    settings = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE // 2**30), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+def served(model: Path, dtype: str, prompts: list[list[int]], **more: str) -> subprocess.CompletedProcess[str]:
+    settings = more | {
+        "VLLM_CPU_KVCACHE_SPACE": str(CACHE // 2**30),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
         [sys.executable, str(SCRIPT), str(model), dtype, str(TOKENS), str(tokens_of(model))],
         input=json.dumps(prompts),
@@ -146,3 +151,31 @@ def test_a_copy_that_names_the_engines_own_class_does_not_start(convert: Convert
     done = served(renamed, "float32", prompts_of(renamed))
     assert done.returncode != 0
     assert "ZeroDivisionError" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("model_type", PROVEN)
+def test_kvfolds_class_runs_where_kvfold_is_installed(
+    model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "use_qk_norm": True}
+    source = checkpoint(model_type, **sizes, max_position_embeddings=256)
+    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--class", "kvfold", "--engine", "vllm", "--method", "mean"))
+    same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
+
+
+@pytest.mark.parametrize(
+    ("target", "plugins", "message"),
+    [
+        (("mla", "--kv-budget", "50%"), "kvfold", "in place of its latent"),
+        (("gqa", "--groups", 2, "--class", "kvfold"), "", "KvfoldForCausalLM"),
+    ],
+    ids=str,
+)
+def test_what_it_would_run_wrongly_does_not_start(
+    target: tuple[Any, ...], plugins: str, message: str, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    command, *options = target
+    ok(convert(command, checkpoint("qwen3", head_dim=32), tmp_path / "out", *options, "--no-text"))
+    done = served(tmp_path / "out", "float32", [[5, 9]], VLLM_PLUGINS=plugins)
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr

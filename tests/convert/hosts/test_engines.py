@@ -11,6 +11,7 @@ from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.hosts import HOSTS
 from convert.hosts.engines import ENGINES, engine_of, running
+from convert.hosts.kvfold import HOST, LATENT_HOST
 
 BEFORE = AttentionSpec(2, 32, 32, 128)
 CLASSES = {host.name: host for hosts in HOSTS.values() for host in hosts}
@@ -37,6 +38,17 @@ def test_every_output_class_runs_in_transformers_and_names_known_engines() -> No
 )
 def test_what_runs_a_result(host: str, spec: AttentionSpec, expected: list[str]) -> None:
     assert running(CLASSES[host], FAMILIES["llama"], spec) == expected
+
+
+def test_vllm_runs_grouped_results_of_kvfolds_class_where_it_was_tried() -> None:
+    for model_type, expected in (
+        ("gpt2", ["transformers", "vllm"]),
+        ("qwen3", ["transformers", "vllm"]),
+        ("bloom", ["transformers"]),
+    ):
+        assert running(HOST, FAMILIES[model_type], BEFORE.grouped(8)) == expected
+        assert running(HOST, HOST.layout(FAMILIES[model_type]), BEFORE.grouped(8)) == expected
+        assert running(LATENT_HOST, FAMILIES[model_type], BEFORE.latent(512, 64)) == ["transformers"]
 
 
 def test_the_sources_own_class_runs_where_its_kv_heads_are_read() -> None:
