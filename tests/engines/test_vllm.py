@@ -167,7 +167,7 @@ def test_kvfolds_class_runs_where_kvfold_is_installed(
     ("target", "plugins", "message"),
     [
         (("mla", "--kv-budget", "50%"), "kvfold", "in place of its latent"),
-        (("gqa", "--groups", 2, "--class", "kvfold"), "", "KvfoldForCausalLM"),
+        (("gqa", "--groups", 2, "--class", "kvfold"), "", "trust_remote_code=True"),
     ],
     ids=str,
 )
@@ -175,7 +175,8 @@ def test_what_it_would_run_wrongly_does_not_start(
     target: tuple[Any, ...], plugins: str, message: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     command, *options = target
-    ok(convert(command, checkpoint("qwen3", head_dim=32), tmp_path / "out", *options, "--no-text"))
+    source = checkpoint("qwen3", head_dim=32, max_position_embeddings=256)
+    ok(convert(command, source, tmp_path / "out", *options, "--no-text"))
     done = served(tmp_path / "out", "float32", [[5, 9]], VLLM_PLUGINS=plugins)
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
