@@ -22,24 +22,19 @@ _ROUNDS = 20  # of the generalised problem: turn all towards the mean, then take
 
 def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
     """The means of turned heads, and the queries and output columns that turn back; fp32."""
-    a, rotary, second = attention, attention.rotary, statistics.with_constant
-    assert rotary is not None
-    assert rotary.dims == a.k.shape[1], "all dims rotate"
+    a, second = attention, statistics.with_constant
     share = len(a.q) // a.num_kv_heads
-    z = rotary.to_complex(augmented(a.k, a.k_bias))[0].unflatten(0, (groups, -1))  # [groups, n, L, E + 1]
-    v = augmented(a.v, a.v_bias).unflatten(0, (groups, -1))  # [groups, n, D, E + 1]
-    phases, turns = torch.ones_like(z[..., :1]), torch.eye(v.shape[2]).to(v).expand(*v.shape[:3], -1)
-    for _ in range(_ROUNDS):
-        key, value = (phases * z).mean(1, keepdim=True), (turns @ v).mean(1, keepdim=True)
-        inner = ((key @ second.to(key)) * z.conj()).sum(-1, keepdim=True)
-        phases = inner / inner.abs().clamp_min(1e-30)
-        left, _, right = torch.linalg.svd(value @ second @ v.mT)
-        turns = left @ right
-    key, value = (phases * z).mean(1), (turns @ v).mean(1)
-    every = phases.flatten(0, 1).repeat_interleave(share, 0)
-    q = rotary.from_complex(every * rotary.to_complex(augmented(a.q, a.q_bias))[0]).float()
-    k, v = rotary.from_complex(key).float(), value.float()
-    back = turns.flatten(0, 1).repeat_interleave(share, 0)
+    queries, keys, values = (augmented(*part) for part in ((a.q, a.q_bias), (a.k, a.k_bias), (a.v, a.v_bias)))
+    value, turns = _turned(values.unflatten(0, (groups, -1)), second)
+    if a.rotary is None:
+        key, of_keys = _turned(keys.unflatten(0, (groups, -1)), second)
+        q, k = of_keys.flatten(0, 1).repeat_interleave(share, 0) @ queries, key
+    else:
+        assert a.rotary.dims == keys.shape[1], "all dims rotate"
+        numbers, phases = _in_phase(a.rotary.to_complex(keys)[0].unflatten(0, (groups, -1)), second)
+        every = phases.flatten(0, 1).repeat_interleave(share, 0)
+        q, k = a.rotary.from_complex(every * a.rotary.to_complex(queries)[0]), a.rotary.from_complex(numbers)
+    q, k, v, back = q.float(), k.float(), value.float(), turns.flatten(0, 1).repeat_interleave(share, 0)
     return replace(
         a,
         q=q[..., :-1],
@@ -51,6 +46,25 @@ def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics)
         v_bias=None if a.v_bias is None else v[..., -1],
         k_norm=merged_norm(a.k_norm, lambda rows: rows.float().unflatten(0, (groups, -1)).mean(1)),
     )
+
+
+def _in_phase(z: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of complex heads `[groups, n, L, E + 1]` their means `[groups, L, E + 1]` and phases `[groups, n, L, 1]`."""
+    phases = torch.ones_like(z[..., :1])
+    for _ in range(_ROUNDS):
+        mean = (phases * z).mean(1, keepdim=True)
+        inner = ((mean @ second.to(mean)) * z.conj()).sum(-1, keepdim=True)
+        phases = inner / inner.abs().clamp_min(1e-30)
+    return (phases * z).mean(1), phases
+
+
+def _turned(rows: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of heads `[groups, n, D, E + 1]` their means `[groups, D, E + 1]` and orthogonal matrices `[groups, n, D, D]`."""
+    turns = torch.eye(rows.shape[2]).to(rows).expand(*rows.shape[:3], -1)
+    for _ in range(_ROUNDS):
+        left, _, right = torch.linalg.svd((turns @ rows).mean(1, keepdim=True) @ second @ rows.mT)
+        turns = left @ right
+    return (turns @ rows).mean(1), turns
 
 
 METHOD = GroupedMethod("procrustes", "heads turned and averaged", "arXiv:2412.20677", TextUse.USED, merge)
