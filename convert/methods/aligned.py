@@ -31,10 +31,10 @@ from attention.record import Attention
 from convert.methods.algebra import augmented, fix_signs, floored, roots
 from convert.methods.atoms import rotated_moments
 from convert.methods.grouped import Draw, GroupedMethod, merged_norm
-from convert.methods.statistics import Statistics, expected_rows
+from convert.methods.statistics import Statistics, expected_rows, expected_size
 from convert.methods.text import TextUse
 
-_LEAST_GAIN = 1e-3  # of the largest: rows are not divided by less
+_LEAST_GAIN = 1e-6  # of the largest: rows are not divided by less
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,9 @@ class _Heads:
         self.attention, shrunk = attention, statistics.shrunk(attention.projections).to(attention.k.device)
         self.share, self.rope = attention.q.shape[0] // attention.num_kv_heads, 0
         a, moment = attention, shrunk.with_constant
-        q, k = (
-            expected_rows(augmented(rows, bias), norm, moment)
-            for rows, bias, norm in ((a.q, a.q_bias, a.q_norm), (a.k, a.k_bias, a.k_norm))
-        )
+        plain_q, plain_k = augmented(a.q, a.q_bias), augmented(a.k, a.k_bias)
+        q, k = expected_rows(plain_q, a.q_norm, moment), expected_rows(plain_k, a.k_norm, moment)
+        self.sizes = _sizes(plain_q, a.q_norm, moment), _sizes(plain_k, a.k_norm, moment)
         self.q, self.k, v = q.unflatten(0, (-1, self.share)), k, augmented(a.v, a.v_bias)  # [G, share, D, E + 1], [G, D, E + 1]
         self.o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, self.share))  # [G, share, E, D]
         columns = self.o.flatten(1, 2)
@@ -206,8 +205,9 @@ def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics)
     members = torch.arange(a.num_kv_heads).view(groups, -1).tolist()
     keys, values = [heads.merged_key(group) for group in members], [heads.merged_value(group) for group in members]
     k_norm = merged_norm(a.k_norm, lambda rows: rows.float().unflatten(0, (groups, -1)).mean(1))
-    q = _before(a.q_norm, torch.stack([queries for queries, _ in keys]).flatten(0, 2)).float()
-    k = _before(k_norm, torch.stack([key for _, key in keys])).float()
+    of_queries, of_keys = heads.sizes[0], heads.sizes[1].unflatten(0, (groups, -1)).mean(1)
+    q = _before(a.q_norm, torch.stack([queries for queries, _ in keys]).flatten(0, 2), of_queries).float()
+    k = _before(k_norm, torch.stack([key for _, key in keys]), of_keys).float()
     v = torch.stack([value for _, value in values]).float()
     return replace(
         a,
@@ -222,15 +222,25 @@ def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics)
     )
 
 
-def _before(norm: QKNorm | None, rows: torch.Tensor) -> torch.Tensor:
-    """Rows `[heads, D, E + 1]` that a norm's gains make these of."""
+def _sizes(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor) -> torch.Tensor:
+    """`[heads, 1, 1]`, what a norm is expected to divide each head's rows by; ones without a norm."""
+    one = rows.new_ones(len(rows), 1, 1)
+    if norm is None:
+        return one
+    if norm.kind == "layer":
+        rows = rows - rows.mean((1,) if norm.scope == "head" else (0, 1), keepdim=True)
+    return one * expected_size(rows, norm, moment)
+
+
+def _before(norm: QKNorm | None, rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Rows `[heads, D, E + 1]` of these sizes that a norm's gains make these of: its epsilon counts as before."""
     if norm is None:
         return rows
     if norm.bias is not None:
         rows = torch.cat((rows[..., :-1], rows[..., -1:] - norm.bias.double()[..., None]), -1)
     gain = norm.gain.double() + norm.gain_offset
     least = _LEAST_GAIN * gain.abs().amax()
-    return rows / torch.where(gain.abs() < least, least, gain)[..., None]
+    return rows * sizes / torch.where(gain.abs() < least, least, gain)[..., None]
 
 
 def partition(attention: Attention, groups: int, statistics: Statistics) -> list[int]:

@@ -196,11 +196,17 @@ def expected_rows(rows: torch.Tensor, norm: QKNorm | None, moment: torch.Tensor)
     axes = (1,) if norm.scope == "head" else (0, 1)
     if norm.kind == "layer":
         rows = rows - rows.mean(axes, keepdim=True)
-    power = ((rows @ moment) * rows).sum(-1, keepdim=True).mean(axes, keepdim=True)
-    rows = rows * (power + norm.eps).rsqrt() * (norm.gain.to(rows) + norm.gain_offset)[..., None]
+    rows = rows / expected_size(rows, norm, moment) * (norm.gain.to(rows) + norm.gain_offset)[..., None]
     if norm.bias is not None:
         rows = torch.cat((rows[..., :-1], rows[..., -1:] + norm.bias.to(rows)[..., None]), -1)
     return rows
+
+
+def expected_size(rows: torch.Tensor, norm: QKNorm, moment: torch.Tensor) -> torch.Tensor:
+    """What a norm is expected to divide rows `[heads, D, E + 1]` by, `[heads or 1, 1, 1]`; layer norms take centred ones."""
+    axes = (1,) if norm.scope == "head" else (0, 1)
+    power = ((rows @ moment) * rows).sum(-1, keepdim=True).mean(axes, keepdim=True)
+    return (power + norm.eps).sqrt()
 
 
 def _clamped(rows: torch.Tensor, clip: float | None, moment: torch.Tensor) -> torch.Tensor:

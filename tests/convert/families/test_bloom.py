@@ -73,7 +73,6 @@ def test_the_record_computes_what_the_class_computes(model_type: str, changes: d
     [
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true and pretraining_tp is 2"),
         ("mpt", {"no_bias": False}, "no_bias is false"),
-        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "config.json sets clip_qkv to 6.0"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True"),
         ("mpt", {"attn_config": {"prefix_lm": True}}, "attn_config.prefix_lm is True"),
         ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_config.attn_type is multiquery_attention"),
