@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,8 +71,8 @@ def rows(args: argparse.Namespace, random: Path) -> Iterator[Row]:
             yield Row(target, f"self, {first}", mixed, args.more)
 
 
-def losses(row: Row, args: argparse.Namespace) -> dict[str, float]:
-    """Nats over the source on each text to evaluate on."""
+def losses(row: Row, args: argparse.Namespace, source: dict[str, float]) -> dict[str, float]:
+    """Nats over the source, whose own losses are given, on each text to evaluate on."""
     path = args.directory / row.key.replace(" ", "-").replace(",", "")
     resume = path.exists() or partial_path(path).exists()
     given: dict[str, Any] = {"no_text": True} if row.texts is None else {"text": row.texts, "heal": args.heal}
@@ -83,11 +84,24 @@ def losses(row: Row, args: argparse.Namespace) -> dict[str, float]:
         mla(args.model, path, kv_lora_rank=rank, qk_rope_head_dim=rope, **given)
     else:
         gqa(args.model, path, groups=int(row.target.removeprefix("gqa:")) if ":" in row.target else 1, **given)
-    found = {}
-    for name, file in args.evaluate:
-        report = evaluate([args.model, path], text=file, context=args.context, max_tokens=args.max_tokens)
-        found[name] = report["models"][1]["loss_nats"]
+    found = loss_per_token(path, args)
     shutil.rmtree(path)
+    return {name: loss - source[name] for name, loss in found.items()}
+
+
+def loss_per_token(model: str | Path, args: argparse.Namespace) -> dict[str, float]:
+    """Nats on each text to evaluate on."""
+    given: dict[str, Any] = {"context": args.context, "max_tokens": args.max_tokens}
+    reports = {name: evaluate([model], text=file, **given) for name, file in args.evaluate}
+    return {name: math.log(report["models"][0]["perplexity"]) for name, report in reports.items()}
+
+
+def loss_of_source(args: argparse.Namespace) -> dict[str, float]:
+    """As `loss_per_token` of the source; kept in DIR."""
+    kept = args.directory / "source.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(loss_per_token(args.model, args)))
+    found: dict[str, float] = json.loads(kept.read_text())
     return found
 
 
@@ -151,16 +165,18 @@ def main(arguments: list[str] | None = None) -> None:
     args.target = args.target or ["mqa"]
     args.directory.mkdir(parents=True, exist_ok=True)
     log, done = args.directory / "rows.jsonl", finished(args)
+    source = loss_of_source(args)
     random = random_tokens(args.model, args.tokens, args.context, args.directory / "random.safetensors")
     for row in rows(args, random):
         if row.key in {one["key"] for one in done}:
             continue
         print(row.key, flush=True)
-        entry = {"key": row.key, "target": row.target, "name": row.name, "tokens": row.tokens, "losses": losses(row, args)}
+        found = losses(row, args, source)
+        entry = {"key": row.key, "target": row.target, "name": row.name, "tokens": row.tokens, "losses": found}
         done.append(entry)
         with log.open("a") as file:
             file.write(json.dumps(entry) + "\n")
-        print({name: round(loss, 3) for name, loss in entry["losses"].items()}, flush=True)
+        print({name: round(loss, 3) for name, loss in found.items()}, flush=True)
     print(table(done))
 
 

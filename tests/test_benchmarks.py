@@ -207,7 +207,7 @@ def test_the_table_of_calibrations_goes_on_behind_its_last_row(
     with pytest.raises(KeyboardInterrupt):
         benchmark.main(command)
     benchmark.main(command)
-    assert len(calls) == 2 * 10 + 1, "ten rows of two targets, one of them twice"
+    assert len(calls) == 2 * 10 + 2, "ten rows of two targets, one of them twice, and the source once"
     rows = table(capsys.readouterr().out)
     assert [row[:3] for row in rows[:9]] == [
         ["mqa", name, tokens]
