@@ -351,7 +351,9 @@ class KvfoldLatentAttention(_BehindHeads):
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
         queries = torch.cat((nope, rope), -1)
         out, weights = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)  # [B, T, H, Dv]
-        out = self.o_proj(out[..., : self.v_head_dim].reshape(*hidden_states.shape[:-1], -1))
+        if "flash" in chosen:
+            out = out[..., : self.v_head_dim]
+        out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         out = nn.functional.dropout(out, self.output_dropout, self.training)
         return out if residual is None else out + residual, weights
 

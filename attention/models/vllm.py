@@ -1,7 +1,8 @@
 """kvfold's class in vLLM: a plugin that vLLM loads where kvfold is installed beside it (entry point `vllm.general_plugins`).
 
-vLLM's transformers backend builds the model, and gives it vLLM's attention and its cache of KV heads. Caches of latents,
-positions that are added to scores (ALiBi) and windows inside an attention are not part of that, and are refused.
+vLLM's transformers backend builds the model, and gives it vLLM's attention and its cache: of KV heads, or of latents. Positions
+that are added to scores (ALiBi), windows inside an attention, and windows and caps of logits beside a latent are not part of
+that, and are refused.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import logging
 from typing import Any
 
 TRIED = "0.32"  # the version of vLLM in which it was run
-# Stock classes around which vLLM was proven to generate what transformers does.
+# Stock classes around which vLLM was proven to generate what transformers does: with KV heads, and with a latent.
 PROVEN = ("cohere", "gpt2", "gpt_neox", "olmo2", "opt", "qwen3")
+LATENT_PROVEN = (
+    "codegen", "cohere", "glm4", "gpt_neox", "gptj", "olmo2", "phi", "qwen3", "stablelm", "starcoder2",
+)  # fmt: skip
 _log = logging.getLogger("kvfold")
 
 
@@ -29,18 +33,43 @@ def register() -> None:
                 vllm.__version__,
             )
         elif "KvfoldForCausalLM" not in vllm.ModelRegistry.get_supported_archs():
+            _declare_latents()
             vllm.ModelRegistry.register_model("KvfoldForCausalLM", f"{__name__}_model:KvfoldForCausalLM")
     except Exception as error:  # other models have to start
         _log.warning("vLLM will not know kvfold's class: %s", error)
 
 
+def _declare_latents() -> None:
+    """Let vLLM cache one latent per token where the config has one: it decides that by the model's type."""
+    from vllm.transformers_utils import model_arch_config_convertor as sizes
+
+    class Sizes(sizes.ModelArchConfigConvertorBase):  # type: ignore[misc]
+        def is_deepseek_mla(self) -> bool:
+            return getattr(self.hf_text_config, "kv_lora_rank", None) is not None
+
+    sizes.MODEL_ARCH_CONFIG_CONVERTORS["kvfold"] = Sizes
+
+
 def objection(config: Any) -> str | None:
     """Why vLLM does not run a checkpoint with this config of kvfold's class, or None if it does."""
     inner = config.text_config
-    if getattr(inner, "kv_lora_rank", None) is not None:
-        return "vLLM would cache keys and values of every head in place of its latent"
+    latent = getattr(inner, "kv_lora_rank", None) is not None
+    proven = LATENT_PROVEN if latent else PROVEN
+    if inner.model_type not in proven:
+        kind = "latent attention" if latent else "grouped attention"
+        return f"its {kind} is built around {inner.model_type}, which was not run there (these were: {', '.join(proven)})"
     if config.inner_windows is not None:
         return "it has windows inside its attention, which vLLM would leave out"
-    if inner.model_type not in PROVEN:
-        return f"it is built around {inner.model_type}, which was not run there (these were: {', '.join(PROVEN)})"
+    if latent and config.kv_lora_ranks is not None:
+        ranks = f"{min(config.kv_lora_ranks)} to {max(config.kv_lora_ranks)}"
+        return f"its layers have latents of different ranks ({ranks}), and vLLM caches one size"
+    return None
+
+
+def latent_objection(attention: Any) -> str | None:
+    """Why vLLM's latent attention does not compute what a layer's `KvfoldLatentAttention` does, or None if it does."""
+    if attention.sliding_window is not None:
+        return f"its attention sees {attention.sliding_window} tokens, and vLLM's latent attention sees all"
+    if attention.softcap is not None:
+        return f"its logits are capped at {attention.softcap}, which vLLM's latent attention leaves out"
     return None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from vllm.model_executor.models.transformers import TransformersForCausalLM
+from vllm.model_executor.models.transformers.fusers import MLAFuser
 from vllm.model_executor.models.utils import WeightsMapper
 
-from attention.models.vllm import objection
+from attention.models.modeling_kvfold import KvfoldLatentAttention
+from attention.models.vllm import latent_objection, objection
 
 
 class KvfoldForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
@@ -19,9 +22,47 @@ class KvfoldForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        model = vllm_config.model_config
-        if reason := objection(model.hf_config):
-            raise ValueError(f"vLLM cannot run {model.model}: {reason}. transformers runs it")
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        self._refuse(model, objection(model.hf_config))
+        if parallel.world_size > 1:
+            self._refuse(model, f"it was run in one process, and not in {parallel.world_size} (tensor or pipeline parallelism)")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         # What GPT-NeoX calls its head.
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_regex={re.compile(r"^(model\.)?embed_out\."): "lm_head."})
+
+    @staticmethod
+    def _refuse(model: Any, reason: str | None) -> None:
+        if reason:
+            raise ValueError(f"vLLM cannot run {model.model}: {reason}. transformers runs it")
+
+    def recursive_replace(self) -> None:
+        """Replace modules by vLLM's, then let its latent attention, which expands latents itself, take them as they are."""
+        super().recursive_replace()
+        for path, _ in self.attention_fusers.values():
+            module = self.get_submodule(path)
+            if isinstance(module, KvfoldLatentAttention):
+                self._refuse(self.model_config, latent_objection(module))
+                if not self.model_config.use_mla:
+                    self._refuse(self.model_config, "while VLLM_MLA_DISABLE is set, vLLM would not cache its latents")
+                self.fusers[path].append(_handing_over_latents(module))
+
+
+def _not_expanded(latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return latent, k_rope
+
+
+def _handing_over_latents(module: Any) -> MLAFuser:
+    """Let a `KvfoldLatentAttention` give latents to vLLM's attention, and tell the backend what expands them."""
+    module.expand_kv = _not_expanded
+    module.kv_b_proj.return_bias = True  # as vLLM's latent attention calls it
+    return MLAFuser(
+        source_cls=type(module).__name__,
+        q_proj_name="q_proj",
+        q_a_proj_name=None,
+        q_a_layernorm_name=None,
+        q_b_proj_name=None,
+        kv_a_proj_name="kv_a_proj_with_mqa",
+        kv_a_layernorm_name="kv_a_layernorm",
+        kv_b_proj_name="kv_b_proj",
+        o_proj_name="o_proj",
+    )

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from attention.models import AUTO_MAP, CODE, MODEL_TYPE
-from attention.models.vllm import PROVEN, TRIED
+from attention.models.vllm import LATENT_PROVEN, PROVEN, TRIED
 from convert.families import FAMILIES
 from convert.families.base import SOFTCAP, WINDOWS
 from convert.families.kvfold import KvfoldProjections
@@ -60,7 +60,10 @@ class Kvfold(Host):
 
     name = MODEL_TYPE
     loads_in = "transformers, with kvfold's code"
-    served_by = f"vLLM {TRIED} serves GQA and MQA of {', '.join(PROVEN)} where kvfold is installed"
+    served_by = (
+        f"where kvfold is installed, vLLM {TRIED} serves GQA and MQA of {', '.join(PROVEN)}, "
+        f"and MLA of {', '.join(LATENT_PROVEN)}"
+    )
     opened_by = (
         "transformers ≥ 5.19 loads it with the code beside the weights, and so its tokenizer: give\n"
         '`trust_remote_code=True` to both. Where kvfold is installed, `attention.load("path/to/this/directory")` does without.'
@@ -70,10 +73,12 @@ class Kvfold(Host):
     ranks_per_layer = True
     keeps_projections = True
 
-    def __init__(self, families: frozenset[str], reason: str, replaces: str, in_vllm: tuple[str, ...] = ()) -> None:
+    def __init__(self, families: frozenset[str], reason: str, replaces: str, in_vllm: tuple[str, ...]) -> None:
         self.families, self.replaces, self._in_vllm = families, replaces, in_vllm
-        known = f"vLLM {TRIED} does where kvfold is installed, around {', '.join(in_vllm)}" if in_vllm else "vLLM does not"
-        self.remarks = (f"kvfold made this class, because {reason}. SGLang and llama.cpp do not know it; {known}.",)
+        self.remarks = (
+            f"kvfold made this class, because {reason}. SGLang and llama.cpp do not know it; vLLM {TRIED} does where kvfold is "
+            f"installed, for sources of type {', '.join(in_vllm)}.",
+        )
 
     def engines(self, family: Family) -> frozenset[str]:
         inner = family.inner if isinstance(family, KvfoldProjections) else family
@@ -253,4 +258,5 @@ LATENT_HOST = Kvfold(
     frozenset(_LATENT),
     "no stock class can hold this model's blocks, RoPE or QK-norm with latent attention, or ranks that differ by layer",
     "factored into kv_a_proj_with_mqa and kv_b_proj; projections behind which it is stay, under names of the class",
+    in_vllm=LATENT_PROVEN,
 )

@@ -17,7 +17,7 @@ import torch
 from transformers import Qwen2Tokenizer
 from written import edit, ok
 
-from attention.models.vllm import PROVEN
+from attention.models.vllm import LATENT_PROVEN, PROVEN
 from attention.spec import dtype_bytes
 
 pytestmark = [
@@ -163,10 +163,20 @@ def test_kvfolds_class_runs_where_kvfold_is_installed(
     same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
 
 
+@pytest.mark.parametrize("model_type", LATENT_PROVEN)
+def test_kvfolds_latents_are_cached_as_they_are(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    sizes |= {"rotary_pct": 1.0, "rotary_dim": 64}
+    source = checkpoint(model_type, **sizes, use_qk_norm=True, max_position_embeddings=256)
+    command, *options = LATENT
+    ok(convert(command, source, tmp_path / "out", *options, "--no-text", "--engine", "vllm"))
+    same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
+
+
 @pytest.mark.parametrize(
     ("target", "plugins", "message"),
     [
-        (("mla", "--kv-budget", "50%"), "kvfold", "in place of its latent"),
+        (("mla", "--kv-budget", "50%"), "kvfold", "its attention sees 8 tokens"),
         (("gqa", "--groups", 2, "--class", "kvfold"), "", "trust_remote_code=True"),
     ],
     ids=str,
@@ -175,7 +185,8 @@ def test_what_it_would_run_wrongly_does_not_start(
     target: tuple[Any, ...], plugins: str, message: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     command, *options = target
-    source = checkpoint("qwen3", head_dim=32, max_position_embeddings=256)
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}
+    source = checkpoint("qwen3", head_dim=32, max_position_embeddings=256, **windows)
     ok(convert(command, source, tmp_path / "out", *options, "--no-text"))
     done = served(tmp_path / "out", "float32", [[5, 9]], VLLM_PLUGINS=plugins)
     assert done.returncode != 0

@@ -14,7 +14,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     model, dtype, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    latent = "kv_lora_rank" in json.loads((Path(model) / "config.json").read_text())
+    config = json.loads((Path(model) / "config.json").read_text())
+    latent = "kv_lora_rank" in config | config.get("text_config", {})
     # What vLLM chooses for latents on CPUs with AMX takes no float32.
     backend = {"attention_backend": "CPU_MLA"} if latent and dtype == "float32" else {}
     engine = LLM(model=model, dtype=dtype, max_model_len=256, enforce_eager=True, seed=0, **backend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from importlib.metadata import entry_points
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from tiny import tiny_config
 
 from attention.models.configuration_kvfold import KvfoldConfig
 from attention.models.modeling_kvfold import KvfoldForCausalLM, KvfoldModel
-from attention.models.vllm import PROVEN, TRIED, objection, register
+from attention.models.vllm import PROVEN, TRIED, latent_objection, objection, register
 
 
 class Registry:
@@ -29,30 +29,45 @@ class Registry:
         self.known[name] = place
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, version: str) -> Registry:
-    module: Any = ModuleType("vllm")
-    module.__version__, module.ModelRegistry = version, Registry()
-    monkeypatch.setitem(sys.modules, "vllm", module)
-    found: Registry = module.ModelRegistry
-    return found
+class Sizes:
+    """By which vLLM knows whether a config has a latent, where its model type has no class of its own for it."""
+
+    def __init__(self, hf_text_config: Any) -> None:
+        self.hf_text_config = hf_text_config
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
+    module, sizes = SimpleNamespace(__version__=version, ModelRegistry=Registry()), SimpleNamespace()
+    sizes.MODEL_ARCH_CONFIG_CONVERTORS, sizes.ModelArchConfigConvertorBase = {}, Sizes
+    monkeypatch.setitem(sys.modules, "vllm", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(
+        sys.modules,
+        "vllm.transformers_utils",
+        SimpleNamespace(model_arch_config_convertor=sizes),  # type: ignore[arg-type]
+    )
+    module.sizes = sizes.MODEL_ARCH_CONFIG_CONVERTORS
+    return module
 
 
 def test_vllm_finds_it_and_may_load_it_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = fake(monkeypatch, f"{TRIED}.1")
+    vllm = fake(monkeypatch, f"{TRIED}.1")
     (point,) = (point for point in entry_points(group="vllm.general_plugins") if point.name == "kvfold")
     for _ in range(2):
         point.load()()
-    assert registry.known == {"KvfoldForCausalLM": "attention.models.vllm_model:KvfoldForCausalLM"}
+    assert vllm.ModelRegistry.known == {"KvfoldForCausalLM": "attention.models.vllm_model:KvfoldForCausalLM"}
+    latents = [vllm.sizes["kvfold"](SimpleNamespace(kv_lora_rank=rank)).is_deepseek_mla() for rank in (16, None)]
+    assert latents == [True, False]
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.320.0", "1.0"])
 def test_other_versions_are_named_and_nothing_is_registered(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registry = fake(monkeypatch, version)
+    vllm = fake(monkeypatch, version)
     with caplog.at_level(logging.WARNING, "kvfold"):
         register()
-    assert not registry.known
+    assert not vllm.ModelRegistry.known
+    assert not vllm.sizes
     assert f"this is {version}: checkpoints of that class do not start" in caplog.text
 
 
@@ -64,19 +79,33 @@ def test_what_fails_in_it_only_warns(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
+    ("model_type", "latent", "changes", "message"),
     [
-        ("gpt2", {}, None),
-        ("qwen3", {}, None),
-        ("qwen3", {"kv_lora_rank": 16}, "in place of its latent"),
-        ("gpt2", {"inner_windows": [4, None]}, "windows inside its attention"),
-        ("bloom", {}, "built around bloom, which was not run there"),
+        ("gpt2", False, {}, None),
+        ("qwen3", False, {}, None),
+        ("qwen3", True, {}, None),
+        ("gpt2", False, {"inner_windows": [4, None]}, "windows inside its attention"),
+        ("bloom", False, {}, "its grouped attention is built around bloom, which was not run there"),
+        ("opt", True, {}, "its latent attention is built around opt, which was not run there"),
+        ("qwen3", True, {"kv_lora_ranks": [8, 16]}, r"different ranks (8 to 16)"),
     ],
 )
-def test_what_vllm_would_run_wrongly_is_refused(model_type: str, changes: dict[str, Any], message: str | None) -> None:
-    inner = SimpleNamespace(model_type=model_type, kv_lora_rank=changes.pop("kv_lora_rank", None))
-    reason = objection(SimpleNamespace(text_config=inner, inner_windows=None, **changes) if not changes else
-                       SimpleNamespace(text_config=inner, **changes))  # fmt: skip
+def test_what_vllm_would_run_wrongly_is_refused(
+    model_type: str, latent: bool, changes: dict[str, Any], message: str | None
+) -> None:
+    inner = SimpleNamespace(model_type=model_type, kv_lora_rank=16 if latent else None)
+    reason = objection(SimpleNamespace(**{"text_config": inner, "inner_windows": None, "kv_lora_ranks": None} | changes))
+    assert (reason is None) if message is None else (message in str(reason))
+
+
+@pytest.mark.parametrize(
+    ("window", "cap", "message"),
+    [(None, None, None), (64, None, "sees 64 tokens"), (None, 50.0, "capped at 50.0")],
+)
+def test_what_vllms_latent_attention_would_leave_out_is_refused(
+    window: int | None, cap: float | None, message: str | None
+) -> None:
+    reason = latent_objection(SimpleNamespace(sliding_window=window, softcap=cap))
     assert (reason is None) if message is None else (message in str(reason))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,15 +42,18 @@ def test_what_runs_a_result(host: str, spec: AttentionSpec, expected: list[str])
     assert running(CLASSES[host], FAMILIES["llama"], spec) == expected
 
 
-def test_vllm_runs_grouped_results_of_kvfolds_class_where_it_was_tried() -> None:
-    for model_type, expected in (
-        ("gpt2", ["transformers", "vllm"]),
-        ("qwen3", ["transformers", "vllm"]),
-        ("bloom", ["transformers"]),
-    ):
-        assert running(HOST, FAMILIES[model_type], BEFORE.grouped(8)) == expected
-        assert running(HOST, HOST.layout(FAMILIES[model_type]), BEFORE.grouped(8)) == expected
-        assert running(LATENT_HOST, FAMILIES[model_type], BEFORE.latent(512, 64)) == ["transformers"]
+@pytest.mark.parametrize(
+    ("model_type", "grouped", "latent"),
+    [("gpt2", True, False), ("qwen3", True, True), ("stablelm", False, True), ("bloom", False, False)],
+)
+def test_vllm_runs_results_of_kvfolds_class_where_they_were_tried(model_type: str, grouped: bool, latent: bool) -> None:
+    tried = {False: ["transformers"], True: ["transformers", "vllm"]}
+    for host, spec, runs in ((HOST, BEFORE.grouped(8), grouped), (LATENT_HOST, BEFORE.latent(512, 64), latent)):
+        assert running(host, FAMILIES[model_type], spec) == tried[runs]
+        assert running(host, host.layout(FAMILIES[model_type]), spec) == tried[runs]
+    assert running(LATENT_HOST, FAMILIES[model_type], replace(BEFORE.latent(512, 64), layer_ranks=(512, 448))) == [
+        "transformers"
+    ]
 
 
 def test_the_sources_own_class_runs_where_its_kv_heads_are_read() -> None:
