@@ -16,7 +16,7 @@ from convert.calibration.refit import refitted
 from convert.execute.job import Job
 from convert.families.neutral import query_channels
 from convert.methods.constant_norm import with_constant_norm
-from convert.methods.grouped import Draw, reordered
+from convert.methods.grouped import Draw, queries_of, reordered
 from convert.methods.latent import Allocation, balanced, sized
 from convert.methods.query_latent import behind_norm, expected_met, truncated
 from convert.methods.statistics import Statistics
@@ -81,7 +81,9 @@ def merged(target: GroupedTarget, before: Attention, layer: int, statistics: Sta
     """The KV heads of a layer, merged by the target's method."""
     groups, method = target.spec.num_kv_heads, target.method
     if target.grouping == "similar" and method.partition:
-        before = reordered(before, method.partition(before, groups, statistics))
+        order = method.partition(before, groups, statistics)
+        statistics = statistics.with_queries(queries_of(before, order))
+        before = reordered(before, order)
     return before, method.merge(before, groups, Draw.of_layer(target.seed, layer, target.initializer_range), statistics)
 
 

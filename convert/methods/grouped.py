@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.qk_norm import QKNorm
-from attention.record import Attention
+from attention.record import Attention, LatentProjections
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
 
@@ -86,16 +86,20 @@ def merged_norm(norm: QKNorm | None, merged: Callable[[torch.Tensor], torch.Tens
     return replace(norm, gain=merged(norm.gain), bias=None if norm.bias is None else merged(norm.bias))
 
 
+def queries_of(attention: Attention, order: list[int]) -> list[int]:
+    """The query heads that read KV heads in this order."""
+    share = attention.q.shape[0] // attention.num_kv_heads
+    return [head * share + i for head in order for i in range(share)]
+
+
 def reordered(attention: Attention, order: list[int]) -> Attention:
-    """The same attention with its KV heads in another order; their query heads and output columns move along."""
-    a, share = attention, attention.q.shape[0] // attention.num_kv_heads
-    queries = [head * share + i for head in order for i in range(share)]
+    """The same attention with its KV heads in another order; their query heads and output columns move along.
 
-    def norm(norm: QKNorm | None, rows: list[int]) -> QKNorm | None:
-        if norm is None or not norm.per_head_gains:
-            return norm
-        return replace(norm, gain=norm.gain[rows], bias=None if norm.bias is None else norm.bias[rows])
-
+    Behind a source's projections, queries move there, too; keys and values that are projected stay, and those that are made of
+    them move.
+    """
+    a, queries = attention, queries_of(attention, order)
+    assert not isinstance(a.projections, LatentProjections), "a latent has no KV heads to put in order"
     return replace(
         a,
         q=a.q[queries],
@@ -105,6 +109,7 @@ def reordered(attention: Attention, order: list[int]) -> Attention:
         q_bias=None if a.q_bias is None else a.q_bias[queries],
         k_bias=None if a.k_bias is None else a.k_bias[order],
         v_bias=None if a.v_bias is None else a.v_bias[order],
-        q_norm=norm(a.q_norm, queries),
-        k_norm=norm(a.k_norm, order),
+        q_norm=None if a.q_norm is None else a.q_norm.of_heads(queries),
+        k_norm=None if a.k_norm is None else a.k_norm.of_heads(order),
+        projections=None if a.projections is None else a.projections.with_queries(queries),
     )

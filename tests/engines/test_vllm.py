@@ -109,6 +109,7 @@ def test_tokens_are_those_of_transformers(target: str, dtype: str, convert: Conv
     [
         ("gptj", ("gqa", "--groups", 2), "float32"),
         ("gpt2", ("mqa",), "float32"),
+        ("qwen3", ("gqa", "--groups", 2, "--method", "mean"), "float32"),
         ("gpt_neox", ("mqa",), "float32"),
         ("qwen2", LATENT, "float32"),
         ("qwen2", LATENT, "float16"),
@@ -174,19 +175,25 @@ def test_kvfolds_latents_are_cached_as_they_are(model_type: str, checkpoint: Mak
 
 
 @pytest.mark.parametrize(
-    ("target", "plugins", "message"),
+    ("model_type", "target", "plugins", "message"),
     [
-        (("mla", "--kv-budget", "50%"), "kvfold", "its attention sees 8 tokens"),
-        (("gqa", "--groups", 2, "--class", "kvfold"), "", "trust_remote_code=True"),
+        ("qwen3", ("mla", "--kv-budget", "50%"), "kvfold", "its attention sees 8 tokens"),
+        (
+            "gemma2",
+            ("mla", "--kv-budget", "50%"),
+            "kvfold",
+            "its latent attention is built around gemma2, which was not run there",
+        ),
+        ("qwen3", ("gqa", "--groups", 2, "--class", "kvfold"), "", "trust_remote_code=True"),
     ],
     ids=str,
 )
 def test_what_it_would_run_wrongly_does_not_start(
-    target: tuple[Any, ...], plugins: str, message: str, checkpoint: Make, convert: Convert, tmp_path: Path
+    model_type: str, target: tuple[Any, ...], plugins: str, message: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     command, *options = target
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}
-    source = checkpoint("qwen3", head_dim=32, max_position_embeddings=256, **windows)
+    source = checkpoint(model_type, head_dim=32, max_position_embeddings=256, **windows)
     ok(convert(command, source, tmp_path / "out", *options, "--no-text"))
     done = served(tmp_path / "out", "float32", [[5, 9]], VLLM_PLUGINS=plugins)
     assert done.returncode != 0

@@ -188,10 +188,19 @@ def test_as_many_groups_as_heads_copies_every_bit_with_text_too(
 
 
 @pytest.mark.parametrize("with_text", [False, True])
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "stock"), ("qwen3", "stock"), ("qwen3", "kvfold")])
 def test_similar_heads_that_are_apart_are_grouped_and_lossless(
-    with_text: bool, checkpoint: Make, convert: Convert, logits: Logits, on: list[Any], tmp_path: Path
+    model_type: str,
+    kind: str,
+    with_text: bool,
+    checkpoint: Make,
+    convert: Convert,
+    logits: Logits,
+    on: list[Any],
+    tmp_path: Path,
 ) -> None:
-    source = checkpoint(num_key_value_heads=4, duplicated=2)  # heads 0 and 1 are equal, and 2 and 3
+    # Heads 0 and 1 are equal, and 2 and 3.
+    source = checkpoint(model_type, num_attention_heads=4, num_key_value_heads=4, head_dim=16, duplicated=2)
     tensors = load_file(source / "model.safetensors")
     order = torch.tensor([0, 2, 1, 3])
     for name in tensors:
@@ -200,7 +209,7 @@ def test_similar_heads_that_are_apart_are_grouped_and_lossless(
         elif ".o_proj.weight" in name:
             tensors[name] = tensors[name].unflatten(1, (4, -1))[:, order].flatten(1).contiguous()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    given = on if with_text else []
+    given = ["--class", kind, *(on if with_text else [])]
     ok(convert("gqa", source, tmp_path / "similar", "--groups", 2, "--grouping", "similar", *given))
     ok(convert("gqa", source, tmp_path / "neighbours", "--groups", 2, *given))
     assert distance(logits(tmp_path / "similar"), logits(source)) < (1e-3 if with_text else 1e-4)

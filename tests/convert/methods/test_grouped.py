@@ -56,5 +56,6 @@ def test_heads_in_another_order_are_the_same_function(norm: str | None, share: i
     moved = reordered(a, order)
     assert loss(a, moved) < 1e-6
     assert torch.equal(moved.k, a.k[order])
+    assert torch.allclose(run(reordered(a.on_projected_inputs(), order)), run(a), rtol=1e-4, atol=1e-4)
     back = reordered(moved, [order.index(head) for head in range(4)])
     assert all(torch.equal(getattr(a, name), getattr(back, name)) for name in ("q", "k", "v", "o", "q_bias", "v_bias"))
