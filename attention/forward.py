@@ -92,8 +92,8 @@ class Heads:
         lift: `[H, N', N]` from a head's nope queries to what is kept (MLA), or None.
         rotation: Rotates rows `[…, T, P]` by their positions.
         scale: Of the logits.
-        placing_queries: The derivative of queries by `plain`.
-        placing_keys: That of keys by what is projected.
+        placing_queries: How queries change with `plain`.
+        placing_keys: How keys change with what is projected.
         scoring: What becomes of logits.
     """
 

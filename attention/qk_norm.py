@@ -86,12 +86,13 @@ class QKNorm:
             states = states - states.mean(axes, keepdim=True)
         inverse = (states.square().mean(axes, keepdim=True) + self.eps).rsqrt()
         gain = (self.gain.to(states.dtype) + self.gain_offset)[:, None]
-        return LinearisedNorm(states * inverse, inverse, gain, self.kind == "layer", self.scope == "head")
+        sized = self.scope == "head" or len(states) == 1
+        return LinearisedNorm(states * inverse, inverse, gain, self.kind == "layer", sized)
 
 
 @dataclass(frozen=True)
 class LinearisedNorm:
-    """The derivative of a QK-norm. One over all heads is taken to keep its size: each head changes little of that.
+    """The derivative of a QK-norm. One over several heads is taken to keep its size: each head changes little of that.
 
     Attributes:
         unit: `[heads, T, D]`, normalised states before gains.

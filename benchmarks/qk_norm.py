@@ -40,7 +40,7 @@ from eval.inputs.source import Source
 
 TYPES = "llama,qwen3,qwen3_moe,olmo2,exaone4"
 TOKENS, CONTEXT = 16384, 256
-GIVEN: dict[str, Any] = {"calibration_tokens": TOKENS, "calibration_context": CONTEXT, "heal": 0}
+GIVEN: dict[str, Any] = {"calibration_tokens": TOKENS, "calibration_context": CONTEXT, "heal": 0, "overwrite": True}
 COLUMNS = ("half: Procrustes", "its class", "kvfold", "MQA: Procrustes", "its class", "kvfold", "MLA, 25 %")
 
 
@@ -69,7 +69,7 @@ def converted(source: Path, work: Path, calibration: str) -> Iterator[Path | Non
     for groups in (2, 1):
         out = work / f"{source.name}-{groups}"
         options = CalibrationOptions(texts_of([calibration], None), TOKENS, CONTEXT, refit=False, heal=0)
-        target = Output(out.with_name(f"{out.name}-procrustes"))
+        target = Output(out.with_name(f"{out.name}-procrustes"), overwrite=True)
         found = Source.parse(str(source))
         plan = plan_grouped("gqa", found, groups, procrustes.METHOD, 0, "cpu", target, options)
         execute(replace(plan, accepts_any_loss=True), heal=heal_result)

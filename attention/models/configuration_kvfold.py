@@ -122,6 +122,8 @@ class KvfoldConfig(PreTrainedConfig):  # type: ignore[misc]
         heads, layers = self.projected_kv_heads, getattr(self.text_config, "num_hidden_layers", 0)
         if heads is not None and not (type(heads) is int and heads > 0):
             raise ValueError(f"projected_kv_heads is {heads}; it must be an integer above 0")
+        if heads is not None and self.qk_norm is None and self.clip_qkv is None:
+            raise ValueError(f"projected_kv_heads is {heads}, and neither qk_norm nor clip_qkv follows what is projected")
         listed = [] if self.unrotated_layers is None else self.unrotated_layers
         if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < layers for layer in listed):
             raise ValueError(f"unrotated_layers is {listed}; it must list layers from 0 to {layers - 1}")

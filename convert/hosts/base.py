@@ -51,6 +51,10 @@ class Host(ABC):
     ranks_per_layer: bool = False
     keeps_projections: bool = False
 
+    def reads_projections(self, family: Family, config: Any) -> bool:
+        """Whether what it holds of such a source is behind its projections (`attention.record.Projections`)."""
+        return self.keeps_projections and family.needs_projections(config)
+
     @property
     def kind(self) -> str:
         """One of CLASSES."""

@@ -92,6 +92,8 @@ class Kvfold(Host):
 
     def refuses(self, family: Family, config: Any, target: AttentionSpec) -> str | None:
         traits, inner = family.traits(config), config.text_config if family.needs_code else config
+        if not target.kv_lora_rank and not family.needs_code and target == family.spec(config):
+            return "no KV heads are shared, and the source's class holds its own"
         if not target.kv_lora_rank and (reason := self._refuses_heads(family, config)):
             return reason
         if target.kv_lora_rank and family.without_latent:

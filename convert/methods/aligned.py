@@ -239,7 +239,7 @@ def _before(norm: QKNorm | None, rows: torch.Tensor, sizes: torch.Tensor) -> tor
     if norm.bias is not None:
         rows = torch.cat((rows[..., :-1], rows[..., -1:] - norm.bias.double()[..., None]), -1)
     gain = norm.gain.double() + norm.gain_offset
-    least = _LEAST_GAIN * gain.abs().amax()
+    least = (_LEAST_GAIN * gain.abs().amax()).clamp_min(torch.finfo(gain.dtype).tiny)  # all may be zero
     return rows * sizes / torch.where(gain.abs() < least, least, gain)[..., None]
 
 

@@ -142,8 +142,10 @@ def carry_out(
             if work.published:  # an earlier run was stopped after OUTPUT appeared
                 record = recorded(path)
                 if not isinstance(record.get("recipe"), dict):
-                    hint = "make it again with --overwrite and without --resume"
-                    raise Refusal(f"OUTPUT {path} exists already, and is not whole", hint=hint)
+                    hint = "make OUTPUT again with --overwrite and without --resume; its weights were not looked at"
+                    raise Refusal(
+                        f"OUTPUT {path} exists already, and its conversion.json is damaged: it has no recipe", hint=hint
+                    )
                 task.idle()
             else:
                 expected = task.foretell(len(evaluated.ids) if evaluated else 0)

@@ -64,8 +64,7 @@ class Plan:
     @property
     def reads_projections(self) -> bool:
         """Whether what it makes is behind the source's projections (`attention.record.Projections`)."""
-        kept = self.target.host.keeps_projections or self.target.spec.kv_lora_rank is not None
-        return kept and self.family.needs_projections(self.source.config)
+        return self.target.host.reads_projections(self.family, self.source.config)
 
     @property
     def channels(self) -> int:

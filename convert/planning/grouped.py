@@ -62,14 +62,14 @@ def plan_grouped(
     kind = "mqa" if groups == 1 else "gqa"
     stored_dtype(source, output)  # refuses what no engine serves
     hosts = [host for host in HOSTS[kind] if output_class in (None, host.kind)]
-    host = host_of(hosts, family, source, spec, engine_of(output.engine))
-    behind = host.keeps_projections and family.needs_projections(source.config)
+    host = host_of(hosts, family, source, spec, engine_of(output.engine), "leave out --class" if output_class else None)
+    behind = host.reads_projections(family, source.config)
     _check_grouping(grouping, method, family.slopes(source.config))
     if spec != before and not behind:
         _check_clip(source, method, family.traits(source.config))
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    notes, remarks = _notes(family, source, before, spec, output.dtype, method, text, behind)
+    notes, remarks = _notes(family, source, before, spec, output, method, text, behind)
     notes += () if spec == before else host.notes(source.config)
     target = GroupedTarget(
         command,
@@ -127,23 +127,31 @@ def _notes(
     source: Source,
     before: AttentionSpec,
     target: AttentionSpec,
-    dtype: str | None,
+    output: Output,
     method: GroupedMethod,
     text: Calibration | None,
     behind: bool,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The notes of the target, and the remarks on the text."""
     if target == before:
-        how = f"every tensor is cast to {dtype} and otherwise" if dtype else "every tensor is copied bit for bit,"
+        how = f"every tensor is cast to {output.dtype} and otherwise" if output.dtype else "every tensor is copied bit for bit,"
         copied = f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged"
         return (copied,), ("the calibration text is not used",) if text else ()
     traits = family.traits(source.config)
     traits = traits.behind_projections if behind else traits
     notes = []
     if method.text is not TextUse.IGNORED and traits.qk_norm:
-        notes.append(
-            "queries and keys are normalised, which costs in this class; --class kvfold shares keys behind that, for less"
-        )
+        note = "queries and keys are normalised, which costs in this class"
+        if _in_kvfolds_class(family, source, target, output):
+            note += "; gqa --class kvfold shares keys behind that, for less"
+        notes.append(note)
     if not behind and family.merges_norm_gains(source.config):
         notes.append("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group")
     return tuple(notes), tuple(text_notes(method, text, traits))
+
+
+def _in_kvfolds_class(family: Family, source: Source, target: AttentionSpec, output: Output) -> bool:
+    """Whether kvfold's class can hold the result, and the engine that is asked for runs it there."""
+    engine = engine_of(output.engine)
+    hosts = [host for host in HOSTS["gqa"] if host.kind == "kvfold" and not host.refuses(family, source.config, target)]
+    return any(engine is None or engine.name in host.engines(family) for host in hosts)

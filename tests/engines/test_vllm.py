@@ -154,13 +154,17 @@ def test_a_copy_that_names_the_engines_own_class_does_not_start(convert: Convert
     assert "ZeroDivisionError" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("model_type", PROVEN)
+@pytest.mark.parametrize(("model_type", "groups"), [*((name, 2) for name in PROVEN), ("qwen3", 1)])
 def test_kvfolds_class_runs_where_kvfold_is_installed(
-    model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path
+    model_type: str, groups: int, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "use_qk_norm": True}
     source = checkpoint(model_type, **sizes, max_position_embeddings=256)
-    ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--class", "kvfold", "--engine", "vllm", "--method", "mean"))
+    ok(
+        convert(
+            "gqa", source, tmp_path / "out", "--groups", groups, "--class", "kvfold", "--engine", "vllm", "--method", "mean"
+        )
+    )
     same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
 
 

@@ -85,6 +85,7 @@ def test_what_fails_in_it_only_warns(monkeypatch: pytest.MonkeyPatch, caplog: py
         ("qwen3", False, {}, None),
         ("qwen3", True, {}, None),
         ("gpt2", False, {"inner_windows": [4, None]}, "windows inside its attention"),
+        ("qwen3", False, {"layer_types": ["full_attention", "sliding_attention"]}, "larger than planned"),
         ("bloom", False, {}, "its grouped attention is built around bloom, which was not run there"),
         ("opt", True, {}, "its latent attention is built around opt, which was not run there"),
         ("qwen3", True, {"kv_lora_ranks": [8, 16]}, r"different ranks (8 to 16)"),
@@ -93,7 +94,8 @@ def test_what_fails_in_it_only_warns(monkeypatch: pytest.MonkeyPatch, caplog: py
 def test_what_vllm_would_run_wrongly_is_refused(
     model_type: str, latent: bool, changes: dict[str, Any], message: str | None
 ) -> None:
-    inner = SimpleNamespace(model_type=model_type, kv_lora_rank=16 if latent else None)
+    types = changes.pop("layer_types", None)
+    inner = SimpleNamespace(model_type=model_type, kv_lora_rank=16 if latent else None, layer_types=types)
     reason = objection(SimpleNamespace(**{"text_config": inner, "inner_windows": None, "kv_lora_ranks": None} | changes))
     assert (reason is None) if message is None else (message in str(reason))
 

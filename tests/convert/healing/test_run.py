@@ -469,7 +469,7 @@ def test_a_damaged_record_of_a_published_healing_is_refused(
         with pytest.raises(Interrupted):
             heal(converted, tmp_path / "out", text=text, **(SIZES | {"tokens": 64}))
     (tmp_path / "out" / "conversion.json").write_text("{")
-    with pytest.raises(Refusal, match="is not whole"):
+    with pytest.raises(Refusal, match="is damaged: it has no recipe"):
         heal(converted, tmp_path / "out", text=text, resume=True, **(SIZES | {"tokens": 64}))
     done = heal(converted, tmp_path / "out", text=text, overwrite=True, **(SIZES | {"tokens": 64}))
     assert done.record == json.loads((tmp_path / "out" / "conversion.json").read_text())

@@ -344,18 +344,29 @@ def test_heads_are_shared_behind_a_norm_or_a_clamp(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "kind", "message"),
+    ("model_type", "groups", "kind", "message"),
     [
-        ("llama", "kvfold", "kvfold: the source's class can share KV heads, and no norm or clamp comes before them"),
-        ("hunyuan_v1_dense", "kvfold", "kvfold: queries and keys are normalised behind RoPE"),
-        ("gpt2", "stock", "its own class: gpt2 ignores num_key_value_heads"),
+        ("llama", 2, "kvfold", "kvfold: the source's class can share KV heads, and no norm or clamp comes before them"),
+        ("hunyuan_v1_dense", 2, "kvfold", "kvfold: queries and keys are normalised behind RoPE"),
+        ("qwen3", 4, "kvfold", "kvfold: no KV heads are shared, and the source's class holds its own"),
+        ("gpt2", 2, "stock", "its own class: gpt2 ignores num_key_value_heads"),
     ],
 )
 def test_a_class_that_cannot_hold_the_result_is_refused(
-    model_type: str, kind: str, message: str, checkpoint: Make, convert: Convert, tmp_path: Path
+    model_type: str, groups: int, kind: str, message: str, checkpoint: Make, convert: Convert, tmp_path: Path
 ) -> None:
-    done = convert("gqa", checkpoint(model_type), tmp_path / "out", "--groups", 2, "--class", kind)
+    done = convert("gqa", checkpoint(model_type), tmp_path / "out", "--groups", groups, "--class", kind)
     left_nothing(done, 2, message, tmp_path / "out")
+    assert "leave out --class" in done.stderr
+
+
+@pytest.mark.parametrize(("model_type", "named"), [("qwen3", True), ("hunyuan_v1_dense", False)])
+def test_a_plan_names_the_class_that_loses_less_where_it_can_hold_the_result(
+    model_type: str, named: bool, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    planned = ok(convert("gqa", checkpoint(model_type), tmp_path / "out", "--groups", 2, "--no-text", "--dry-run")).output
+    assert "queries and keys are normalised, which costs in this class" in planned
+    assert ("gqa --class kvfold shares keys behind that" in planned) is named
 
 
 def test_heads_shared_behind_a_norm_become_a_latent_behind_it(

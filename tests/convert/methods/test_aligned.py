@@ -86,6 +86,15 @@ def test_heads_of_zeros_stay_finite(what: str) -> None:
     assert torch.isfinite(run(widened(merged))).all()
 
 
+@pytest.mark.parametrize("norm", ["shared", "head", "all"])
+def test_gains_of_zeros_stay_finite(norm: str) -> None:
+    a = with_rope(record(heads=8, groups=4, norm=norm))
+    assert a.k_norm is not None
+    silent = dataclasses.replace(a.k_norm, gain=torch.zeros_like(a.k_norm.gain))
+    merged = merge("aligned", dataclasses.replace(a, k_norm=silent), 2)
+    assert torch.isfinite(merged.k).all()
+
+
 def test_heads_wider_than_the_model_keep_their_shape() -> None:
     a = with_rope(record(heads=8, groups=4))
     narrow = dataclasses.replace(
