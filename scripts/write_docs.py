@@ -18,8 +18,8 @@ CLI, MODELS = ROOT / "docs" / "cli.md", ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- scripts/write_docs.py writes this table -->\n", "<!-- end of the table -->\n"
 HEAD = """# Command line
 
-`python scripts/write_docs.py` writes this page. It lists the options; `convert COMMAND --help` explains each, with its default and
-an example.
+`python scripts/write_docs.py` writes this page. It lists the options; `convert COMMAND --help` explains each, with its default
+and an example.
 
 Results go to stdout (`--json` for scripts), everything else to stderr. Exit codes: 0 done; 1 failed on weights, text or
 machine; 2 wrong arguments or config; 3 a quality gate missed; 130 interrupted.
