@@ -34,7 +34,7 @@ def render_cli() -> str:
 def _section(name: str, command: click.Command) -> str:
     context = click.Context(command, info_name=f"convert {name}")
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)]).replace(" [OPTIONS]", "")
-    options = ", ".join(f"`{max(option.opts, key=len)}`" for option in command.params if isinstance(option, click.Option))
+    options = " ".join(f"`{max(option.opts, key=len)}`" for option in command.params if isinstance(option, click.Option))
     return f"## convert {name}\n\n`{usage}`: {command.get_short_help_str(limit=100)}\n\n{options}\n"
 
 
