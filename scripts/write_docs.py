@@ -19,7 +19,7 @@ BEGIN, END = "<!-- scripts/write_docs.py writes this table -->\n", "<!-- end of 
 HEAD = """# Command line
 
 `python scripts/write_docs.py` writes this page. It lists the options; `convert COMMAND --help` explains each, with its default
-and an example. The script is called `convert`, and also `kvfold`, because ImageMagick has a `convert` too.
+and an example.
 
 Results go to stdout (`--json` for scripts), everything else to stderr. Exit codes: 0 done; 1 failed on weights, text or
 machine; 2 wrong arguments or config; 3 a quality gate missed; 130 interrupted.
@@ -33,15 +33,16 @@ def render_cli() -> str:
 
 def _section(name: str, command: click.Command) -> str:
     context = click.Context(command, info_name=f"convert {name}")
-    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
-    options = ", ".join(f"`{max(option.opts, key=len)}`" for option in command.params if isinstance(option, click.Option))
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)]).replace(" [OPTIONS]", "")
+    options = " ".join(f"`{max(option.opts, key=len)}`" for option in command.params if isinstance(option, click.Option))
     return f"## convert {name}\n\n`{usage}`: {command.get_short_help_str(limit=100)}\n\n{options}\n"
 
 
 def render_models() -> str:
-    """docs/models.md with a current table."""
+    """docs/models.md with a current table; why a latent is not shared is said there once."""
     before, rest = MODELS.read_text(encoding="utf-8").split(BEGIN)
-    return before + BEGIN + support_markdown(support()) + "\n" + END + rest.split(END)[1]
+    lines = [line for line in support_markdown(support()).split("\n") if not line.endswith("no KV heads to merge")]
+    return before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
