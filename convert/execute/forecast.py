@@ -37,6 +37,7 @@ _QUERIES = 64  # of each block, whose attention is measured
 # The refit of one layer: fits of queries, keys and values, each of passes over the logits of its tokens.
 # As many as made forecasts of a real model hold; what fits do besides is in them.
 _FITS = {GroupedTarget: 12, LatentTarget: 8}
+_FITS_THROUGH_NORM = 28  # of heads whose QK-norm stays behind them: more rounds, and gains
 _EXACT_PASSES, _ROUGH_PASSES = 2, 7  # of a fit: the logits that it begins with, and the steps of conjugate gradients
 _PASS_VALUES = 3  # of elementwise operations, for each logit
 _PASS_CALLS = 25  # of operators, for each span of tokens
@@ -103,7 +104,15 @@ class _Layer:
         exact = _EXACT_PASSES + _ROUGH_PASSES * ROUGH[rough(device_of(self.plan))]
         one_fit = logits * Work(exact * 4 * self._fitted_dims, (_EXACT_PASSES + _ROUGH_PASSES) * _PASS_VALUES)
         one_fit += Work(calls=(_EXACT_PASSES + _ROUGH_PASSES) * _PASS_CALLS * min(count, TOKENS) / SPAN)
-        return _FITS[type(self.plan.target)] * (one_fit + _JUDGEMENTS * self._attention(judged))
+        return self._fits * (one_fit + _JUDGEMENTS * self._attention(judged))
+
+    @property
+    def _fits(self) -> int:
+        """How many fits the refit takes, about."""
+        plan = self.plan
+        if plan.family.traits(plan.source.config).qk_norm and not plan.reads_projections:
+            return _FITS_THROUGH_NORM
+        return _FITS[type(plan.target)]
 
     def _attention(self, lengths: list[int]) -> Work:
         """The attention's outputs of blocks of these lengths."""

@@ -63,6 +63,17 @@ def test_every_step_adds_to_the_work(planned: Callable[..., Plan]) -> None:
     assert flops(planned(mla, refit=False)) < flops(planned(mla, refit=False, per_layer_ranks=True))
 
 
+def test_a_refit_through_a_norm_takes_more_fits(checkpoint: Make, words: Path, tmp_path: Path) -> None:
+    def refit(model_type: str, kind: str) -> float:
+        given: dict[str, Any] = {"groups": 2, "text": words, "output_class": kind, "dry_run": True} | FEW
+        source = checkpoint(model_type, model_type)
+        with_refit, without = (gqa(source, tmp_path / "out", refit=refit, **given).plan for refit in (True, False))
+        return flops(with_refit) - flops(without)
+
+    assert refit("qwen3", "stock") > 2 * refit("llama", "stock")
+    assert refit("qwen3", "kvfold") == pytest.approx(refit("llama", "stock"), rel=0.5)
+
+
 def test_several_conversions_survey_their_source_once(planned: Callable[..., Plan]) -> None:
     plan = planned(mla)
     first, second = works_of([plan, plan], 512)
