@@ -15,7 +15,7 @@ from convert.healing.student import of_part
 from convert.healing.tracking import require_tracker
 from convert.healing.trainable import require_peft
 from convert.healing.weights import places
-from convert.output.place import Output, check_output, partial_path, recorded
+from convert.output.place import Output, check_output, partial_path, read_provenance
 from convert.planning.base import readable
 from convert.planning.texts import Texts, as_options
 from eval.inputs.source import Source, require_contexts
@@ -145,7 +145,7 @@ class HealPlan:
         return (*self._of_another_teacher(), *self._of_refinement())
 
     def _of_another_teacher(self) -> tuple[str, ...]:
-        named, place = _recorded_source(self.converted), _place(self.teacher)
+        named, place = _stated_source(self.converted), _place(self.teacher)
         if named is None or str(Path(named).resolve()) == place or named.split("@")[0] == self.teacher.repository:
             return ()
         return (
@@ -154,7 +154,7 @@ class HealPlan:
         )
 
     def _of_refinement(self) -> tuple[str, ...]:
-        made = recorded(self.converted.files).get("recipe")
+        made = read_provenance(self.converted.files).get("recipe")
         options = next(iter(made.values())) if isinstance(made, dict) and made else None
         if not isinstance(options, dict) or "refine" in options or "converted" in options:
             return ()
@@ -292,7 +292,7 @@ def _tokens_of(name: str, converted: Source) -> int:
 
 def _named_teacher(converted: Source) -> str:
     """The source that conversion.json names, which must be there."""
-    named = _recorded_source(converted)
+    named = _stated_source(converted)
     if named is None:
         raise Refusal(
             f"{converted.reference} has no conversion.json that names its source", hint="name the source with --teacher"
@@ -302,9 +302,9 @@ def _named_teacher(converted: Source) -> str:
     return named
 
 
-def _recorded_source(converted: Source) -> str | None:
+def _stated_source(converted: Source) -> str | None:
     """The model that conversion.json says it was made from; None if it says nothing."""
-    recipe = recorded(converted.files).get("recipe")
+    recipe = read_provenance(converted.files).get("recipe")
     options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
     named = (options.get("teacher") or options.get("model")) if isinstance(options, dict) else None
     return named if isinstance(named, str) else None

@@ -112,7 +112,7 @@ class Recall:
         texts = [ids[start : start + between] for start in starts]
         return cls(tuple(_reading(opening, text, ids, distances, generator) for text in texts), tuple(distances))
 
-    def record(self) -> dict[str, Any]:
+    def conditions(self) -> dict[str, Any]:
         """Conditions of the figures besides the model."""
         pairs = Counter(distance for sequence in self.sequences for distance in sequence.distances)
         return {"copy_tokens": COPY, "pairs": {str(distance): pairs[distance] for distance in self.distances}}

@@ -83,8 +83,8 @@ def test_it_comes_closer_and_keeps_constants(checkpoint: Make, text: Path, tmp_p
         before[name] *= 1.3  # something to heal
     save_file(before, path / "model.safetensors")
     done = heal(path, tmp_path / "out", text=text, **SIZES)
-    assert done.record["healing"]["after"]["kl"] < 0.9 * done.record["healing"]["before"]["kl"]
-    assert done.record["recipe"]["heal"]["lora_rank"] == 16
+    assert done.provenance["healing"]["after"]["kl"] < 0.9 * done.provenance["healing"]["before"]["kl"]
+    assert done.provenance["recipe"]["heal"]["lora_rank"] == 16
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert set(after) == set(before)
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
