@@ -92,8 +92,8 @@ class Heads:
         lift: `[H, N', N]` from a head's nope queries to what is kept (MLA), or None.
         rotation: Rotates rows `[…, T, P]` by their positions.
         scale: Of the logits.
-        placing_queries: The derivative of queries by `plain`.
-        placing_keys: That of keys by what is projected.
+        query_jacobian: Of queries by `plain`.
+        key_jacobian: Of keys by what is projected.
         scoring: What becomes of logits.
     """
 
@@ -106,8 +106,8 @@ class Heads:
     lift: torch.Tensor | None
     rotation: Rotation
     scale: float
-    placing_queries: Placing
-    placing_keys: Placing
+    query_jacobian: Jacobian
+    key_jacobian: Jacobian
     scoring: Scoring = PLAIN
 
     @property
@@ -148,8 +148,8 @@ class Heads:
             rope=self.rope[heads],
             kept_nope=chosen(self.kept_nope),
             kept_rope=chosen(self.kept_rope),
-            placing_queries=self.placing_queries.part(chosen),
-            placing_keys=self.placing_keys.part(chosen),
+            query_jacobian=self.query_jacobian.part(chosen),
+            key_jacobian=self.key_jacobian.part(chosen),
             lift=None if self.lift is None else self.lift[heads],
             scoring=self.scoring.of(heads),
         )
@@ -173,7 +173,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Placing:
+class Jacobian:
     """The derivative of what is between projected heads and their logits: RoPE, and a QK-norm or none. It is linear.
 
     Attributes:
@@ -187,7 +187,7 @@ class Placing:
     after_rotary: bool = False
 
     @classmethod
-    def at(cls, states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> Placing:
+    def at(cls, states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> Jacobian:
         """At projected `states [heads, T, D]`."""
         if norm is None:
             return cls(rotation)
@@ -206,11 +206,11 @@ class Placing:
             return back(pull)
         return back(self.norm.adjoint(pull)) if self.after_rotary else self.norm.adjoint(back(pull))
 
-    def of(self, tokens: slice | torch.Tensor) -> Placing:
+    def of(self, tokens: slice | torch.Tensor) -> Jacobian:
         """At some of the tokens."""
         return replace(self, rotation=self.rotation.of(tokens), norm=None if self.norm is None else self.norm.of(tokens))
 
-    def part(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> Placing:
+    def part(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> Jacobian:
         """For some of the heads, as of `LinearisedNorm`."""
         return self if self.norm is None else replace(self, norm=self.norm.part(choose))
 
@@ -240,7 +240,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
         latent = record.latent(x)[None]
-        placing = Placing(rotation)
+        jacobian = Jacobian(rotation)
         return Heads(
             x,
             plain,
@@ -251,25 +251,25 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
             record.up_k.float(),
             rotation,
             record.scale,
-            placing,
-            placing,
+            jacobian,
+            jacobian,
             record.scoring,
         )
     plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
     split = record.rotary.dims if record.rotary else 0
-    queries, placed = _placed(plain, record.q_norm, rotation), _placed(keys, record.k_norm, rotation)
+    queries, encoded = _encoded(plain, record.q_norm, rotation), _encoded(keys, record.k_norm, rotation)
     return Heads(
         x,
         plain,
         queries[..., split:],
         queries[..., :split],
-        placed[..., split:],
-        placed[..., :split],
+        encoded[..., split:],
+        encoded[..., :split],
         None,
         rotation,
         record.scale,
-        Placing.at(plain, record.q_norm, rotation),
-        Placing.at(keys, record.k_norm, rotation),
+        Jacobian.at(plain, record.q_norm, rotation),
+        Jacobian.at(keys, record.k_norm, rotation),
         record.scoring,
     )
 
@@ -346,7 +346,8 @@ def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     return states if bias is None else states + bias.float()[:, None]
 
 
-def _placed(states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> torch.Tensor:
+def _encoded(states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> torch.Tensor:
+    """Projected `states [heads, T, D]` as logits read them: normalised, if they are, and rotated."""
     if norm is None:
         return rotation(states)
     return norm(rotation(states)[None])[0] if norm.after_rotary else rotation(norm(states[None])[0])

@@ -176,12 +176,12 @@ def _attend(
         for i in tl.static_range(_chunks(BLOCK_R)):
             columns = _start(BLOCK_R, i) + tl.arange(0, _width(BLOCK_R, i))
             if SHARED:
-                place = q_latent + wide * q_latent_b + heads[:, None] * q_latent_h + columns
-                q = tl.load(place, mask=_within(heads[:, None] < H, columns, R, BLOCK_R), other=0.0)
+                pointer = q_latent + wide * q_latent_b + heads[:, None] * q_latent_h + columns
+                q = tl.load(pointer, mask=_within(heads[:, None] < H, columns, R, BLOCK_R), other=0.0)
                 queries = queries + (q.to(tl.float32) if UPCAST else q,)
             sums = sums + (tl.zeros([_width(BLOCK_R, i), BLOCK_H] if SWAP else [BLOCK_H, _width(BLOCK_R, i)], tl.float32),)
-        place = q_rope + wide * q_rope_b + heads[:, None] * q_rope_h + rope_dims
-        q = tl.load(place, mask=(heads[:, None] < H) & (rope_dims < P), other=0.0)
+        pointer = q_rope + wide * q_rope_b + heads[:, None] * q_rope_h + rope_dims
+        q = tl.load(pointer, mask=(heads[:, None] < H) & (rope_dims < P), other=0.0)
         q = q.to(tl.float32) if UPCAST else q
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
         weight = tl.zeros([BLOCK_H], tl.float32)
@@ -230,9 +230,9 @@ def _attend(
         tl.store(weights + slot, weight, mask=heads < H)
         for i in tl.static_range(_chunks(BLOCK_R)):
             columns = _start(BLOCK_R, i) + tl.arange(0, _width(BLOCK_R, i))
-            place = partial + slot[:, None] * R + columns
+            pointer = partial + slot[:, None] * R + columns
             found = tl.trans(sums[i]) if SWAP else sums[i]
-            tl.store(place, found, mask=_within(heads[:, None] < H, columns, R, BLOCK_R))
+            tl.store(pointer, found, mask=_within(heads[:, None] < H, columns, R, BLOCK_R))
         tile = until
 
 

@@ -34,8 +34,8 @@ from convert.execute.surveyed import Surveyed
 from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.launch import require_alone
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
+from convert.output.destination import finished, without_text
 from convert.output.life import Held, Made, Task, carry_out
-from convert.output.place import finished, without_text
 from convert.output.provenance import versions
 from convert.output.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.output.workdir import WorkDirectory

@@ -8,7 +8,7 @@ from typing import Any
 from convert.healing.batches import TrainingText
 from convert.healing.loop import Outcome
 from convert.healing.plan import HealPlan
-from convert.output.place import read_provenance
+from convert.output.destination import read_provenance
 from convert.output.provenance import versions
 
 # Of the conversion alone, beside the healing's own.

@@ -31,8 +31,8 @@ from convert.healing.texts import TrainingTexts
 from convert.healing.tracking import tracked
 from convert.healing.weights import write
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
+from convert.output.destination import calibration_hashes, finished, read_provenance, without_text
 from convert.output.life import Held, Made, Task, carry_out
-from convert.output.place import calibration_hashes, finished, read_provenance, without_text
 from convert.output.provenance import versions
 from convert.output.workdir import WorkDirectory
 from convert.planning.texts import written_before

@@ -10,7 +10,7 @@ from convert.healing.plan import HealPlan
 from convert.healing.run import expected_duration
 from convert.healing.texts import TrainingTexts
 from convert.launch import launched_count
-from convert.output.place import Output, begun, read_provenance
+from convert.output.destination import Output, begun, read_provenance
 
 _FIRST, _FACTOR, _MOST = 2**16, 16, 2**50  # tokens of the first guess; of a guess to the next, up to one that takes too long
 _GUESSES, _CLOSE = 12, 0.98  # between two guesses, until one takes this share of the time

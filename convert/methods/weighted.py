@@ -50,8 +50,8 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     trial = sample.of(range(0, len(sample.rows), 2)).blocks  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 
-    def tried(place: int) -> tuple[float, FactoredAttention]:
-        result = latent.result(attention, rope, _BALANCES[place])
+    def tried(index: int) -> tuple[float, FactoredAttention]:
+        result = latent.result(attention, rope, _BALANCES[index])
         return float((attention_output(result, trial) - expected).square().sum()), result
 
     return _downhill(tried, len(_BALANCES))
@@ -59,12 +59,12 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
 
 def _downhill(tried: Callable[[int], tuple[float, FactoredAttention]], count: int) -> FactoredAttention:
     """The result with the least error of `count`, from the middle on: errors have one valley."""
-    place, best = count // 2, tried(count // 2)
+    index, best = count // 2, tried(count // 2)
     for step in (1, -1):
-        start = place
-        while 0 <= place + step < count and (further := tried(place + step))[0] < best[0]:
-            place, best = place + step, further
-        if place != start:
+        start = index
+        while 0 <= index + step < count and (further := tried(index + step))[0] < best[0]:
+            index, best = index + step, further
+        if index != start:
             break
     return best[1]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from attention.errors import Failure, Interrupted, Refusal
+from convert.output.destination import Output, check_output, read_provenance
 from convert.output.lock import exclusive
-from convert.output.place import Output, check_output, read_provenance
 from convert.output.provenance import Clock, write_card, write_provenance
 from convert.output.workdir import WorkDirectory
 from eval.inputs.source import Source

@@ -257,7 +257,7 @@ def test_of_many_tokens_some_spans_are_fitted(monkeypatch: pytest.MonkeyPatch) -
         queries.fitted_queries(a, after, X, sources(a, X))
     whole, some = fitted
     assert ({len(fit.weights) for fit in whole}, {len(fit.weights) for fit in some}) == ({8}, {2})
-    assert [[stop // size - 1 for _, stop in fit.met.places] for fit in some] == [[2, 6], [3, 7], [0, 4], [1, 5]]
+    assert [[stop // size - 1 for _, stop in fit.met.rows] for fit in some] == [[2, 6], [3, 7], [0, 4], [1, 5]]
     assert [weights.shape for weights in some[0].weights] == [(4, size, end * size) for end in (3, 7)]
     assert [fit.count for fit in some] == [2 * size] * 4
 

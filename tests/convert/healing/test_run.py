@@ -320,9 +320,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_best(
 
     run, calls = Distillation.forward, [0]
 
-    def broken(self: Any, ids: torch.Tensor, places: torch.Tensor, measured_blocks: int | None = None) -> Any:
+    def broken(self: Any, ids: torch.Tensor, indices: torch.Tensor, measured_blocks: int | None = None) -> Any:
         calls[0] += measured_blocks is None
-        found = run(self, ids, places, measured_blocks)
+        found = run(self, ids, indices, measured_blocks)
         return found * torch.nan if calls[0] > 5 and measured_blocks is None else found
 
     monkeypatch.setattr(Distillation, "forward", broken)
@@ -579,8 +579,8 @@ def test_a_rate_that_blows_up_leaves_nothing_behind(
         rate[0] = self.rate
         return share(self, step)
 
-    def broken(self: Any, ids: torch.Tensor, places: torch.Tensor, measured_blocks: int | None = None) -> Any:
-        found = run(self, ids, places, measured_blocks)
+    def broken(self: Any, ids: torch.Tensor, indices: torch.Tensor, measured_blocks: int | None = None) -> Any:
+        found = run(self, ids, indices, measured_blocks)
         return found * torch.nan if measured_blocks is None and rate[0] > 2e-4 else found
 
     monkeypatch.setattr(Schedule, "share", noted)

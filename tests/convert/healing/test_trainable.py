@@ -61,7 +61,7 @@ def test_its_products_are_written_into_the_matrices(kind: str, checkpoint: Make,
             parameter.copy_(written.get(name, parameter))
         assert float((found - start).abs().max()) > 0.01
         torch.testing.assert_close(plain(IDS, use_cache=False).logits, found, rtol=0, atol=1e-4)
-        for name, parameter in what.placed(written).items():
+        for name, parameter in what.as_parameters(written).items():
             model.get_parameter(name).copy_(parameter)
         torch.testing.assert_close(model(IDS, use_cache=False).logits, plain(IDS, use_cache=False).logits, rtol=0, atol=1e-6)
 

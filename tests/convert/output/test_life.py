@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from attention.errors import Failure, Interrupted
+from convert.output.destination import Output, partial_path
 from convert.output.life import Made, Task, carry_out
-from convert.output.place import Output, partial_path
 from convert.output.workdir import WorkDirectory
 from eval.inputs.text import Tokens
 from eval.terminal.progress import silent

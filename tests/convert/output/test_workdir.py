@@ -20,7 +20,7 @@ from written import ok, same_but_for_the_run
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.writer import write_shard
-from convert.output.place import check_output, finished, partial_path, read_provenance
+from convert.output.destination import check_output, finished, partial_path, read_provenance
 from convert.output.workdir import WorkDirectory
 from eval.inputs.sealed import checksum
 

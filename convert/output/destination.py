@@ -1,4 +1,4 @@
-"""The place of an output: where it may be written, and what is there already.
+"""The destination of an output: where it may be written, and what is there already.
 
 A checkpoint grows in a work directory beside OUTPUT, `OUTPUT.partial`, and is renamed to OUTPUT when it is complete.
 """
@@ -59,7 +59,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
         resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes too: `finished` must then
             check which one it is.
     """
-    _require_place(output)
+    _require_destination(output)
     partial = partial_path(output)
     for ours in (output.resolve(), partial.resolve()) if source else ():
         whole = source.resolve() if source else ours
@@ -82,7 +82,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
             )
 
 
-def _require_place(output: Path) -> None:
+def _require_destination(output: Path) -> None:
     """Refuse an OUTPUT where no directory can be renamed to: it has to be nothing yet, or a directory."""
     if output.is_symlink():
         raise Refusal(f"OUTPUT {output} is a link to {output.readlink()}", hint="give the directory that it is to be itself")
