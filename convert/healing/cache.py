@@ -16,7 +16,7 @@ from attention.errors import Failure, Refusal
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.writer import require_finite
 from convert.healing.batches import TrainingText
-from convert.healing.loss import Expected, Prediction, spans
+from convert.healing.loss import Expected, Prediction, chunks
 from convert.healing.plan import HealPlan
 from convert.healing.teacher import Teacher
 from eval.inputs.sealed import read_object, seal_tensors, unsealed_tensors, write_whole
@@ -129,7 +129,7 @@ def _of_each(expected: Expected, ids: torch.Tensor, vocabulary: int) -> Iterator
     tokens = ids.shape[1] - 1
     for block in range(len(ids)):
         first = block * tokens
-        found = [expected(slice(first + span.start, first + span.stop)) for span in spans(tokens, vocabulary)]
+        found = [expected(slice(first + chunk.start, first + chunk.stop)) for chunk in chunks(tokens, vocabulary)]
         parts = (torch.cat([getattr(part, name) for part in found]).cpu() for name in Prediction._fields)
         yield {name: part.to(dtype) for (name, dtype), part in zip(_DTYPES.items(), parts, strict=True)}
 
@@ -148,4 +148,4 @@ class Kept(Teacher):
     def predictions(self, ids: torch.Tensor, indices: torch.Tensor, count: int) -> Expected:
         found = [self._cache.read(index) for index in indices[:count].tolist()]
         said = [torch.cat(parts).to(ids.device) for parts in zip(*found, strict=True)]
-        return lambda span: Prediction(*(part[span] for part in said))
+        return lambda chunk: Prediction(*(part[chunk] for part in said))

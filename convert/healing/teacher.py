@@ -49,4 +49,4 @@ class Running(Teacher):
         with torch.no_grad():
             states = hidden_states(self.model, ids)[:count, :-1].flatten(0, 1)
         targets = ids[:count, 1:].flatten()
-        return lambda span: Prediction.of(logits_of(self.model, states[span]), targets[span], self._top_k)
+        return lambda chunk: Prediction.of(logits_of(self.model, states[chunk]), targets[chunk], self._top_k)
