@@ -305,8 +305,8 @@ def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
 
 def _read(heads: Heads, values: torch.Tensor) -> torch.Tensor:
     """The values that heads read, `[H, T, D]`, of `values [G, T, D]`, or of one for each head."""
-    share, tokens = len(heads.plain) // len(values), len(heads.inputs)
-    values = values.repeat_interleave(share, 0)
+    repeats, tokens = len(heads.plain) // len(values), len(heads.inputs)
+    values = values.repeat_interleave(repeats, 0)
     if heads.scoring.softcap is not None:
         return torch.stack([_read_by_head(heads, head, rows) for head, rows in enumerate(values)])
     queries, keys, dims, window = heads.queries, heads.keys, values.shape[-1], heads.scoring.window

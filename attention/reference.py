@@ -67,10 +67,10 @@ def grouped_attention(
             states = rotary.rotate(states, positions)
         return norm(states) if norm and norm.after_rotary else states
 
-    share = q.shape[0] // k.shape[0]
-    queries, keys = encode(queries, q_norm), encode(keys, k_norm).repeat_interleave(share, 1)
+    repeats = q.shape[0] // k.shape[0]
+    queries, keys = encode(queries, q_norm), encode(keys, k_norm).repeat_interleave(repeats, 1)
     weights = _attention(torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale, scoring)
-    context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(share, 1))
+    context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(repeats, 1))
     out = torch.einsum("bhtd,ehd->bte", context, o)
     return out if o_bias is None else out + o_bias
 

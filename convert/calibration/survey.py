@@ -128,8 +128,8 @@ class _AttendedSums:
         length, heads = len(block), heads_of(attention, block)
         count = min(length, QUERIES)
         rows = torch.tensor(evenly_spread(count, length), device=block.device)
-        share = len(heads.queries) // len(heads.keys)
-        logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(share, 0).mT
+        repeats = len(heads.queries) // len(heads.keys)
+        logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(repeats, 0).mT
         weights = heads.weights(logits, rows).flatten(0, 1)  # [H t, T]
         read = weights @ heads.inputs
         self._seen += heads.inputs.T @ (weights.sum(0)[:, None] * heads.inputs)

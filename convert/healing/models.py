@@ -69,7 +69,7 @@ def running(plan: HealPlan, device: str, dtype: str = "auto") -> Iterator[Runnin
 
 
 def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, progress: Progress) -> TeacherCache:
-    """A cache with all blocks that the training sees. Every process adds its share of those that are not there."""
+    """A cache with all blocks that the training sees. Every process adds its part of those that are not there."""
     cache, group = opened(plan, directory, text, team), team.accelerator
     seen = text.seen(max(plan.steps, plan.trial_steps), plan.batch, plan.seed).tolist()
     missing = cache.missing(seen[group.process_index :: group.num_processes])

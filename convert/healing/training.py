@@ -1,6 +1,6 @@
 """Steps of AdamW on KL to the teacher, and measurements on held-out blocks.
 
-`Accelerator` drives it, so that one process and several run the same code. Every process takes its share of each step's
+`Accelerator` drives it, so that one process and several run the same code. Every process takes its part of each step's
 blocks.
 """
 
@@ -241,7 +241,7 @@ class Trainer:
         indices = self._text.batch(step, schedule.batch, schedule.seed)
         tokens, total = len(indices) * (self._text.blocks.shape[1] - 1), torch.zeros((), dtype=torch.float64)
         world = self.accelerator.num_processes
-        parts = list(self._share(indices).split(schedule.micro_batch))
+        parts = list(self._own(indices).split(schedule.micro_batch))
         for index, some in enumerate(parts):
             # FSDP would keep whole gradients until the last part.
             together = index == len(parts) - 1 or self.accelerator.is_fsdp2
@@ -272,12 +272,12 @@ class Trainer:
             NotFinite: They are not finite.
         """
         indices, sums = self._text.held_out, Sums()
-        share = self._share(indices)
-        # All processes run the model equally often: one whose share is smaller takes a block that does not count.
-        missing = -(-len(indices) // self.accelerator.num_processes) - len(share)
-        left = len(share)
+        own = self._own(indices)
+        # All processes run the model equally often: one whose part is smaller takes a block that does not count.
+        missing = -(-len(indices) // self.accelerator.num_processes) - len(own)
+        left = len(own)
         with torch.no_grad():
-            for some in torch.cat((share, indices[:missing])).split(self.schedule.micro_batch):
+            for some in torch.cat((own, indices[:missing])).split(self.schedule.micro_batch):
                 sums = sums.plus(self._forward(some, min(left, len(some))))
                 left -= min(left, len(some))
         values = torch.tensor((sums.kl, sums.student, sums.teacher, sums.tokens), dtype=torch.float64)
@@ -294,7 +294,7 @@ class Trainer:
         with self._autocast():  # accelerate's FSDP does not autocast
             return self.module(ids, indices, measured_blocks)
 
-    def _share(self, indices: torch.Tensor) -> torch.Tensor:
+    def _own(self, indices: torch.Tensor) -> torch.Tensor:
         """This process's part of the indices `[n]` of blocks."""
         return indices[self.accelerator.process_index :: self.accelerator.num_processes]
 

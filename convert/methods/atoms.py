@@ -73,12 +73,12 @@ class RopeKeys:
         return self.mass.to(waves.dtype) @ waves
 
     @property
-    def share(self) -> int:
+    def repeats(self) -> int:
         """Query heads per KV head."""
         return len(self.w) // len(self.z)
 
     def per_query_head(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.repeat_interleave(self.share, 0)
+        return rows.repeat_interleave(self.repeats, 0)
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,25 @@ class Atoms:
 
     Attributes:
         pairs: For each of m atoms, the number of the source's frequency that it rotates with (`Rotary.select`).
-        shares: `[H, L, m]` complex, s.
+        coefficients: `[H, L, m]` complex, s.
         keys: `[m, E + 1]` complex, y.
     """
 
     pairs: tuple[float, ...]
-    shares: torch.Tensor
+    coefficients: torch.Tensor
     keys: torch.Tensor
 
     def rope(self, keys: RopeKeys) -> tuple[Rotary, torch.Tensor, torch.Tensor]:
         """Their rotary embedding, their queries `[H, P, E + 1]`, and the keys `[P, E + 1]`."""
         kept = rotary_of(keys.attention).select(self.pairs, "interleaved")
-        queries = torch.einsum("hlm,hle->hme", self.shares.conj(), keys.w)
+        queries = torch.einsum("hlm,hle->hme", self.coefficients.conj(), keys.w)
         return kept, kept.from_complex(queries), kept.from_complex(self.keys[None])[0]
 
     def rest(self, keys: RopeKeys) -> torch.Tensor:
         """The nope keys of each query head for the remainder, `[H, 2 L, E + 1]`; zeros where only rounding remains."""
         whole = keys.phase[..., None] * keys.per_query_head(keys.z)
         own = keys.averaged(keys.waves_of(self.pairs))
-        left = whole - (own[:, None] * self.shares) @ self.keys
+        left = whole - (own[:, None] * self.coefficients) @ self.keys
         rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
         return rotary_of(keys.attention).from_complex(torch.zeros_like(left) if rounding else left)
 
@@ -116,7 +116,7 @@ class Components:
 
     Attributes:
         lost: `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²): the squared logit error of not rotating each component.
-        basis: `[L, G, G]`, shares of KV heads (rows) in components (columns).
+        basis: `[L, G, G]`, coefficients of KV heads (rows) in components (columns).
         keys: `[L, G, E + 1]`.
     """
 
@@ -126,9 +126,9 @@ class Components:
 
     @classmethod
     def of(cls, keys: RopeKeys) -> Components:
-        power = keys.weight.square().unflatten(0, (-1, keys.share))
+        power = keys.weight.square().unflatten(0, (-1, keys.repeats))
         weight = power.sum(1).sqrt().T  # [L, G]
-        away_from_one = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.share))
+        away_from_one = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.repeats))
         away = ((power * away_from_one).sum(1) / power.sum(1)).T
         weighted, moved = (rows.transpose(0, 1) * weight[..., None] for rows in (keys.z, keys.moved))
         gram = moved @ weighted.mH
@@ -144,10 +144,10 @@ class Components:
         whole = [int(pair) for pair in pairs]
         assert whole == list(pairs), "components have the source's own frequencies"
         parts = [whole[:i].count(pair) for i, pair in enumerate(whole)]
-        shares = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
+        coefficients = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
         for m, (pair, part) in enumerate(zip(whole, parts, strict=True)):
-            shares[:, pair, m] = self.basis[pair, :, part]
-        return Atoms(pairs, keys.per_query_head(shares), self.keys[whole, parts])
+            coefficients[:, pair, m] = self.basis[pair, :, part]
+        return Atoms(pairs, keys.per_query_head(coefficients), self.keys[whole, parts])
 
 
 def rotated_moments(attention: Attention, keys: torch.Tensor, statistics: Statistics) -> torch.Tensor:

@@ -88,8 +88,8 @@ def merged_norm(norm: QKNorm | None, merged: Callable[[torch.Tensor], torch.Tens
 
 def reordered(attention: Attention, order: list[int]) -> Attention:
     """The same attention with its KV heads in another order; their query heads and output columns move along."""
-    a, share = attention, attention.q.shape[0] // attention.num_kv_heads
-    queries = [head * share + i for head in order for i in range(share)]
+    a, repeats = attention, attention.q.shape[0] // attention.num_kv_heads
+    queries = [head * repeats + i for head in order for i in range(repeats)]
 
     def norm(norm: QKNorm | None, rows: list[int]) -> QKNorm | None:
         if norm is None or not norm.per_head_gains:

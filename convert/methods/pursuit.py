@@ -33,7 +33,7 @@ class Pursuit:
         among: `[H, B, B]`, the same of two candidates.
         weight: `[H, L]`, λ.
         total: The weighted energy at the start.
-        atoms: For each atom so far, its candidate, its shares `[H, L]` and its key as a combination `[G L]` of z.
+        atoms: For each atom so far, its candidate, its coefficients `[H, L]` and its key as a combination `[G L]` of z.
     """
 
     gram: torch.Tensor
@@ -100,16 +100,16 @@ class Pursuit:
         moved = self._gathered(u) @ self.gram.T  # [B, G L]
         keys = moved.unflatten(1, (groups, -1)).repeat_interleave(self.weight.shape[0] // groups, 1)
         out = self.near.permute(2, 0, 1) * keys
-        for a, shares, key in self.atoms:
-            out = out - self.among[:, a].T[:, :, None] * shares * (moved @ key)[:, None, None]
+        for a, coefficients, key in self.atoms:
+            out = out - self.among[:, a].T[:, :, None] * coefficients * (moved @ key)[:, None, None]
         return out * self._scale()
 
     def _gathered(self, u: torch.Tensor) -> torch.Tensor:
         """The adjoint of the map from z to the remainder, `[B, H, L]` → `[B, G L]`."""
         u, groups = u * self._scale(), len(self.gram) // self.weight.shape[1]
         out = (self.near.permute(2, 0, 1).conj() * u).unflatten(1, (groups, -1)).sum(2).flatten(1)
-        for a, shares, key in self.atoms:
-            out = out - (self.among[:, a].T[:, :, None] * shares).conj().mul(u).sum((1, 2))[:, None] * key.conj()
+        for a, coefficients, key in self.atoms:
+            out = out - (self.among[:, a].T[:, :, None] * coefficients).conj().mul(u).sum((1, 2))[:, None] * key.conj()
         return out
 
 
@@ -139,6 +139,6 @@ def pursue(keys: RopeKeys, pairs: tuple[float, ...]) -> Atoms:
     for pair in pairs:
         pursuit.explained()
         pursuit.take(candidates.index(pair))
-    shares = torch.stack([shares for _, shares, _ in pursuit.atoms], -1)
+    coefficients = torch.stack([coefficients for _, coefficients, _ in pursuit.atoms], -1)
     combinations = torch.stack([key for _, _, key in pursuit.atoms])
-    return Atoms(pairs, shares, combinations @ keys.z.flatten(0, 1))
+    return Atoms(pairs, coefficients, combinations @ keys.z.flatten(0, 1))

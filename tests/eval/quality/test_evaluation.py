@@ -19,7 +19,7 @@ from tiny import VOCABULARY
 
 from attention.errors import Failure, GateMissed, Refusal
 from eval.inputs.loading import load, tokens_of
-from eval.inputs.overlap import shared_share
+from eval.inputs.overlap import overlap
 from eval.inputs.source import Source
 from eval.inputs.text import Text
 from eval.quality import evaluation as module
@@ -465,7 +465,7 @@ def test_a_model_calibrated_on_this_text_is_found_out(pair: list[Source]) -> Non
     (pair[1].directory / "conversion.json").write_text(json.dumps(made))
     source, converted = report_of(pair, TEXT, SHORT)["models"]
     assert source["calibration_overlap"] is None
-    assert converted["calibration_overlap"] == shared_share(tokens.ids[: SHORT.max_tokens], seen.ids) > 0
+    assert converted["calibration_overlap"] == overlap(tokens.ids[: SHORT.max_tokens], seen.ids) > 0
     texts[1]["hash"] = "sha256:0"
     (pair[1].directory / "conversion.json").write_text(json.dumps(made))
     assert report_of(pair, TEXT, SHORT)["models"][1]["calibration_overlap"] is None
