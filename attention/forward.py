@@ -45,9 +45,9 @@ def attention_by_distance(attention: Attention, blocks: Sequence[torch.Tensor]) 
         queries[: len(block)] += torch.arange(len(block) - 1, -1, -1, device=total.device)
         for head in range(len(total)):
             for tokens in spans(len(block)):
-                weights = heads.weights(heads.logits(head, tokens))
-                weights[:, 0] = 0
-                total[head, : tokens.stop] += _by_distance(weights)
+                probabilities = heads.probabilities(heads.logits(head, tokens))
+                probabilities[:, 0] = 0
+                total[head, : tokens.stop] += _by_distance(probabilities)
     return total / queries.clamp_min(1)
 
 
@@ -57,7 +57,7 @@ def attention_received(attention: Attention, block: torch.Tensor) -> torch.Tenso
     total = torch.zeros(len(block), dtype=torch.float64, device=block.device)
     for head in range(len(heads.plain)):
         for tokens in spans(len(block)):
-            total[: tokens.stop] += heads.weights(heads.logits(head, tokens)).sum(0)
+            total[: tokens.stop] += heads.probabilities(heads.logits(head, tokens)).sum(0)
     return total / len(heads.plain)
 
 
@@ -67,13 +67,13 @@ def spans(count: int, size: int | None = None) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _by_distance(weights: torch.Tensor) -> torch.Tensor:
-    """`[s]` fp64: of the last t among s tokens, the sums of weights `[t, s]` at distances 0 … s − 1.
+def _by_distance(probabilities: torch.Tensor) -> torch.Tensor:
+    """`[s]` fp64: of the last t among s tokens, the sums of probabilities `[t, s]` at distances 0 … s − 1.
 
     Sums of diagonals, as columns of a skewed view: adding by index is not deterministic on CUDA.
     """
-    t, s = weights.shape
-    padded = torch.nn.functional.pad(weights.flip(-1), (0, t))
+    t, s = probabilities.shape
+    padded = torch.nn.functional.pad(probabilities.flip(-1), (0, t))
     skewed = padded.flatten()[: t * (s + t - 1)].view(t, s + t - 1)
     return skewed.sum(0, dtype=torch.float64)[t - 1 :]
 
@@ -167,9 +167,9 @@ class Heads:
         logits = self.scale * (of_nope + self.rope[head, tokens] @ rope.mT)
         return logits if self.slopes is None else logits + self.slopes[head] * self._positions[: tokens.stop]
 
-    def weights(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def probabilities(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Attention `[…, t, s]` of such logits, for the last t among s tokens, or for `tokens [t]`."""
-        return self.scoring.weights(logits, tokens)
+        return self.scoring.probabilities(logits, tokens)
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def values_of(record: Record, heads: Heads) -> torch.Tensor:
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:
     """`values [..., Dv]` with zeros appended up to `width`; wider values stay as they are.
 
-    With values as wide as keys, torch's SDPA on a CPU does without the `[H, T, S]` weights.
+    With values as wide as keys, torch's SDPA on a CPU does without the `[H, T, S]` probabilities.
     """
     return torch.nn.functional.pad(values, (0, max(0, width - values.shape[-1])))
 
@@ -333,7 +333,7 @@ def _attend(
 
 def _read_by_head(heads: Heads, head: int, values: torch.Tensor) -> torch.Tensor:
     """`[T, D]` of `values [T, D]`, where torch has no function."""
-    parts = (heads.weights(heads.logits(head, tokens)) @ values[: tokens.stop] for tokens in spans(len(values)))
+    parts = (heads.probabilities(heads.logits(head, tokens)) @ values[: tokens.stop] for tokens in spans(len(values)))
     return torch.cat(list(parts))
 
 

@@ -90,7 +90,7 @@ class _KeyFit:
         jacobian: Of what is between projected keys and logits: RoPE and perhaps a norm.
         spans: Tokens whose queries meet the keys.
         queries: `[G, n t, D']` of each span, rotated, times the scale of logits.
-        weights: `[G, n t, s]` of each span, the source's attention p.
+        probabilities: `[G, n t, s]` of each span, the source's attention p.
         wanted: `[G, D', E]`, the descent of half the squared error where keys are not changed.
     """
 
@@ -98,31 +98,31 @@ class _KeyFit:
     jacobian: Jacobian
     spans: list[slice]
     queries: list[torch.Tensor]
-    weights: list[torch.Tensor]
+    probabilities: list[torch.Tensor]
     wanted: torch.Tensor
 
     @classmethod
     def of(cls, source: Heads, result: Heads, groups: int, parts: list[slice]) -> Self:
         every = slice(0, len(source.plain))
-        weights, pulls = (
+        probabilities, pulls = (
             [grouped(rows, groups) for rows in part] for part in missing(source.part(every), result.part(every), parts)
         )
         fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
         queries = [grouped(result.scale * fitted[:, tokens], groups) for tokens in parts]
-        fit = cls(result.inputs, result.key_jacobian, parts, queries, weights, result.inputs.new_zeros(()))
+        fit = cls(result.inputs, result.key_jacobian, parts, queries, probabilities, result.inputs.new_zeros(()))
         fit = fit.to(rough(result.inputs.device))
         return replace(fit, wanted=fit._gradient(pull.to(fit.x.dtype) for pull in pulls))
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same with the factors of large products in another dtype."""
-        queries, weights = ([part.to(dtype) for part in every] for every in (self.queries, self.weights))
-        return replace(self, x=self.x.to(dtype), queries=queries, weights=weights)
+        queries, probabilities = ([part.to(dtype) for part in every] for every in (self.queries, self.probabilities))
+        return replace(self, x=self.x.to(dtype), queries=queries, probabilities=probabilities)
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[G, D', E]`, the gradient of half the squared error less that where keys are not changed."""
         keys = self.keys(change).to(self.x.dtype)
         logits = (queries @ keys[:, : tokens.stop].mT for queries, tokens in zip(self.queries, self.spans, strict=True))
-        return self._gradient(map(centred, logits, self.weights))
+        return self._gradient(map(centred, logits, self.probabilities))
 
     def _gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
         """`[G, D', E]`, by W_K, of the sum over all logits, each times its pull `[G, n t, s]`."""

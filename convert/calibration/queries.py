@@ -146,19 +146,19 @@ class _QueryFit:
 
     Attributes:
         met: What the heads meet.
-        weights: `[h, t, s]` of each span of fitted tokens, the source's attention p.
+        probabilities: `[h, t, s]` of each span of fitted tokens, the source's attention p.
         wanted: `[h, D, N + P]`, the descent of half the squared error where A is not changed.
     """
 
     met: _Met
-    weights: list[torch.Tensor]
+    probabilities: list[torch.Tensor]
     wanted: torch.Tensor
 
     @classmethod
     def of(cls, source: Heads, result: Heads, spans: list[slice]) -> _QueryFit:
         """The problem of a block's heads, of some of its tokens."""
-        met, (weights, pulls) = _Met.of(source, result, spans), missing(source, result, spans)
-        return cls(met, weights, met.gradient(pulls))
+        met, (probabilities, pulls) = _Met.of(source, result, spans), missing(source, result, spans)
+        return cls(met, probabilities, met.gradient(pulls))
 
     @property
     def count(self) -> int:
@@ -167,7 +167,7 @@ class _QueryFit:
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[h, D, N + P]`, the gradient of half the squared error less that where A is not changed."""
-        return self.met.gradient(map(centred, self.met.logits(change), self.weights))
+        return self.met.gradient(map(centred, self.met.logits(change), self.probabilities))
 
     def moments(self, sampled: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ_t q qᵀ `[h, D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[h, N + P, N + P]`, of parts with and without positions apart.
@@ -177,7 +177,7 @@ class _QueryFit:
         Args:
             sampled: Of how many tokens to rotate keys back.
         """
-        nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.weights)))
+        nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.probabilities)))
         split = nope.shape[-1]
         spread = nope.new_zeros(len(nope), split + rope.shape[-1], split + rope.shape[-1])
         spread[:, :split, :split], spread[:, split:, split:] = nope, rope
@@ -189,25 +189,25 @@ class _QueryFit:
 
     def _nope_spread(self) -> torch.Tensor:
         nope = self.met.nope
-        seen = nope.new_zeros(len(self.weights[0]), nope.shape[1])
+        seen = nope.new_zeros(len(self.probabilities[0]), nope.shape[1])
         of_means = nope.new_zeros(())
-        for (_, stop), weights in zip(self.met.rows, self.weights, strict=True):
-            seen[:, :stop] += weights.sum(1)
-            means = weights @ nope[:, :stop]
+        for (_, stop), probabilities in zip(self.met.rows, self.probabilities, strict=True):
+            seen[:, :stop] += probabilities.sum(1)
+            means = probabilities @ nope[:, :stop]
             of_means = of_means + means.mT @ means
         return nope.mT @ (seen[..., None] * nope) - of_means
 
     def _rope_spread(self, sampled: int) -> torch.Tensor:
         """Of keys as queries see them that are not rotated: rotated back, for some tokens of each span in place of all."""
         total = self.met.rope.new_zeros(())
-        for (span, stop), weights in zip(self.met.rows, self.weights, strict=True):
-            length = weights.shape[1]
+        for (span, stop), probabilities in zip(self.met.rows, self.probabilities, strict=True):
+            length = probabilities.shape[1]
             count = min(length, sampled)
             rows = evenly_spread(count, length)
             back = self.met.jacobian.rotation.of(span).adjoint
             back = replace(back, cos=back.cos[rows, None], sin=back.sin[rows, None])
             keys = back(self.met.rope[:, None, :stop].expand(-1, count, -1, -1))  # [h or 1, rows, s, P]
-            weighted = weights[:, rows, :, None] * keys
+            weighted = probabilities[:, rows, :, None] * keys
             means = weighted.sum(2)
             spread = keys.flatten(1, 2).mT @ weighted.flatten(1, 2) - means.mT @ means
             total = total + length / count * spread

@@ -130,9 +130,9 @@ class _AttendedSums:
         rows = torch.tensor(evenly_spread(count, length), device=block.device)
         repeats = len(heads.queries) // len(heads.keys)
         logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(repeats, 0).mT
-        weights = heads.weights(logits, rows).flatten(0, 1)  # [H t, T]
-        read = weights @ heads.inputs
-        self._seen += heads.inputs.T @ (weights.sum(0)[:, None] * heads.inputs)
+        probabilities = heads.probabilities(logits, rows).flatten(0, 1)  # [H t, T]
+        read = probabilities @ heads.inputs
+        self._seen += heads.inputs.T @ (probabilities.sum(0)[:, None] * heads.inputs)
         self._read += read.T @ read
         self._mean += read.sum(0, dtype=torch.float64)
         self._count += len(read)

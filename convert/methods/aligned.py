@@ -39,7 +39,7 @@ _LEAST_GAIN = 1e-6  # of the largest: rows are not divided by less
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The rows of heads, N each, their weights, and their weighted Gram matrix (root_g R_g) Σ (root_h R_h)ᵀ.
+    """The rows of heads, N each, their importance, and their weighted Gram matrix (root_g R_g) Σ (root_h R_h)ᵀ.
 
     Attributes:
         rows: `[G, N, E + 1]`.
@@ -54,9 +54,9 @@ class _Blocks:
     gram: torch.Tensor
 
     @classmethod
-    def of(cls, rows: torch.Tensor, weights: torch.Tensor, second: torch.Tensor) -> _Blocks:
-        """`weights [G, N, N]` weigh the squared error of each head's rows."""
-        root, inverse = roots(weights, 1e-12)
+    def of(cls, rows: torch.Tensor, importance: torch.Tensor, second: torch.Tensor) -> _Blocks:
+        """`importance [G, N, N]` weighs the squared error of each head's rows."""
+        root, inverse = roots(importance, 1e-12)
         weighted = (root @ rows).flatten(0, 1)
         gram = weighted @ second @ weighted.T
         return cls(rows, root, inverse, gram.unflatten(1, rows.shape[:2]).unflatten(0, rows.shape[:2]))
@@ -82,31 +82,31 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers that each head has one of, complex ones of rotary pairs or real ones, their weights, and weighted Gram matrices.
+    """Numbers that each head has one of, complex ones of rotary pairs or real ones, their importance, weighted Gram matrices.
 
     Attributes:
-        z: `[G, L, E + 1]`, the keys times their weights.
-        weight: `[G, L]`, λ.
+        z: `[G, L, E + 1]`, the keys times their importance.
+        importance: `[G, L]`, λ.
         gram: `[L, G, G]`, z Σ_l z^H.
     """
 
     z: torch.Tensor
-    weight: torch.Tensor
+    importance: torch.Tensor
     gram: torch.Tensor
 
     @classmethod
     def of(cls, keys: torch.Tensor, moved: torch.Tensor, power: torch.Tensor) -> _Numbers:
         """`keys [G, L, E + 1]`, the same times Σ_l, and λ² `[G, L]`."""
-        weight = floored(power, 1e-12).sqrt()
-        z, moved = keys * weight[..., None], moved * weight[..., None]
+        importance = floored(power, 1e-12).sqrt()
+        z, moved = keys * importance[..., None], moved * importance[..., None]
         gram = torch.einsum("gle,hle->lgh", moved, z.conj())
-        return cls(z, weight, (gram + gram.mH) / 2)
+        return cls(z, importance, (gram + gram.mH) / 2)
 
     def merged(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The shared key `[L, E + 1]`, and `factor [n, L]`: that of head g ≈ factor_g · key."""
         u = fix_signs(torch.linalg.eigh(self.gram[:, heads][:, :, heads]).eigenvectors[..., -1:])[..., 0]  # [L, n]
         key = torch.einsum("lg,gle->le", u.conj(), self.z[heads])
-        factor = u.T / self.weight[heads]
+        factor = u.T / self.importance[heads]
         # Scale the key to the average size of its heads, so that neither keys nor queries leave the range of float16.
         size = factor.abs().square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
         return key * size[:, None], factor / size

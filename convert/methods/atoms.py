@@ -31,7 +31,7 @@ class RopeKeys:
         z: `[G, L, E + 1]` complex, the keys times the square of RoPE's attention factor.
         moved: `[G, L, E + 1]`, z Σ, with Σ the second moment of (x, 1) under attention.
         w: `[H, L, E + 1]` complex, the queries; `[H, L, D + 1]` of projections.
-        weight: `[H, L]`, λ = √(E|w_{h,l}·x|²).
+        importance: `[H, L]`, λ = √(E|w_{h,l}·x|²).
         mass: `[H, N]`, the share of head h's attention at distances 0 … N − 1.
     """
 
@@ -39,7 +39,7 @@ class RopeKeys:
     z: torch.Tensor
     moved: torch.Tensor
     w: torch.Tensor
-    weight: torch.Tensor
+    importance: torch.Tensor
     mass: torch.Tensor
 
     @classmethod
@@ -49,10 +49,10 @@ class RopeKeys:
         rows = augmented(attention.q, attention.q_bias)[:, : rotary.dims]
         keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
         power = rotary.to_complex(((rows @ second) * rows).sum(-1))[0]
-        weight = floored(power.real + power.imag, 1e-12).sqrt()
+        importance = floored(power.real + power.imag, 1e-12).sqrt()
         seen = keys @ statistics.attended.seen_with_constant
         z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, seen))
-        return cls(attention, z, moved, rotary.to_complex(rows)[0], weight, _mass(attention, statistics))
+        return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, _mass(attention, statistics))
 
     @property
     def waves(self) -> torch.Tensor:
@@ -126,18 +126,18 @@ class Components:
 
     @classmethod
     def of(cls, keys: RopeKeys) -> Components:
-        power = keys.weight.square().unflatten(0, (-1, keys.repeats))
-        weight = power.sum(1).sqrt().T  # [L, G]
+        power = keys.importance.square().unflatten(0, (-1, keys.repeats))
+        importance = power.sum(1).sqrt().T  # [L, G]
         away_from_one = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.repeats))
         away = ((power * away_from_one).sum(1) / power.sum(1)).T
-        weighted, moved = (rows.transpose(0, 1) * weight[..., None] for rows in (keys.z, keys.moved))
+        weighted, moved = (rows.transpose(0, 1) * importance[..., None] for rows in (keys.z, keys.moved))
         gram = moved @ weighted.mH
         energy, u = torch.linalg.eigh((gram + gram.mH) / 2)
         u = fix_signs(u)
         lost = (u.abs().square() * away[..., None]).sum(1) * energy.clamp_min(0)
         order = lost.argsort(dim=1, descending=True, stable=True)
         u = u.gather(2, order[:, None].expand_as(u))
-        return cls(lost.gather(1, order), u / weight[..., None], u.mH @ weighted)
+        return cls(lost.gather(1, order), u / importance[..., None], u.mH @ weighted)
 
     def atoms(self, keys: RopeKeys, pairs: tuple[float, ...]) -> Atoms:
         """The costliest components of each frequency, as many as its entries in `pairs`; all of these are whole numbers."""

@@ -43,7 +43,7 @@ def test_what_a_component_loses_is_what_not_turning_costs() -> None:
     """MHA, one head: λ² E|z|² (1 − |φ|²) at each frequency."""
     keys = keys_of(record(1, 1, 4, 0, 30))
     energy = torch.einsum("gle,gle->l", keys.moved, keys.z.conj()).real
-    expected = keys.weight[0].square() * energy * (1 - keys.phase[0].abs().square())
+    expected = keys.importance[0].square() * energy * (1 - keys.phase[0].abs().square())
     torch.testing.assert_close(Components.of(keys).lost[:, 0], expected, rtol=1e-9, atol=0)
 
 

@@ -148,5 +148,5 @@ def test_a_frequency_that_was_taken_can_be_taken_again(pairs: int) -> None:
         pursuit = Pursuit.of(keys_of(record(2, 1, pairs, 0, 20, biased=False, seed=seed)))
         pursuit.take(int(pursuit.explained().argmax()))
         going_on = pursuit.explained()
-        anew = Pursuit(pursuit.gram, pursuit.near, pursuit.among, pursuit.weight, pursuit.total, pursuit.atoms).explained()
+        anew = Pursuit(pursuit.gram, pursuit.near, pursuit.among, pursuit.importance, pursuit.total, pursuit.atoms).explained()
         torch.testing.assert_close(going_on, anew, rtol=0.1, atol=1e-6)
