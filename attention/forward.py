@@ -45,9 +45,9 @@ def attention_by_distance(attention: Attention, blocks: Sequence[torch.Tensor]) 
         queries[: len(block)] += torch.arange(len(block) - 1, -1, -1, device=total.device)
         for head in range(len(total)):
             for tokens in spans(len(block)):
-                weights = heads.weights(heads.logits(head, tokens))
-                weights[:, 0] = 0
-                total[head, : tokens.stop] += _by_distance(weights)
+                probabilities = heads.probabilities(heads.logits(head, tokens))
+                probabilities[:, 0] = 0
+                total[head, : tokens.stop] += _by_distance(probabilities)
     return total / queries.clamp_min(1)
 
 
@@ -57,7 +57,7 @@ def attention_received(attention: Attention, block: torch.Tensor) -> torch.Tenso
     total = torch.zeros(len(block), dtype=torch.float64, device=block.device)
     for head in range(len(heads.plain)):
         for tokens in spans(len(block)):
-            total[: tokens.stop] += heads.weights(heads.logits(head, tokens)).sum(0)
+            total[: tokens.stop] += heads.probabilities(heads.logits(head, tokens)).sum(0)
     return total / len(heads.plain)
 
 
@@ -67,13 +67,13 @@ def spans(count: int, size: int | None = None) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _by_distance(weights: torch.Tensor) -> torch.Tensor:
-    """`[s]` fp64: of the last t among s tokens, the sums of weights `[t, s]` at distances 0 … s − 1.
+def _by_distance(probabilities: torch.Tensor) -> torch.Tensor:
+    """`[s]` fp64: of the last t among s tokens, the sums of probabilities `[t, s]` at distances 0 … s − 1.
 
     Sums of diagonals, as columns of a skewed view: adding by index is not deterministic on CUDA.
     """
-    t, s = weights.shape
-    padded = torch.nn.functional.pad(weights.flip(-1), (0, t))
+    t, s = probabilities.shape
+    padded = torch.nn.functional.pad(probabilities.flip(-1), (0, t))
     skewed = padded.flatten()[: t * (s + t - 1)].view(t, s + t - 1)
     return skewed.sum(0, dtype=torch.float64)[t - 1 :]
 
@@ -92,8 +92,8 @@ class Heads:
         lift: `[H, N', N]` from a head's nope queries to what is kept (MLA), or None.
         rotation: Rotates rows `[…, T, P]` by their positions.
         scale: Of the logits.
-        placing_queries: How queries change with `plain`.
-        placing_keys: How keys change with what is projected.
+        query_jacobian: The derivative of queries by `plain`.
+        key_jacobian: The derivative of keys by what is projected.
         scoring: What becomes of logits.
     """
 
@@ -106,8 +106,8 @@ class Heads:
     lift: torch.Tensor | None
     rotation: Rotation
     scale: float
-    placing_queries: Placing
-    placing_keys: Placing
+    query_jacobian: Jacobian
+    key_jacobian: Jacobian
     scoring: Scoring = PLAIN
 
     @property
@@ -148,8 +148,8 @@ class Heads:
             rope=self.rope[heads],
             kept_nope=chosen(self.kept_nope),
             kept_rope=chosen(self.kept_rope),
-            placing_queries=self.placing_queries.part(chosen),
-            placing_keys=self.placing_keys.part(chosen),
+            query_jacobian=self.query_jacobian.part(chosen),
+            key_jacobian=self.key_jacobian.part(chosen),
             lift=None if self.lift is None else self.lift[heads],
             scoring=self.scoring.of(heads),
         )
@@ -167,13 +167,13 @@ class Heads:
         logits = self.scale * (of_nope + self.rope[head, tokens] @ rope.mT)
         return logits if self.slopes is None else logits + self.slopes[head] * self._positions[: tokens.stop]
 
-    def weights(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def probabilities(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Attention `[…, t, s]` of such logits, for the last t among s tokens, or for `tokens [t]`."""
-        return self.scoring.weights(logits, tokens)
+        return self.scoring.probabilities(logits, tokens)
 
 
 @dataclass(frozen=True)
-class Placing:
+class Jacobian:
     """The derivative of what is between projected heads and their logits: RoPE, and a QK-norm or none. It is linear.
 
     Attributes:
@@ -187,7 +187,7 @@ class Placing:
     after_rotary: bool = False
 
     @classmethod
-    def at(cls, states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> Placing:
+    def at(cls, states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> Jacobian:
         """At projected `states [heads, T, D]`."""
         if norm is None:
             return cls(rotation)
@@ -206,11 +206,11 @@ class Placing:
             return back(pull)
         return back(self.norm.adjoint(pull)) if self.after_rotary else self.norm.adjoint(back(pull))
 
-    def of(self, tokens: slice | torch.Tensor) -> Placing:
+    def of(self, tokens: slice | torch.Tensor) -> Jacobian:
         """At some of the tokens."""
         return replace(self, rotation=self.rotation.of(tokens), norm=None if self.norm is None else self.norm.of(tokens))
 
-    def part(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> Placing:
+    def part(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> Jacobian:
         """For some of the heads, as of `LinearisedNorm`."""
         return self if self.norm is None else replace(self, norm=self.norm.part(choose))
 
@@ -240,7 +240,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
         latent = record.latent(x)[None]
-        placing = Placing(rotation)
+        jacobian = Jacobian(rotation)
         return Heads(
             x,
             plain,
@@ -251,25 +251,25 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
             record.up_k.float(),
             rotation,
             record.scale,
-            placing,
-            placing,
+            jacobian,
+            jacobian,
             record.scoring,
         )
     plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
     split = record.rotary.dims if record.rotary else 0
-    queries, placed = _placed(plain, record.q_norm, rotation), _placed(keys, record.k_norm, rotation)
+    queries, encoded = _encoded(plain, record.q_norm, rotation), _encoded(keys, record.k_norm, rotation)
     return Heads(
         x,
         plain,
         queries[..., split:],
         queries[..., :split],
-        placed[..., split:],
-        placed[..., :split],
+        encoded[..., split:],
+        encoded[..., :split],
         None,
         rotation,
         record.scale,
-        Placing.at(plain, record.q_norm, rotation),
-        Placing.at(keys, record.k_norm, rotation),
+        Jacobian.at(plain, record.q_norm, rotation),
+        Jacobian.at(keys, record.k_norm, rotation),
         record.scoring,
     )
 
@@ -292,7 +292,7 @@ def values_of(record: Record, heads: Heads) -> torch.Tensor:
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:
     """`values [..., Dv]` with zeros appended up to `width`; wider values stay as they are.
 
-    With values as wide as keys, torch's SDPA on a CPU does without the `[H, T, S]` weights.
+    With values as wide as keys, torch's SDPA on a CPU does without the `[H, T, S]` probabilities.
     """
     return torch.nn.functional.pad(values, (0, max(0, width - values.shape[-1])))
 
@@ -305,8 +305,8 @@ def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
 
 def _read(heads: Heads, values: torch.Tensor) -> torch.Tensor:
     """The values that heads read, `[H, T, D]`, of `values [G, T, D]`, or of one for each head."""
-    share, tokens = len(heads.plain) // len(values), len(heads.inputs)
-    values = values.repeat_interleave(share, 0)
+    repeats, tokens = len(heads.plain) // len(values), len(heads.inputs)
+    values = values.repeat_interleave(repeats, 0)
     if heads.scoring.softcap is not None:
         return torch.stack([_read_by_head(heads, head, rows) for head, rows in enumerate(values)])
     queries, keys, dims, window = heads.queries, heads.keys, values.shape[-1], heads.scoring.window
@@ -333,7 +333,7 @@ def _attend(
 
 def _read_by_head(heads: Heads, head: int, values: torch.Tensor) -> torch.Tensor:
     """`[T, D]` of `values [T, D]`, where torch has no function."""
-    parts = (heads.weights(heads.logits(head, tokens)) @ values[: tokens.stop] for tokens in spans(len(values)))
+    parts = (heads.probabilities(heads.logits(head, tokens)) @ values[: tokens.stop] for tokens in spans(len(values)))
     return torch.cat(list(parts))
 
 
@@ -346,7 +346,8 @@ def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     return states if bias is None else states + bias.float()[:, None]
 
 
-def _placed(states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> torch.Tensor:
+def _encoded(states: torch.Tensor, norm: QKNorm | None, rotation: Rotation) -> torch.Tensor:
+    """Projected `states [heads, T, D]` as logits read them: normalised, if they are, and rotated."""
     if norm is None:
         return rotation(states)
     return norm(rotation(states)[None])[0] if norm.after_rotary else rotation(norm(states[None])[0])

@@ -60,17 +60,17 @@ def grouped_attention(
     queries, keys, values = _of_heads(read, q, q_bias), _projected(x, k, k_bias), _projected(x, v, v_bias)
     positions = torch.arange(x.shape[1], device=x.device)
 
-    def place(states: torch.Tensor, norm: QKNorm | None) -> torch.Tensor:
+    def encode(states: torch.Tensor, norm: QKNorm | None) -> torch.Tensor:
         if norm and not norm.after_rotary:
             states = norm(states)
         if rotary:
             states = rotary.rotate(states, positions)
         return norm(states) if norm and norm.after_rotary else states
 
-    share = q.shape[0] // k.shape[0]
-    queries, keys = place(queries, q_norm), place(keys, k_norm).repeat_interleave(share, 1)
+    repeats = q.shape[0] // k.shape[0]
+    queries, keys = encode(queries, q_norm), encode(keys, k_norm).repeat_interleave(repeats, 1)
     weights = _attention(torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale, scoring)
-    context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(share, 1))
+    context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(repeats, 1))
     out = torch.einsum("bhtd,ehd->bte", context, o)
     return out if o_bias is None else out + o_bias
 

@@ -32,7 +32,7 @@ class Scoring:
         """The same for some of the heads."""
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
 
-    def weights(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def probabilities(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Attention `[…, t, s]`; rows sum to one.
 
         Args:

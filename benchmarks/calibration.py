@@ -29,7 +29,7 @@ wait_wisely()
 import torch
 
 from convert import gqa, mla
-from convert.output.place import partial_path
+from convert.output.destination import partial_path
 from eval import evaluate
 from eval.inputs.sealed import seal_tensors
 from eval.inputs.source import Source

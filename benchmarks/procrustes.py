@@ -23,18 +23,18 @@ _ROUNDS = 20  # of the generalised problem: turn all towards the mean, then take
 def merge(attention: Attention, groups: int, draw: Draw, statistics: Statistics) -> Attention:
     """The means of turned heads, and the queries and output columns that turn back; fp32."""
     a, second = attention, statistics.with_constant
-    share = len(a.q) // a.num_kv_heads
+    repeats = len(a.q) // a.num_kv_heads
     queries, keys, values = (augmented(*part) for part in ((a.q, a.q_bias), (a.k, a.k_bias), (a.v, a.v_bias)))
     value, turns = _turned(values.unflatten(0, (groups, -1)), second)
     if a.rotary is None:
         key, of_keys = _turned(keys.unflatten(0, (groups, -1)), second)
-        q, k = of_keys.flatten(0, 1).repeat_interleave(share, 0) @ queries, key
+        q, k = of_keys.flatten(0, 1).repeat_interleave(repeats, 0) @ queries, key
     else:
         assert a.rotary.dims == keys.shape[1], "all dims rotate"
         numbers, phases = _in_phase(a.rotary.to_complex(keys)[0].unflatten(0, (groups, -1)), second)
-        every = phases.flatten(0, 1).repeat_interleave(share, 0)
+        every = phases.flatten(0, 1).repeat_interleave(repeats, 0)
         q, k = a.rotary.from_complex(every * a.rotary.to_complex(queries)[0]), a.rotary.from_complex(numbers)
-    q, k, v, back = q.float(), k.float(), value.float(), turns.flatten(0, 1).repeat_interleave(share, 0)
+    q, k, v, back = q.float(), k.float(), value.float(), turns.flatten(0, 1).repeat_interleave(repeats, 0)
     return replace(
         a,
         q=q[..., :-1],

@@ -31,7 +31,7 @@ from convert import gqa, mla, mqa
 from convert.execute.run import execute
 from convert.families import FAMILIES
 from convert.healing.closing import heal_result
-from convert.output.place import Output
+from convert.output.destination import Output
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.grouped import plan_grouped
 from convert.planning.texts import texts_of

@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from attention.errors import Refusal
 from attention.spread import evenly_spread
 from convert import gqa, heal, inspect, mla
-from convert.output.place import partial_path
+from convert.output.destination import partial_path
 from eval import evaluate
 from eval.inputs.loading import tokens_of
 from eval.inputs.source import Source

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from convert.execute.conversion import Conversion, PlannedConversion
     from convert.healing.plan import HealOptions, HealPlan
     from convert.healing.run import Healing, PlannedHealing
-    from convert.output.place import Output
+    from convert.output.destination import Output
     from convert.planning.base import Plan
     from convert.planning.calibration import CalibrationOptions
     from convert.planning.describe import Facts
@@ -135,7 +135,7 @@ def heal(converted: str | Path, output: str | Path, **given: Unpack[options.Heal
     from convert.healing import run
     from convert.healing.plan import plan_heal
     from convert.healing.texts import TrainingTexts
-    from convert.output.place import Output
+    from convert.output.destination import Output
 
     if given["time"] is not None and given["tokens"] is not None:
         raise Refusal("tokens and time contradict each other", hint="give one of them")
@@ -273,7 +273,7 @@ def inspect(model: str | Path, **given: Unpack[options.Inspect]) -> Facts:
 def _read(model: str | Path, output: str | Path, given: Mapping[str, Any]) -> tuple[Source, CalibrationOptions, Output]:
     """What all conversions are planned from."""
     from convert.hosts.engines import engine_of
-    from convert.output.place import Output
+    from convert.output.destination import Output
     from convert.planning.calibration import CalibrationOptions
 
     source = Source.parse(str(model), given["trust_remote_code"])

@@ -23,9 +23,9 @@ from convert.launch import require_alone
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
 from convert.methods.text import TextUse
+from convert.output.destination import Output, check_output, partial_path, read_provenance
 from convert.output.life import explained
 from convert.output.lock import exclusive
-from convert.output.place import Output, check_output, partial_path, recorded
 from convert.planning.base import Plan, readable
 from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
 from convert.planning.describe import plans_text
@@ -200,7 +200,7 @@ def _swept(
     directory.mkdir(parents=True, exist_ok=True)
     for plan in plans:
         if ledger.has(plan):
-            made(decided(plan, recorded(plan.output.path)))
+            made(decided(plan, read_provenance(plan.output.path)))
             continue
         noted = partial(ledger.note, plan)
         made(execute(plan, None, progress, directory / "survey", noted, foretold=True, heal=heal_result).plan)

@@ -39,7 +39,7 @@ class Dense:
         between = torch.stack((own, (own * torch.cat((own[1:], own[-1:]))).sqrt()), 1).flatten()[: 2 * len(own) - 1]
         self.offered = torch.exp(-1j * distance[:, None] * between) if halves else self.waves
         self.mass, self.second = keys.mass, known_of(a, text).with_constant.to(torch.complex128)
-        self.weight = keys.weight
+        self.importance = keys.importance
         self.missing = torch.stack([self.waves[:, :, None] * keys.z[h // share] for h in range(len(keys.w))])
         self.missing = self.missing - self._mean(self.missing)
         self.whole = self.energy()
@@ -51,14 +51,14 @@ class Dense:
     def energy(self) -> float:
         """Σ λ² E|what is missing|²."""
         moved = torch.einsum("htle,ef,htlf->htl", self.missing, self.second, self.missing.conj()).real
-        return float((self.mass[:, :, None] * self.weight[:, None].square() * moved).sum())
+        return float((self.mass[:, :, None] * self.importance[:, None].square() * moved).sum())
 
     def projected(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
         """λ ⟨missing, e_b⟩ / ‖e_b‖ of each entry `[H L, E + 1]`, and ‖e_b‖ `[H]`."""
         wave = self.offered[:, b]
         own = (self.mass * wave.abs().square()).sum(1) - (self.mass.to(wave.dtype) @ wave).abs().square()
         product = torch.einsum("ht,t,htle->hle", self.mass.to(wave.dtype), wave.conj(), self.missing)
-        rows = product * (self.weight / own.sqrt()[:, None])[..., None]
+        rows = product * (self.importance / own.sqrt()[:, None])[..., None]
         return rows.flatten(0, 1), own.sqrt()
 
     def explained(self) -> torch.Tensor:

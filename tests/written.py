@@ -31,10 +31,10 @@ def same_but_for_the_run(a: Path, b: Path) -> None:
     names, others = (sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) for path in (a, b))
     assert names == others
     assert any(name.endswith(".safetensors") for name in names), f"there are no weights in {a}"
-    records = [json.loads((path / "conversion.json").read_text()) for path in (a, b)]
-    for record in records:
-        del record["run"]
-    assert records[0] == records[1]
+    written = [json.loads((path / "conversion.json").read_text()) for path in (a, b)]
+    for provenance in written:
+        del provenance["run"]
+    assert written[0] == written[1]
     others = [name for name in names if name != "conversion.json"]
     assert filecmp.cmpfiles(a, b, others, shallow=False) == (others, [], [])
 

@@ -11,7 +11,7 @@ Hopper's wgmma reads tiles directly from shared memory and needs 64 rows in the 
 heads, queries and probabilities have too few rows. Both products are then transposed (`Tiling.swap`): the rows are
 64 tokens of a tile in the first, and 64 of its channels in the second.
 
-Three launches: `_spans` finds the first and the last token that a request sees; in `_attend` each program walks its
+Three launches: `_bounds` finds the first and the last token that a request sees; in `_attend` each program walks its
 share of all tiles of all requests and writes one partial softmax for each request that it meets; `_combine`
 merges the partials of a request. Nothing is copied to the CPU and no shape depends on a value, so the three can be
 captured in a CUDA graph, and the same graph serves a static cache as it fills. The method is Flash-Decoding's
@@ -35,7 +35,7 @@ import triton.language as tl
 from attention.kernels.tiling import Shape, Tiling, padded, power_of_two
 
 _LOG2E = 1.4426950408889634
-# The fewest mask rows per program of `_spans`: as many rows as a warp has lanes cost as much as one row, and up to so
+# The fewest mask rows per program of `_bounds`: as many rows as a warp has lanes cost as much as one row, and up to so
 # many rows share one compiled kernel.
 _ROWS = 32
 _FEW = 8  # with so few requests each has a dozen partials or more
@@ -88,8 +88,8 @@ def _product(a, b, sums, SWAP: tl.constexpr, PRECISION: tl.constexpr):
 
 # Arguments derived from B and S change from call to call: their divisibility by 16 must not trigger a new compilation.
 @triton.jit(do_not_specialize=["mask_b", "B", "S"])
-def _spans(mask, spans, slots, mask_b, mask_s, B, S, GROUPS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """`spans [2, B]`: the first token that row b of the mask sees, and the one after the last; equal where it sees nothing.
+def _bounds(mask, bounds, slots, mask_b, mask_s, B, S, GROUPS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """`bounds [2, B]`: the first token that row b of the mask sees, and the one after the last; equal where it sees nothing.
 
     `slots [2, B · GROUPS]` becomes the empty range, for requests that no program will meet.
     """
@@ -98,8 +98,8 @@ def _spans(mask, spans, slots, mask_b, mask_s, B, S, GROUPS: tl.constexpr, MASK:
         tl.store(slots + b * GROUPS + group, 0)
         tl.store(slots + (B + b) * GROUPS + group, 0)
     if MASK == "none":
-        tl.store(spans + b, 0)
-        tl.store(spans + B + b, S)
+        tl.store(bounds + b, 0)
+        tl.store(bounds + B + b, S)
     else:
         row = mask + b.to(tl.int64) * mask_b
         # One minimum and one maximum a lane, so that only the last step has lanes wait for each other.
@@ -111,19 +111,19 @@ def _spans(mask, spans, slots, mask_b, mask_s, B, S, GROUPS: tl.constexpr, MASK:
             first = tl.minimum(first, tl.where(seen, tokens, 0x7FFFFFFF))
             end = tl.maximum(end, tl.where(seen, tokens + 1, 0))
         last = tl.max(end, 0)
-        tl.store(spans + b, tl.minimum(tl.min(first, 0), last))
-        tl.store(spans + B + b, last)
+        tl.store(bounds + b, tl.minimum(tl.min(first, 0), last))
+        tl.store(bounds + B + b, last)
 
 
 @triton.jit
-def _stand(tile, ends, spans, B, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
+def _stand(tile, ends, bounds, B, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
     """Where in the walk tile number `tile` is; `ends [BLOCK_B]` are those of the rows of the mask.
 
     Returns:
-        Its row; its request; the row's span; the number of the request's first tile, and of the one after its last.
+        Its row; its request; the row's bounds; the number of the request's first tile, and of the one after its last.
     """
     seer = tl.sum((ends <= tile).to(tl.int32), 0)  # passes over rows that see nothing
-    first, end = tl.load(spans + seer), tl.load(spans + B + seer)
+    first, end = tl.load(bounds + seer), tl.load(bounds + B + seer)
     each = tl.cdiv(end - first, BLOCK_N)
     last = tl.sum(tl.where(tl.arange(0, BLOCK_B) == seer, ends, 0), 0)
     later = (last - 1 - tile) // each  # groups of this row that come after
@@ -133,7 +133,7 @@ def _stand(tile, ends, spans, B, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BL
 
 @triton.jit(do_not_specialize=["mask_b", "B", "PROGRAMS"])
 def _attend(
-    q_latent, q_rope, latent, k_rope, mask, spans, slots, partial, tops, weights, scale,
+    q_latent, q_rope, latent, k_rope, mask, bounds, slots, partial, tops, weights, scale,
     q_latent_b, q_latent_h, q_rope_b, q_rope_h, latent_b, latent_s: tl.constexpr, k_rope_b, k_rope_s: tl.constexpr,
     mask_b, mask_s, B, H, PROGRAMS, R: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -156,15 +156,15 @@ def _attend(
     tokens = tl.arange(0, BLOCK_N)
     rope_dims = tl.arange(0, BLOCK_P)
     row = tl.arange(0, BLOCK_B)
-    firsts = tl.load(spans + row, mask=row < B, other=0)
-    tiles = tl.cdiv(tl.load(spans + B + row, mask=row < B, other=0) - firsts, BLOCK_N) * GROUPS
+    firsts = tl.load(bounds + row, mask=row < B, other=0)
+    tiles = tl.cdiv(tl.load(bounds + B + row, mask=row < B, other=0) - firsts, BLOCK_N) * GROUPS
     ends = tl.cumsum(tiles, 0)  # where each row's tiles end in the walk
     total = tl.sum(tiles, 0)
     share = tl.maximum(tl.cdiv(total, PROGRAMS), LEAST)
     tile = program * share
     stop = tl.minimum(tile + share, total)
     while tile < stop:
-        seer, b, first, end, before, after = _stand(tile, ends, spans, B, GROUPS, BLOCK_N, BLOCK_B)
+        seer, b, first, end, before, after = _stand(tile, ends, bounds, B, GROUPS, BLOCK_N, BLOCK_B)
         until = tl.minimum(stop, after)
         if tile == before:
             tl.store(slots + b, program + b)
@@ -176,12 +176,12 @@ def _attend(
         for i in tl.static_range(_chunks(BLOCK_R)):
             columns = _start(BLOCK_R, i) + tl.arange(0, _width(BLOCK_R, i))
             if SHARED:
-                place = q_latent + wide * q_latent_b + heads[:, None] * q_latent_h + columns
-                q = tl.load(place, mask=_within(heads[:, None] < H, columns, R, BLOCK_R), other=0.0)
+                pointer = q_latent + wide * q_latent_b + heads[:, None] * q_latent_h + columns
+                q = tl.load(pointer, mask=_within(heads[:, None] < H, columns, R, BLOCK_R), other=0.0)
                 queries = queries + (q.to(tl.float32) if UPCAST else q,)
             sums = sums + (tl.zeros([_width(BLOCK_R, i), BLOCK_H] if SWAP else [BLOCK_H, _width(BLOCK_R, i)], tl.float32),)
-        place = q_rope + wide * q_rope_b + heads[:, None] * q_rope_h + rope_dims
-        q = tl.load(place, mask=(heads[:, None] < H) & (rope_dims < P), other=0.0)
+        pointer = q_rope + wide * q_rope_b + heads[:, None] * q_rope_h + rope_dims
+        q = tl.load(pointer, mask=(heads[:, None] < H) & (rope_dims < P), other=0.0)
         q = q.to(tl.float32) if UPCAST else q
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
         weight = tl.zeros([BLOCK_H], tl.float32)
@@ -230,9 +230,9 @@ def _attend(
         tl.store(weights + slot, weight, mask=heads < H)
         for i in tl.static_range(_chunks(BLOCK_R)):
             columns = _start(BLOCK_R, i) + tl.arange(0, _width(BLOCK_R, i))
-            place = partial + slot[:, None] * R + columns
+            pointer = partial + slot[:, None] * R + columns
             found = tl.trans(sums[i]) if SWAP else sums[i]
-            tl.store(place, found, mask=_within(heads[:, None] < H, columns, R, BLOCK_R))
+            tl.store(pointer, found, mask=_within(heads[:, None] < H, columns, R, BLOCK_R))
         tile = until
 
 
@@ -317,7 +317,7 @@ def decode(
     count = tiling.programs + requests - 1
     partial = torch.empty(count, heads, rank, dtype=torch.float32, device=latent.device)
     tops, weights = (torch.empty(count, heads, dtype=torch.float32, device=latent.device) for _ in range(2))
-    spans, slots = (torch.empty(2, rows, dtype=torch.int32, device=latent.device) for rows in (batch, requests))
+    bounds, slots = (torch.empty(2, rows, dtype=torch.int32, device=latent.device) for rows in (batch, requests))
     kind, mask_b, mask_s = "none", 0, 0
     if mask is not None:
         kind = "bool" if mask.dtype == torch.bool else "additive"
@@ -325,12 +325,12 @@ def decode(
         mask = mask.view(torch.uint8) if kind == "bool" else mask
         mask_b, mask_s = mask.stride()
     launch(
-        _spans, (batch,), mask, spans, slots, mask_b, mask_s, batch, cached,
+        _bounds, (batch,), mask, bounds, slots, mask_b, mask_s, batch, cached,
         GROUPS=groups, MASK=kind, BLOCK=16384, num_warps=16,
     )  # fmt: skip
     launch(
         _attend, (tiling.programs, triton.cdiv(heads, tiling.block_h)),
-        q_mixed, q_rope, latent, k_rope, mask, spans, slots, partial, tops, weights, scaling * _LOG2E,
+        q_mixed, q_rope, latent, k_rope, mask, bounds, slots, partial, tops, weights, scaling * _LOG2E,
         q_mixed.stride(0), q_mixed.stride(1), q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), latent.stride(1), k_rope.stride(0), k_rope.stride(1), mask_b, mask_s,
         batch, heads, tiling.programs, R=rank, P=rope, MASK=kind, LEAST=tiling.least,

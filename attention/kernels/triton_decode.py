@@ -59,8 +59,8 @@ def _objection(
     if not on_gpu(values) and not (_INTERPRETED and values.device.type == "cpu"):
         return f"it needs tensors on a CUDA device, and these are on {values.device.type}"
     if any(tensor.device != values.device for tensor in (*tensors, *(() if mask is None else (mask,)))):
-        places = ", ".join(str(tensor.device) for tensor in tensors) + ("" if mask is None else f" and {mask.device}")
-        return f"it takes tensors on one device, and these are on {places}"
+        devices = ", ".join(str(tensor.device) for tensor in tensors) + ("" if mask is None else f" and {mask.device}")
+        return f"it takes tensors on one device, and these are on {devices}"
     if values.dtype not in _DTYPES or any(tensor.dtype != values.dtype for tensor in tensors):
         return f"it takes float16, bfloat16 or float32, all alike, not {', '.join(str(t.dtype)[6:] for t in tensors)}"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from attention.forward import Heads, Placing, heads_of
+from attention.forward import Heads, Jacobian, heads_of
 from attention.qk_norm import LinearisedNorm
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.least_squares import (
@@ -87,42 +87,42 @@ class _KeyFit:
 
     Attributes:
         x: `[T, E]`, what keys are made of.
-        placing: What is between projected keys and logits, RoPE and perhaps the derivative of a norm.
+        jacobian: Of what is between projected keys and logits: RoPE and perhaps a norm.
         spans: Tokens whose queries meet the keys.
         queries: `[G, n t, D']` of each span, rotated, times the scale of logits.
-        weights: `[G, n t, s]` of each span, the source's attention p.
+        probabilities: `[G, n t, s]` of each span, the source's attention p.
         wanted: `[G, D', E]`, the descent of half the squared error where keys are not changed.
     """
 
     x: torch.Tensor
-    placing: Placing
+    jacobian: Jacobian
     spans: list[slice]
     queries: list[torch.Tensor]
-    weights: list[torch.Tensor]
+    probabilities: list[torch.Tensor]
     wanted: torch.Tensor
 
     @classmethod
     def of(cls, source: Heads, result: Heads, groups: int, parts: list[slice]) -> Self:
         every = slice(0, len(source.plain))
-        weights, pulls = (
+        probabilities, pulls = (
             [grouped(rows, groups) for rows in part] for part in missing(source.part(every), result.part(every), parts)
         )
         fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
         queries = [grouped(result.scale * fitted[:, tokens], groups) for tokens in parts]
-        fit = cls(result.inputs, result.placing_keys, parts, queries, weights, result.inputs.new_zeros(()))
+        fit = cls(result.inputs, result.key_jacobian, parts, queries, probabilities, result.inputs.new_zeros(()))
         fit = fit.to(rough(result.inputs.device))
         return replace(fit, wanted=fit._gradient(pull.to(fit.x.dtype) for pull in pulls))
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same with the factors of large products in another dtype."""
-        queries, weights = ([part.to(dtype) for part in every] for every in (self.queries, self.weights))
-        return replace(self, x=self.x.to(dtype), queries=queries, weights=weights)
+        queries, probabilities = ([part.to(dtype) for part in every] for every in (self.queries, self.probabilities))
+        return replace(self, x=self.x.to(dtype), queries=queries, probabilities=probabilities)
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[G, D', E]`, the gradient of half the squared error less that where keys are not changed."""
         keys = self.keys(change).to(self.x.dtype)
         logits = (queries @ keys[:, : tokens.stop].mT for queries, tokens in zip(self.queries, self.spans, strict=True))
-        return self._gradient(map(centred, logits, self.weights))
+        return self._gradient(map(centred, logits, self.probabilities))
 
     def _gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
         """`[G, D', E]`, by W_K, of the sum over all logits, each times its pull `[G, n t, s]`."""
@@ -134,16 +134,16 @@ class _KeyFit:
 
     def keys(self, change: torch.Tensor) -> torch.Tensor:
         """`[G, T, D']`, what a change of W_K adds to the keys."""
-        return self.placing((self.x @ change.mT.to(self.x.dtype)).float())
+        return self.jacobian((self.x @ change.mT.to(self.x.dtype)).float())
 
     def adjoint(self, of_keys: torch.Tensor) -> torch.Tensor:
         """`[G, D', E]`, the adjoint of that."""
-        return (self.placing.adjoint(of_keys).to(self.x.dtype).mT @ self.x).float()
+        return (self.jacobian.adjoint(of_keys).to(self.x.dtype).mT @ self.x).float()
 
     def power(self) -> torch.Tensor:
         """`[G, D']`, Σ q̂² of each dim, averaged over the two dims of a rotary pair: all angles are alike."""
         power = torch.stack([queries.float().square().sum(1) for queries in self.queries]).sum(0)
-        first = self.placing.rotation.of(slice(0, 1))
+        first = self.jacobian.rotation.of(slice(0, 1))
         right_angle = replace(first, cos=torch.zeros_like(first.cos), sin=torch.ones_like(first.sin))
         swapped = right_angle(power[:, None])[:, 0].abs()  # it gives each dim the other one of its pair; nope dims stay
         return (power + swapped) / 2
@@ -156,24 +156,24 @@ class _GainFit(_KeyFit):
     def keys(self, change: torch.Tensor) -> torch.Tensor:
         """`[G, T, D]`, what a change of the gains adds to the keys."""
         added = self._norm.unit * change[..., 0][:, None]
-        return added if self.placing.after_rotary else self.placing.rotation(added)
+        return added if self.jacobian.after_rotary else self.jacobian.rotation(added)
 
     def adjoint(self, of_keys: torch.Tensor) -> torch.Tensor:
         """The adjoint of that."""
-        of_units = of_keys if self.placing.after_rotary else self.placing.rotation.adjoint(of_keys)
+        of_units = of_keys if self.jacobian.after_rotary else self.jacobian.rotation.adjoint(of_keys)
         each = (of_units * self._norm.unit).sum(1)
         return (each if len(self._norm.gain) > 1 else each.sum(0, keepdim=True))[..., None]
 
     @property
     def _norm(self) -> LinearisedNorm:
-        assert self.placing.norm is not None
-        return self.placing.norm
+        assert self.jacobian.norm is not None
+        return self.jacobian.norm
 
 
 def _solved(fits: list[_KeyFit], seen: torch.Tensor) -> torch.Tensor:
     """`[G, D', E]`, the change of the keys after a few steps of conjugate gradients, over tokens of all blocks."""
     power = torch.stack(
-        [fit.power() if fit.placing.norm is None else fit.power() * fit.placing.norm.power() for fit in fits]
+        [fit.power() if fit.jacobian.norm is None else fit.power() * fit.jacobian.norm.power() for fit in fits]
     ).sum(0)
     power = power.maximum(_LEAST * power.mean(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     ridge, right = ridged(seen)

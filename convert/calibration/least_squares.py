@@ -21,7 +21,7 @@ RIDGE = 1e-3  # of the curvature
 
 _STEPS = 7
 TOKENS = 8192  # of all blocks together, whose logits are fitted; with 4096, small models lost 3 % more
-_LOGITS = 2**27  # attention weights that are kept at a time: half a gigabyte
+_LOGITS = 2**27  # attention probabilities that are kept at a time: half a gigabyte
 
 
 def fitted_spans(heads: int, lengths: Sequence[int], tokens: int | None = None) -> list[list[slice]]:
@@ -45,11 +45,11 @@ def fitted_spans(heads: int, lengths: Sequence[int], tokens: int | None = None) 
 
 def missing(source: Heads, result: Heads, parts: list[slice]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Of each span, with the same heads of both: p `[h, t, s]`, and by each logit the descent of half the squared error."""
-    weights, pulls = [], []
+    probabilities, pulls = [], []
     for logits, own in zip(logits_of(source, parts), logits_of(result, parts), strict=True):
-        weights.append(source.weights(logits))
-        pulls.append(centred(logits.sub_(own), weights[-1]))
-    return weights, pulls
+        probabilities.append(source.probabilities(logits))
+        pulls.append(centred(logits.sub_(own), probabilities[-1]))
+    return probabilities, pulls
 
 
 def logits_of(heads: Heads, parts: Iterable[slice]) -> Iterator[torch.Tensor]:
@@ -59,10 +59,10 @@ def logits_of(heads: Heads, parts: Iterable[slice]) -> Iterator[torch.Tensor]:
         yield queries[:, tokens] @ keys[:, : tokens.stop].mT
 
 
-def centred(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Half the gradient of the logits' variances under the weights, `[h, t, s]`; it takes the place of the logits."""
-    pull = logits.mul_(weights)
-    return pull.addcmul_(weights, pull.sum(-1, keepdim=True), value=-1)
+def centred(logits: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """Half the gradient of the logits' variances under the probabilities, `[h, t, s]`; it takes the place of the logits."""
+    pull = logits.mul_(probabilities)
+    return pull.addcmul_(probabilities, pull.sum(-1, keepdim=True), value=-1)
 
 
 def grouped(rows: torch.Tensor, groups: int) -> torch.Tensor:

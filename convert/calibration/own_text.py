@@ -278,12 +278,12 @@ class _Writer:
     def _sampled(self, rows: list[_Row], chances: torch.Tensor) -> torch.Tensor:
         device, cache, ids = input_device(self._model), None, torch.empty(chances.shape, dtype=torch.int64)
         ids[:, 0] = _next(rows, [-1] * len(rows), chances[:, 0])
-        for place in range(1, chances.shape[1]):
-            found = self._model(input_ids=ids[:, place - 1 : place].to(device), past_key_values=cache, use_cache=True)
+        for position in range(1, chances.shape[1]):
+            found = self._model(input_ids=ids[:, position - 1 : position].to(device), past_key_values=cache, use_cache=True)
             cache, logits = found.past_key_values, finite(found.logits[:, -1, : self._voice.known], self._model)
             reached = logits.float().cpu().softmax(-1).double().cumsum(-1)
-            drawn = torch.searchsorted(reached, chances[:, place, None] * reached[:, -1:]).flatten()
-            ids[:, place] = _next(rows, drawn.tolist(), chances[:, place])
+            drawn = torch.searchsorted(reached, chances[:, position, None] * reached[:, -1:]).flatten()
+            ids[:, position] = _next(rows, drawn.tolist(), chances[:, position])
         return ids
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import torch
 
-from attention.forward import Heads, Placing, heads_of, joined
+from attention.forward import Heads, Jacobian, heads_of, joined
 from attention.record import Attention, FactoredAttention, Record
 from attention.spread import evenly_spread
 from convert.calibration.least_squares import (
@@ -85,23 +85,23 @@ class _Met:
         queries: `[h, n, D]`, the source's of the fitted tokens, before they are normalised and rotated.
         nope: `[h, T, N]`, or `[1, T, N]` where heads share it: what is kept and not rotated, times the scale of logits.
         rope: `[h, T, P]` or `[1, T, P]`: what is kept and rotated, times the scale of logits.
-        placing: What is between projected queries of the fitted tokens and logits, RoPE and perhaps the derivative of a norm.
-        places: Of each span of these its place among them, and the token behind its last.
+        jacobian: Of what is between projected queries of the fitted tokens and logits: RoPE and perhaps a norm.
+        rows: Of each span of these its rows among them, and the token behind its last.
     """
 
     queries: torch.Tensor
     nope: torch.Tensor
     rope: torch.Tensor
-    placing: Placing
-    places: list[tuple[slice, int]]
+    jacobian: Jacobian
+    rows: list[tuple[slice, int]]
 
     @classmethod
     def of(cls, source: Heads, result: Heads, spans: list[slice]) -> _Met:
         tokens = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(source.plain.device)
         ends = list(accumulate(span.stop - span.start for span in spans))
-        places = [(slice(start, end), span.stop) for start, end, span in zip([0, *ends], ends, spans, strict=False)]
+        rows = [(slice(start, end), span.stop) for start, end, span in zip([0, *ends], ends, spans, strict=False)]
         kept = result.scale * result.kept_nope, result.scale * result.kept_rope
-        return cls(source.plain[:, tokens], *kept, result.placing_queries.of(tokens), places)
+        return cls(source.plain[:, tokens], *kept, result.query_jacobian.of(tokens), rows)
 
     @property
     def lifts(self) -> bool:
@@ -111,14 +111,14 @@ class _Met:
     def logits(self, change: torch.Tensor) -> Iterator[torch.Tensor]:
         """`[h, t, s]` of each span, which a change of A `[h, D, N + P]` adds."""
         nope, rope = change.tensor_split([self.nope.shape[-1]], -1)
-        if self.placing.norm is not None:
-            queries, kept = self.placing(self.queries @ joined(rope, nope)), joined(self.rope, self.nope)
-            for rows, stop in self.places:
+        if self.jacobian.norm is not None:
+            queries, kept = self.jacobian(self.queries @ joined(rope, nope)), joined(self.rope, self.nope)
+            for rows, stop in self.rows:
                 yield queries[:, rows] @ kept[:, :stop].mT
             return
         queries, kept = (self.queries, self.nope @ nope.mT) if self.lifts else (self.queries @ nope, self.nope)
-        queries, kept = joined(queries, self.placing(self.queries @ rope)), joined(kept, self.rope)
-        for rows, stop in self.places:
+        queries, kept = joined(queries, self.jacobian(self.queries @ rope)), joined(kept, self.rope)
+        for rows, stop in self.rows:
             yield queries[:, rows] @ kept[:, :stop].mT
 
     def gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -127,17 +127,17 @@ class _Met:
         rows_of, columns_of = (self.nope, queries) if lifts else (queries, self.nope)
         of_nope = queries.new_zeros(len(queries), rows_of.shape[1], columns_of.shape[2])
         of_rope = queries.new_zeros(*queries.shape[:2], self.rope.shape[-1])
-        for (rows, stop), pull in zip(self.places, pulls, strict=True):
+        for (rows, stop), pull in zip(self.rows, pulls, strict=True):
             of_rope[:, rows] = pull @ self.rope[:, :stop]
             if lifts:
                 of_nope[:, :stop] += pull.mT @ queries[:, rows]
             else:
                 of_nope[:, rows] = pull @ self.nope[:, :stop]
-        if self.placing.norm is not None:
-            of_rope, of_nope = self.placing.adjoint(joined(of_rope, of_nope)).split((of_rope.shape[-1], of_nope.shape[-1]), -1)
+        if self.jacobian.norm is not None:
+            of_rope, of_nope = self.jacobian.adjoint(joined(of_rope, of_nope)).split((of_rope.shape[-1], of_nope.shape[-1]), -1)
             return queries.mT @ joined(of_nope, of_rope)
         nope = of_nope.mT @ self.nope if lifts else queries.mT @ of_nope
-        return torch.cat((nope, queries.mT @ self.placing.adjoint(of_rope)), -1)
+        return torch.cat((nope, queries.mT @ self.jacobian.adjoint(of_rope)), -1)
 
 
 @dataclass(frozen=True)
@@ -146,19 +146,19 @@ class _QueryFit:
 
     Attributes:
         met: What the heads meet.
-        weights: `[h, t, s]` of each span of fitted tokens, the source's attention p.
+        probabilities: `[h, t, s]` of each span of fitted tokens, the source's attention p.
         wanted: `[h, D, N + P]`, the descent of half the squared error where A is not changed.
     """
 
     met: _Met
-    weights: list[torch.Tensor]
+    probabilities: list[torch.Tensor]
     wanted: torch.Tensor
 
     @classmethod
     def of(cls, source: Heads, result: Heads, spans: list[slice]) -> _QueryFit:
         """The problem of a block's heads, of some of its tokens."""
-        met, (weights, pulls) = _Met.of(source, result, spans), missing(source, result, spans)
-        return cls(met, weights, met.gradient(pulls))
+        met, (probabilities, pulls) = _Met.of(source, result, spans), missing(source, result, spans)
+        return cls(met, probabilities, met.gradient(pulls))
 
     @property
     def count(self) -> int:
@@ -167,7 +167,7 @@ class _QueryFit:
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[h, D, N + P]`, the gradient of half the squared error less that where A is not changed."""
-        return self.met.gradient(map(centred, self.met.logits(change), self.weights))
+        return self.met.gradient(map(centred, self.met.logits(change), self.probabilities))
 
     def moments(self, sampled: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ_t q qᵀ `[h, D, D]`, and Σ_t Cov_{s ~ p_t} φ_ts `[h, N + P, N + P]`, of parts with and without positions apart.
@@ -177,11 +177,11 @@ class _QueryFit:
         Args:
             sampled: Of how many tokens to rotate keys back.
         """
-        nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.weights)))
+        nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.probabilities)))
         split = nope.shape[-1]
         spread = nope.new_zeros(len(nope), split + rope.shape[-1], split + rope.shape[-1])
         spread[:, :split, :split], spread[:, split:, split:] = nope, rope
-        queries, norm = self.met.queries, self.met.placing.norm
+        queries, norm = self.met.queries, self.met.jacobian.norm
         if norm is not None:
             queries, gain = queries * norm.inverse, norm.gain.roll(split, -1)  # nope dims first
             spread = gain.mT * spread * gain
@@ -189,25 +189,25 @@ class _QueryFit:
 
     def _nope_spread(self) -> torch.Tensor:
         nope = self.met.nope
-        seen = nope.new_zeros(len(self.weights[0]), nope.shape[1])
+        seen = nope.new_zeros(len(self.probabilities[0]), nope.shape[1])
         of_means = nope.new_zeros(())
-        for (_, stop), weights in zip(self.met.places, self.weights, strict=True):
-            seen[:, :stop] += weights.sum(1)
-            means = weights @ nope[:, :stop]
+        for (_, stop), probabilities in zip(self.met.rows, self.probabilities, strict=True):
+            seen[:, :stop] += probabilities.sum(1)
+            means = probabilities @ nope[:, :stop]
             of_means = of_means + means.mT @ means
         return nope.mT @ (seen[..., None] * nope) - of_means
 
     def _rope_spread(self, sampled: int) -> torch.Tensor:
         """Of keys as queries see them that are not rotated: rotated back, for some tokens of each span in place of all."""
         total = self.met.rope.new_zeros(())
-        for (place, stop), weights in zip(self.met.places, self.weights, strict=True):
-            length = weights.shape[1]
+        for (span, stop), probabilities in zip(self.met.rows, self.probabilities, strict=True):
+            length = probabilities.shape[1]
             count = min(length, sampled)
             rows = evenly_spread(count, length)
-            back = self.met.placing.rotation.of(place).adjoint
+            back = self.met.jacobian.rotation.of(span).adjoint
             back = replace(back, cos=back.cos[rows, None], sin=back.sin[rows, None])
             keys = back(self.met.rope[:, None, :stop].expand(-1, count, -1, -1))  # [h or 1, rows, s, P]
-            weighted = weights[:, rows, :, None] * keys
+            weighted = probabilities[:, rows, :, None] * keys
             means = weighted.sum(2)
             spread = keys.flatten(1, 2).mT @ weighted.flatten(1, 2) - means.mT @ means
             total = total + length / count * spread

@@ -93,7 +93,7 @@ class _LayerFit:
         """The record that steps at this rate on these rows lead to."""
         weights, count = _Weights(record), self._count
         optimisers = weights.optimisers(rate)
-        schedule = [torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _share(step, steps)) for optimiser in optimisers]
+        schedule = [torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _warmed(step, steps)) for optimiser in optimisers]
         order = _shuffled(rows, steps * count, seed * 100_003 + self._layer)
         for step in range(steps):
             for gradient in weights.gradients:
@@ -130,8 +130,8 @@ def _shuffled(blocks: list[int], count: int, seed: int) -> list[int]:
     return [blocks[i] for order in passes for i in order][:count]
 
 
-def _share(step: int, steps: int) -> float:
-    """Of the rate, at a step: linear warm-up, then linear decay."""
+def _warmed(step: int, steps: int) -> float:
+    """The share of the rate at a step: linear warm-up, then linear decay."""
     return min(1.0, (step + 1) / max(1.0, _WARM * steps)) * (1 - step / steps)
 
 

@@ -51,7 +51,7 @@ class Moments:
     ) -> None:
         self._layer, self._attention, self._text = layer, attention, stream.text
         self.sampled = spread_blocks(sample, len(stream.text.rows), stream.text.context)
-        self._places = {row: place for place, row in enumerate(self.sampled)}
+        self._index_of = {row: index for index, row in enumerate(self.sampled)}
         self._seen = 0
         shape = len(self.sampled), self._text.context, stream.width
         self._sample = torch.zeros(shape, dtype=torch.bfloat16, device=stream.device)
@@ -66,8 +66,8 @@ class Moments:
         """Add `x [b, t, E]`, blocks of one length that make up whole rows."""
         rows = x.reshape(-1, self._text.context, x.shape[-1])
         for row, found in enumerate(rows, self._seen):
-            if row in self._places:
-                self._sample[self._places[row]] = found.bfloat16()
+            if row in self._index_of:
+                self._sample[self._index_of[row]] = found.bfloat16()
         self._seen += len(rows)
         blocks, x = x, x.flatten(0, 1)
         if projections := self._attention.projections:
@@ -128,11 +128,11 @@ class _AttendedSums:
         length, heads = len(block), heads_of(attention, block)
         count = min(length, QUERIES)
         rows = torch.tensor(evenly_spread(count, length), device=block.device)
-        share = len(heads.queries) // len(heads.keys)
-        logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(share, 0).mT
-        weights = heads.weights(logits, rows).flatten(0, 1)  # [H t, T]
-        read = weights @ heads.inputs
-        self._seen += heads.inputs.T @ (weights.sum(0)[:, None] * heads.inputs)
+        repeats = len(heads.queries) // len(heads.keys)
+        logits = heads.scale * heads.queries[:, rows] @ heads.keys.repeat_interleave(repeats, 0).mT
+        probabilities = heads.probabilities(logits, rows).flatten(0, 1)  # [H t, T]
+        read = probabilities @ heads.inputs
+        self._seen += heads.inputs.T @ (probabilities.sum(0)[:, None] * heads.inputs)
         self._read += read.T @ read
         self._mean += read.sum(0, dtype=torch.float64)
         self._count += len(read)

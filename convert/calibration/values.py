@@ -52,30 +52,30 @@ class _ValueFit:
         x: `[T, E]`, what values are made of.
         outputs: `[E, G, n, D]`, W_O of each head.
         spans: Tokens whose outputs are fitted.
-        weights: `[G, n t, s]` of each span, the result's attention p̂.
+        probabilities: `[G, n t, s]` of each span, the result's attention p̂.
         wanted: `[G, D, E]`, the descent of half the squared error where values are not changed.
     """
 
     x: torch.Tensor
     outputs: torch.Tensor
     spans: list[slice]
-    weights: list[torch.Tensor]
+    probabilities: list[torch.Tensor]
     wanted: torch.Tensor
 
     @classmethod
     def of(cls, after: Attention, x: torch.Tensor, lacking: torch.Tensor, parts: list[slice]) -> _ValueFit:
         heads, groups = heads_of(after, x), len(after.v)
         every = logits_of(heads.part(slice(0, len(after.q))), parts)
-        weights = [grouped(heads.weights(logits), groups) for logits in every]
+        probabilities = [grouped(heads.probabilities(logits), groups) for logits in every]
         outputs = after.o.float().unflatten(1, (groups, -1))
-        fit = cls(heads.inputs, outputs, parts, weights, x.new_zeros(()))
+        fit = cls(heads.inputs, outputs, parts, probabilities, x.new_zeros(()))
         fit = fit.to(rough(x.device))
         return replace(fit, wanted=fit._gradient([lacking[tokens].to(fit.x.dtype) for tokens in parts]))
 
     def to(self, dtype: torch.dtype) -> _ValueFit:
         """The same with all factors of products in another dtype."""
-        weights = [part.to(dtype) for part in self.weights]
-        return _ValueFit(self.x.to(dtype), self.outputs.to(dtype), self.spans, weights, self.wanted)
+        probabilities = [part.to(dtype) for part in self.probabilities]
+        return _ValueFit(self.x.to(dtype), self.outputs.to(dtype), self.spans, probabilities, self.wanted)
 
     @property
     def count(self) -> int:
@@ -85,8 +85,8 @@ class _ValueFit:
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
         """`[G, D, E]`, the gradient of half the squared error less that where values are not changed."""
         values, made = self.x @ change.mT.to(self.x.dtype), []
-        for tokens, weights in zip(self.spans, self.weights, strict=True):
-            read = (weights @ values[:, : tokens.stop]).unflatten(1, (self.outputs.shape[2], -1))  # [G, n, t, D]
+        for tokens, probabilities in zip(self.spans, self.probabilities, strict=True):
+            read = (probabilities @ values[:, : tokens.stop]).unflatten(1, (self.outputs.shape[2], -1))  # [G, n, t, D]
             made.append(read.permute(2, 0, 1, 3).flatten(1) @ self.outputs.flatten(1).T)
         return self._gradient(made)
 
@@ -94,9 +94,9 @@ class _ValueFit:
         """`[G, D, E]`, by W_V, of the sum over all outputs, each times its pull `[t, E]`."""
         shape = self.outputs.shape[1], len(self.x), self.outputs.shape[-1]
         of_values = self.x.new_zeros(shape, dtype=torch.float32)  # a sum of many parts
-        for tokens, weights, pull in zip(self.spans, self.weights, pulls, strict=True):
+        for tokens, probabilities, pull in zip(self.spans, self.probabilities, pulls, strict=True):
             of_heads = (pull @ self.outputs.flatten(1)).unflatten(-1, self.outputs.shape[1:])  # [t, G, n, D]
-            of_values[:, : tokens.stop] += weights.mT @ of_heads.permute(1, 2, 0, 3).flatten(1, 2)
+            of_values[:, : tokens.stop] += probabilities.mT @ of_heads.permute(1, 2, 0, 3).flatten(1, 2)
         return (of_values.to(self.x.dtype).mT @ self.x).float()
 
 

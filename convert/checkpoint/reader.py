@@ -74,7 +74,7 @@ class Reader:
     def __init__(self, directory: Path, renamed: Callable[[Collection[str]], Mapping[str, str]] | None = None) -> None:
         self._directory = directory
         self._stored: dict[str, str] = {}  # names in the files, where they differ
-        self._place: dict[str, str] = {}
+        self._file_of: dict[str, str] = {}
         self._open: tuple[str, Any] | None = None
         self.infos: dict[str, TensorInfo] = {}
         self.aliases: dict[str, str] = {}
@@ -89,11 +89,11 @@ class Reader:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor as a view of its mapped file. One file is open at a time."""
-        return self._shard(self._place[name]).get_tensor(self._stored.get(name, name))
+        return self._shard(self._file_of[name]).get_tensor(self._stored.get(name, name))
 
     def file(self, name: str) -> str:
         """The weight file that a tensor is in."""
-        return self._place[name]
+        return self._file_of[name]
 
     def fingerprint(self) -> dict[str, list[int]]:
         """Size and modification time of each file of weights; a resumed run must find them unchanged."""
@@ -103,7 +103,7 @@ class Reader:
     def _rename(self, names: Mapping[str, str]) -> None:
         new = {name: names.get(name, name) for name in self.infos}
         self._stored = {new[name]: name for name in self.infos}
-        self._place = {new[name]: file for name, file in self._place.items()}
+        self._file_of = {new[name]: file for name, file in self._file_of.items()}
         self.infos = {new[name]: info for name, info in self.infos.items()}
         self.aliases = {new[name]: new[other] for name, other in self.aliases.items()}
 
@@ -128,8 +128,8 @@ class Reader:
             shape = ", ".join(map(str, info.shape[:8])) + (", …" if info.shape[8:] else "")
             raise Failure(f"{file}: tensor {name} has a shape that no tensor can have: [{shape}]", hint=_AGAIN)
         if name in self.infos:
-            raise Failure(f"{self._place[name]} and {file} both hold tensor {name}", hint=_AGAIN)
-        self.infos[name], self._place[name] = info, file
+            raise Failure(f"{self._file_of[name]} and {file} both hold tensor {name}", hint=_AGAIN)
+        self.infos[name], self._file_of[name] = info, file
 
     def _shard(self, file: str) -> Any:
         if self._open is None or self._open[0] != file:
@@ -140,10 +140,10 @@ class Reader:
 
     def _check_index(self, index: Mapping[str, str]) -> None:
         for name, file in index.items():
-            if self._place.get(name) != file:
+            if self._file_of.get(name) != file:
                 raise Failure(f"the index puts tensor {name} into {file}, and that file has no such tensor", hint=_AGAIN)
         if extra := sorted(set(self.infos) - set(index)):
-            raise Failure(f"{self._place[extra[0]]} holds tensor {extra[0]}, and the index does not list it", hint=_AGAIN)
+            raise Failure(f"{self._file_of[extra[0]]} holds tensor {extra[0]}, and the index does not list it", hint=_AGAIN)
 
 
 class _Pickle:

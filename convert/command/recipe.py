@@ -159,12 +159,12 @@ def _asked(given: dict[str, Any], known: dict[str, click.Parameter], step: str) 
 def _require_inside(given: dict[str, Any], known: dict[str, click.Parameter], step: str) -> None:
     """Refuse a recipe that would write outside the current directory."""
     here = Path.cwd()
-    for key, place in given.items():
+    for key, value in given.items():
         kind = known[key].type
         written = isinstance(kind, click.Path) and not kind.exists
-        if written and isinstance(place, str) and here not in Path(place).resolve().parents:
+        if written and isinstance(value, str) and here not in Path(value).resolve().parents:
             raise Refusal(
-                f"{step} of the recipe would write to {place}, which is not inside the directory that it is run in",
+                f"{step} of the recipe would write to {value}, which is not inside the directory that it is run in",
                 hint=f"allow it with --allow-paths, or say where with --set {key}=PATH",
             )
 

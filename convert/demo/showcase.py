@@ -8,7 +8,7 @@ from typing import Any
 
 from attention.errors import Interrupted
 from convert.demo.corpus import VALIDATION, held_out_text
-from convert.output.place import Output
+from convert.output.destination import Output
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.latent import LatentRequest
 from convert.planning.texts import texts_of

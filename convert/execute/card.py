@@ -1,4 +1,4 @@
-"""The model card of a converted checkpoint, and what its record keeps for the cards of those that are made from it."""
+"""The model card of a converted checkpoint, and what its provenance keeps for the cards of those that are made from it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from eval.inputs.overlap import WARN_ABOVE
 from eval.terminal.escapes import markdown
 
 
-def model_card(plan: Plan, record: dict[str, Any]) -> str:
+def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
     """The text of README.md for a conversion.
 
     Args:
         plan: The plan that was carried out.
-        record: conversion.json without its `run`.
+        provenance: conversion.json without its `run`.
     """
-    evaluation = record.get("evaluation")
+    evaluation = provenance.get("evaluation")
     source, converted = evaluation["models"] if evaluation else (None, None)
     return render(
         "conversion.md.j2",
-        record["metadata"],
+        provenance["metadata"],
         kind=plan.target.spec.kind,
         before_kind=plan.before.kind,
         base=plan.source.repository or plan.source.name,
         link=f"https://huggingface.co/{quote(plan.source.repository)}" if plan.source.repository else None,
-        summary=_summary(plan, record),
+        summary=_summary(plan, provenance),
         command=_command(plan),
-        bytes=record["kv_bytes_per_token"],
+        bytes=provenance["kv_bytes_per_token"],
         plan=plan,
-        record=record,
+        provenance=provenance,
         evaluation=evaluation,
         warn_above=WARN_ABOVE,
         protocol=evaluation["protocol"] if evaluation else None,
         source=source,
         converted=converted,
-        loading=record["loading"],
+        loading=provenance["loading"],
     )
 
 
@@ -64,9 +64,9 @@ def loading_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _summary(plan: Plan, record: dict[str, Any]) -> str:
-    if not record["method"]:
-        return markdown(str(record["notes"][0]))
+def _summary(plan: Plan, provenance: dict[str, Any]) -> str:
+    if not provenance["method"]:
+        return markdown(str(provenance["notes"][0]))
     method = plan.target.method
     return f"method `{method.name}`, {method.summary}{f' ({method.source})' if method.source else ''}"
 

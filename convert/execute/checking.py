@@ -62,8 +62,8 @@ def checked(
         progress: Called with the blocks that are done.
 
     Returns:
-        For the record: `{"texts": [{"text", "tokens", "source_nats", "loss_nats"}]}`; None if the models do not fit in memory,
-        or if the source does not run.
+        For the provenance: `{"texts": [{"text", "tokens", "source_nats", "loss_nats"}]}`; None if the models do not fit in
+        memory, or if the source does not run.
 
     Raises:
         NotPublished: The result is of no use, and the user has not asked for it.

@@ -1,4 +1,4 @@
-"""A conversion as its caller gets it: the plan, with the choices that a text decided, and its record."""
+"""A conversion as its caller gets it: the plan, with the choices that a text decided, and its provenance."""
 
 from __future__ import annotations
 
@@ -61,33 +61,33 @@ class Conversion(_OfPlan):
     """A conversion that was done. Its plan has the choices that the text decided.
 
     Attributes:
-        record: The content of conversion.json.
+        provenance: The content of conversion.json.
     """
 
-    record: dict[str, Any]
+    provenance: dict[str, Any]
 
     @property
     def layers(self) -> list[dict[str, Any]]:
         """Each layer's errors, as in conversion.json."""
-        return list(self.record["layers"])
+        return list(self.provenance["layers"])
 
     @property
     def report(self) -> dict[str, Any] | None:
         """The evaluation, if one was asked for: `{"protocol", "models": [source, converted]}`."""
-        return self.record.get("evaluation")
+        return self.provenance.get("evaluation")
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan's facts, and the record."""
-        return self.plan.as_dict() | {"conversion": self.record}
+        """The plan's facts, and the provenance."""
+        return self.plan.as_dict() | {"conversion": self.provenance}
 
     def __str__(self) -> str:
-        return conversion_text(self.plan, self.record)
+        return conversion_text(self.plan, self.provenance)
 
 
-def decided(plan: Plan, record: dict[str, Any]) -> Plan:
-    """The plan with the choices that a record states."""
-    plan = next((split for split in splits_of(plan) if split.recipe() == record.get("recipe")), plan)
-    if (ranks := record.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
+def decided(plan: Plan, provenance: dict[str, Any]) -> Plan:
+    """The plan with the choices that its provenance states."""
+    plan = next((split for split in splits_of(plan) if split.recipe() == provenance.get("recipe")), plan)
+    if (ranks := provenance.get("kv_lora_ranks")) and isinstance(plan.target, LatentTarget):
         plan = plan.choosing(plan.target.with_ranks(tuple(ranks)))
     return plan
 

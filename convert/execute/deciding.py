@@ -211,12 +211,12 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
             blocks = excerpt(measured.sample).blocks
             expected = attention_output(before, blocks)
             energy = float(expected.double().square().sum(-1).mean())
-            weight = 1 / max(energy, _SILENT) if job.normalises_output(layer) else measured.inverse_energy
+            importance = 1 / max(energy, _SILENT) if job.normalises_output(layer) else measured.inverse_energy
             errors = []
             for rank in tried:
                 after = target.method.factor(before, replace(allocation, rank=rank), measured)
                 lacking = attention_output(after, blocks) - expected
-                errors.append(weight * float(lacking.double().square().sum(-1).mean()))
+                errors.append(importance * float(lacking.double().square().sum(-1).mean()))
             if not all(map(math.isfinite, errors)):
                 raise Failure(
                     f"attention outputs of layer {layer} overflow on the calibration text: errors at ranks {tried}: {errors}",

@@ -113,13 +113,13 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
     tied = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
     tied_head = _repeated_head(plan.family, reader) if tied else {}
     units: list[Unit] = []
-    placed: set[int | tuple[str, ...]] = set()
+    handled: set[int | tuple[str, ...]] = set()
     dropped: dict[str, str] = {}
     for name in reader.infos:
         layer = layer_of.get(name)
         if layer is not None:
-            if layer not in placed:
-                placed.add(layer)
+            if layer not in handled:
+                handled.add(layer)
                 units.append(_attention_unit(plan.family, layout, config, sized, layer, reader, stored))
         elif name in tied_head:
             dropped[name] = f"is {tied_head[name]}, to which the model ties it"
@@ -130,8 +130,8 @@ def manifest_of(plan: Plan, reader: Reader) -> Manifest:
         else:
             unit = _other_unit(plan.family, layout, name, reader, stored)
             key = tuple(sorted(unit.outputs))
-            if key not in placed:
-                placed.add(key)
+            if key not in handled:
+                handled.add(key)
                 units.append(unit)
     if tied and plan.target.host.portable and (head := _own_head(layout, units)):
         units.append(head)

@@ -11,11 +11,11 @@ from convert.execute.card import loading_of
 from convert.execute.deciding import Decision
 from convert.execute.manifest import Manifest
 from convert.output.card import metadata_of
-from convert.output.record import versions
+from convert.output.provenance import versions
 from convert.planning.calibration import CalibrationText
 
 
-def record_of(
+def provenance_of(
     decision: Decision, reader: Reader, manifest: Manifest, layers: Sequence[dict[str, Any]], text: CalibrationText | None
 ) -> dict[str, Any]:
     """conversion.json without its `run`: the same inputs and seed give the same content.
@@ -53,18 +53,18 @@ def record_of(
     }
 
 
-def with_healing(record: dict[str, Any], healing: dict[str, Any] | None) -> dict[str, Any]:
-    """A record of a result that was then healed, or was not.
+def with_healing(provenance: dict[str, Any], healing: dict[str, Any] | None) -> dict[str, Any]:
+    """The provenance of a result that was then healed, or was not.
 
     Args:
-        record: From `record_of`.
+        provenance: From `provenance_of`.
         healing: The entry `healing`, with the names of the tensors that changed as `tensors`.
     """
     if healing is None:
-        return record | {"healing": None}
+        return provenance | {"healing": None}
     course, healed = {key: value for key, value in healing.items() if key != "tensors"}, healing["tensors"]
-    copied = sorted(set(record["tensors"]["copied"]) - set(healed))
-    return record | {"healing": course, "tensors": record["tensors"] | {"copied": copied, "healed": healed}}
+    copied = sorted(set(provenance["tensors"]["copied"]) - set(healed))
+    return provenance | {"healing": course, "tensors": provenance["tensors"] | {"copied": copied, "healed": healed}}
 
 
 def _calibration(text: CalibrationText) -> dict[str, Any]:

@@ -28,15 +28,15 @@ from convert.execute.forecast import foretell_conversion, reads_text
 from convert.execute.job import Job, device_of
 from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest, manifest_of
-from convert.execute.provenance import record_of, with_healing
+from convert.execute.provenance import provenance_of, with_healing
 from convert.execute.sequence import in_sequence
 from convert.execute.surveyed import Surveyed
 from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.launch import require_alone
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
+from convert.output.destination import finished, without_text
 from convert.output.life import Held, Made, Task, carry_out
-from convert.output.place import finished, without_text
-from convert.output.record import versions
+from convert.output.provenance import versions
 from convert.output.tokenizer import name_tokenizer_class, tokenizer_class
 from convert.output.workdir import WorkDirectory
 from convert.planning.base import Plan
@@ -49,7 +49,7 @@ from eval.quality.settings import EvaluationSettings
 from eval.terminal.progress import Progress, silent
 
 _log = logging.getLogger("kvfold")
-# Distils the result in a work directory on the calibration text; returns the entry `healing` of its record.
+# Distils the result in a work directory on the calibration text; returns the entry `healing` of its provenance.
 Heal = Callable[[Plan, WorkDirectory, Tokens, torch.device, Progress], dict[str, Any] | None]
 
 
@@ -87,8 +87,8 @@ def execute(
             warn_of_overlap(evaluated, texts.whole, "calibration")
         return _Conversion(plan, Reader(plan.source.files, plan.family.renamed), texts, progress, statistics_in, foretold, heal)
 
-    record = carry_out(plan.output, (plan.source,), begin, held_out, progress, published)
-    return Conversion(decided(plan, record), record)
+    provenance = carry_out(plan.output, (plan.source,), begin, held_out, progress, published)
+    return Conversion(decided(plan, provenance), provenance)
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ class _Conversion(Task):
             write_own_text(work.path, own)
         kept = _statistics_directory(plan, reader, work, text and text.surveyed(), self.statistics_in)
         job = Job(plan, reader, work, text, device_of(plan), self.progress, kept)
-        plan, record = _convert(job, self._manifest)
-        record = with_healing(record, self.heal(plan, work, text.tokens, job.device, self.progress) if text else None)
+        plan, provenance = _convert(job, self._manifest)
+        provenance = with_healing(provenance, self.heal(plan, work, text.tokens, job.device, self.progress) if text else None)
         checked = None if plan.target.copies else _checked_result(plan, work, self.texts, own_texts, self.progress)
-        return Made(record | {"check": checked}, text.tokens if text else None)
+        return Made(provenance | {"check": checked}, text.tokens if text else None)
 
-    def card(self, record: dict[str, Any]) -> str:
-        return model_card(decided(self.plan, record), record)
+    def card(self, provenance: dict[str, Any]) -> str:
+        return model_card(decided(self.plan, provenance), provenance)
 
     @cached_property
     def _manifest(self) -> Manifest:
@@ -195,10 +195,10 @@ def _without_computed(plan: Plan, reader: Reader) -> dict[str, TensorInfo]:
 
 
 def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
-    """Decide, then write everything but the record. If the device runs out of memory, the work stays for `--resume`.
+    """Decide, then write everything but the provenance. If the device runs out of memory, the work stays for `--resume`.
 
     Returns:
-        The plan with the choices made, and its record.
+        The plan with the choices made, and its provenance.
     """
     try:
         require_space(job, manifest)
@@ -214,7 +214,7 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
         if named:
             name_tokenizer_class(job.work.path, named)
         _check_result(decision.plan, job.work)
-        return decision.plan, record_of(decision, job.reader, manifest, layers, job.text)
+        return decision.plan, provenance_of(decision, job.reader, manifest, layers, job.text)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # missing in torch's stubs
         raise Failure(
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",

@@ -88,10 +88,10 @@ class NormalisedLatent(Family):
     def scale(self, config: Any) -> float:
         """YaRN's second factor multiplies logits (`mscale_all_dim`)."""
         scale, parameters = super().scale(config), config.rope_parameters
-        if parameters.get("rope_type", "default") == "default" or not (share := parameters.get("mscale_all_dim")):
+        if parameters.get("rope_type", "default") == "default" or not (mscale := parameters.get("mscale_all_dim")):
             return scale
         factor = parameters["factor"]
-        return scale if factor <= 1 else scale * float(0.1 * share * math.log(factor) + 1) ** 2
+        return scale if factor <= 1 else scale * float(0.1 * mscale * math.log(factor) + 1) ** 2
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
         spec, width, queries = self.spec(config), config.hidden_size, config.q_lora_rank

@@ -84,9 +84,9 @@ class InterleavedProjections(Family):
 
 def _split_heads(rows: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q `[H, D, …]`, K and V `[G, D, …]` of stacked rows, as views, but for a Q whose heads share."""
-    share = spec.num_heads // spec.num_kv_heads
-    groups = rows.unflatten(0, (spec.num_kv_heads, share + 2, spec.head_dim))
-    return groups[:, :share].flatten(0, 1), groups[:, -2], groups[:, -1]
+    repeats = spec.num_heads // spec.num_kv_heads
+    groups = rows.unflatten(0, (spec.num_kv_heads, repeats + 2, spec.head_dim))
+    return groups[:, :repeats].flatten(0, 1), groups[:, -2], groups[:, -1]
 
 
 def _join_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -26,23 +26,23 @@ class Part:
     """The part of one of several texts that trains.
 
     Attributes:
-        places: Of its blocks among all, int64.
+        indices: Of its blocks among all, int64.
         share: Of the blocks that are trained on, relative to the shares of the other texts.
     """
 
-    places: torch.Tensor
+    indices: torch.Tensor
     share: float
 
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Blocks to train on, and blocks to judge by. Blocks are named by their places in the text.
+    """Blocks to train on, and blocks to judge by. Blocks are named by their indices in the text.
 
     Attributes:
         tokens: The whole text: whole blocks of several ones, one after the other.
         blocks: `[n, context]`.
         parts: Of each text the blocks to train on.
-        held_out: The places of the others, from all over each text; no step sees them.
+        held_out: The indices of the others, from all over each text; no step sees them.
     """
 
     tokens: Tokens
@@ -72,12 +72,12 @@ class TrainingText:
             parts.append(Part(start + rest.nonzero().flatten(), share))
             aside.append(start + torch.tensor(out, dtype=torch.int64))
             start += count
-            if not len(parts[-1].places):
+            if not len(parts[-1].indices):
                 raise Failure(
                     f"{tokens.name} has {count} blocks of {context} tokens, too few to hold one out and train on others",
                     hint="give a longer text, or a shorter --context",
                 )
-        if (left := sum(len(part.places) for part in parts)) < batch:
+        if (left := sum(len(part.indices) for part in parts)) < batch:
             names = " and ".join(tokens.name for tokens, _ in texts)
             raise Failure(
                 f"{names} has {start} blocks of {context} tokens; a step takes {batch}, beside {start - left} held out",
@@ -88,27 +88,27 @@ class TrainingText:
         return cls(text, text.blocks(context), tuple(parts), torch.cat(aside))
 
     def batch(self, step: int, size: int, seed: int) -> torch.Tensor:
-        """`[size]`, the places of a step's blocks.
+        """`[size]`, the indices of a step's blocks.
 
         Texts take turns by their shares. Each gives all of its blocks in random order, then all in another order, and so on.
         """
-        return torch.stack([self._drawn(place, seed) for place in range(step * size, (step + 1) * size)])
+        return torch.stack([self._drawn(index, seed) for index in range(step * size, (step + 1) * size)])
 
-    def _drawn(self, place: int, seed: int) -> torch.Tensor:
-        """The block at a place of the sequence of all steps."""
-        text, number = turn(place, [part.share for part in self.parts])
-        blocks = self.parts[text].places
+    def _drawn(self, index: int, seed: int) -> torch.Tensor:
+        """The block at an index of the sequence of all steps."""
+        text, number = turn(index, [part.share for part in self.parts])
+        blocks = self.parts[text].indices
         again, among = divmod(number, len(blocks))
         return blocks[_order(len(blocks), seed, again)[among]]
 
     def seen(self, steps: int, size: int, seed: int) -> torch.Tensor:
-        """The places of all blocks that some steps see, and of those to judge by, in order."""
+        """The indices of all blocks that some steps see, and of those to judge by, in order."""
         return torch.cat([self.held_out, *(self.batch(step, size, seed) for step in range(steps))]).unique()
 
     def passes(self, steps: int, size: int) -> float:
         """How often steps of `size` blocks go over the text, or over that of several which they see most often."""
         whole = sum(part.share for part in self.parts)
-        return max(steps * size * part.share / whole / len(part.places) for part in self.parts)
+        return max(steps * size * part.share / whole / len(part.indices) for part in self.parts)
 
 
 def held_out(blocks: int, context: int, wanted: int) -> int:
@@ -120,15 +120,15 @@ def held_out(blocks: int, context: int, wanted: int) -> int:
     return max(1, found, min(-(-LEAST_HELD_OUT // context), blocks // SPARED))
 
 
-def turn(place: int, shares: Sequence[float]) -> tuple[int, int]:
-    """Whose turn it is at a place of a sequence in which each has its share, and how many turns it had before."""
+def turn(index: int, shares: Sequence[float]) -> tuple[int, int]:
+    """Whose turn it is at an index of a sequence in which each has its share, and how many turns it had before."""
     for i, share in enumerate(shares[:-1]):
         part = share / sum(shares[i:])
-        before = math.ceil(place * part)
-        if math.ceil((place + 1) * part) > before:
+        before = math.ceil(index * part)
+        if math.ceil((index + 1) * part) > before:
             return i, before
-        place -= before
-    return len(shares) - 1, place
+        index -= before
+    return len(shares) - 1, index
 
 
 @functools.lru_cache(maxsize=16)

@@ -16,7 +16,7 @@ from attention.errors import Failure, Refusal
 from convert.checkpoint.reader import Reader
 from convert.checkpoint.writer import require_finite
 from convert.healing.batches import TrainingText
-from convert.healing.loss import Expected, Prediction, spans
+from convert.healing.loss import Expected, Prediction, chunks
 from convert.healing.plan import HealPlan
 from convert.healing.teacher import Teacher
 from eval.inputs.sealed import read_object, seal_tensors, unsealed_tensors, write_whole
@@ -69,9 +69,9 @@ class TeacherCache:
         }
         return cls(directory, json.loads(json.dumps(made_of)))
 
-    def missing(self, places: Sequence[int]) -> list[int]:
+    def missing(self, indices: Sequence[int]) -> list[int]:
         """Those of some blocks that are not there yet."""
-        return [place for place in places if not self._file(place).is_file()]
+        return [index for index in indices if not self._file(index).is_file()]
 
     def require_space(self, blocks: int, context: int, top_k: int) -> None:
         """Fail if the disk cannot hold so many more blocks."""
@@ -82,16 +82,16 @@ class TeacherCache:
                 hint="give a smaller --top-k, or a --teacher-cache on another disk",
             )
 
-    def add(self, teacher: Teacher, text: TrainingText, places: Sequence[int], vocabulary: int, device: str) -> None:
+    def add(self, teacher: Teacher, text: TrainingText, indices: Sequence[int], vocabulary: int, device: str) -> None:
         """Let a teacher with so many words say what it has to say of some blocks, and keep that."""
-        ids = text.blocks[list(places)].to(device)
-        expected = teacher.predictions(ids, torch.tensor(places), len(ids))
-        for place, parts in zip(places, _of_each(expected, ids, vocabulary), strict=True):
-            self._file(place).parent.mkdir(exist_ok=True)
+        ids = text.blocks[list(indices)].to(device)
+        expected = teacher.predictions(ids, torch.tensor(indices), len(ids))
+        for index, parts in zip(indices, _of_each(expected, ids, vocabulary), strict=True):
+            self._file(index).parent.mkdir(exist_ok=True)
             for name, part in parts.items():
-                require_finite(f"{name} of block {place}", part)
-            with self._writing(self._file(place)) as file:
-                seal_tensors(file, parts, {"block": place})
+                require_finite(f"{name} of block {index}", part)
+            with self._writing(self._file(index)) as file:
+                seal_tensors(file, parts, {"block": index})
 
     @contextlib.contextmanager
     def _writing(self, file: Path) -> Iterator[Path]:
@@ -100,23 +100,23 @@ class TeacherCache:
             yield Path(where, file.name)
             Path(where, file.name).replace(file)
 
-    def read(self, place: int) -> tuple[torch.Tensor, ...]:
+    def read(self, index: int) -> tuple[torch.Tensor, ...]:
         """The predictions for a block: the fields of a `Prediction`.
 
         Raises:
             Failure: Its file is damaged.
         """
-        found = unsealed_tensors(file := self._file(place))
-        if found is None or found[1] != {"block": place}:
+        found = unsealed_tensors(file := self._file(index))
+        if found is None or found[1] != {"block": index}:
             raise Failure(
-                f"{file} is damaged, or is of another block than {place}",
+                f"{file} is damaged, or is of another block than {index}",
                 hint="remove it, and repeat the command with --resume",
             )
         values, tokens, losses = (found[0][name] for name in _DTYPES)
         return values, tokens.long(), losses
 
-    def _file(self, place: int) -> Path:
-        return self._directory / f"{place // _TOGETHER:05d}" / f"{place:08d}.safetensors"
+    def _file(self, index: int) -> Path:
+        return self._directory / f"{index // _TOGETHER:05d}" / f"{index:08d}.safetensors"
 
 
 def _files(directory: Path) -> Iterator[Path]:
@@ -129,7 +129,7 @@ def _of_each(expected: Expected, ids: torch.Tensor, vocabulary: int) -> Iterator
     tokens = ids.shape[1] - 1
     for block in range(len(ids)):
         first = block * tokens
-        found = [expected(slice(first + span.start, first + span.stop)) for span in spans(tokens, vocabulary)]
+        found = [expected(slice(first + chunk.start, first + chunk.stop)) for chunk in chunks(tokens, vocabulary)]
         parts = (torch.cat([getattr(part, name) for part in found]).cpu() for name in Prediction._fields)
         yield {name: part.to(dtype) for (name, dtype), part in zip(_DTYPES.items(), parts, strict=True)}
 
@@ -145,7 +145,7 @@ class Kept(Teacher):
         super().__init__()
         self._cache = cache
 
-    def predictions(self, ids: torch.Tensor, places: torch.Tensor, count: int) -> Expected:
-        found = [self._cache.read(place) for place in places[:count].tolist()]
+    def predictions(self, ids: torch.Tensor, indices: torch.Tensor, count: int) -> Expected:
+        found = [self._cache.read(index) for index in indices[:count].tolist()]
         said = [torch.cat(parts).to(ids.device) for parts in zip(*found, strict=True)]
-        return lambda span: Prediction(*(part[span] for part in said))
+        return lambda chunk: Prediction(*(part[chunk] for part in said))

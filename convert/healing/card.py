@@ -1,32 +1,32 @@
-"""The model card of a healed checkpoint. It loads and serves as the converted one does, whose record says how."""
+"""The model card of a healed checkpoint. It loads and serves as the converted one does, whose provenance says how."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from convert.healing.plan import HealPlan
-from convert.output.card import command_line, metadata_of, recorded_loading, recorded_metadata, render
+from convert.output.card import command_line, metadata_of, render, stated_loading, stated_metadata
 from convert.planning.texts import as_options
 
 
-def card(plan: HealPlan, record: dict[str, Any]) -> str:
+def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
     """The text of README.md.
 
     Args:
         plan: The plan that was carried out.
-        record: conversion.json without its `run`.
+        provenance: conversion.json without its `run`.
     """
     return render(
         "healing.md.j2",
-        recorded_metadata(record) or metadata_of(plan.teacher.repository, [], plan.converted.files),
+        stated_metadata(provenance) or metadata_of(plan.teacher.repository, [], plan.converted.files),
         kind=plan.spec.kind,
         base=plan.teacher.repository or plan.teacher.name,
         command=_command(plan),
-        record=record,
-        healing=record["healing"],
-        bytes=record.get("kv_bytes_per_token"),
-        evaluation=record.get("evaluation"),
-        loading=recorded_loading(record),
+        provenance=provenance,
+        healing=provenance["healing"],
+        bytes=provenance.get("kv_bytes_per_token"),
+        evaluation=provenance.get("evaluation"),
+        loading=stated_loading(provenance),
     )
 
 

@@ -15,7 +15,7 @@ from convert.healing.loop import healed
 from convert.healing.memory import disk
 from convert.healing.models import learning, stored
 from convert.healing.plan import HealOptions, HealPlan, sized
-from convert.healing.record import course_of
+from convert.healing.provenance import course_of
 from convert.healing.states import States
 from convert.healing.team import Team
 from convert.healing.weights import write_files

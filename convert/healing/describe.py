@@ -54,20 +54,20 @@ def plan_text(plan: HealPlan, passes: float, seconds: float) -> str:
     return "\n".join([*lines, f"memory: about {sum(parts.values()):.2f} GB ({listed})"])
 
 
-def healed_text(plan: HealPlan, passes: float, record: dict[str, Any]) -> str:
+def healed_text(plan: HealPlan, passes: float, provenance: dict[str, Any]) -> str:
     """A finished healing, for a terminal."""
-    found = record["healing"]
+    found = provenance["healing"]
     before, after = found["before"], found["after"]
     kl = f"KL{_largest(found['top_k'])} {before['kl']:.4f} → {after['kl']:.4f}"
     lines = [
         f"on {found['held_out_tokens']} tokens of it that no step saw: {kl}, "
         f"loss over the teacher {before['loss_nats']:+.4f} → {after['loss_nats']:+.4f} nats",
     ]
-    if not record["tensors"]["healed"]:
+    if not provenance["tensors"]["healed"]:
         lines.append("the weights are those of the converted checkpoint: there was nothing to gain")
-    if "evaluation" in record:
-        source, *others = record["evaluation"]["models"]
-        lines.append(f"perplexity on {source['tokens']} tokens of {record['evaluation']['protocol']['text']}: ")
+    if "evaluation" in provenance:
+        source, *others = provenance["evaluation"]["models"]
+        lines.append(f"perplexity on {source['tokens']} tokens of {provenance['evaluation']['protocol']['text']}: ")
         lines[-1] += f"source {source['perplexity']:.4g}, " + ", ".join(
             f"{entry['name']} {entry['perplexity']:.4g} ({entry['loss_nats']:+.4f} nats)" for entry in others
         )

@@ -75,14 +75,14 @@ class Sums:
         return Sums(self.kl + other.kl, self.student + other.student, self.teacher + other.teacher, self.tokens + other.tokens)
 
 
-# A span of tokens → what the teacher says of these.
+# A chunk of tokens → what the teacher says of these.
 Expected = Callable[[slice], Prediction]
 # Hidden states `[n, E]` → logits `[n, vocabulary]`, fp32.
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 
-def spans(tokens: int, vocabulary: int) -> list[slice]:
-    """Spans of tokens whose logits are few enough to exist at once."""
+def chunks(tokens: int, vocabulary: int) -> list[slice]:
+    """Chunks of tokens whose logits are few enough to exist at once."""
     rows = max(1, VALUES_AT_ONCE // vocabulary)
     return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
@@ -114,7 +114,7 @@ def distance(
 
 
 class _Chunked(torch.autograd.Function):
-    """Computes the loss and its gradient span by span."""
+    """Computes the loss and its gradient chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -130,16 +130,16 @@ class _Chunked(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         slopes = torch.empty_like(hidden)
         of_parameters = [torch.zeros_like(parameter) for parameter in parameters]
-        for span in spans(len(hidden), vocabulary):
+        for chunk in chunks(len(hidden), vocabulary):
             with torch.no_grad():
-                teacher = expected(span)
+                teacher = expected(chunk)
             with torch.enable_grad():
-                states = hidden[span].detach().requires_grad_(True)
+                states = hidden[chunk].detach().requires_grad_(True)
                 found = head(states).log_softmax(-1)
                 loss = teacher.distances(found).sum()
                 if ce:
-                    loss = loss + ce * nll_loss(found, targets[span], reduction="sum")
-                slopes[span], *others = torch.autograd.grad(loss, [states, *parameters])
+                    loss = loss + ce * nll_loss(found, targets[chunk], reduction="sum")
+                slopes[chunk], *others = torch.autograd.grad(loss, [states, *parameters])
             for sum_, other in zip(of_parameters, others, strict=True):
                 sum_ += other
             total += loss.detach().double()
@@ -157,9 +157,9 @@ def measured(hidden: torch.Tensor, head: Head, expected: Expected, targets: torc
     """Sums over N tokens, without gradients. Arguments as of `distance`."""
     sums = Sums(tokens=len(targets))
     with torch.no_grad():
-        for span in spans(len(hidden), vocabulary):
-            teacher, found = expected(span), head(hidden[span]).log_softmax(-1)
+        for chunk in chunks(len(hidden), vocabulary):
+            teacher, found = expected(chunk), head(hidden[chunk]).log_softmax(-1)
             sums.kl += teacher.distances(found).double().sum().item()
-            sums.student += nll_loss(found, targets[span], reduction="sum").item()
+            sums.student += nll_loss(found, targets[chunk], reduction="sum").item()
             sums.teacher += teacher.losses.double().sum().item()
     return sums

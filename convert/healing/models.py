@@ -20,7 +20,7 @@ from convert.healing.teacher import Running, Teacher
 from convert.healing.team import Team
 from convert.healing.trainable import Adapted, Trainable
 from convert.healing.training import Distillation, Schedule, Trainer
-from convert.healing.weights import places
+from convert.healing.weights import held_parameters
 from eval.inputs.loading import load
 from eval.terminal.progress import Progress, stage
 
@@ -32,7 +32,7 @@ def learning(
     """The trainer, and which parameter each tensor to write holds. Every process calls this."""
     with teacher_of(plan, text, team, progress) as teacher, student_of(plan, team.device) as student:
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
-        where = places(student, reader, names)  # before LoRA gives parameters other names
+        where = held_parameters(student, reader, names)  # before LoRA gives parameters other names
         yield trainer_of(plan, text, student, teacher, names, team), where
 
 
@@ -69,7 +69,7 @@ def running(plan: HealPlan, device: str, dtype: str = "auto") -> Iterator[Runnin
 
 
 def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, progress: Progress) -> TeacherCache:
-    """A cache with all blocks that the training sees. Every process adds its share of those that are not there."""
+    """A cache with all blocks that the training sees. Every process adds its part of those that are not there."""
     cache, group = opened(plan, directory, text, team), team.accelerator
     seen = text.seen(max(plan.steps, plan.trial_steps), plan.batch, plan.seed).tolist()
     missing = cache.missing(seen[group.process_index :: group.num_processes])
@@ -80,9 +80,9 @@ def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, pro
         asking = stage(progress, "ask the teacher", len(missing), "block")
         with running(plan, device) as teacher, asking as done, team.autocast():
             for start in range(0, len(missing), plan.micro_batch):
-                places = missing[start : start + plan.micro_batch]
-                cache.add(teacher, text, places, plan.teacher.vocabulary, device)
-                done(len(places))
+                indices = missing[start : start + plan.micro_batch]
+                cache.add(teacher, text, indices, plan.teacher.vocabulary, device)
+                done(len(indices))
     group.wait_for_everyone()
     if elsewhere := cache.missing(seen):
         raise Failure(

@@ -14,8 +14,8 @@ from convert.healing.rates import start_rate
 from convert.healing.student import of_part
 from convert.healing.tracking import require_tracker
 from convert.healing.trainable import require_peft
-from convert.healing.weights import places
-from convert.output.place import Output, check_output, partial_path, recorded
+from convert.healing.weights import held_parameters
+from convert.output.destination import Output, check_output, partial_path, read_provenance
 from convert.planning.base import readable
 from convert.planning.texts import Texts, as_options
 from eval.inputs.source import Source, require_contexts
@@ -145,16 +145,16 @@ class HealPlan:
         return (*self._of_another_teacher(), *self._of_refinement())
 
     def _of_another_teacher(self) -> tuple[str, ...]:
-        named, place = _recorded_source(self.converted), _place(self.teacher)
-        if named is None or str(Path(named).resolve()) == place or named.split("@")[0] == self.teacher.repository:
+        named, location = _stated_source(self.converted), _location(self.teacher)
+        if named is None or str(Path(named).resolve()) == location or named.split("@")[0] == self.teacher.repository:
             return ()
         return (
-            f"conversion.json says that it was made from {named}, and the teacher is {place}: if that is another model, "
+            f"conversion.json says that it was made from {named}, and the teacher is {location}: if that is another model, "
             "the result will follow it, and not its source",
         )
 
     def _of_refinement(self) -> tuple[str, ...]:
-        made = recorded(self.converted.files).get("recipe")
+        made = read_provenance(self.converted.files).get("recipe")
         options = next(iter(made.values())) if isinstance(made, dict) and made else None
         if not isinstance(options, dict) or "refine" in options or "converted" in options:
             return ()
@@ -188,12 +188,14 @@ class HealPlan:
         numbers = {name: value for name, value in every.items() if value is not None}
         trusted = {"trust_remote_code": True} if self.converted.trust_remote_code else {}
         text = as_options(o.texts, absolute=True)
-        return {"heal": {"converted": _place(self.converted), "teacher": _place(self.teacher), **text, **numbers, **trusted}}
+        return {
+            "heal": {"converted": _location(self.converted), "teacher": _location(self.teacher), **text, **numbers, **trusted}
+        }
 
 
-def _place(source: Source) -> str:
-    place = source.file.absolute() if source.file else source.directory.resolve() if source.directory else None
-    return str(place) if place else f"{source.repository}@{source.commit}"
+def _location(source: Source) -> str:
+    location = source.file.absolute() if source.file else source.directory.resolve() if source.directory else None
+    return str(location) if location else f"{source.repository}@{source.commit}"
 
 
 def plan_heal(converted: Source, teacher: str | None, options: HealOptions, output: Output, device: str, seed: int) -> HealPlan:
@@ -259,7 +261,7 @@ def sized(converted: Source, source: Source, options: HealOptions, output: Outpu
     every = options.eval_every // (batch * context) if options.eval_every else -(-steps // _POINTS)
     spec = family.spec(converted.config)
     model = empty_model(converted.config, converted.trust_remote_code)
-    places(model, Reader(converted.files), of_part(model, family, spec.num_layers, options.train))
+    held_parameters(model, Reader(converted.files), of_part(model, family, spec.num_layers, options.train))
     return HealPlan(
         converted, source, family, spec, output, options, context, batch, micro_batch, steps, max(1, every), device, seed
     )
@@ -292,7 +294,7 @@ def _tokens_of(name: str, converted: Source) -> int:
 
 def _named_teacher(converted: Source) -> str:
     """The source that conversion.json names, which must be there."""
-    named = _recorded_source(converted)
+    named = _stated_source(converted)
     if named is None:
         raise Refusal(
             f"{converted.reference} has no conversion.json that names its source", hint="name the source with --teacher"
@@ -302,9 +304,9 @@ def _named_teacher(converted: Source) -> str:
     return named
 
 
-def _recorded_source(converted: Source) -> str | None:
+def _stated_source(converted: Source) -> str | None:
     """The model that conversion.json says it was made from; None if it says nothing."""
-    recipe = recorded(converted.files).get("recipe")
+    recipe = read_provenance(converted.files).get("recipe")
     options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
     named = (options.get("teacher") or options.get("model")) if isinstance(options, dict) else None
     return named if isinstance(named, str) else None

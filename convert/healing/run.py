@@ -24,16 +24,16 @@ from convert.healing.loop import healed
 from convert.healing.memory import disk, expected
 from convert.healing.models import learning, opened, stored
 from convert.healing.plan import HealPlan
-from convert.healing.record import record_of
+from convert.healing.provenance import provenance_of
 from convert.healing.states import Progressed, States
 from convert.healing.team import Team, computes_in
 from convert.healing.texts import TrainingTexts
 from convert.healing.tracking import tracked
 from convert.healing.weights import write
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
+from convert.output.destination import calibration_hashes, finished, read_provenance, without_text
 from convert.output.life import Held, Made, Task, carry_out
-from convert.output.place import calibration_hashes, finished, recorded, without_text
-from convert.output.record import versions
+from convert.output.provenance import versions
 from convert.output.workdir import WorkDirectory
 from convert.planning.texts import written_before
 from eval.inputs.overlap import warn_of_overlap
@@ -77,11 +77,11 @@ class Healing:
 
     Attributes:
         plan: Every number decided.
-        record: The content of conversion.json.
+        provenance: The content of conversion.json.
     """
 
     plan: HealPlan
-    record: dict[str, Any]
+    provenance: dict[str, Any]
 
     @property
     def output(self) -> Path:
@@ -91,31 +91,31 @@ class Healing:
     @property
     def passes(self) -> float:
         """How often the steps went over the text."""
-        return float(self.record["healing"]["passes"])
+        return float(self.provenance["healing"]["passes"])
 
     @property
     def curve(self) -> list[dict[str, Any]]:
         """The points of the curve, from before the first step on."""
-        return list(self.record["healing"]["curve"])
+        return list(self.provenance["healing"]["curve"])
 
     @property
     def report(self) -> dict[str, Any] | None:
         """The evaluation, if one was asked for: `{"protocol", "models": [source, converted, healed]}`."""
-        return self.record.get("evaluation")
+        return self.provenance.get("evaluation")
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan's facts, and the record."""
-        return facts(self.plan, self.passes) | {"conversion": self.record}
+        """The plan's facts, and the provenance."""
+        return facts(self.plan, self.passes) | {"conversion": self.provenance}
 
     def __str__(self) -> str:
-        return healed_text(self.plan, self.passes, self.record)
+        return healed_text(self.plan, self.passes, self.provenance)
 
 
 def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress = silent) -> Healing:
     """Write the healed checkpoint.
 
     Under `accelerate launch`, every process calls this: all train, the first one does everything else, and the others wait for
-    its record.
+    its provenance.
 
     Args:
         plan: From `plan_heal`.
@@ -138,8 +138,8 @@ def execute(plan: HealPlan, evaluate_on: Text | None = None, progress: Progress 
             warn_of_overlap(evaluated, filter(None, texts.parts), "training")
         return _Healing(plan, Reader(plan.converted.files), texts, team, progress)
 
-    record = carry_out(plan.output, (plan.teacher, plan.converted), begin, held_out, progress)
-    return Healing(plan, team.agreed(record))
+    provenance = carry_out(plan.output, (plan.teacher, plan.converted), begin, held_out, progress)
+    return Healing(plan, team.agreed(provenance))
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class _Healing(Task):
     progress: Progress
 
     def is_finished(self) -> bool:
-        known = calibration_hashes(recorded(self.plan.converted.files))
+        known = calibration_hashes(read_provenance(self.plan.converted.files))
         found = finished(self.plan.output.path, [self.plan.recipe()], known, self.source_files())
         return found is not None and _same_texts(self.plan, self.texts)
 
@@ -186,8 +186,8 @@ class _Healing(Task):
     def make(self, work: WorkDirectory) -> Made:
         return Made(_healed(self.plan, self.texts, self.reader, work, self.team, self.progress))
 
-    def card(self, record: dict[str, Any]) -> str:
-        return card(self.plan, record)
+    def card(self, provenance: dict[str, Any]) -> str:
+        return card(self.plan, provenance)
 
 
 def expected_duration(plan: HealPlan, texts: TrainingTexts, evaluated: int) -> float:
@@ -234,7 +234,7 @@ def _same_texts(plan: HealPlan, texts: TrainingTexts) -> bool:
     Raises:
         Refusal: It was on others.
     """
-    found = recorded(plan.output.path)["healing"].get("texts", [])
+    found = read_provenance(plan.output.path)["healing"].get("texts", [])
     if found == texts.facts:
         return True
     raise Refusal(
@@ -263,7 +263,7 @@ def _inputs(plan: HealPlan, reader: Reader, texts: TrainingTexts) -> dict[str, A
 def _healed(
     plan: HealPlan, texts: TrainingTexts, reader: Reader, work: WorkDirectory, team: Team, progress: Progress
 ) -> dict[str, Any]:
-    """Train, and write everything but the record, which is returned."""
+    """Train, and write everything but the provenance, which is returned."""
     if any(work.training.iterdir()):
         work.keep()  # states of an earlier run outlive whatever fails in this one
     there = sum(file.stat().st_size for file in work.training.rglob("*") if file.is_file())
@@ -298,7 +298,7 @@ def _healed(
         copy_code(work.path, CODE)
         if not names_ours(plan.converted.raw):
             write_config(work.path, plan.converted.raw | {"auto_map": AUTO_MAP}, None)
-    return record_of(plan, texts.facts, text, outcome, sorted(where) if outcome.weights else [])
+    return provenance_of(plan, texts.facts, text, outcome, sorted(where) if outcome.weights else [])
 
 
 def _written(plan: HealPlan, texts: TrainingTexts, work: WorkDirectory, progress: Progress) -> TrainingText:

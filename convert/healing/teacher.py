@@ -22,12 +22,12 @@ class Teacher(nn.Module, ABC):
     layer_classes: tuple[str, ...] = ()
 
     @abstractmethod
-    def predictions(self, ids: torch.Tensor, places: torch.Tensor, count: int) -> Expected:
+    def predictions(self, ids: torch.Tensor, indices: torch.Tensor, count: int) -> Expected:
         """Its predictions for the first `count` of the blocks `ids [B, T]`: of their tokens that have a predecessor, in order.
 
         Args:
             ids: The blocks, on the device of the student.
-            places: `[B]`, their places in the text.
+            indices: `[B]`, their indices in the text.
             count: Of how many.
         """
 
@@ -45,8 +45,8 @@ class Running(Teacher):
         self.model, self._top_k = model, top_k
         self.layer_classes = tuple(model._no_split_modules or ())
 
-    def predictions(self, ids: torch.Tensor, places: torch.Tensor, count: int) -> Expected:
+    def predictions(self, ids: torch.Tensor, indices: torch.Tensor, count: int) -> Expected:
         with torch.no_grad():
             states = hidden_states(self.model, ids)[:count, :-1].flatten(0, 1)
         targets = ids[:count, 1:].flatten()
-        return lambda span: Prediction.of(logits_of(self.model, states[span]), targets[span], self._top_k)
+        return lambda chunk: Prediction.of(logits_of(self.model, states[chunk]), targets[chunk], self._top_k)

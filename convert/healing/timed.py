@@ -10,7 +10,7 @@ from convert.healing.plan import HealPlan
 from convert.healing.run import expected_duration
 from convert.healing.texts import TrainingTexts
 from convert.launch import launched_count
-from convert.output.place import Output, begun, recorded
+from convert.output.destination import Output, begun, read_provenance
 
 _FIRST, _FACTOR, _MOST = 2**16, 16, 2**50  # tokens of the first guess; of a guess to the next, up to one that takes too long
 _GUESSES, _CLOSE = 12, 0.98  # between two guesses, until one takes this share of the time
@@ -67,7 +67,7 @@ def _rounded(tokens: float) -> int:
 
 def tokens_of_begun(output: Output) -> int | None:
     """Those of the healing that `--resume` goes on with, whatever this machine's forecast says now; None if there is none."""
-    recipe = {} if output.overwrite else recorded(output.path).get("recipe")
+    recipe = {} if output.overwrite else read_provenance(output.path).get("recipe")
     finished = recipe.get("heal") if isinstance(recipe, dict) else None
     found = begun(output.path) or finished
     tokens = found.get("tokens") if isinstance(found, dict) else None

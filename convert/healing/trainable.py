@@ -39,7 +39,7 @@ class Trainable:
         """The weights of the checkpoint, by its class's names, for whole values of what trains. Every process calls this."""
         return dict(weights)
 
-    def placed(self, written: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def as_parameters(self, written: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inverse of `written`: parameters of the student by name, such that it computes with these weights."""
         return dict(written)
 
@@ -93,7 +93,7 @@ class Adapted(Trainable):
             found[f"{name}.weight"] = base + (product.mT if module.fan_in_fan_out else product)
         return found
 
-    def placed(self, written: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def as_parameters(self, written: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         parameters = dict(self._student.named_parameters())
         off = {self._thin(name)[1]: torch.zeros(parameters[self._thin(name)[1]].shape) for name in self._modules}
         return {self._inside(name): weight for name, weight in written.items()} | off

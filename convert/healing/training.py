@@ -1,6 +1,6 @@
 """Steps of AdamW on KL to the teacher, and measurements on held-out blocks.
 
-`Accelerator` drives it, so that one process and several run the same code. Every process takes its share of each step's
+`Accelerator` drives it, so that one process and several run the same code. Every process takes its part of each step's
 blocks.
 """
 
@@ -71,16 +71,16 @@ class Distillation(nn.Module):
         # The classes of layers, which FSDP reads: it shards layer by layer.
         self._no_split_modules = sorted({*(student._no_split_modules or ()), *teacher.layer_classes})
 
-    def forward(self, ids: torch.Tensor, places: torch.Tensor, measured_blocks: int | None = None) -> Any:
+    def forward(self, ids: torch.Tensor, indices: torch.Tensor, measured_blocks: int | None = None) -> Any:
         """The summed loss of the tokens that have a predecessor; or `Sums` of the first blocks, if so asked.
 
         Args:
             ids: `[B, T]`, blocks of text.
-            places: `[B]`, their places in it.
+            indices: `[B]`, their indices in it.
             measured_blocks: How many of them to measure.
         """
         student, count = self.student, len(ids) if measured_blocks is None else measured_blocks
-        expected = self.teacher.predictions(ids, places, count)
+        expected = self.teacher.predictions(ids, indices, count)
         hidden, targets = hidden_states(student, ids)[:count, :-1].flatten(0, 1), ids[:count, 1:].flatten()
         if measured_blocks is not None:
             return measured(hidden, lambda h: logits_of(student, h), expected, targets, self._vocabulary)
@@ -190,7 +190,7 @@ class Trainer:
         reshard(self.module)
         parameters = dict(self._student.named_parameters())
         with torch.no_grad():
-            for name, weight in self._what.placed(written).items():
+            for name, weight in self._what.as_parameters(written).items():
                 parameters[name].copy_(like(weight, parameters[name]))
 
     @property
@@ -204,7 +204,7 @@ class Trainer:
         Every process calls this, and the first one gets it.
         """
         optimiser = self.optimiser.optimizer.state_dict()
-        found = {place: self._kept(values) for place, values in optimiser["state"].items()}
+        found = {index: self._kept(values) for index, values in optimiser["state"].items()}
         return State(self._kept(self._weights), optimiser | {"state": found})
 
     def _kept(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -220,10 +220,10 @@ class Trainer:
         """Go back to such a state."""
         self.restore(state.weights)
         optimiser = self.optimiser.optimizer
-        places = [p for group in optimiser.param_groups for p in group["params"]]
+        parameters = [p for group in optimiser.param_groups for p in group["params"]]
         found = {
-            place: {name: like(value, places[place]) if value.ndim else value for name, value in values.items()}
-            for place, values in state.optimiser["state"].items()
+            index: {name: like(value, parameters[index]) if value.ndim else value for name, value in values.items()}
+            for index, values in state.optimiser["state"].items()
         }
         optimiser.load_state_dict(state.optimiser | {"state": found})
 
@@ -238,10 +238,10 @@ class Trainer:
         """
         for group in self.optimiser.param_groups:
             group["lr"] = schedule.rate * schedule.share(step)
-        places = self._text.batch(step, schedule.batch, schedule.seed)
-        tokens, total = len(places) * (self._text.blocks.shape[1] - 1), torch.zeros((), dtype=torch.float64)
+        indices = self._text.batch(step, schedule.batch, schedule.seed)
+        tokens, total = len(indices) * (self._text.blocks.shape[1] - 1), torch.zeros((), dtype=torch.float64)
         world = self.accelerator.num_processes
-        parts = list(self._share(places).split(schedule.micro_batch))
+        parts = list(self._own(indices).split(schedule.micro_batch))
         for index, some in enumerate(parts):
             # FSDP would keep whole gradients until the last part.
             together = index == len(parts) - 1 or self.accelerator.is_fsdp2
@@ -271,13 +271,13 @@ class Trainer:
         Raises:
             NotFinite: They are not finite.
         """
-        places, sums = self._text.held_out, Sums()
-        share = self._share(places)
-        # All processes run the model equally often: one whose share is smaller takes a block that does not count.
-        missing = -(-len(places) // self.accelerator.num_processes) - len(share)
-        left = len(share)
+        indices, sums = self._text.held_out, Sums()
+        own = self._own(indices)
+        # All processes run the model equally often: one whose part is smaller takes a block that does not count.
+        missing = -(-len(indices) // self.accelerator.num_processes) - len(own)
+        left = len(own)
         with torch.no_grad():
-            for some in torch.cat((share, places[:missing])).split(self.schedule.micro_batch):
+            for some in torch.cat((own, indices[:missing])).split(self.schedule.micro_batch):
                 sums = sums.plus(self._forward(some, min(left, len(some))))
                 left -= min(left, len(some))
         values = torch.tensor((sums.kl, sums.student, sums.teacher, sums.tokens), dtype=torch.float64)
@@ -289,14 +289,14 @@ class Trainer:
             )
         return Sums(kl, student, teacher, int(tokens))
 
-    def _forward(self, places: torch.Tensor, measured_blocks: int | None = None) -> Any:
-        ids = self._text.blocks[places].to(self.accelerator.device)
+    def _forward(self, indices: torch.Tensor, measured_blocks: int | None = None) -> Any:
+        ids = self._text.blocks[indices].to(self.accelerator.device)
         with self._autocast():  # accelerate's FSDP does not autocast
-            return self.module(ids, places, measured_blocks)
+            return self.module(ids, indices, measured_blocks)
 
-    def _share(self, places: torch.Tensor) -> torch.Tensor:
-        """This process's part of the places `[n]` of blocks."""
-        return places[self.accelerator.process_index :: self.accelerator.num_processes]
+    def _own(self, indices: torch.Tensor) -> torch.Tensor:
+        """This process's part of the indices `[n]` of blocks."""
+        return indices[self.accelerator.process_index :: self.accelerator.num_processes]
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:
         if self.accelerator.num_processes == 1:

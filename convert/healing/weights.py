@@ -16,7 +16,7 @@ from convert.checkpoint.writer import write_shard
 from eval.terminal.progress import Progress, stage
 
 
-def places(model: Any, reader: Reader, names: Collection[str]) -> dict[str, str]:
+def held_parameters(model: Any, reader: Reader, names: Collection[str]) -> dict[str, str]:
     """Maps tensors of a checkpoint to the trained parameter that each holds; tied weights are in several tensors.
 
     Raises:
@@ -57,7 +57,7 @@ def write(
         source: The converted checkpoint's directory.
         reader: Reads its tensors.
         trained: The trained parameters by name; empty to copy everything.
-        where: From `places`.
+        where: From `held_parameters`.
         progress: Called with the bytes written.
 
     Raises:

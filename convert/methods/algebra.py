@@ -11,16 +11,16 @@ def augmented(rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.cat((rows, torch.zeros_like(rows[..., :1]) if bias is None else bias.double()[..., None]), -1)
 
 
-def floored(weights: torch.Tensor, share: float) -> torch.Tensor:
-    """Clamp weights to at least `share` of the largest, so that one can divide by them; ones if all are zero."""
-    largest = weights.max()
-    return weights.clamp_min(share * largest) if largest > 0 else torch.ones_like(weights)
+def floored(values: torch.Tensor, share: float) -> torch.Tensor:
+    """Clamp `values` to at least `share` of the largest, so that one can divide by them; ones if all are zero."""
+    largest = values.max()
+    return values.clamp_min(share * largest) if largest > 0 else torch.ones_like(values)
 
 
 def roots(moments: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Square roots of positive semidefinite `[n, D, D]` matrices, and the inverses of these roots.
 
-    Eigenvalues are floored at `share` of the largest of all matrices, so that a zero matrix gets next to no weight.
+    Eigenvalues are floored at `share` of the largest of all matrices, so that a zero matrix counts next to nothing.
     """
     values, vectors = torch.linalg.eigh(moments)
     values = floored(values, share).sqrt()

@@ -39,7 +39,7 @@ _LEAST_GAIN = 1e-6  # of the largest: rows are not divided by less
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The rows of heads, N each, their weights, and their weighted Gram matrix (root_g R_g) Σ (root_h R_h)ᵀ.
+    """The rows of heads, N each, their importance, and their weighted Gram matrix (root_g R_g) Σ (root_h R_h)ᵀ.
 
     Attributes:
         rows: `[G, N, E + 1]`.
@@ -54,9 +54,9 @@ class _Blocks:
     gram: torch.Tensor
 
     @classmethod
-    def of(cls, rows: torch.Tensor, weights: torch.Tensor, second: torch.Tensor) -> _Blocks:
-        """`weights [G, N, N]` weigh the squared error of each head's rows."""
-        root, inverse = roots(weights, 1e-12)
+    def of(cls, rows: torch.Tensor, importance: torch.Tensor, second: torch.Tensor) -> _Blocks:
+        """`importance [G, N, N]` weighs the squared error of each head's rows."""
+        root, inverse = roots(importance, 1e-12)
         weighted = (root @ rows).flatten(0, 1)
         gram = weighted @ second @ weighted.T
         return cls(rows, root, inverse, gram.unflatten(1, rows.shape[:2]).unflatten(0, rows.shape[:2]))
@@ -82,31 +82,31 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers that each head has one of, complex ones of rotary pairs or real ones, their weights, and weighted Gram matrices.
+    """Numbers that each head has one of, complex ones of rotary pairs or real ones, their importance, weighted Gram matrices.
 
     Attributes:
-        z: `[G, L, E + 1]`, the keys times their weights.
-        weight: `[G, L]`, λ.
+        z: `[G, L, E + 1]`, the keys times their importance.
+        importance: `[G, L]`, λ.
         gram: `[L, G, G]`, z Σ_l z^H.
     """
 
     z: torch.Tensor
-    weight: torch.Tensor
+    importance: torch.Tensor
     gram: torch.Tensor
 
     @classmethod
     def of(cls, keys: torch.Tensor, moved: torch.Tensor, power: torch.Tensor) -> _Numbers:
         """`keys [G, L, E + 1]`, the same times Σ_l, and λ² `[G, L]`."""
-        weight = floored(power, 1e-12).sqrt()
-        z, moved = keys * weight[..., None], moved * weight[..., None]
+        importance = floored(power, 1e-12).sqrt()
+        z, moved = keys * importance[..., None], moved * importance[..., None]
         gram = torch.einsum("gle,hle->lgh", moved, z.conj())
-        return cls(z, weight, (gram + gram.mH) / 2)
+        return cls(z, importance, (gram + gram.mH) / 2)
 
     def merged(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The shared key `[L, E + 1]`, and `factor [n, L]`: that of head g ≈ factor_g · key."""
         u = fix_signs(torch.linalg.eigh(self.gram[:, heads][:, :, heads]).eigenvectors[..., -1:])[..., 0]  # [L, n]
         key = torch.einsum("lg,gle->le", u.conj(), self.z[heads])
-        factor = u.T / self.weight[heads]
+        factor = u.T / self.importance[heads]
         # Scale the key to the average size of its heads, so that neither keys nor queries leave the range of float16.
         size = factor.abs().square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
         return key * size[:, None], factor / size
@@ -124,13 +124,14 @@ class _Heads:
 
     def __init__(self, attention: Attention, statistics: Statistics) -> None:
         self.attention, shrunk = attention, statistics.shrunk(attention.projections).to(attention.k.device)
-        self.share, self.rope = attention.q.shape[0] // attention.num_kv_heads, 0
+        self.repeats, self.rope = attention.q.shape[0] // attention.num_kv_heads, 0
         a, moment = attention, shrunk.with_constant
         plain_q, plain_k = augmented(a.q, a.q_bias), augmented(a.k, a.k_bias)
         q, k = expected_rows(plain_q, a.q_norm, moment), expected_rows(plain_k, a.k_norm, moment)
         self.sizes = _sizes(plain_q, a.q_norm, moment), _sizes(plain_k, a.k_norm, moment)
-        self.q, self.k, v = q.unflatten(0, (-1, self.share)), k, augmented(a.v, a.v_bias)  # [G, share, D, E + 1], [G, D, E + 1]
-        self.o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, self.share))  # [G, share, E, D]
+        self.q, self.k = q.unflatten(0, (-1, self.repeats)), k  # [G, repeats, D, E + 1], [G, D, E + 1]
+        v = augmented(a.v, a.v_bias)
+        self.o = a.o.double().permute(1, 0, 2).unflatten(0, (-1, self.repeats))  # [G, repeats, E, D]
         columns = self.o.flatten(1, 2)
         self.values = _Blocks.of(v, columns.mT @ columns, shrunk.attended.read_with_constant)
         self.rotary: _Numbers | None = None
@@ -148,16 +149,16 @@ class _Heads:
                 self.nope = _Numbers.of(keys, keys @ within, self._power(rest, shrunk))
 
     def _of_queries(self, statistics: Statistics) -> torch.Tensor:
-        """The second moment of what queries read, `[E + 1, E + 1]`, or `[G, share, D + 1, D + 1]` of projections."""
+        """The second moment of what queries read, `[E + 1, E + 1]`, or `[G, repeats, D + 1, D + 1]` of projections."""
         moment = statistics.of_queries
-        return moment if moment.ndim == 2 else moment.unflatten(0, (-1, self.share))
+        return moment if moment.ndim == 2 else moment.unflatten(0, (-1, self.repeats))
 
     def _power(self, rows: torch.Tensor, statistics: Statistics) -> torch.Tensor:
-        """`[G, …]`, the mean square of queries' `rows [G, share, …, E + 1]`, summed over the heads of a group."""
+        """`[G, …]`, the mean square of queries' `rows [G, repeats, …, E + 1]`, summed over the heads of a group."""
         return ((rows @ self._of_queries(statistics)) * rows).sum(-1).sum(1)
 
     def merged_key(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `[n, share, D, E + 1]` and the one key `[D, E + 1]`."""
+        """Queries `[n, repeats, D, E + 1]` and the one key `[D, E + 1]`."""
         parts = [self._shared_rope_key(heads, self.rotary)] if self.rotary else []
         rest = self.q[heads][:, :, self.rope :]
         if isinstance(self.nope, _Blocks):
@@ -177,7 +178,7 @@ class _Heads:
         return queries.unflatten(0, (len(heads), -1)), rotary.from_complex(key[None])[0]
 
     def merged_value(self, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output columns `[n, share, E, D]` and the one value `[D, E + 1]`."""
+        """Output columns `[n, repeats, E, D]` and the one value `[D, E + 1]`."""
         value, back = self.values.merged(heads)
         return self.o[heads] @ back[:, None], value
 
@@ -190,9 +191,9 @@ class _Heads:
         if self.rotary:
             assert self.attention.rotary is not None
             # A logit is the real part of a complex product: averaged over all angles, that has half the product's energy.
-            share = self.attention.rotary.attention_factor**4 / 2
-            lost += share * self.rotary.lost(heads)
-            energy += share * self.rotary.energy()
+            scale = self.attention.rotary.attention_factor**4 / 2
+            lost += scale * self.rotary.lost(heads)
+            energy += scale * self.rotary.energy()
         if self.nope:
             lost += self.nope.lost(heads)
             energy += self.nope.energy()

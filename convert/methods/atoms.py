@@ -31,7 +31,7 @@ class RopeKeys:
         z: `[G, L, E + 1]` complex, the keys times the square of RoPE's attention factor.
         moved: `[G, L, E + 1]`, z Σ, with Σ the second moment of (x, 1) under attention.
         w: `[H, L, E + 1]` complex, the queries; `[H, L, D + 1]` of projections.
-        weight: `[H, L]`, λ = √(E|w_{h,l}·x|²).
+        importance: `[H, L]`, λ = √(E|w_{h,l}·x|²).
         mass: `[H, N]`, the share of head h's attention at distances 0 … N − 1.
     """
 
@@ -39,7 +39,7 @@ class RopeKeys:
     z: torch.Tensor
     moved: torch.Tensor
     w: torch.Tensor
-    weight: torch.Tensor
+    importance: torch.Tensor
     mass: torch.Tensor
 
     @classmethod
@@ -49,10 +49,10 @@ class RopeKeys:
         rows = augmented(attention.q, attention.q_bias)[:, : rotary.dims]
         keys = augmented(attention.k, attention.k_bias)[:, : rotary.dims]
         power = rotary.to_complex(((rows @ second) * rows).sum(-1))[0]
-        weight = floored(power.real + power.imag, 1e-12).sqrt()
+        importance = floored(power.real + power.imag, 1e-12).sqrt()
         seen = keys @ statistics.attended.seen_with_constant
         z, moved = (rotary.to_complex(part)[0] * factor for part in (keys, seen))
-        return cls(attention, z, moved, rotary.to_complex(rows)[0], weight, _mass(attention, statistics))
+        return cls(attention, z, moved, rotary.to_complex(rows)[0], importance, _mass(attention, statistics))
 
     @property
     def waves(self) -> torch.Tensor:
@@ -73,12 +73,12 @@ class RopeKeys:
         return self.mass.to(waves.dtype) @ waves
 
     @property
-    def share(self) -> int:
+    def repeats(self) -> int:
         """Query heads per KV head."""
         return len(self.w) // len(self.z)
 
     def per_query_head(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.repeat_interleave(self.share, 0)
+        return rows.repeat_interleave(self.repeats, 0)
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,25 @@ class Atoms:
 
     Attributes:
         pairs: For each of m atoms, the number of the source's frequency that it rotates with (`Rotary.select`).
-        shares: `[H, L, m]` complex, s.
+        coefficients: `[H, L, m]` complex, s.
         keys: `[m, E + 1]` complex, y.
     """
 
     pairs: tuple[float, ...]
-    shares: torch.Tensor
+    coefficients: torch.Tensor
     keys: torch.Tensor
 
     def rope(self, keys: RopeKeys) -> tuple[Rotary, torch.Tensor, torch.Tensor]:
         """Their rotary embedding, their queries `[H, P, E + 1]`, and the keys `[P, E + 1]`."""
         kept = rotary_of(keys.attention).select(self.pairs, "interleaved")
-        queries = torch.einsum("hlm,hle->hme", self.shares.conj(), keys.w)
+        queries = torch.einsum("hlm,hle->hme", self.coefficients.conj(), keys.w)
         return kept, kept.from_complex(queries), kept.from_complex(self.keys[None])[0]
 
     def rest(self, keys: RopeKeys) -> torch.Tensor:
         """The nope keys of each query head for the remainder, `[H, 2 L, E + 1]`; zeros where only rounding remains."""
         whole = keys.phase[..., None] * keys.per_query_head(keys.z)
         own = keys.averaged(keys.waves_of(self.pairs))
-        left = whole - (own[:, None] * self.shares) @ self.keys
+        left = whole - (own[:, None] * self.coefficients) @ self.keys
         rounding = left.abs().square().sum() <= 1e-20 * whole.abs().square().sum()
         return rotary_of(keys.attention).from_complex(torch.zeros_like(left) if rounding else left)
 
@@ -116,7 +116,7 @@ class Components:
 
     Attributes:
         lost: `[L, G]`, energy · Σ_h |u_h|² (1 − |φ_h|²): the squared logit error of not rotating each component.
-        basis: `[L, G, G]`, shares of KV heads (rows) in components (columns).
+        basis: `[L, G, G]`, coefficients of KV heads (rows) in components (columns).
         keys: `[L, G, E + 1]`.
     """
 
@@ -126,28 +126,28 @@ class Components:
 
     @classmethod
     def of(cls, keys: RopeKeys) -> Components:
-        power = keys.weight.square().unflatten(0, (-1, keys.share))
-        weight = power.sum(1).sqrt().T  # [L, G]
-        away_from_one = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.share))
+        power = keys.importance.square().unflatten(0, (-1, keys.repeats))
+        importance = power.sum(1).sqrt().T  # [L, G]
+        away_from_one = (1 - keys.phase.abs().square()).clamp_min(0).unflatten(0, (-1, keys.repeats))
         away = ((power * away_from_one).sum(1) / power.sum(1)).T
-        weighted, moved = (rows.transpose(0, 1) * weight[..., None] for rows in (keys.z, keys.moved))
+        weighted, moved = (rows.transpose(0, 1) * importance[..., None] for rows in (keys.z, keys.moved))
         gram = moved @ weighted.mH
         energy, u = torch.linalg.eigh((gram + gram.mH) / 2)
         u = fix_signs(u)
         lost = (u.abs().square() * away[..., None]).sum(1) * energy.clamp_min(0)
         order = lost.argsort(dim=1, descending=True, stable=True)
         u = u.gather(2, order[:, None].expand_as(u))
-        return cls(lost.gather(1, order), u / weight[..., None], u.mH @ weighted)
+        return cls(lost.gather(1, order), u / importance[..., None], u.mH @ weighted)
 
     def atoms(self, keys: RopeKeys, pairs: tuple[float, ...]) -> Atoms:
         """The costliest components of each frequency, as many as its entries in `pairs`; all of these are whole numbers."""
         whole = [int(pair) for pair in pairs]
         assert whole == list(pairs), "components have the source's own frequencies"
         parts = [whole[:i].count(pair) for i, pair in enumerate(whole)]
-        shares = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
+        coefficients = self.basis.new_zeros(*keys.z.shape[:2], len(pairs))
         for m, (pair, part) in enumerate(zip(whole, parts, strict=True)):
-            shares[:, pair, m] = self.basis[pair, :, part]
-        return Atoms(pairs, keys.per_query_head(shares), self.keys[whole, parts])
+            coefficients[:, pair, m] = self.basis[pair, :, part]
+        return Atoms(pairs, keys.per_query_head(coefficients), self.keys[whole, parts])
 
 
 def rotated_moments(attention: Attention, keys: torch.Tensor, statistics: Statistics) -> torch.Tensor:

@@ -21,7 +21,7 @@ from attention.forward import attention_received
 from attention.record import Attention, FactoredAttention
 from convert.methods.blocks import Blocks
 
-_UNSEEN = 0.1  # of the mean weight: what tokens count that receive no attention in the sample
+_UNSEEN = 0.1  # of the mean importance: what tokens count that receive no attention in the sample
 _FLOOR = 1e-4  # of the mean square of a channel of the input: the ridge of whitening
 _RIDGE = 1e-3  # on w and B, in whitened coordinates
 _LEAST = 1e-3  # of a channel's size in whitened coordinates: what is behind the norm makes up for it
@@ -38,11 +38,11 @@ def with_constant_norm(before: Attention, after: FactoredAttention, sample: Bloc
         sample: The layer's inputs.
     """
     blocks = [block.float() for block in sample.blocks]
-    weights = torch.cat([attention_received(before, block) for block in blocks]) + _UNSEEN
-    x, weights = torch.cat(blocks), weights / weights.mean()
-    white = _Whitened.of(x, weights, after.down)
+    importance = torch.cat([attention_received(before, block) for block in blocks]) + _UNSEEN
+    x, importance = torch.cat(blocks), importance / importance.mean()
+    white = _Whitened.of(x, importance, after.down)
     down, back = white.fitted()
-    constant = _nearest_to_one(x @ down.float().T, weights)
+    constant = _nearest_to_one(x @ down.float().T, importance)
     up_k, up_v = (torch.nn.functional.pad((up.double() @ back).float(), (1, 0)) for up in (after.up_k, after.up_v))
     if after.o_bias is not None:
         up_v = up_v + _carrying(after.o, after.o_bias)[..., None] * constant
@@ -56,7 +56,7 @@ class _Whitened:
     Attributes:
         inputs: `[tokens, E]`, fp32.
         latents: `[tokens, R]`, an orthonormal basis of the latent.
-        weights: `[tokens]`.
+        importance: `[tokens]`, the attention that they receive, relative to its mean.
         root: `[E, E]`, the Cholesky root of the second moment.
         basis: `[R, E]`, orthonormal rows.
         triangle: `[R, R]`, the latent in that basis.
@@ -64,20 +64,20 @@ class _Whitened:
 
     inputs: torch.Tensor
     latents: torch.Tensor
-    weights: torch.Tensor
+    importance: torch.Tensor
     root: torch.Tensor
     basis: torch.Tensor
     triangle: torch.Tensor
 
     @classmethod
-    def of(cls, x: torch.Tensor, weights: torch.Tensor, down: torch.Tensor) -> _Whitened:
+    def of(cls, x: torch.Tensor, importance: torch.Tensor, down: torch.Tensor) -> _Whitened:
         wide = x.double()
-        second = wide.T @ (weights[:, None] * wide) / len(wide)
+        second = wide.T @ (importance[:, None] * wide) / len(wide)
         floor = (_FLOOR * second.diagonal().mean()).clamp_min(torch.finfo(torch.float64).tiny)
         root = torch.linalg.cholesky(second + floor * torch.eye(len(second)).to(second))
         inputs = torch.linalg.solve_triangular(root, wide.T, upper=False).T
         columns, triangle = torch.linalg.qr((down.double() @ root).T)
-        return cls(inputs.float(), (inputs @ columns).float(), weights.float(), root, columns.T, triangle.T)
+        return cls(inputs.float(), (inputs @ columns).float(), importance.float(), root, columns.T, triangle.T)
 
     def fitted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(w; B D) `[R + 1, E]`, and the inverse of B `[R, R]`."""
@@ -90,11 +90,11 @@ class _Whitened:
 
     def _descended(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The channel w `[1, E]`, and a matrix `[n, R]` with BᵀB as its square, in whitened coordinates, fp64."""
-        mean = (self.weights[:, None] * self.inputs).mean(0)
+        mean = (self.importance[:, None] * self.inputs).mean(0)
         one = mean[None] / mean.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
         one, mixing = self._closer(one, self.latents.new_zeros(0, self.latents.shape[1]))
         while len(mixing) < self.latents.shape[1]:
-            lacking = -self.weights * self._excess(one, mixing)
+            lacking = -self.importance * self._excess(one, mixing)
             gain, directions = torch.linalg.eigh(self.latents.T @ (lacking[:, None] * self.latents) / len(lacking))
             more = min(self.latents.shape[1] - len(mixing), max(4, len(mixing)))
             added = (directions[:, -more:] * gain[-more:].clamp_min(_NOTHING).sqrt()).T
@@ -114,7 +114,7 @@ class _Whitened:
         def loss() -> torch.Tensor:
             search.zero_grad()
             ridge = sum((part.square().sum() for part in found), torch.zeros(()))
-            total = (self.weights * self._excess(*found).square()).mean() + _RIDGE * ridge
+            total = (self.importance * self._excess(*found).square()).mean() + _RIDGE * ridge
             total.backward()
             return total
 
@@ -123,10 +123,10 @@ class _Whitened:
         return found[0].detach(), found[1].detach()
 
 
-def _nearest_to_one(latents: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _nearest_to_one(latents: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
     """`[R]`, least squares of 1 on c / |c|."""
     unit = (latents / latents.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)).double()
-    gram, mean = unit.T @ (weights[:, None] * unit), (weights[:, None] * unit).sum(0)
+    gram, mean = unit.T @ (importance[:, None] * unit), (importance[:, None] * unit).sum(0)
     return torch.linalg.solve(gram + _NOTHING * gram.trace() * torch.eye(len(gram)).to(gram), mean).float()
 
 

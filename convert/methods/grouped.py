@@ -88,8 +88,8 @@ def merged_norm(norm: QKNorm | None, merged: Callable[[torch.Tensor], torch.Tens
 
 def queries_of(attention: Attention, order: list[int]) -> list[int]:
     """The query heads that read KV heads in this order."""
-    share = attention.q.shape[0] // attention.num_kv_heads
-    return [head * share + i for head in order for i in range(share)]
+    repeats = attention.q.shape[0] // attention.num_kv_heads
+    return [head * repeats + i for head in order for i in range(repeats)]
 
 
 def reordered(attention: Attention, order: list[int]) -> Attention:

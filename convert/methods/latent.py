@@ -197,10 +197,10 @@ def _rest(
         attention: The record.
         nope: `[G, N, E]`, the source's nope dims.
         components: `[m, E]` complex.
-        spread: `[G, D/2, m]` complex, the share of each component in each complex number of each KV head.
+        spread: `[G, D/2, m]` complex, the coefficient of each component in each complex number of each KV head.
     """
     rotary, (groups, count) = rotary_of(attention), nope.shape[:2]
-    # y = y' + i y'' contributes (s y', i s y'') for its share s.
+    # y = y' + i y'' contributes (s y', i s y'') for its coefficient s.
     numbers = torch.cat((spread, 1j * spread), -1)  # [G, D/2, 2 m]
     rotated = rotary.from_complex(numbers, numbers.real.new_zeros(groups, count, numbers.shape[-1]))
     own = torch.zeros(groups, rotated.shape[1], groups, count, dtype=rotated.dtype, device=rotated.device)
@@ -221,18 +221,18 @@ def share_latent(
         left: `[n + G D, R]` orthonormal columns: the latent is leftᵀ (rest / balance, values).
         balance: What the nope keys were divided by before `left` was computed.
     """
-    share, count = attention.q.shape[0] // attention.num_kv_heads, len(parts.rest)
+    repeats, count = attention.q.shape[0] // attention.num_kv_heads, len(parts.rest)
     o, o_bias = attention.o.float(), _float(attention.o_bias)
     if attention.v_bias is not None:  # attention weights sum to one, so a constant value is a constant output
-        constant = torch.einsum("ehd,hd->e", o, attention.v_bias.float().repeat_interleave(share, 0))
+        constant = torch.einsum("ehd,hd->e", o, attention.v_bias.float().repeat_interleave(repeats, 0))
         o_bias = constant if o_bias is None else o_bias + constant
     return FactoredAttention(
         q_nope=allocation.nope(attention.q).float(),
         q_rope=parts.q_rope,
         k_rope=parts.k_rope,
         down=left[:count].T @ (parts.rest / balance) + left[count:].T @ attention.v.float().flatten(0, 1),
-        up_k=(balance * allocation.nope(parts.spread) @ left[:count]).repeat_interleave(share, 0),
-        up_v=left[count:].unflatten(0, attention.v.shape[:2]).repeat_interleave(share, 0),
+        up_k=(balance * allocation.nope(parts.spread) @ left[:count]).repeat_interleave(repeats, 0),
+        up_v=left[count:].unflatten(0, attention.v.shape[:2]).repeat_interleave(repeats, 0),
         o=o,
         scale=attention.scale,
         rotary=parts.rotary,
@@ -287,7 +287,7 @@ def _banded(numbers: torch.Tensor, fold: int) -> torch.Tensor:
 
 
 def _spread(basis: torch.Tensor, groups: int, fold: int) -> torch.Tensor:
-    """The basis `[bands, G F, G F]` as `[G, D/2, bands, G F]`: the share of each component in each number of each KV head."""
+    """The basis `[bands, G F, G F]` as `[G, D/2, bands, G F]`: of each component in each number of each KV head."""
     bands, size = basis.shape[:2]
     whole = basis.new_zeros(groups, bands, fold, bands, size)
     each = torch.arange(bands)

@@ -31,15 +31,15 @@ class Pursuit:
         gram: `[G L, G L]`, z Σ z^H.
         near: `[H, L, B]`, ⟨e_l, e_b⟩_h minus the part that a nope key can do.
         among: `[H, B, B]`, the same of two candidates.
-        weight: `[H, L]`, λ.
+        importance: `[H, L]`, λ.
         total: The weighted energy at the start.
-        atoms: For each atom so far, its candidate, its shares `[H, L]` and its key as a combination `[G L]` of z.
+        atoms: For each atom so far, its candidate, its coefficients `[H, L]` and its key as a combination `[G L]` of z.
     """
 
     gram: torch.Tensor
     near: torch.Tensor
     among: torch.Tensor
-    weight: torch.Tensor
+    importance: torch.Tensor
     total: float
     atoms: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _found: torch.Tensor | None = None
@@ -51,10 +51,10 @@ class Pursuit:
         offered = waves if candidates is None else keys.waves_of(candidates)
         gram = keys.moved.flatten(0, 1) @ keys.z.flatten(0, 1).mH
         energy = keys.per_query_head(gram.diagonal().real.unflatten(0, keys.z.shape[:2]))
-        total = float((keys.weight.square() * energy * (1 - keys.phase.abs().square())).sum())
+        total = float((keys.importance.square() * energy * (1 - keys.phase.abs().square())).sum())
         real = torch.float64 if dtype == torch.complex128 else torch.float32
         near, among = (_near(keys, part, offered).to(dtype) for part in (waves, offered))
-        return cls(gram.to(dtype), near, among, keys.weight.to(real), total)
+        return cls(gram.to(dtype), near, among, keys.importance.to(real), total)
 
     def explained(self) -> torch.Tensor:
         """`[B]`, the share of the total energy that the best key at each candidate explains."""
@@ -63,7 +63,7 @@ class Pursuit:
             found, steps = torch.stack([self._start(b) for b in range(candidates)]), _FIRST
         else:
             found, steps = self._found, _FURTHER
-        values = self.weight.new_zeros(candidates)
+        values = self.importance.new_zeros(candidates)
         for _ in range(steps):
             found = self._apply(found)
             values = found.abs().square().sum((1, 2)).sqrt()
@@ -76,13 +76,13 @@ class Pursuit:
         assert self._found is not None
         u = self._found[b]
         key = self._gathered(self._found)[b].conj()
-        self.atoms.append((b, u / self.weight / self._norm(b), key))
+        self.atoms.append((b, u / self.importance / self._norm(b), key))
         self._found[b] = self._start(b)  # the last result at b is explained now
 
     def _start(self, b: int) -> torch.Tensor:
         """The start of the power iteration at candidate b."""
         generator = torch.Generator().manual_seed(b)
-        return torch.randn(self.weight.shape, dtype=self.near.dtype, generator=generator).to(self.near.device)
+        return torch.randn(self.importance.shape, dtype=self.near.dtype, generator=generator).to(self.near.device)
 
     def _norm(self, b: int | slice) -> torch.Tensor:
         """`[H, B or 1]`, the root of ⟨e_b, e_b⟩_h."""
@@ -92,24 +92,24 @@ class Pursuit:
 
     def _scale(self) -> torch.Tensor:
         """`[B, H, L]`: λ over the norm of each candidate."""
-        return self.weight[None] / self._norm(slice(None)).T[:, :, None]
+        return self.importance[None] / self._norm(slice(None)).T[:, :, None]
 
     def _apply(self, u: torch.Tensor) -> torch.Tensor:
         """The map from z to the remainder, times its adjoint, for every candidate: `[B, H, L]` → `[B, H, L]`."""
-        groups = len(self.gram) // self.weight.shape[1]
+        groups = len(self.gram) // self.importance.shape[1]
         moved = self._gathered(u) @ self.gram.T  # [B, G L]
-        keys = moved.unflatten(1, (groups, -1)).repeat_interleave(self.weight.shape[0] // groups, 1)
+        keys = moved.unflatten(1, (groups, -1)).repeat_interleave(self.importance.shape[0] // groups, 1)
         out = self.near.permute(2, 0, 1) * keys
-        for a, shares, key in self.atoms:
-            out = out - self.among[:, a].T[:, :, None] * shares * (moved @ key)[:, None, None]
+        for a, coefficients, key in self.atoms:
+            out = out - self.among[:, a].T[:, :, None] * coefficients * (moved @ key)[:, None, None]
         return out * self._scale()
 
     def _gathered(self, u: torch.Tensor) -> torch.Tensor:
         """The adjoint of the map from z to the remainder, `[B, H, L]` → `[B, G L]`."""
-        u, groups = u * self._scale(), len(self.gram) // self.weight.shape[1]
+        u, groups = u * self._scale(), len(self.gram) // self.importance.shape[1]
         out = (self.near.permute(2, 0, 1).conj() * u).unflatten(1, (groups, -1)).sum(2).flatten(1)
-        for a, shares, key in self.atoms:
-            out = out - (self.among[:, a].T[:, :, None] * shares).conj().mul(u).sum((1, 2))[:, None] * key.conj()
+        for a, coefficients, key in self.atoms:
+            out = out - (self.among[:, a].T[:, :, None] * coefficients).conj().mul(u).sum((1, 2))[:, None] * key.conj()
         return out
 
 
@@ -139,6 +139,6 @@ def pursue(keys: RopeKeys, pairs: tuple[float, ...]) -> Atoms:
     for pair in pairs:
         pursuit.explained()
         pursuit.take(candidates.index(pair))
-    shares = torch.stack([shares for _, shares, _ in pursuit.atoms], -1)
+    coefficients = torch.stack([coefficients for _, coefficients, _ in pursuit.atoms], -1)
     combinations = torch.stack([key for _, _, key in pursuit.atoms])
-    return Atoms(pairs, shares, combinations @ keys.z.flatten(0, 1))
+    return Atoms(pairs, coefficients, combinations @ keys.z.flatten(0, 1))

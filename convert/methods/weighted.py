@@ -50,8 +50,8 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
     trial = sample.of(range(0, len(sample.rows), 2)).blocks  # half of it is enough to rank a few results
     expected = attention_output(attention, trial)
 
-    def tried(place: int) -> tuple[float, FactoredAttention]:
-        result = latent.result(attention, rope, _BALANCES[place])
+    def tried(index: int) -> tuple[float, FactoredAttention]:
+        result = latent.result(attention, rope, _BALANCES[index])
         return float((attention_output(result, trial) - expected).square().sum()), result
 
     return _downhill(tried, len(_BALANCES))
@@ -59,12 +59,12 @@ def factor(attention: Attention, allocation: Allocation, statistics: Statistics)
 
 def _downhill(tried: Callable[[int], tuple[float, FactoredAttention]], count: int) -> FactoredAttention:
     """The result with the least error of `count`, from the middle on: errors have one valley."""
-    place, best = count // 2, tried(count // 2)
+    index, best = count // 2, tried(count // 2)
     for step in (1, -1):
-        start = place
-        while 0 <= place + step < count and (further := tried(place + step))[0] < best[0]:
-            place, best = place + step, further
-        if place != start:
+        start = index
+        while 0 <= index + step < count and (further := tried(index + step))[0] < best[0]:
+            index, best = index + step, further
+        if index != start:
             break
     return best[1]
 
@@ -80,16 +80,16 @@ class _RopePart:
 
 def _rope_part(attention: Attention, allocation: Allocation, statistics: Statistics) -> tuple[_RopePart, torch.Tensor]:
     """The rotary part, and the nope keys for the remainder, `[H, D, E + 1]`."""
-    share, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
+    repeats, rows = attention.q.shape[0] // attention.num_kv_heads, augmented(attention.k, attention.k_bias)
     if attention.rotary is None:  # all keys go into the latent
         assert allocation.rotary is not None
         count, (heads, _, width) = 2 * len(allocation.pairs), attention.q.shape
         rotary = allocation.rotary.select(allocation.pairs, "interleaved")
-        rest = rows.repeat_interleave(share, 0)
+        rest = rows.repeat_interleave(repeats, 0)
         return _RopePart(rotary, rows.new_zeros(heads, count, width + 1), rows.new_zeros(count, rows.shape[-1])), rest
     rope = RopeKeys.of(attention, statistics)
     atoms = pursue(rope, allocation.pairs) if allocation.pursued else Components.of(rope).atoms(rope, allocation.pairs)
-    nope = rows[:, attention.rotary.dims :].repeat_interleave(share, 0)
+    nope = rows[:, attention.rotary.dims :].repeat_interleave(repeats, 0)
     return _RopePart(*atoms.rope(rope)), torch.cat((atoms.rest(rope), nope), 1)
 
 
@@ -119,11 +119,11 @@ class _Latent:
 
     @classmethod
     def of(cls, attention: Attention, allocation: Allocation, rest: torch.Tensor, statistics: Statistics) -> _Latent:
-        share = attention.q.shape[0] // attention.num_kv_heads
+        repeats = attention.q.shape[0] // attention.num_kv_heads
         q = allocation.nope(augmented(attention.q, attention.q_bias))
         weigh_keys, unweigh_keys = roots(q @ statistics.of_queries @ q.mT, 1e-6)
         columns = attention.o.double().permute(1, 0, 2)  # [H, E, D]
-        weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, share)).sum(1), 1e-6)
+        weigh_values, unweigh_values = roots((columns.mT @ columns).unflatten(0, (-1, repeats)).sum(1), 1e-6)
         keys, values = weigh_keys @ rest[..., :-1], weigh_values @ attention.v.double()
         spread = root(_common(statistics.attended))
         images = (keys.flatten(0, 1) @ spread, values.flatten(0, 1) @ spread)
@@ -149,10 +149,10 @@ class _Latent:
         of_keys = _regressed(self.keys, of_keys / alpha, down, self.attended.within, noise)
         of_values = _regressed(self.values, of_values, down, self.attended.read_covariance, noise)
         up_v = self.unweigh_values @ of_values
-        share, o = heads // len(self.values), a.o.float()
+        repeats, o = heads // len(self.values), a.o.float()
         dropped = (a.v.double() - up_v @ down) @ self.attended.mean  # the mean that truncation removes from values [G, D]
         constant = dropped if a.v_bias is None else dropped + a.v_bias.double()
-        bias = torch.einsum("ehd,hd->e", a.o.double(), constant.repeat_interleave(share, 0))
+        bias = torch.einsum("ehd,hd->e", a.o.double(), constant.repeat_interleave(repeats, 0))
         biased = a.q_bias is not None, a.k_bias is not None
         return FactoredAttention(
             q_nope=self.allocation.nope(a.q).float(),
@@ -160,7 +160,7 @@ class _Latent:
             k_rope=rope.keys[..., :-1].float(),
             down=down.float(),
             up_k=(self.unweigh_keys @ of_keys).float(),
-            up_v=up_v.repeat_interleave(share, 0).float(),
+            up_v=up_v.repeat_interleave(repeats, 0).float(),
             o=o,
             scale=a.scale,
             rotary=rope.rotary,

@@ -1,1 +1,1 @@
-"""The life of an output: its lock, work directory, companions, record, card and publication."""
+"""The life of an output: its lock, work directory, companions, provenance, card and publication."""

@@ -1,4 +1,4 @@
-"""Model cards: README.md with the front matter that the Hub reads, rendered from the data of a record."""
+"""Model cards: README.md with the front matter that the Hub reads, rendered from the provenance of a checkpoint."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def _inherited_licence(directory: Path) -> Any:
     return licence if all(isinstance(name, str) and name.isprintable() for name in names) else None
 
 
-def recorded_loading(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a record says of loading and serving a checkpoint; None if it is not as conversions write it."""
-    loading = record.get("loading")
+def stated_loading(provenance: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What conversion.json says of loading and serving a checkpoint; None if it is not as conversions write it."""
+    loading = provenance.get("loading")
     if not isinstance(loading, dict) or loading.keys() != _LOADING.keys():
         return None
     if not all(isinstance(loading[key], kind) for key, kind in _LOADING.items()):
@@ -85,9 +85,9 @@ def recorded_loading(record: Mapping[str, Any]) -> dict[str, Any] | None:
     return loading if named else None
 
 
-def recorded_metadata(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a record says to the Hub; None if it is not as conversions write it."""
-    found = record.get("metadata")
+def stated_metadata(provenance: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What conversion.json says to the Hub; None if it is not as conversions write it."""
+    found = provenance.get("metadata")
     if not isinstance(found, dict) or found.keys() != _METADATA or not isinstance(found["tags"], list):
         return None
     return found if all(isinstance(value, str | list | None) for value in found.values()) else None

@@ -1,7 +1,7 @@
 """The life of an output, from the lock to the publication: what a conversion and a healing have alike.
 
 A command says what is its own by a `Task`; `carry_out` does the rest, in this order: lock OUTPUT, read the texts, find what an
-earlier run has finished, open the work directory, make the checkpoint, evaluate it, write its record and its card, publish.
+earlier run has finished, open the work directory, make the checkpoint, evaluate it, write its provenance and its card, publish.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from attention.errors import Failure, Interrupted, Refusal
+from convert.output.destination import Output, check_output, read_provenance
 from convert.output.lock import exclusive
-from convert.output.place import Output, check_output, recorded
-from convert.output.record import Clock, write_card, write_record
+from convert.output.provenance import Clock, write_card, write_provenance
 from convert.output.workdir import WorkDirectory
 from eval.inputs.source import Source
 from eval.inputs.text import Text, Tokens
@@ -32,11 +32,11 @@ class Made(NamedTuple):
     """What a task has made in its work directory.
 
     Attributes:
-        record: conversion.json, without what `carry_out` adds: `evaluation` and `run`.
+        provenance: conversion.json, without what `carry_out` adds: `evaluation` and `run`.
         seen: The text that the checkpoint was fitted to, which would flatter an evaluation; None if that is not compared.
     """
 
-    record: dict[str, Any]
+    provenance: dict[str, Any]
     seen: Tokens | None = None
 
 
@@ -81,11 +81,11 @@ class Task(Protocol):
 
     @abstractmethod
     def make(self, work: WorkDirectory) -> Made:
-        """Write the checkpoint into the work directory, all but its record and its card."""
+        """Write the checkpoint into the work directory, all but its provenance and its card."""
 
     @abstractmethod
-    def card(self, record: dict[str, Any]) -> str:
-        """The text of README.md, from the record without its `run`: it holds nothing that differs between runs."""
+    def card(self, provenance: dict[str, Any]) -> str:
+        """The text of README.md, from the provenance without its `run`: it holds nothing that differs between runs."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def carry_out(
         output: OUTPUT, and how to write it.
         models: The checkpoints that are read, the source first. The result is evaluated beside them.
         begin: Reads the texts; it is given the tokens to evaluate on, if there are any, so that it can warn of an overlap.
-        held_out: The text to evaluate on; its figures go into the record and the card.
+        held_out: The text to evaluate on; its figures go into the provenance and the card.
         progress: Called with the progress of each stage.
         published: Called when OUTPUT is complete, before the work directory, by which `--resume` recognises it, is removed.
 
@@ -136,12 +136,12 @@ def carry_out(
             _log.warning("%s is finished already, there is nothing to do", path)
             task.idle()
             published()
-            return recorded(path)
+            return read_provenance(path)
         task.check()
         with explained(task.noun, path), WorkDirectory.opened(path, task.inputs(), resume, overwrite) as work:
             if work.published:  # an earlier run was stopped after OUTPUT appeared
-                record = recorded(path)
-                if not isinstance(record.get("recipe"), dict):
+                provenance = read_provenance(path)
+                if not isinstance(provenance.get("recipe"), dict):
                     hint = "make OUTPUT again with --overwrite and without --resume; its weights were not looked at"
                     raise Refusal(
                         f"OUTPUT {path} exists already, and its conversion.json is damaged: it has no recipe", hint=hint
@@ -149,17 +149,17 @@ def carry_out(
                 task.idle()
             else:
                 expected = task.foretell(len(evaluated.ids) if evaluated else 0)
-                record, seen = task.make(work)
+                provenance, seen = task.make(work)
                 if held_out:
-                    write_record(work.path, record)  # the report reads method, text and healing from it
-                    record |= {"evaluation": _evaluated(task, models, work, held_out, seen, progress)}
-                write_card(work.path, task.card(record))
-                record |= {"run": clock.run(path, task.source_files(), expected)}
-                write_record(work.path, record)
+                    write_provenance(work.path, provenance)  # the report reads method, text and healing from it
+                    provenance |= {"evaluation": _evaluated(task, models, work, held_out, seen, progress)}
+                write_card(work.path, task.card(provenance))
+                provenance |= {"run": clock.run(path, task.source_files(), expected)}
+                write_provenance(work.path, provenance)
                 work.publish()
             published()
             work.discard()
-            return record
+            return provenance
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
-from convert.output.place import CHECKPOINT, INPUTS, PUBLISHED, is_published, partial_path
+from convert.output.destination import CHECKPOINT, INPUTS, PUBLISHED, is_published, partial_path
 from eval.inputs.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
 
 # In the work directory, beside the inputs and the growing checkpoint: a note for each finished shard, results of the survey,
@@ -39,7 +39,7 @@ class WorkDirectory:
     """
 
     def __init__(self, output: Path, inputs: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-        self._place(output)
+        self._set_paths(output)
         inputs = json.loads(json.dumps(inputs))  # as read back from a file
         begun = self._known_inputs() if resume else None
         if begun != inputs and overwrite:
@@ -73,10 +73,10 @@ class WorkDirectory:
     def of_another(cls, output: Path) -> WorkDirectory:
         """The work directory that another process has opened, and that this one only reads."""
         work = cls.__new__(cls)
-        work._place(output)
+        work._set_paths(output)
         return work
 
-    def _place(self, output: Path) -> None:
+    def _set_paths(self, output: Path) -> None:
         self._output = output
         self._root = partial_path(output)
         self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked

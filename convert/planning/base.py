@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from convert.hosts.engines import Engine
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
-    from convert.output.place import Output
+    from convert.output.destination import Output
     from convert.planning.calibration import Calibration
     from convert.planning.targets import LatentTarget, Target
     from eval.inputs.source import Source
@@ -112,10 +112,10 @@ class Plan:
     def recipe(self) -> dict[str, Any]:
         """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
         file, directory = self.source.file, self.source.directory
-        place = file.absolute() if file else directory.resolve() if directory else None
+        location = file.absolute() if file else directory.resolve() if directory else None
         return {
             self.target.command: {
-                "model": str(place) if place else f"{self.source.repository}@{self.source.commit}",
+                "model": str(location) if location else f"{self.source.repository}@{self.source.commit}",
                 **self.target.recipe(),
                 "method": self.target.method.name,
                 "seed": self.seed,

@@ -279,9 +279,9 @@ def expected_line(seconds: float) -> str:
     return f"would take about {duration(seconds)} on this machine"
 
 
-def conversion_text(plan: Plan, record: Mapping[str, Any]) -> str:
+def conversion_text(plan: Plan, provenance: Mapping[str, Any]) -> str:
     """A finished conversion, for a terminal: what changed, and the loss of quality if it was measured."""
-    measured = (*_healing_lines(record), *_check_lines(record), *_quality_lines(record))
+    measured = (*_healing_lines(provenance), *_check_lines(provenance), *_quality_lines(provenance))
     return "\n".join([*_plan_lines(plan), *measured, f"written to {_where(plan)}"])
 
 
@@ -316,29 +316,29 @@ def _steps_line(plan: Plan) -> list[str]:
     return [f"steps: {' → '.join(said)}"] if said[1:] or said != plan.steps else []
 
 
-def _healing_lines(record: Mapping[str, Any]) -> list[str]:
-    if not (healing := record.get("healing")):
+def _healing_lines(provenance: Mapping[str, Any]) -> list[str]:
+    if not (healing := provenance.get("healing")):
         return []
     before, after = (healing[when]["kl"] for when in ("before", "after"))
-    if not record["tensors"]["healed"]:
+    if not provenance["tensors"]["healed"]:
         return [f"healing gained nothing: KL {before:.4f} on {healing['held_out_tokens']} tokens that were held out"]
     return [f"healed on {healing['tokens']} tokens: KL {before:.4f} → {after:.4f} on {healing['held_out_tokens']} others"]
 
 
-def _check_lines(record: Mapping[str, Any]) -> list[str]:
-    if not (check := record.get("check")):
+def _check_lines(provenance: Mapping[str, Any]) -> list[str]:
+    if not (check := provenance.get("check")):
         return []
     found = [f"{one['loss_nats']:+.3f} nats on {one['tokens']} tokens of {one['text']}" for one in check["texts"]]
     return [f"checked on text that was not fitted: {', '.join(found)}"]
 
 
-def _quality_lines(record: Mapping[str, Any]) -> list[str]:
-    if "evaluation" not in record:
+def _quality_lines(provenance: Mapping[str, Any]) -> list[str]:
+    if "evaluation" not in provenance:
         return []
-    source, converted = record["evaluation"]["models"]
+    source, converted = provenance["evaluation"]["models"]
     return [
         f"perplexity: {source['perplexity']:.4g} → {converted['perplexity']:.4g} ({converted['loss_nats']:+.4f} nats) on "
-        f"{converted['tokens']} tokens of {record['evaluation']['protocol']['text']}, KL {converted['kl_to_source']:.4f}, "
+        f"{converted['tokens']} tokens of {provenance['evaluation']['protocol']['text']}, KL {converted['kl_to_source']:.4f}, "
         f"top-1 agreement {converted['top1_agreement']:.1%}"
     ]
 

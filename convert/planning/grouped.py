@@ -10,7 +10,7 @@ from convert import methods
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
-from convert.output.place import Output, check_output
+from convert.output.destination import Output, check_output
 from convert.planning.base import Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing

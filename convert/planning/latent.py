@@ -12,7 +12,7 @@ from convert import methods
 from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
-from convert.output.place import Output
+from convert.output.destination import Output
 from convert.planning.base import Plan, host_of, readable, stored_dtype, text_notes
 from convert.planning.budget import check_fold, default_fold, layer_ranks, served_rank
 from convert.planning.calibration import CalibrationOptions, calibration_for
@@ -83,7 +83,7 @@ def plan_latent(
     Raises:
         Refusal: The conversion is not possible; with the reason and the next step.
     """
-    from convert.output.place import check_output
+    from convert.output.destination import check_output
 
     require_device(device)
     family = readable(source)

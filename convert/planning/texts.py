@@ -145,8 +145,8 @@ def shared_out(blocks: int, texts: Texts) -> list[int]:
             hint="raise --calibration-tokens, or lower --calibration-context",
         )
     whole, counts, left = sum(one.share for one in texts), list[int](), blocks
-    for place, one in enumerate(texts):
-        others = len(texts) - place - 1
+    for index, one in enumerate(texts):
+        others = len(texts) - index - 1
         counts.append(min(left - others, max(1, math.ceil(blocks * one.share / whole - 1e-9))) if others else left)
         left -= counts[-1]
     return counts

@@ -88,14 +88,14 @@ def _joint(ids: list[int], starts: list[int], after: list[int], after_starts: li
         after_starts: Where these begin.
     """
     every = enumerate(zip(after_starts, after, strict=True))
-    places = {(start, token): i for i, (start, token) in every if start < _SURE * _OVERLAP}
+    indices = {(start, token): i for i, (start, token) in every if start < _SURE * _OVERLAP}
     run, last = 0, -1
     for i, (start, token) in enumerate(zip(starts, ids, strict=True)):
-        if (place := places.get((start, token))) is None:
+        if (index := indices.get((start, token))) is None:
             run = 0
             continue
-        run = run + 1 if place == last + 1 else 1
+        run = run + 1 if index == last + 1 else 1
         if run == _ALIKE:
-            return i + 1, place + 1
-        last = place
+            return i + 1, index + 1
+        last = index
     return None

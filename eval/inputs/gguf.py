@@ -160,7 +160,7 @@ class Described:
             raise Refusal(f"transformers does not read all of {self.path}: {listed}", hint=_ORIGINAL)
 
 
-def unpack(described: Described, place: Path) -> None:
+def unpack(described: Described, directory: Path) -> None:
     """Write the checkpoint of a file into an empty directory; it takes the memory of all its weights.
 
     Raises:
@@ -173,7 +173,7 @@ def unpack(described: Described, place: Path) -> None:
 
     path = described.path
     # By an absolute path and from an empty directory: nothing that lies beside the file, or in the working directory, is read.
-    with tempfile.TemporaryDirectory(dir=place.parent) as nothing:
+    with tempfile.TemporaryDirectory(dir=directory.parent) as nothing:
         where = {"pretrained_model_name_or_path": nothing, "gguf_file": str(path.absolute()), "local_files_only": True}
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # transformers' bar, which no setting hides
@@ -190,12 +190,12 @@ def unpack(described: Described, place: Path) -> None:
     described.check_read(model, loaded)
     model.config.architectures = [type(model).__name__]
     try:
-        model.save_pretrained(place)
+        model.save_pretrained(directory)
     except SafetensorError as error:  # where a disk is full
         raise OSError(str(error)) from error
-    tokenizer.save_pretrained(place)
+    tokenizer.save_pretrained(directory)
     if licence := described.keys.get("general.license"):
-        (place / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", encoding="utf-8")
+        (directory / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", encoding="utf-8")
 
 
 def _pre_tokenizers() -> set[str]:

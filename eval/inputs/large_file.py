@@ -64,26 +64,26 @@ def excerpts(path: Path, size: int) -> str:
     parts = []
     try:
         whole = path.stat().st_size
-        places = evenly_spread(max(1, size // _EXCERPT), max(1, whole // _EXCERPT))
+        chosen = evenly_spread(max(1, size // _EXCERPT), max(1, whole // _EXCERPT))
         with path.open("rb") as file:
-            for _, place in sorted((number * _GOLDEN % 1, place) for number, place in enumerate(places)):
-                file.seek(place * _EXCERPT)
-                parts.append(_lines(path, file.read(_EXCERPT), place * _EXCERPT))
+            for _, index in sorted((number * _GOLDEN % 1, index) for number, index in enumerate(chosen)):
+                file.seek(index * _EXCERPT)
+                parts.append(_lines(path, file.read(_EXCERPT), index * _EXCERPT))
     except OSError as error:
         raise Failure(f"cannot read {path}: {error.strerror}") from None
     return "\n".join(part.removeprefix(MARK) for part in parts)
 
 
-def _lines(path: Path, data: bytes, place: int) -> str:
+def _lines(path: Path, data: bytes, offset: int) -> str:
     """The whole lines of a part of a file, or all of it where it has no two line ends."""
-    start, end = (data.find(b"\n") + 1 if place else 0), data.rfind(b"\n")
+    start, end = (data.find(b"\n") + 1 if offset else 0), data.rfind(b"\n")
     if end <= start:
         start, end = next((i for i in range(4) if data[i : i + 1] and data[i] & 0xC0 != 0x80), 0), len(data)
     try:
         return codecs.getincrementaldecoder("utf-8")().decode(data[start:end])  # leaves out a character that is cut at the end
     except UnicodeDecodeError as error:
-        raise _not_utf8(path, error.reason, place + start + error.start) from None
+        raise _not_utf8(path, error.reason, offset + start + error.start) from None
 
 
-def _not_utf8(path: Path, reason: str, place: int) -> Failure:
-    return Failure(f"{path} is not UTF-8 text: {reason} at byte {place}", hint="convert it: iconv -f ENCODING -t UTF-8")
+def _not_utf8(path: Path, reason: str, offset: int) -> Failure:
+    return Failure(f"{path} is not UTF-8 text: {reason} at byte {offset}", hint="convert it: iconv -f ENCODING -t UTF-8")

@@ -16,7 +16,7 @@ WARN_ABOVE = 0.01  # texts of one language share some runs
 _RUN = 32  # tokens; different texts hardly share a run of this length
 
 
-def shared_share(evaluated: torch.Tensor, seen: torch.Tensor) -> float:
+def overlap(evaluated: torch.Tensor, seen: torch.Tensor) -> float:
     """The share of `evaluated` ids `[n]`, cut into runs of 32 tokens, that occurs anywhere in `seen` ids `[m]`.
 
     A text of fewer tokens is one run. Memory grows with n only.
@@ -37,7 +37,7 @@ def warn_of_overlap(evaluated: Tokens, texts: Iterable[Tokens], what: str) -> No
         what: What the texts are for: "calibration" or "training".
     """
     for seen in texts:
-        if (share := shared_share(evaluated.ids, seen.ids)) > WARN_ABOVE:
+        if (share := overlap(evaluated.ids, seen.ids)) > WARN_ABOVE:
             _log.warning(
                 "%s shares %.0f%% of its runs with the %s text %s: its perplexity will be flattered",
                 evaluated.name, 100 * share, what, seen.name,

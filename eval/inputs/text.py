@@ -108,10 +108,10 @@ class Tokens:
         blocks, taken = self._spread(count, context)
         others = sorted(set(range(len(blocks))) - set(taken)) or taken
         chosen = evenly_spread(min(len(others), max(1, wanted // context)), len(others))
-        return replace(self, ids=blocks[[others[place] for place in chosen]].flatten())
+        return replace(self, ids=blocks[[others[index] for index in chosen]].flatten())
 
     def _spread(self, count: int, context: int) -> tuple[torch.Tensor, list[int]]:
-        """All blocks within reach, `[n, context]`, and the places of those that `spread` takes."""
+        """All blocks within reach, `[n, context]`, and the indices of those that `spread` takes."""
         blocks = replace(self, ids=self.ids[: reach(count)]).blocks(context)
         return blocks, evenly_spread(min(count // context, len(blocks)), len(blocks))
 

@@ -63,29 +63,29 @@ def unpacked(path: Path) -> Unpacked:
     except OSError as error:
         raise Failure(f"cannot read {path}: {error}") from None
     identity = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {_FORMAT} {transformers.__version__}"
-    place = _cache() / hashlib.sha256(identity.encode()).hexdigest()[:24]
-    if (known := _whole(place)) is not None:
+    directory = _cache() / hashlib.sha256(identity.encode()).hexdigest()[:24]
+    if (known := _whole(directory)) is not None:
         return known
     described = Described.of(path)
     described.check_keys()
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(place.parent):
-            if _whole(place) is None:  # another run was not faster
-                _make(described, place)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(directory.parent):
+            if _whole(directory) is None:  # another run was not faster
+                _make(described, directory)
     except OSError as error:
         raise Failure(
-            f"cannot unpack {path} into {place}: {error}",
+            f"cannot unpack {path} into {directory}: {error}",
             hint="is the disk full? XDG_CACHE_HOME may name a directory on another one",
         ) from None
-    if (made := _whole(place)) is None:
-        raise Failure(f"{place} was removed while it was in use", hint="repeat the command")
+    if (made := _whole(directory)) is None:
+        raise Failure(f"{directory} was removed while it was in use", hint="repeat the command")
     return made
 
 
 def entries() -> list[Unpacked]:
     """Whole entries of the cache, by the names of the files."""
-    found = (_whole(place) for place in _places())
+    found = (_whole(directory) for directory in _directories())
     return sorted((entry for entry in found if entry is not None), key=lambda entry: str(entry.file))
 
 
@@ -100,16 +100,16 @@ def clear() -> int:
             return 0
         with _alone(_cache()):
             removed = sum(file.lstat().st_size for file in _cache().rglob("*") if not file.is_dir())
-            for place in _places():
-                shutil.rmtree(place)
+            for directory in _directories():
+                shutil.rmtree(directory)
     except OSError as error:
         raise Failure(f"cannot clear {_cache()}: {error}") from None
     return removed
 
 
-def _make(described: Described, place: Path) -> None:
+def _make(described: Described, directory: Path) -> None:
     """Unpack a file, then remove what earlier files of its name became."""
-    unfinished, file = place.parent / _UNFINISHED, described.path.absolute()
+    unfinished, file = directory.parent / _UNFINISHED, described.path.absolute()
     if unfinished.exists():  # of a run that was killed
         shutil.rmtree(unfinished)
     (unfinished / _CHECKPOINT).mkdir(parents=True)
@@ -118,25 +118,25 @@ def _make(described: Described, place: Path) -> None:
         files = _files(unfinished / _CHECKPOINT)
         seal(unfinished / _ENTRY, {"file": str(file), "note": described.note, "files": files})
         sync_tree(unfinished)
-        for other in _places():
+        for other in _directories():
             known = unsealed(other / _ENTRY) or {}
-            if other == place or (other != unfinished and known.get("file") == str(file)):
+            if other == directory or (other != unfinished and known.get("file") == str(file)):
                 shutil.rmtree(other)
-        give_name(unfinished, place)
+        give_name(unfinished, directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     _log.warning(
         "%s is unpacked into %s (%.2f GB), where later commands find it; `convert cache clear` removes it",
-        described.path, place, sum(size for size, _ in files.values()) / 1e9,
+        described.path, directory, sum(size for size, _ in files.values()) / 1e9,
     )  # fmt: skip
 
 
-def _whole(place: Path) -> Unpacked | None:
+def _whole(directory: Path) -> Unpacked | None:
     """An entry; None if it is not there, or files of it are missing or were written since."""
-    found = unsealed(place / _ENTRY)
-    if found is None or found["files"] != _files(place / _CHECKPOINT):
+    found = unsealed(directory / _ENTRY)
+    if found is None or found["files"] != _files(directory / _CHECKPOINT):
         return None
-    return Unpacked(Path(found["file"]), place / _CHECKPOINT, found["note"])
+    return Unpacked(Path(found["file"]), directory / _CHECKPOINT, found["note"])
 
 
 def _files(directory: Path) -> dict[str, list[int]]:
@@ -162,7 +162,7 @@ def _alone(cache: Path) -> Iterator[None]:
         lock.release()
 
 
-def _places() -> Iterator[Path]:
+def _directories() -> Iterator[Path]:
     """The directories of entries, whole or not, and of one that is not finished."""
     return (path for path in sorted(_cache().glob("*")) if path.is_dir())
 

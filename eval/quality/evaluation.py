@@ -19,7 +19,7 @@ from eval.machine.forecast import Decoder, Work, foretell
 from eval.quality.cost import cache_figures
 from eval.quality.lockstep import Job, score_all
 from eval.quality.origin import identity, seen_share
-from eval.quality.perplexity import Score, batches, protocol_record
+from eval.quality.perplexity import Score, batches, protocol_entry
 from eval.quality.probes import PROBES
 from eval.quality.protocol import Protocol
 from eval.quality.recall import work_of as recall_work
@@ -93,7 +93,7 @@ def report_of(
     quality = [[score.as_figures(tokens, row[0]) for score in row] for row in scores]
     return {
         "kvfold": version("kvfold"),
-        "protocol": protocol_record(protocols[0], tokens, compute_dtype(sources[0], settings.dtype, settings.device)),
+        "protocol": protocol_entry(protocols[0], tokens, compute_dtype(sources[0], settings.dtype, settings.device)),
         "models": [entry | figures for entry, figures in zip(models.entries, quality[0], strict=True)],
         "other_contexts": [
             {
@@ -181,7 +181,8 @@ class _Models:
     def probed(self) -> dict[str, Any]:
         """The report's part of each probe; None for those that were not asked for."""
         made = {
-            p.name: p.record() | {"models": [found for _, found in sorted(self._found[p.name].items())]} for p in self._probes
+            p.name: p.conditions() | {"models": [found for _, found in sorted(self._found[p.name].items())]}
+            for p in self._probes
         }
         return {probe.name: made.get(probe.name) for probe in PROBES}
 

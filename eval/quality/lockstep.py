@@ -1,8 +1,8 @@
 """Scores converted models beside their source, which runs once, however many they are.
 
 Memory holds the source and one other model, or several if they are small. Models that are loaded later are compared with the
-source's logits on disk. If all of them would take more room than allowed, the text is cut into spans: each span is scored with
-all models before the next one begins, so every model is loaded once per span.
+source's logits on disk. If all of them would take more room than allowed, the text is cut into portions: each is scored with
+all models before the next one begins, so every model is loaded once per portion.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 class KeptLogits:
-    """Logits of the source, a file for each batch of a span.
+    """Logits of the source, a file for each batch of a portion.
 
     Args:
         directory: An empty directory.
@@ -80,7 +80,7 @@ def room_for_logits() -> int:
     return min(_MOST_KEPT, shutil.disk_usage(tempfile.gettempdir()).free // 2)
 
 
-def spans(jobs: Sequence[Job], vocabulary: int, room: int) -> Iterator[Sequence[Job]]:
+def portions(jobs: Sequence[Job], vocabulary: int, room: int) -> Iterator[Sequence[Job]]:
     """Consecutive jobs whose logits fit into `room` bytes, even in fp32; at least one job each."""
     start, size = 0, 0
     for end, job in enumerate(jobs):
@@ -93,16 +93,16 @@ def spans(jobs: Sequence[Job], vocabulary: int, room: int) -> Iterator[Sequence[
 
 
 def score_group(
-    span: Sequence[Job],
+    jobs: Sequence[Job],
     source: Any | None,
     models: Sequence[tuple[int, Any]],
     kept: KeptLogits | None,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> None:
-    """Score some models on a span of jobs.
+    """Score some models on a portion of the jobs.
 
     Args:
-        span: The jobs.
+        jobs: Those of the portion.
         source: The source, which is scored, too; None if its logits are already kept.
         models: The other models, each with the index of its score.
         kept: Where the source's logits are, or will be; None if no other models need them.
@@ -112,7 +112,7 @@ def score_group(
         Failure: A model's logits are not finite, or the source's cannot be kept.
     """
     with torch.inference_mode():
-        for number, (batch, scores) in enumerate(span):
+        for number, (batch, scores) in enumerate(jobs):
             if source is not None:
                 expected = logits_of(source, batch)
                 add(scores[0], batch, expected)
@@ -145,13 +145,13 @@ def score_all(
     groups = _groups(sources[1:])
     vocabulary = sources[0].vocabulary
     alone = len(groups) == 1  # nothing need be kept on disk
-    parts = [jobs] if alone else list(spans(jobs, vocabulary, room_for_logits()))
+    parts = [jobs] if alone else list(portions(jobs, vocabulary, room_for_logits()))
     if len(parts) > 1:
         _log.warning(
             "%s has room for the source's logits on a part of the text only: every model is loaded %d times "
             "(TMPDIR names another directory)", tempfile.gettempdir(), len(parts),
         )  # fmt: skip
-    for turn, span in enumerate(parts):
+    for turn, portion in enumerate(parts):
         with kept_logits() as kept:
             for order, group in enumerate(groups):
                 with ExitStack() as stack:
@@ -159,10 +159,10 @@ def score_all(
                     models = [(index, stack.enter_context(opened(index))) for index in group]
                     name = ", ".join(sources[index].name for index in group or [0])
                     name += f", part {turn + 1} of {len(parts)}" if len(parts) > 1 else ""
-                    total = sum(len(job.batch.targets) for job in span)
+                    total = sum(len(job.batch.targets) for job in portion)
                     room = memory_for("the evaluation", "free some, or give --device cpu, or a shorter --context")
                     with stage(progress, f"evaluate {name}", total, "token") as done, room:
-                        score_group(span, source, models, None if alone else kept, done)
+                        score_group(portion, source, models, None if alone else kept, done)
                     if turn == 0:
                         _visit([(0, source), *models] if source is not None else models, visit)
                     del source, models  # or they would stay in memory while the next ones are loaded

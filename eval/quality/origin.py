@@ -8,7 +8,7 @@ from typing import Any
 
 from attention.errors import Failure
 from attention.spec import AttentionSpec
-from eval.inputs.overlap import shared_share
+from eval.inputs.overlap import overlap
 from eval.inputs.source import Source
 from eval.inputs.text import Tokens, reach
 
@@ -80,7 +80,7 @@ def seen_share(source: Source, tokens: Tokens, within: Callable[[int], Tokens], 
     """The share of the evaluated `tokens` that calibration has seen; None without calibration or if its text is unknown."""
     made = _made(source)
     if calibrated_on is not None:
-        return shared_share(tokens.ids, calibrated_on.ids)
+        return overlap(tokens.ids, calibrated_on.ids)
     calibration = made.get("calibration") or {}
     context, texts = calibration.get("context"), calibration.get("texts")
     if not context or not isinstance(texts, list):
@@ -94,5 +94,5 @@ def seen_share(source: Source, tokens: Tokens, within: Callable[[int], Tokens], 
             return None
         seen = whole.spread(text["tokens"], context)
         if seen.hash == text.get("hash"):
-            return shared_share(tokens.ids, seen.ids)
+            return overlap(tokens.ids, seen.ids)
     return None

@@ -148,7 +148,7 @@ def add(score: Score, batch: Batch, logits: torch.Tensor, expected: torch.Tensor
         score.add(logits[part].float().log_softmax(-1), before, targets[part], positions[part])
 
 
-def protocol_record(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:
+def protocol_entry(protocol: Protocol, tokens: Tokens, dtype: str) -> dict[str, Any]:
     """The protocol part of a report: everything that a figure depends on besides the model."""
     return {
         **asdict(protocol),

@@ -37,7 +37,7 @@ class Probe(Protocol):
     def measure(self, model: Any, name: str, progress: Progress) -> dict[str, Any]:
         """The figures of a loaded model, as in report.json; `name` is for messages."""
 
-    def record(self) -> dict[str, Any]:
+    def conditions(self) -> dict[str, Any]:
         """Conditions of the figures besides the model, as in report.json."""
 
 

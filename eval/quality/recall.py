@@ -58,7 +58,7 @@ class Reading:
 
     Attributes:
         ids: Its tokens, `[T]`.
-        copies: Places of each run's tokens in it, `[pairs, 2, COPY]`: first copy, second copy.
+        copies: Positions of each run's tokens in it, `[pairs, 2, COPY]`: first copy, second copy.
         distances: Of each pair.
     """
 
@@ -112,7 +112,7 @@ class Recall:
         texts = [ids[start : start + between] for start in starts]
         return cls(tuple(_reading(opening, text, ids, distances, generator) for text in texts), tuple(distances))
 
-    def record(self) -> dict[str, Any]:
+    def conditions(self) -> dict[str, Any]:
         """Conditions of the figures besides the model."""
         pairs = Counter(distance for sequence in self.sequences for distance in sequence.distances)
         return {"copy_tokens": COPY, "pairs": {str(distance): pairs[distance] for distance in self.distances}}
@@ -166,13 +166,13 @@ def _count(distances: list[int]) -> int:
 def _reading(
     opening: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, distances: list[int], generator: torch.Generator
 ) -> Reading:
-    """A text with copies in it, at its ends and at random places, of tokens drawn from `ids`."""
+    """A text with copies in it, at its ends and at random positions, of tokens drawn from `ids`."""
     pairs = _pairs(distances, generator)
     drawn = torch.bincount(ids).double().multinomial(len(pairs) * COPY, replacement=True, generator=generator)
     body = torch.cat((text.new_empty(COPY), text, text.new_empty(COPY)))
-    places = torch.tensor(pairs)[..., None] * COPY + torch.arange(COPY)
-    body[places] = drawn.view(-1, 1, COPY).to(body)
-    return Reading(torch.cat((opening, body)), places + len(opening), tuple(pair.distance for pair in pairs))
+    positions = torch.tensor(pairs)[..., None] * COPY + torch.arange(COPY)
+    body[positions] = drawn.view(-1, 1, COPY).to(body)
+    return Reading(torch.cat((opening, body)), positions + len(opening), tuple(pair.distance for pair in pairs))
 
 
 def _pairs(distances: list[int], generator: torch.Generator) -> list[Pair]:
@@ -184,27 +184,27 @@ def _pairs(distances: list[int], generator: torch.Generator) -> list[Pair]:
     for _ in range(_PAIRS):
         for distance in reversed(distances):
             apart = distance // COPY
-            places = sorted(place for place in free if place + apart in free)
-            if places:
-                place = places[int(torch.randint(len(places), (), generator=generator))]
-                pairs.append(Pair(place, place + apart))
+            starts = sorted(start for start in free if start + apart in free)
+            if starts:
+                start = starts[int(torch.randint(len(starts), (), generator=generator))]
+                pairs.append(Pair(start, start + apart))
                 free -= set(pairs[-1])
     return pairs
 
 
 def _nats(model: Any, sequence: Reading) -> torch.Tensor:
     """The loss `[pairs, 2, COPY − 1]`, fp64, of all but the first token of each copy."""
-    places = sequence.copies[..., :-1]
-    wanted = sequence.ids[places + 1]
-    logits = finite(_logits(model, sequence.ids, places.flatten()), model)
+    positions = sequence.copies[..., :-1]
+    wanted = sequence.ids[positions + 1]
+    logits = finite(_logits(model, sequence.ids, positions.flatten()), model)
     losses = cross_entropy(logits.float(), wanted.flatten().to(logits.device), reduction="none")
     return losses.view(wanted.shape).double().cpu()
 
 
-def _logits(model: Any, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Logits `[places, vocabulary]` at some places of `ids [T]`; those of all take gigabytes, where a class makes no others."""
+def _logits(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits `[positions, vocabulary]` at some of `ids [T]`; those of all take gigabytes, where a class makes no others."""
     device = input_device(model)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        return model(input_ids=ids[None].to(device), use_cache=False).logits[0, places]
-    logits: torch.Tensor = model(input_ids=ids[None].to(device), use_cache=False, logits_to_keep=places.to(device)).logits
+        return model(input_ids=ids[None].to(device), use_cache=False).logits[0, positions]
+    logits: torch.Tensor = model(input_ids=ids[None].to(device), use_cache=False, logits_to_keep=positions.to(device)).logits
     return logits[0]

@@ -66,7 +66,7 @@ class Tasks:
         manager = _manager(lm_eval.tasks.TaskManager, wanted)
         return cls(wanted, manager, sources[0].tokenizer(), position_limit(sources) or _CONTEXT)
 
-    def record(self) -> dict[str, Any]:
+    def conditions(self) -> dict[str, Any]:
         """Conditions of the figures besides the model."""
         return {
             "lm_eval": version("lm_eval"),

@@ -117,16 +117,16 @@ def _at_context(other: Report) -> Iterator[Section]:
 def _by_position(models: list[Model], context: int) -> Iterator[Section]:
     """The loss of each converted model early and late in its blocks; nothing if there is one bucket."""
     source, *others = models
-    places = source.get("loss_by_position", [])
-    if len(places) < 2 or not others:
+    ranges = source.get("loss_by_position", [])
+    if len(ranges) < 2 or not others:
         return
     header = [
         f"loss (nats) by position, context {context:,}",
-        *(f"{place['from']:,} to {place['to'] - 1:,}" for place in places),
+        *(f"{one['from']:,} to {one['to'] - 1:,}" for one in ranges),
     ]
-    losses = [(printable(model["name"]), [place["loss_nats"] for place in model["loss_by_position"]]) for model in others]
+    losses = [(printable(model["name"]), [one["loss_nats"] for one in model["loss_by_position"]]) for model in others]
     rows = [[name, *(fixed(loss, "+.4f") for loss in line)] for name, line in losses]
-    chart = Lines("loss over the source (nats)", "position in the block, up to", [place["to"] for place in places], losses)
+    chart = Lines("loss over the source (nats)", "position in the block, up to", [one["to"] for one in ranges], losses)
     note = "Loss over the source’s on tokens that are predicted at these positions of their blocks."
     yield Section(f"positions-{context}", f"Loss by position, blocks of {context:,}", header, rows, note=note, chart=chart)
 
@@ -156,7 +156,7 @@ def _recall(found: Report | None) -> Iterator[Section]:
         return
     distances = [int(distance) for distance in found["pairs"]]
     header = ["loss (nats) on a copy", "the first", *(f"after {distance:,}" for distance in distances)]
-    lines = [(printable(model["name"]), [place["nats"] for place in model["distances"]]) for model in found["models"]]
+    lines = [(printable(model["name"]), [entry["nats"] for entry in model["distances"]]) for model in found["models"]]
     rows = [
         [name, fixed(model["first_nats"], ".3f"), *(fixed(nats, ".3f") for nats in line)]
         for (name, line), model in zip(lines, found["models"], strict=True)

@@ -84,7 +84,7 @@ def to_markdown(report: Report) -> str:
     kept = [i for i in range(len(COLUMNS)) if any(row[i] for row in cells)]
     header = [COLUMNS[i].header for i in kept]
     rows = [[row[i] or "-" for i in kept] for row in cells]
-    right = [place for place, i in enumerate(kept) if COLUMNS[i].numeric]
+    right = [column for column, i in enumerate(kept) if COLUMNS[i].numeric]
     return f"{table(header, rows, right)}\n\n" + "\n\n".join(_lines(report)) + "\n"
 
 

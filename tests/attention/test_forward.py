@@ -167,10 +167,10 @@ def test_heads_have_the_references_logits_and_weights(case: str) -> None:
         torch.testing.assert_close(heads.logits(head).double(), logits, rtol=1e-4, atol=1e-4)
         part = heads.part(slice(head, head + 1))
         torch.testing.assert_close((heads.scale * part.queries @ part.keys.mT)[0].double(), logits, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(heads.weights(heads.logits(head)).double(), wanted[head], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(heads.probabilities(heads.logits(head)).double(), wanted[head], rtol=1e-4, atol=1e-5)
         some = torch.tensor([0, 3, 20])
         torch.testing.assert_close(
-            part.weights(heads.logits(head)[some], some).double(), wanted[head, some], rtol=1e-4, atol=1e-5
+            part.probabilities(heads.logits(head)[some], some).double(), wanted[head, some], rtol=1e-4, atol=1e-5
         )
 
 

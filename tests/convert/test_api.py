@@ -75,12 +75,12 @@ def test_a_conversion_says_what_it_was(checkpoint: Make, tmp_path: Path, capsys:
     done = gqa(source, out, groups=2)
     assert (done.output, done.before.kind, done.after.kind) == (out, "MHA", "GQA-2")
     assert done.after.bytes_per_token("float32") * 4 == done.before.bytes_per_token("float32")
-    assert done.record == json.loads((out / "conversion.json").read_text())
+    assert done.provenance == json.loads((out / "conversion.json").read_text())
     assert [layer["layer"] for layer in done.layers] == [0, 1, 2]
     assert all(layer["score_error"] > 0 for layer in done.layers)
     assert done.report is None
     facts = json.loads(json.dumps(done.as_dict()))
-    assert (facts["kv_heads_before"], facts["kv_heads_after"], facts["conversion"]) == (8, 2, done.record)
+    assert (facts["kv_heads_before"], facts["kv_heads_after"], facts["conversion"]) == (8, 2, done.provenance)
     assert str(done).splitlines()[0].startswith("MHA → GQA-2, method aligned")
     assert str(done).splitlines()[-1] == f"written to {out}, loads in transformers as llama"
     assert capsys.readouterr().out == ""
@@ -125,7 +125,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(convert: Any, checkpoint:
     listener, size = Listener(), {"gqa": {"groups": 2}, "mqa": {}, "mla": {"kv_budget": "50%"}}[convert.__name__]
     planned = convert(source, tmp_path / "out", **size, dry_run=True, progress=listener)
     assert isinstance(planned, PlannedConversion)
-    assert (planned.output, hasattr(planned, "record")) == (tmp_path / "out", False), "it is no result without a record"
+    assert (planned.output, hasattr(planned, "provenance")) == (tmp_path / "out", False), "it is no result without provenance"
     assert str(planned).splitlines()[-1].startswith(f"would be written to {tmp_path / 'out'}")
     facts = json.loads(json.dumps(planned.as_dict()))
     assert (facts["target"], facts["expected_seconds"]) == (planned.after.kind, planned.expected_seconds)
@@ -152,9 +152,9 @@ def test_text_is_a_path_or_strings(checkpoint: Make, text: Path, tmp_path: Path)
     whole, listed = weights(tmp_path / "path"), weights(tmp_path / "strings")
     assert all(torch.equal(whole[name], listed[name]) for name in whole)
     again = gqa(source, tmp_path / "path", groups=2, text=[text.read_text()], **CALIBRATION, resume=True)
-    assert again.record == path, "the same text, wherever it lies"
+    assert again.provenance == path, "the same text, wherever it lies"
     several = mqa(source, tmp_path / "several", text=[text.read_text()[:700], text.read_text()[700:]], **CALIBRATION)
-    assert several.record["calibration"]["text"] == "2 strings"
+    assert several.provenance["calibration"]["text"] == "2 strings"
     assert "calibrated on at most 256 tokens of 2 strings in blocks of 32" in str(several)
     card = (tmp_path / "several" / "README.md").read_text()
     assert " --text TEXT" in card
@@ -172,7 +172,7 @@ def test_a_finished_conversion_is_returned_as_it_was(checkpoint: Make, tmp_path:
     source, listener = checkpoint(), Listener()
     first = gqa(source, tmp_path / "out", groups=2)
     again = gqa(source, tmp_path / "out", groups=2, resume=True, progress=listener)
-    assert again.record == first.record
+    assert again.provenance == first.provenance
     assert again.after == first.after
     assert listener.told == []
     assert warned() == [f"{tmp_path / 'out'} is finished already, there is nothing to do"]
@@ -185,7 +185,7 @@ def test_warnings_go_to_the_logger(
     flattered, few = warned()  # the text is compared before the work, and as a whole
     assert few.startswith("256 tokens of calibration text are few for 64 channels")
     assert flattered == "text.txt shares 100% of its runs with the calibration text text.txt: its perplexity will be flattered"
-    assert few in done.record["notes"]
+    assert few in done.provenance["notes"]
     assert capsys.readouterr().out == ""
 
 

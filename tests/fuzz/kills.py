@@ -116,9 +116,9 @@ def content(directory: Path) -> dict[str, str]:
         if path.is_file():
             data = path.read_bytes()
             if path.name == "conversion.json":
-                record: dict[str, Any] = json.loads(data)
-                del record["run"]
-                data = json.dumps(record).encode()
+                provenance: dict[str, Any] = json.loads(data)
+                del provenance["run"]
+                data = json.dumps(provenance).encode()
             found[str(path.relative_to(directory))] = hashlib.sha256(data).hexdigest()
     return found
 

@@ -12,7 +12,7 @@ another file in its place, or none):
 - gguf: the header of a GGUF file; `inspect` follows
 - unpacked: of what a GGUF file was unpacked to; `mqa` follows
 - recipe: conversion.json; `run --dry-run` follows
-- record: conversion.json; `heal --dry-run` follows
+- provenance: conversion.json; `heal --dry-run` follows
 
 A command may refuse in one line. It may not end in a traceback, take longer than 20 seconds, or end well with other weights
 than without the damage.
@@ -180,7 +180,7 @@ def prepared(kind: str, root: Path) -> Work:
     tiny_model(tiny_config("llama")).save_pretrained("source")
     save_tokenizer(Path("source"))
     Path("text.txt").write_text(TEXT)
-    if kind in ("state", "cache", "record"):
+    if kind in ("state", "cache", "provenance"):
         done("mqa", "source", "mqa", "--method", "mean", "-q")
     heal = ("heal", "mqa", "out", "--teacher", "source", "--text", "text.txt", *HEALING)
     mqa = ("mqa", "source", "out", "--text", "text.txt", "--text", "self", "--heal", "256", *CALIBRATION)
@@ -207,7 +207,7 @@ def prepared(kind: str, root: Path) -> Work:
             lambda root: [root / "out" / "conversion.json"],
             ("run", "out/conversion.json", "--dry-run", "--set", "output=again"),
         )
-    if kind == "record":
+    if kind == "provenance":
         return Work(root, lambda root: [root / "mqa" / "conversion.json"], (*heal[:3], *heal[5:], "--dry-run"))
     write(Path("model.gguf"), model_of("llama"))
     if kind == "gguf":
@@ -217,7 +217,7 @@ def prepared(kind: str, root: Path) -> Work:
     return Work(root, everything("cache/kvfold"), ("mqa", "model.gguf", "out", "--method", "mean", "-q"), "out")
 
 
-KINDS = ("state", "conversion", "cache", "sweep", "gguf", "unpacked", "recipe", "record")
+KINDS = ("state", "conversion", "cache", "sweep", "gguf", "unpacked", "recipe", "provenance")
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------

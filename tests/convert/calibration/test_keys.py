@@ -64,7 +64,7 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
     x = X[0]
     source, result = heads_of(a, x), heads_of(moved, x)
     for head in range(4):
-        p = source.weights(source.logits(head))
+        p = source.probabilities(source.logits(head))
         missing = result.logits(head) - source.logits(head)
         total = total + 0.5 * (p * (missing - (p * missing).sum(-1, keepdim=True)).square()).sum()
     (expected,) = torch.autograd.grad(total, leaf)
@@ -83,7 +83,7 @@ def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> No
     moved = dataclasses.replace(after, k=rows, k_norm=dataclasses.replace(after.k_norm, gain=gain))
     source, result, total = heads_of(a, x), heads_of(moved, x), torch.zeros(())
     for head in range(4):
-        p = source.weights(source.logits(head))
+        p = source.probabilities(source.logits(head))
         lacking = result.logits(head) - source.logits(head)
         total = total + 0.5 * (p * (lacking - (p * lacking).sum(-1, keepdim=True)).square()).sum()
     by_rows, by_gain = torch.autograd.grad(total, (rows, gain))

@@ -207,7 +207,7 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monk
     total = torch.zeros((), dtype=torch.float64)
     for source, result in blocks:
         for head, maps in zip((1, 2), leaf, strict=True):
-            query, attended = source.plain[head].double(), source.weights(source.logits(head)).double()
+            query, attended = source.plain[head].double(), source.probabilities(source.logits(head)).double()
             nope, rope = (part.double() for part in result.kept(head))
             missing = (source.logits(head) - result.logits(head)).double()
             for t in range(len(query)):
@@ -232,7 +232,7 @@ def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatc
     x, head = X[0], 2
     source, result = heads_of(a, x), heads_of(after, x)
     nope, rope = (result.scale * part.double() for part in result.kept(head))
-    split, attended = nope.shape[1], source.weights(source.logits(head)).double()
+    split, attended = nope.shape[1], source.probabilities(source.logits(head)).double()
     expected = torch.zeros(split + rope.shape[1], split + rope.shape[1], dtype=torch.float64)
     for t, p in enumerate(attended):
         back = result.rotation.of(slice(t, t + 1)).adjoint(rope)
@@ -256,9 +256,9 @@ def test_of_many_tokens_some_spans_are_fitted(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(queries, "TOKENS", tokens)
         queries.fitted_queries(a, after, X, sources(a, X))
     whole, some = fitted
-    assert ({len(fit.weights) for fit in whole}, {len(fit.weights) for fit in some}) == ({8}, {2})
-    assert [[stop // size - 1 for _, stop in fit.met.places] for fit in some] == [[2, 6], [3, 7], [0, 4], [1, 5]]
-    assert [weights.shape for weights in some[0].weights] == [(4, size, end * size) for end in (3, 7)]
+    assert ({len(fit.probabilities) for fit in whole}, {len(fit.probabilities) for fit in some}) == ({8}, {2})
+    assert [[stop // size - 1 for _, stop in fit.met.rows] for fit in some] == [[2, 6], [3, 7], [0, 4], [1, 5]]
+    assert [found.shape for found in some[0].probabilities] == [(4, size, end * size) for end in (3, 7)]
     assert [fit.count for fit in some] == [2 * size] * 4
 
 

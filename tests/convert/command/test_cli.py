@@ -161,7 +161,7 @@ def test_a_recipe_runs_its_steps(checkpoint: Make, convert: Convert, text: Path,
     assert "| model" in result.stdout
 
 
-def test_a_conversion_is_repeated_from_its_record(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+def test_a_conversion_is_repeated_from_its_provenance(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     convert("gqa", checkpoint(), tmp_path / "a", "--groups", 2, "--method", "random", "--seed", 7, "--max-shard-size", "30KB")
     result = convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}")
     assert result.exit_code == 0, result.output

@@ -93,10 +93,10 @@ def test_settings_reach_every_step_that_has_the_option(lines: Lines) -> None:
 
 
 def test_strings_of_a_program_need_a_file(lines: Lines, tmp_path: Path) -> None:
-    record = "gqa: {model: m, output: a, groups: 4, strings: '2'}"
-    assert "was calibrated on 2 strings, which its record does not hold" in refusal(lines, record)
+    recipe = "gqa: {model: m, output: a, groups: 4, strings: '2'}"
+    assert "was calibrated on 2 strings, which its record does not hold" in refusal(lines, recipe)
     (file := tmp_path / "words.txt").write_text("words")
-    assert lines(record, f"text={file}") == [["gqa", "--groups=4", f"--text={file}", "--", "m", "a"]]
+    assert lines(recipe, f"text={file}") == [["gqa", "--groups=4", f"--text={file}", "--", "m", "a"]]
 
 
 def test_shared_options_may_be_merged(lines: Lines) -> None:

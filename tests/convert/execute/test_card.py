@@ -118,9 +118,12 @@ def test_evaluating_fills_the_card_and_never_the_work_directory_name(
     ok(convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--evaluate", tmp_path / "text.txt", "-q"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Perplexity under protocol `paper`: text.txt, context 128" in card
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert [(m["name"], m["method"]) for m in record["evaluation"]["models"]] == [("source", None), ("converted", "aligned")]
-    assert ".partial" not in card + json.dumps(record)
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert [(m["name"], m["method"]) for m in provenance["evaluation"]["models"]] == [
+        ("source", None),
+        ("converted", "aligned"),
+    ]
+    assert ".partial" not in card + json.dumps(provenance)
 
 
 def test_evaluating_fills_the_card_of_a_latent(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_model_beyond_memory_is_not_checked_and_cannot_write(
         mqa(source, tmp_path / "out")
     assert "--text FILE; --no-text" in str(caught.value.hint)
     done = mqa(source, tmp_path / "out", no_text=True)
-    assert done.record["check"] is None
+    assert done.provenance["check"] is None
     assert warned()[0].startswith("the result was not compared with its source: it takes ")
 
 
@@ -110,18 +110,18 @@ def test_a_model_beyond_memory_is_not_checked_and_cannot_write(
 def test_without_a_text_the_model_writes_one(checkpoint: Make, tmp_path: Path, convert: Callable[..., Any]) -> None:
     source = checkpoint()
     done = mqa(source, tmp_path / "out", **SIZES)
-    assert done.record["calibration"]["texts"] == [
-        {"text": "its own text", "tokens": 512, "hash": done.record["calibration_hash"]}
+    assert done.provenance["calibration"]["texts"] == [
+        {"text": "its own text", "tokens": 512, "hash": done.provenance["calibration_hash"]}
     ]
-    assert done.record["recipe"]["mqa"]["text"] == "self"
-    assert [one["text"] for one in done.record["check"]["texts"]] == ["the source's own text"]
+    assert done.provenance["recipe"]["mqa"]["text"] == "self"
+    assert [one["text"] for one in done.provenance["check"]["texts"]] == ["the source's own text"]
     assert load_file(tmp_path / "out" / "calibration" / "own-text.safetensors")["ids"].shape == (16, 32)
     assert "of the source's own text" in (tmp_path / "out" / "README.md").read_text()
     again = convert("run", tmp_path / "out" / "conversion.json", "--set", f"output={tmp_path / 'again'}")
     assert again.exit_code == 0, again.output
-    record = json.loads((tmp_path / "again" / "conversion.json").read_text())
-    assert record["recipe"] == done.record["recipe"]
-    assert record["calibration_hash"] == done.record["calibration_hash"]
+    provenance = json.loads((tmp_path / "again" / "conversion.json").read_text())
+    assert provenance["recipe"] == done.provenance["recipe"]
+    assert provenance["calibration_hash"] == done.provenance["calibration_hash"]
     first, second = weights(tmp_path / "out"), weights(tmp_path / "again")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -159,19 +159,19 @@ def test_several_texts_share_the_tokens(checkpoint: Make, letters: Path, tmp_pat
     common = ("--calibration-tokens", 768, "--calibration-context", 32, "--groups", 2)
     done = convert("gqa", source, out, "--text", "self", "--text", letters, "--text-shares", "1,2", *common)
     assert done.exit_code == 0, done.output
-    record = json.loads((out / "conversion.json").read_text())
-    assert [(one["text"], one["tokens"]) for one in record["calibration"]["texts"]] == [
+    provenance = json.loads((out / "conversion.json").read_text())
+    assert [(one["text"], one["tokens"]) for one in provenance["calibration"]["texts"]] == [
         ("its own text", 256),
         ("text.txt", 512),
     ]
-    assert [one["text"] for one in record["check"]["texts"]] == ["the source's own text", "text.txt"]
+    assert [one["text"] for one in provenance["check"]["texts"]] == ["the source's own text", "text.txt"]
     assert "--text self --text" in (out / "README.md").read_text()
     finished = convert("gqa", source, out, "--text", "self", "--text", letters, "--text-shares", "1,2", *common, "--resume")
     assert "is finished already" in finished.stderr
     other = convert("gqa", source, out, "--text", letters, *common, "--resume")
     assert "made by another recipe" in other.stderr
     again = gqa(source, tmp_path / "again", groups=2, text={"self": 1, letters: 2}, **SIZES | {"calibration_tokens": 768})
-    assert again.record["calibration_hash"] == record["calibration_hash"]
+    assert again.provenance["calibration_hash"] == provenance["calibration_hash"]
 
 
 def test_an_interrupted_writer_goes_on(
@@ -202,7 +202,7 @@ def test_every_kind_of_model_is_checked(model_type: str, checkpoint: Make, lette
     source = checkpoint(model_type)
     convert, size = (mla, {"kv_budget": "90%"}) if model_type == "deepseek_v3" else (mqa, {})
     done = convert(source, tmp_path / "out", text={"self": 1, letters: 1}, **SIZES, **size, force=True)  # type: ignore[operator]
-    assert [one["text"] for one in done.record["check"]["texts"]][-1] == "text.txt"
+    assert [one["text"] for one in done.provenance["check"]["texts"]][-1] == "text.txt"
 
 
 def test_a_source_that_cannot_write_does_not_keep_a_result_back(
@@ -211,10 +211,10 @@ def test_a_source_that_cannot_write_does_not_keep_a_result_back(
     source = checkpoint()
     monkeypatch.setattr(writing, "_LEAST_WORDS", 1e9)
     done = mqa(source, tmp_path / "plain", no_text=True)
-    assert done.record["check"] is None
+    assert done.provenance["check"] is None
     assert warned()[0].startswith("the result was not checked on text of its source, which does not write: ")
     given = mqa(source, tmp_path / "given", text=letters, **SIZES)
-    assert [one["text"] for one in given.record["check"]["texts"]] == ["text.txt"]
+    assert [one["text"] for one in given.provenance["check"]["texts"]] == ["text.txt"]
 
 
 def test_other_shares_are_another_conversion(

@@ -116,8 +116,8 @@ def test_a_run_says_once_what_it_takes_and_only_its_run_changes(
     assert len([record for record in caplog.records if record.getMessage().startswith("takes about ")]) == 1
     monkeypatch.setattr(run, "foretell_conversion", lambda *given: None)
     silent = gqa(source, tmp_path / "silent", groups=2, text=words, evaluate=words, **FEW)
-    assert said.record["run"]["expected_seconds"] > 5
-    assert silent.record["run"]["expected_seconds"] is None
+    assert said.provenance["run"]["expected_seconds"] > 5
+    assert silent.provenance["run"]["expected_seconds"] is None
     same_but_for_the_run(tmp_path / "said", tmp_path / "silent")
 
 

@@ -373,9 +373,9 @@ def test_a_plain_stride_is_written_as_a_list(checkpoint: Make, convert: Convert,
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     rope = config["rope_parameters"]
     assert (rope["rope_type"], rope["rope_theta"], rope["short_factor"]) == ("longrope", 1.0, pytest.approx([1.0, 100.0]))
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert record["rotary_frequencies"] == [0, 2]
-    assert record["recipe"]["mla"]["freqfold"] == 2
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert provenance["rotary_frequencies"] == [0, 2]
+    assert provenance["recipe"]["mla"]["freqfold"] == 2
 
 
 def test_channels_of_zeros_change_nothing(checkpoint: Make, convert: Convert, logits: Logits, tmp_path: Path) -> None:
@@ -407,8 +407,8 @@ def test_bfloat16_is_stored_and_the_norm_stays_switched_off(
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     rounded = logits_of(tmp_path / "out", tokens(24))
     assert (rounded - logits_of(source, tokens(24))).abs().mean() < 0.05 * logits_of(source, tokens(24)).abs().mean()
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert record["kv_bytes_per_token"] == {"before": 3 * 64 * 4, "after": 3 * 65 * 2, "cache_dtype": "bfloat16"}
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert provenance["kv_bytes_per_token"] == {"before": 3 * 64 * 4, "after": 3 * 65 * 2, "cache_dtype": "bfloat16"}
 
 
 def test_a_bfloat16_source_stays_bfloat16(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
@@ -419,9 +419,9 @@ def test_a_bfloat16_source_stays_bfloat16(checkpoint: Make, convert: Convert, tm
     ok(convert("mla", source, tmp_path / "out", *full_size(4, 8)))
     assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert record["kv_bytes_per_token"] == {"before": 3 * 64 * 2, "after": 3 * 65 * 2, "cache_dtype": "bfloat16"}
-    assert all(layer["output_error"] < 1e-9 for layer in record["layers"]), "arithmetic is fp32"
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert provenance["kv_bytes_per_token"] == {"before": 3 * 64 * 2, "after": 3 * 65 * 2, "cache_dtype": "bfloat16"}
+    assert all(layer["output_error"] < 1e-9 for layer in provenance["layers"]), "arithmetic is fp32"
 
 
 def with_gains(tensors: dict[str, torch.Tensor], gain: float) -> None:
@@ -499,8 +499,8 @@ def test_the_live_cache_is_what_the_config_says(
             layers = running(tokens(1), past_key_values=cache).past_key_values.layers
         held = sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
         assert held == 2 * 11 * spec.values_per_token * 4
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert record["kv_bytes_per_token"]["after"] == spec.bytes_per_token("float32")
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert provenance["kv_bytes_per_token"]["after"] == spec.bytes_per_token("float32")
 
 
 def test_figures_that_overflow_in_float16_are_an_error(checkpoint: Make, convert: Convert, words: Path, tmp_path: Path) -> None:
@@ -674,9 +674,9 @@ def test_a_latent_of_the_same_size_is_copied_bit_for_bit(full: Path, convert: Co
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert json.loads((full / "config.json").read_text()) == json.loads((tmp_path / "same" / "config.json").read_text())
-    record = json.loads((tmp_path / "same" / "conversion.json").read_text())
-    assert (record["method"], record["layers"], record["calibration_hash"]) == (None, [], None)
-    assert record["tensors"] == {"converted": [], "cast": [], "copied": sorted(before), "dropped": {}}
+    provenance = json.loads((tmp_path / "same" / "conversion.json").read_text())
+    assert (provenance["method"], provenance["layers"], provenance["calibration_hash"]) == (None, [], None)
+    assert provenance["tensors"] == {"converted": [], "cast": [], "copied": sorted(before), "dropped": {}}
 
 
 @pytest.mark.slow

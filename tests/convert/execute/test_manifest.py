@@ -33,8 +33,8 @@ def test_a_pickle_source_becomes_safetensors(checkpoint: Make, convert: Convert,
     (source / "model.safetensors").unlink()
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2))
     torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-4, atol=1e-4)
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert list(record["tensors"]["dropped"]) == ["lm_head.weight"]
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert list(provenance["tensors"]["dropped"]) == ["lm_head.weight"]
     raw = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
     (source / "config.json").write_text(json.dumps(raw))
     ok(convert("gqa", source, tmp_path / "untied", "--groups", 2))

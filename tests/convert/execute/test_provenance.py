@@ -20,11 +20,11 @@ Logits = Callable[..., torch.Tensor]
 def test_every_tensor_is_accounted_for_once(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint("olmo2")
     ok(convert("gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean"))
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    converted, copied = record["tensors"]["converted"], record["tensors"]["copied"]
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    converted, copied = provenance["tensors"]["converted"], provenance["tensors"]["copied"]
     assert sorted(converted + copied) == sorted(weights(source))
     assert {name.split("self_attn.")[1] for name in converted} == {"k_proj.weight", "v_proj.weight", "k_norm.weight"}
-    assert "inexact" in record["notes"][0]
+    assert "inexact" in provenance["notes"][0]
     before, after = weights(source), weights(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in copied)
 
@@ -55,22 +55,22 @@ def test_heads_that_had_tensors_of_their_own_are_accounted_for(checkpoint: Make,
 def test_every_tensor_of_a_latent_is_accounted_for_once(tied: bool, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
     source = checkpoint(tie_word_embeddings=tied)
     ok(convert("mla", source, tmp_path / "out", *SMALL))
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]
     before, after = weights(source), weights(tmp_path / "out")
-    assert sorted([*record["converted"], *record["copied"]]) == sorted(after)
-    assert record["cast"] == []
-    assert set(record["dropped"]) == set(before) - set(after)
-    assert {name.split("self_attn.")[1] for name in record["dropped"]} == {"k_proj.weight", "v_proj.weight"}
-    assert set(record["dropped"].values()) == {"factored into kv_a_proj_with_mqa and kv_b_proj"}
-    assert {name.split("self_attn.")[1] for name in record["converted"]} >= {"q_proj.weight", "kv_b_proj.weight"}
-    assert all(torch.equal(before[name], after[name]) for name in record["copied"])
-    assert {name for name in before if "self_attn" not in name} == set(record["copied"]) - {
-        name for name in record["copied"] if "self_attn" in name
+    assert sorted([*provenance["converted"], *provenance["copied"]]) == sorted(after)
+    assert provenance["cast"] == []
+    assert set(provenance["dropped"]) == set(before) - set(after)
+    assert {name.split("self_attn.")[1] for name in provenance["dropped"]} == {"k_proj.weight", "v_proj.weight"}
+    assert set(provenance["dropped"].values()) == {"factored into kv_a_proj_with_mqa and kv_b_proj"}
+    assert {name.split("self_attn.")[1] for name in provenance["converted"]} >= {"q_proj.weight", "kv_b_proj.weight"}
+    assert all(torch.equal(before[name], after[name]) for name in provenance["copied"])
+    assert {name for name in before if "self_attn" not in name} == set(provenance["copied"]) - {
+        name for name in provenance["copied"] if "self_attn" in name
     }
 
 
 @pytest.mark.parametrize("method", WAYS)
-def test_a_conversion_is_repeated_from_its_record(
+def test_a_conversion_is_repeated_from_its_provenance(
     method: str, checkpoint: Make, convert: Convert, words: Path, tmp_path: Path
 ) -> None:
     options = ["--max-shard-size", "30KB", *method_options(method, words)]
@@ -79,12 +79,12 @@ def test_a_conversion_is_repeated_from_its_record(
     ok(convert("mla", checkpoint(), tmp_path / "a", *SMALL, *options))
     ok(convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))
     same_but_for_the_run(tmp_path / "a", tmp_path / "b")
-    record = json.loads((tmp_path / "a" / "conversion.json").read_text())
-    assert (record["calibration_hash"] is None) == (method in ("svd", "weighted"))
+    provenance = json.loads((tmp_path / "a" / "conversion.json").read_text())
+    assert (provenance["calibration_hash"] is None) == (method in ("svd", "weighted"))
     if method == "pca":
-        assert record["calibration"] == {
+        assert provenance["calibration"] == {
             "text": "text.txt",
-            "texts": [{"text": "text.txt", "tokens": 1000, "hash": record["calibration_hash"]}],
+            "texts": [{"text": "text.txt", "tokens": 1000, "hash": provenance["calibration_hash"]}],
             "tokens": 1000,
             "context": 50,
             "block_lengths": [50],
@@ -104,11 +104,11 @@ def test_a_text_in_shorter_blocks_is_another_calibration(
     source = checkpoint()
     ok(convert("gqa", source, tmp_path / "a", "--groups", 2, "--text", letters, "--calibration-tokens", 256,
                "--calibration-context", 32))  # fmt: skip
-    record = json.loads((tmp_path / "a" / "conversion.json").read_text())
-    texts = [{"text": "text.txt", "tokens": 256, "hash": record["calibration_hash"]}]
+    provenance = json.loads((tmp_path / "a" / "conversion.json").read_text())
+    texts = [{"text": "text.txt", "tokens": 256, "hash": provenance["calibration_hash"]}]
     expected = {"text": "text.txt", "texts": texts, "tokens": 256, "context": 32, "block_lengths": [32], "max_context": 32}
-    assert record["calibration"] == expected
-    recipe = record["recipe"]["gqa"]
+    assert provenance["calibration"] == expected
+    recipe = provenance["recipe"]["gqa"]
     assert (recipe["calibration_tokens"], recipe["calibration_context"], recipe["refit"]) == (256, 32, True)
     ok(convert("run", tmp_path / "a" / "conversion.json", "--set", f"output={tmp_path / 'b'}"))
     same_but_for_the_run(tmp_path / "a", tmp_path / "b")
@@ -131,7 +131,7 @@ def test_a_longer_context_is_a_choice_of_its_own(checkpoint: Make, convert: Conv
     same_but_for_the_run(tmp_path / "128", tmp_path / "b")
 
 
-def test_a_record_is_repeated_from_another_directory(
+def test_a_conversion_is_repeated_from_another_directory(
     checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = checkpoint()

@@ -69,8 +69,8 @@ def test_each_step_brings_a_latent_of_a_latent_closer(
     for name, way in {"blind": [], "refit": on, "refined": [*on, "--no-refit", "--refine", 15]}.items():
         ok(convert("mla", full, tmp_path / name, "--kv-budget", "37.5%", *way))
         lost[name] = nats_lost(tmp_path / name, full, letters)
-        record = json.loads((tmp_path / name / "conversion.json").read_text())
-        assert record["kv_bytes_per_token"]["after"] <= 0.375 * record["kv_bytes_per_token"]["before"]
+        provenance = json.loads((tmp_path / name / "conversion.json").read_text())
+        assert provenance["kv_bytes_per_token"]["after"] <= 0.375 * provenance["kv_bytes_per_token"]["before"]
     assert lost["blind"] > max(lost["refit"], lost["refined"])
     found = [(note["layer_error_refined"], note["layer_error"]) for note in layer_notes(tmp_path / "refined")]
     assert all(0 < after <= _TOLERATED * before for after, before in found)

@@ -22,7 +22,7 @@ def main() -> None:
 
     def saying(*given: Any) -> run.Healing:
         healing = execute(*given)
-        print(f"returned: {json.dumps(healing.record, sort_keys=True)}", file=sys.stderr)
+        print(f"returned: {json.dumps(healing.provenance, sort_keys=True)}", file=sys.stderr)
         return healing
 
     run.execute = saying

@@ -22,7 +22,7 @@ def test_no_block_is_both_trained_on_and_held_out(blocks: int, batch: int, wante
     if blocks < batch + 1 + blocks // 8:
         return
     text = TrainingText.of([(tokens(blocks * 4 + 3), 1.0)], 4, wanted, batch)
-    assert sorted(torch.cat((text.parts[0].places, text.held_out)).tolist()) == list(range(blocks))
+    assert sorted(torch.cat((text.parts[0].indices, text.held_out)).tolist()) == list(range(blocks))
     assert text.blocks[:, 0].tolist() == list(range(0, blocks * 4, 4))
     assert len(text.held_out) == max(1, blocks // 8)  # these blocks are so short that all of them are 2048 tokens at most
 
@@ -44,11 +44,11 @@ def test_so_much_is_held_out_that_it_tells(blocks: int, context: int, wanted: in
 
 def test_every_pass_sees_every_block_once_in_another_order() -> None:
     text = TrainingText.of([(tokens(4 * 11), 1.0)], 4, 10**6, 1)
-    assert len(text.parts[0].places) == 10
+    assert len(text.parts[0].indices) == 10
     steps = [text.batch(step, 3, seed=5).tolist() for step in range(10)]  # 30 blocks: three passes
-    order = [place for step in steps for place in step]
+    order = [index for step in steps for index in step]
     passes = [order[start : start + 10] for start in (0, 10, 20)]
-    assert all(sorted(one) == text.parts[0].places.tolist() for one in passes)
+    assert all(sorted(one) == text.parts[0].indices.tolist() for one in passes)
     assert passes[0] != passes[1] != passes[2]
     assert text.batch(3, 3, seed=5).tolist() == steps[3]
     assert text.batch(3, 3, seed=6).tolist() != steps[3]
@@ -59,12 +59,12 @@ def test_every_pass_sees_every_block_once_in_another_order() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 200))
-def test_texts_take_turns_by_their_shares(shares: list[float], places: int) -> None:
-    turns = [turn(place, shares) for place in range(places)]
+def test_texts_take_turns_by_their_shares(shares: list[float], indices: int) -> None:
+    turns = [turn(index, shares) for index in range(indices)]
     for i, share in enumerate(shares):
         counts = [number for text, number in turns if text == i]
         assert counts == list(range(len(counts))), "no block of a text is left out"
-        assert abs(len(counts) - places * share / sum(shares)) < len(shares)
+        assert abs(len(counts) - indices * share / sum(shares)) < len(shares)
 
 
 def test_several_texts_are_cut_and_held_out_apart() -> None:
@@ -72,11 +72,11 @@ def test_several_texts_are_cut_and_held_out_apart() -> None:
     text = TrainingText.of([(first, 1.0), (second, 3.0)], 4, 10**6, 2)
     assert text.tokens.name == "a text and another"
     assert text.blocks.shape == (15, 4)
-    assert [len(part.places) for part in text.parts] == [10, 3]
+    assert [len(part.indices) for part in text.parts] == [10, 3]
     drawn = torch.cat([text.batch(step, 2, seed=5) for step in range(20)])
     of_second = drawn[text.blocks[drawn, 0] >= 1000]
     assert len(of_second) == 30, "three of four"
-    assert all(sorted(of_second[i : i + 3].tolist()) == text.parts[1].places.tolist() for i in range(0, 30, 3))
+    assert all(sorted(of_second[i : i + 3].tolist()) == text.parts[1].indices.tolist() for i in range(0, 30, 3))
     assert not set(drawn.tolist()) & set(text.held_out.tolist())
     assert text.passes(20, 2) == 10
     with pytest.raises(Failure, match="a text and another has 15 blocks of 4 tokens; a step takes 14, beside 2 held out"):

@@ -67,11 +67,11 @@ def test_a_filling_that_was_stopped_goes_on(
     whole = heal(converted, tmp_path / "whole", text=text, **SIZES)
     add, asked = TeacherCache.add, []
 
-    def stopping(cache: TeacherCache, teacher: Any, text: Any, places: list[int], *rest: Any) -> None:
+    def stopping(cache: TeacherCache, teacher: Any, text: Any, indices: list[int], *rest: Any) -> None:
         if len(asked) == 3:
             raise KeyboardInterrupt
-        asked.append(places)
-        add(cache, teacher, text, places, *rest)
+        asked.append(indices)
+        add(cache, teacher, text, indices, *rest)
 
     options = {**SIZES, "teacher_cache": tmp_path / "cache", "micro_batch_tokens": 64}
     monkeypatch.setattr(TeacherCache, "add", stopping)
@@ -79,8 +79,8 @@ def test_a_filling_that_was_stopped_goes_on(
         heal(converted, tmp_path / "out", text=text, **options)
     monkeypatch.setattr(TeacherCache, "add", lambda *given: asked.append(given[3]) or add(*given))
     resumed = heal(converted, tmp_path / "out", text=text, resume=True, **options)
-    places = [place for some in asked for place in some]
-    assert len(places) == len(set(places))  # none was asked for twice
+    indices = [index for some in asked for index in some]
+    assert len(indices) == len(set(indices))  # none was asked for twice
     assert resumed.curve == whole.curve
 
 

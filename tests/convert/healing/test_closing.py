@@ -40,13 +40,17 @@ def test_a_result_is_distilled_before_it_is_published(
     source = checkpoint()
     mqa(source, tmp_path / "plain", text=text, heal=0, **SIZES)
     done = mqa(source, tmp_path / "healed", text=text, heal="2k", **SIZES)
-    found = done.record["healing"]
+    found = done.provenance["healing"]
     assert (found["tokens"], found["held_out_tokens"], found["passes"]) == (1984, 128, pytest.approx(62 / 28))
     assert found["after"]["kl"] < found["before"]["kl"]
     before, after = weights(tmp_path / "plain"), weights(tmp_path / "healed")
     changed = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
-    assert done.record["tensors"]["healed"] == sorted(changed) == sorted(n for n in before if "attn" in n or "input_layer" in n)
-    assert not set(changed) & set(done.record["tensors"]["copied"])
+    assert (
+        done.provenance["tensors"]["healed"]
+        == sorted(changed)
+        == sorted(n for n in before if "attn" in n or "input_layer" in n)
+    )
+    assert not set(changed) & set(done.provenance["tensors"]["copied"])
     assert f"KL {found['before']['kl']:.4f} → {found['after']['kl']:.4f} on 128 others" in str(done)
     card = (tmp_path / "healed" / "README.md").read_text()
     assert "distilled from the source on 1984 tokens of that text" in card

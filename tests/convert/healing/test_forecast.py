@@ -69,7 +69,7 @@ def test_a_dry_run_has_the_figure_and_a_run_says_it_once(
     assert (
         len([line for line in said if line.startswith("takes about ") and line.endswith(" on cpu") and "GB" not in line]) == 1
     )
-    assert done.record["run"]["expected_seconds"] > planned.expected_seconds
+    assert done.provenance["run"]["expected_seconds"] > planned.expected_seconds
 
 
 def test_a_time_is_as_many_tokens_as_it_takes(
@@ -89,7 +89,7 @@ def test_a_time_is_as_many_tokens_as_it_takes(
     with pytest.raises(Refusal, match=r"'1x' is not a time"):
         heal(converted, tmp_path / "out", time="1x", **given)
     done = heal(converted, tmp_path / "out", time=30, **given)
-    assert done.plan.tokens == done.record["recipe"]["heal"]["tokens"]
+    assert done.plan.tokens == done.provenance["recipe"]["heal"]["tokens"]
     speed = 1000.0
     assert heal(converted, tmp_path / "out", time=30, resume=True, **given).plan.tokens == done.plan.tokens
     again = replace(done.plan.output, resume=True, overwrite=True)

@@ -1,4 +1,4 @@
-"""The loss in spans: the value, its gradients, and what the largest probabilities leave."""
+"""The loss in chunks: the value, its gradients, and what the largest probabilities leave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert.healing import loss as module
-from convert.healing.loss import Prediction, distance, measured, spans
+from convert.healing.loss import Prediction, chunks, distance, measured
 
 VOCABULARY = 11
 
@@ -28,8 +28,8 @@ def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_spans_cover_all_tokens_once() -> None:
-    assert spans(7, VOCABULARY) == [slice(0, 3), slice(3, 6), slice(6, 7)]
-    assert spans(2, 10**9) == [slice(0, 1), slice(1, 2)]
+    assert chunks(7, VOCABULARY) == [slice(0, 3), slice(3, 6), slice(6, 7)]
+    assert chunks(2, 10**9) == [slice(0, 1), slice(1, 2)]
 
 
 @pytest.mark.parametrize("ce", [0.0, 0.5])
@@ -41,7 +41,7 @@ def test_value_and_gradients_are_those_of_all_logits_at_once(ce: float) -> None:
     found = distance(
         hidden,
         lambda h: h @ weight.T,
-        lambda span: Prediction.of(teacher[span], targets[span]),
+        lambda chunk: Prediction.of(teacher[chunk], targets[chunk]),
         targets,
         VOCABULARY,
         ce,
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
     def loss(h: torch.Tensor) -> torch.Tensor:
         targets = torch.arange(7)
         return distance(
-            h, lambda x: x @ weight.T, lambda span: Prediction.of(teacher[span], targets[span]), targets, VOCABULARY, 0.3, []
+            h, lambda x: x @ weight.T, lambda chunk: Prediction.of(teacher[chunk], targets[chunk]), targets, VOCABULARY, 0.3, []
         )
 
     assert torch.autograd.gradcheck(loss, (hidden,))
@@ -89,7 +89,7 @@ def test_a_model_is_at_no_distance_from_itself() -> None:
 
 def test_sums_are_of_both_models() -> None:
     teacher, student, targets = logits(0), logits(1), torch.arange(7)
-    sums = measured(student, lambda h: h, lambda span: Prediction.of(teacher[span], targets[span]), targets, VOCABULARY)
+    sums = measured(student, lambda h: h, lambda chunk: Prediction.of(teacher[chunk], targets[chunk]), targets, VOCABULARY)
     assert sums.tokens == 7
     assert sums.kl == pytest.approx(float(whole(student, teacher)))
     for found, model in ((sums.student, student), (sums.teacher, teacher)):

@@ -35,7 +35,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 def test_it_comes_closer_to_its_source(converted: Path, text: Path, tmp_path: Path, logits: Callable[..., Any]) -> None:
     done = heal(converted, tmp_path / "out", text=text, **SIZES)
-    found = done.record["healing"]
+    found = done.provenance["healing"]
     assert found["after"]["kl"] < 0.9 * found["before"]["kl"]
     assert [point["step"] for point in done.curve] == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
     assert found["tokens"] == 1280
@@ -56,10 +56,10 @@ def test_only_attention_and_its_norms_change(converted: Path, text: Path, tmp_pa
     assert changed == {name for name in before if "self_attn" in name or "input_layernorm" in name}
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (converted / name).read_bytes()
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert record["tensors"]["healed"] == sorted(changed)
-    assert (record["method"], record["kind"]) == ("mean", "MQA")
-    assert record["conversion"]["recipe"]["mqa"]["method"] == "mean"
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert provenance["tensors"]["healed"] == sorted(changed)
+    assert (provenance["method"], provenance["kind"]) == ("mean", "MQA")
+    assert provenance["conversion"]["recipe"]["mqa"]["method"] == "mean"
 
 
 def test_other_code_beside_the_weights_is_said_and_replaced(
@@ -86,7 +86,7 @@ def test_other_code_beside_the_weights_is_said_and_replaced(
     assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
-def test_another_teacher_than_the_recorded_source_is_said(checkpoint: Make, text: Path, tmp_path: Path) -> None:
+def test_another_teacher_than_the_stated_source_is_said(checkpoint: Make, text: Path, tmp_path: Path) -> None:
     source = checkpoint("llama")
     mqa(source, tmp_path / "mqa", method="mean")
     said = "conversion.json says that it was made from"
@@ -100,9 +100,9 @@ def test_another_teacher_than_the_recorded_source_is_said(checkpoint: Make, text
 def test_what_a_single_step_gains_is_kept(converted: Path, text: Path, tmp_path: Path) -> None:
     done = heal(converted, tmp_path / "out", text=text, **(SIZES | {"tokens": 10, "batch_tokens": None}))
     start, end = done.curve
-    assert (end["tokens"], done.record["healing"]["rates_tried"]) == (16, {}), "a whole block, and no trials"
+    assert (end["tokens"], done.provenance["healing"]["rates_tried"]) == (16, {}), "a whole block, and no trials"
     assert end["kl"] < start["kl"]
-    assert done.record["healing"]["after"]["kl"] == pytest.approx(end["kl"])
+    assert done.provenance["healing"]["after"]["kl"] == pytest.approx(end["kl"])
 
 
 def test_too_few_held_out_tokens_are_said(
@@ -177,7 +177,7 @@ def test_results_in_other_classes(model_type: str, checkpoint: Make, text: Path,
         method="svd",
     )
     done = heal(tmp_path / "mla", tmp_path / "out", text=text, **(SIZES | {"lr": 3e-4}))
-    assert done.record["healing"]["after"]["kl"] < done.record["healing"]["before"]["kl"]
+    assert done.provenance["healing"]["after"]["kl"] < done.provenance["healing"]["before"]["kl"]
     for name in ("config.json", *(path.name for path in (tmp_path / "mla").glob("*.py"))):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "mla" / name).read_bytes()
 
@@ -211,7 +211,7 @@ def test_what_gains_nothing_stays_bit_for_bit(
     found = [point["kl"] for point in done.curve]
     assert found == sorted(found)
     assert len(found) == 6  # the start, the first point of the training, and four that were no better
-    assert done.record["healing"]["after"]["step"] == 0
+    assert done.provenance["healing"]["after"]["step"] == 0
 
 
 def stopping(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
@@ -320,9 +320,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_best(
 
     run, calls = Distillation.forward, [0]
 
-    def broken(self: Any, ids: torch.Tensor, places: torch.Tensor, measured_blocks: int | None = None) -> Any:
+    def broken(self: Any, ids: torch.Tensor, indices: torch.Tensor, measured_blocks: int | None = None) -> Any:
         calls[0] += measured_blocks is None
-        found = run(self, ids, places, measured_blocks)
+        found = run(self, ids, indices, measured_blocks)
         return found * torch.nan if calls[0] > 5 and measured_blocks is None else found
 
     monkeypatch.setattr(Distillation, "forward", broken)
@@ -387,7 +387,7 @@ def test_a_rate_is_chosen_among_three_or_beyond_them(
 ) -> None:
     monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: start)
     done = heal(converted, tmp_path / "out", text=text, **(TRIED | {"tokens": 300 * 16}))
-    tried, rate = done.record["healing"]["rates_tried"], done.record["healing"]["rate"]
+    tried, rate = done.provenance["healing"]["rates_tried"], done.provenance["healing"]["rate"]
     assert len(tried) == count  # without those at which the loss is not finite
     assert rate == max(float(rate) for rate, kl in tried.items() if kl <= 1.1 * min(tried.values()))
     rates = sorted(map(float, tried))
@@ -397,13 +397,13 @@ def test_a_rate_is_chosen_among_three_or_beyond_them(
 
 def test_rates_are_not_tried_for_longer_than_a_fifth_of_the_steps(converted: Path, text: Path, tmp_path: Path) -> None:
     done = heal(converted, tmp_path / "out", text=text, **(TRIED | {"tokens": 149 * 16}))
-    assert done.record["healing"]["rates_tried"] == {}
-    assert done.record["healing"]["rate"] == pytest.approx(start_rate(done.curve[0]["loss_nats"], 64))
+    assert done.provenance["healing"]["rates_tried"] == {}
+    assert done.provenance["healing"]["rate"] == pytest.approx(start_rate(done.curve[0]["loss_nats"], 64))
 
 
 def test_the_largest_probabilities_alone_help_too(converted: Path, text: Path, tmp_path: Path) -> None:
     done = heal(converted, tmp_path / "out", text=text, top_k=8, ce=0.1, **SIZES)
-    assert done.record["healing"]["after"]["kl"] < done.record["healing"]["before"]["kl"]
+    assert done.provenance["healing"]["after"]["kl"] < done.provenance["healing"]["before"]["kl"]
 
 
 def test_held_out_text_is_evaluated_and_warned_of(
@@ -421,20 +421,20 @@ def test_held_out_text_is_evaluated_and_warned_of(
     assert "→ 192 bytes per token (25.0 %), by method `mean`." in card
     assert "| healed |" in card
     assert "## Loading" in card
-    assert str(tmp_path / "out.partial") not in json.dumps(done.record["evaluation"])
+    assert str(tmp_path / "out.partial") not in json.dumps(done.provenance["evaluation"])
 
 
 @pytest.mark.parametrize(
-    ("left", "expected"), [("record", "ordinary `llama` checkpoint"), ("nothing", "as the one that it was healed")]
+    ("left", "expected"), [("provenance", "ordinary `llama` checkpoint"), ("nothing", "as the one that it was healed")]
 )
-def test_the_card_says_how_to_load_it_from_the_record_alone(
+def test_the_card_says_how_to_load_it_from_the_provenance_alone(
     converted: Path, text: Path, tmp_path: Path, left: str, expected: str
 ) -> None:
     shutil.copytree(converted, tmp_path / "model")
     (tmp_path / "model" / "README.md").unlink()
-    record = tmp_path / "model" / "conversion.json"
-    known = json.loads(record.read_text())
-    record.write_text(json.dumps(known if left == "record" else {"source": known["source"]}))
+    provenance = tmp_path / "model" / "conversion.json"
+    known = json.loads(provenance.read_text())
+    provenance.write_text(json.dumps(known if left == "provenance" else {"source": known["source"]}))
     heal(tmp_path / "model", tmp_path / "out", text=text, teacher=known["recipe"]["mqa"]["model"], **(SIZES | {"tokens": 64}))
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
@@ -445,17 +445,17 @@ def test_the_card_says_how_to_load_it_from_the_record_alone(
 @pytest.mark.parametrize(
     "spoilt", [{"loading": {"model_type": "llama"}}, {"metadata": "x"}, {"loading": None, "metadata": {"tags": "x"}}], ids=str
 )
-def test_a_record_of_another_shape_does_not_stop_the_card(
+def test_provenance_of_another_shape_does_not_stop_the_card(
     converted: Path, text: Path, tmp_path: Path, spoilt: dict[str, Any]
 ) -> None:
     shutil.copytree(converted, tmp_path / "model")
-    record = tmp_path / "model" / "conversion.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | spoilt))
+    provenance = tmp_path / "model" / "conversion.json"
+    provenance.write_text(json.dumps(json.loads(provenance.read_text()) | spoilt))
     heal(tmp_path / "model", tmp_path / "out", text=text, **(SIZES | {"tokens": 64}))
     assert "## Loading" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_damaged_record_of_a_published_healing_is_refused(
+def test_a_damaged_provenance_of_a_published_healing_is_refused(
     converted: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = WorkDirectory.publish
@@ -472,7 +472,7 @@ def test_a_damaged_record_of_a_published_healing_is_refused(
     with pytest.raises(Refusal, match="is damaged: it has no recipe"):
         heal(converted, tmp_path / "out", text=text, resume=True, **(SIZES | {"tokens": 64}))
     done = heal(converted, tmp_path / "out", text=text, overwrite=True, **(SIZES | {"tokens": 64}))
-    assert done.record == json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert done.provenance == json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -579,15 +579,15 @@ def test_a_rate_that_blows_up_leaves_nothing_behind(
         rate[0] = self.rate
         return share(self, step)
 
-    def broken(self: Any, ids: torch.Tensor, places: torch.Tensor, measured_blocks: int | None = None) -> Any:
-        found = run(self, ids, places, measured_blocks)
+    def broken(self: Any, ids: torch.Tensor, indices: torch.Tensor, measured_blocks: int | None = None) -> Any:
+        found = run(self, ids, indices, measured_blocks)
         return found * torch.nan if measured_blocks is None and rate[0] > 2e-4 else found
 
     monkeypatch.setattr(Schedule, "share", noted)
     monkeypatch.setattr(Distillation, "forward", broken)
     monkeypatch.setattr("convert.healing.plan.start_rate", lambda loss, width: 4e-4)
     done = heal(converted, tmp_path / "out", text=text, **TRIED)
-    assert max(map(float, done.record["healing"]["rates_tried"])) == done.record["healing"]["rate"] == 1.33e-4
+    assert max(map(float, done.provenance["healing"]["rates_tried"])) == done.provenance["healing"]["rate"] == 1.33e-4
     monkeypatch.undo()
     plain = heal(converted, tmp_path / "plain", text=text, **(TRIED | {"lr": 1.33e-4}))
     assert done.curve == plain.curve
@@ -625,7 +625,7 @@ def test_a_run_that_stopped_early_stays_so_when_resumed(
 def test_figures_are_of_the_weights_that_are_written(checkpoint: Make, text: Path, tmp_path: Path) -> None:
     mqa(checkpoint("llama"), tmp_path / "mqa", method="mean", dtype="bfloat16")
     done = heal(tmp_path / "mqa", tmp_path / "out", text=text, **SIZES)
-    after = done.record["healing"]["after"]
+    after = done.provenance["healing"]["after"]
     best = min(done.curve, key=lambda point: point["kl"])
     assert after["step"] == best["step"]
     assert after["kl"] != best["kl"]  # rounded to bfloat16
@@ -634,8 +634,8 @@ def test_figures_are_of_the_weights_that_are_written(checkpoint: Make, text: Pat
     # A healing of the result begins there.
     again = heal(tmp_path / "out", tmp_path / "again", text=text, **SIZES)
     assert again.curve[0]["kl"] == pytest.approx(after["kl"], rel=1e-5)
-    assert again.record["conversion"]["recipe"]["mqa"]["method"] == "mean"
-    assert again.record["recipe"]["heal"]["teacher"] == str(tmp_path / "source")
+    assert again.provenance["conversion"]["recipe"]["mqa"]["method"] == "mean"
+    assert again.provenance["recipe"]["heal"]["teacher"] == str(tmp_path / "source")
 
 
 class TestRefusals:

@@ -34,10 +34,10 @@ def launch(kind: str, converted: Path, output: Path, *options: Any, **environmen
 def assert_same(launched: Done, two: Path, one: Healing) -> None:
     """The curve and the weights are those of one process, but for the order of sums."""
     assert launched.returncode == 0, launched.stderr
-    record = json.loads(launched.stdout)["conversion"]  # one process reports
+    provenance = json.loads(launched.stdout)["conversion"]  # one process reports
     returned = [json.loads(line) for line in re.findall("^returned: (.*)", launched.stderr, re.MULTILINE)]
-    assert returned == [record, record], "also by the one that only trains"
-    curve = record["healing"]["curve"]
+    assert returned == [provenance, provenance], "also by the one that only trains"
+    curve = provenance["healing"]["curve"]
     assert [point["kl"] for point in curve] == pytest.approx([point["kl"] for point in one.curve], rel=1e-3)
     found, wanted = (load_file(path / "model.safetensors") for path in (two, two.with_name("one")))
     assert set(found) == set(wanted)
@@ -77,7 +77,7 @@ def test_sharded_processes_are_one_with_the_same_batch(checkpoint: Make, text: P
     one = heal(tmp_path / "mla", tmp_path / "one", text=text, train="all", checkpointing=True, **(OPTIONS | {"tokens": 9600}))
     assert_same(resumed, tmp_path / "two", one)
     tried = json.loads(resumed.stdout)["conversion"]["healing"]["rates_tried"]
-    assert tried == pytest.approx(one.record["healing"]["rates_tried"], rel=1e-3)
+    assert tried == pytest.approx(one.provenance["healing"]["rates_tried"], rel=1e-3)
     after = load_file(tmp_path / "two" / "model.safetensors")
     for name, gain in ((name, weight) for name, weight in before.items() if name.endswith("kv_a_layernorm.weight")):
         down, bias = (name.replace("kv_a_layernorm.weight", f"kv_a_proj_with_mqa.{part}") for part in ("weight", "bias"))

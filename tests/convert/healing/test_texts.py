@@ -33,9 +33,9 @@ def test_without_text_the_teacher_writes_it(
     assert json.loads(planned.stdout)["passes"] == 1.0
     done = convert("heal", converted, out, *OPTIONS)
     assert done.exit_code == 0, done.output
-    record = json.loads((out / "conversion.json").read_text())["healing"]
-    assert record["texts"] == [{"text": "the teacher's own text", "share": 1.0, "hash": None}]
-    assert record["after"]["kl"] < record["before"]["kl"]
+    provenance = json.loads((out / "conversion.json").read_text())["healing"]
+    assert provenance["texts"] == [{"text": "the teacher's own text", "share": 1.0, "hash": None}]
+    assert provenance["after"]["kl"] < provenance["before"]["kl"]
     ids = load_file(out / "calibration" / "own-text.safetensors")["ids"]
     assert ids.shape == (91, 16), "80 rows to train on, and an eighth to judge by"
     assert "--text self" in (out / "README.md").read_text()
@@ -79,10 +79,10 @@ def test_several_texts_share_the_steps(converted: Path, text: Path, tmp_path: Pa
     out, given = tmp_path / "out", ("--text", "self", "--text", text, "--text-shares", "1,3")
     done = convert("heal", converted, out, *OPTIONS, *given)
     assert done.exit_code == 0, done.output
-    record = json.loads((out / "conversion.json").read_text())
-    own, file = record["healing"]["texts"]
+    provenance = json.loads((out / "conversion.json").read_text())
+    own, file = provenance["healing"]["texts"]
     assert (own["share"], own["hash"], file["text"], file["share"]) == (1.0, None, "train.txt", 3.0)
-    assert record["healing"]["text"] == "the teacher's own text and train.txt"
+    assert provenance["healing"]["text"] == "the teacher's own text and train.txt"
     written = load_file(out / "calibration" / "own-text.safetensors")["ids"]
     assert len(written) == 22, "a quarter of 80, and an eighth to judge by"
     assert "is finished already" in convert("heal", converted, out, *OPTIONS, *given, "--resume").stderr
@@ -93,4 +93,4 @@ def test_several_texts_share_the_steps(converted: Path, text: Path, tmp_path: Pa
         done = convert("heal", converted, out, *OPTIONS, *others, "--resume")
         assert done.exit_code == 2, "other shares, another order"
     again = heal(converted, tmp_path / "again", text={"self": 1, text: 3}, **SIZES)
-    assert again.record["healing"]["text_hash"] == record["healing"]["text_hash"]
+    assert again.provenance["healing"]["text_hash"] == provenance["healing"]["text_hash"]

@@ -61,7 +61,7 @@ def test_its_products_are_written_into_the_matrices(kind: str, checkpoint: Make,
             parameter.copy_(written.get(name, parameter))
         assert float((found - start).abs().max()) > 0.01
         torch.testing.assert_close(plain(IDS, use_cache=False).logits, found, rtol=0, atol=1e-4)
-        for name, parameter in what.placed(written).items():
+        for name, parameter in what.as_parameters(written).items():
             model.get_parameter(name).copy_(parameter)
         torch.testing.assert_close(model(IDS, use_cache=False).logits, plain(IDS, use_cache=False).logits, rtol=0, atol=1e-6)
 
@@ -83,8 +83,8 @@ def test_it_comes_closer_and_keeps_constants(checkpoint: Make, text: Path, tmp_p
         before[name] *= 1.3  # something to heal
     save_file(before, path / "model.safetensors")
     done = heal(path, tmp_path / "out", text=text, **SIZES)
-    assert done.record["healing"]["after"]["kl"] < 0.9 * done.record["healing"]["before"]["kl"]
-    assert done.record["recipe"]["heal"]["lora_rank"] == 16
+    assert done.provenance["healing"]["after"]["kl"] < 0.9 * done.provenance["healing"]["before"]["kl"]
+    assert done.provenance["recipe"]["heal"]["lora_rank"] == 16
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert set(after) == set(before)
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}

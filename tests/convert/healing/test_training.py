@@ -39,9 +39,9 @@ def trainer(student: Any, teacher: Any, schedule: Schedule = SCHEDULE, part: str
 def test_gradients_of_all_weights_are_those_of_plain_logits(tied: bool, ce: float) -> None:
     config = tiny_config("llama", tie_word_embeddings=tied)
     student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
-    places = text().batch(0, 4, 0)
-    ids = text().blocks[places]
-    Distillation(student, Running(teacher, None), ce, VOCABULARY)(ids, places).backward()
+    indices = text().batch(0, 4, 0)
+    ids = text().blocks[indices]
+    Distillation(student, Running(teacher, None), ce, VOCABULARY)(ids, indices).backward()
     found = {name: p.grad for name, p in student.named_parameters()}
     student.zero_grad()
     logits = student(ids, use_cache=False).logits[:, :-1].log_softmax(-1)

@@ -74,8 +74,8 @@ def test_gains_are_one_more_than_gemma_stores_rounded_once(
     assert len(norms) == 7
     for name in norms:
         assert torch.equal(after[name], (before[name].double() + 1).to(getattr(torch, stored))), name
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert set(norms) <= set(record["tensors"]["converted"])
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert set(norms) <= set(provenance["tensors"]["converted"])
 
 
 def test_bfloat16_loses_little_more_than_the_source_does_in_it(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

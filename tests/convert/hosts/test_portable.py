@@ -308,8 +308,8 @@ def test_a_ladder_between_the_sources_frequencies_is_written_as_it_was_made(
             "convert.methods.weighted.ladders", lambda count, _, step=step: [tuple(step * i for i in range(count))]
         )
         ok(convert("mla", source, tmp_path / name, "--portable", *options))
-        record = json.loads((tmp_path / name / "conversion.json").read_text())
-        assert record["rotary_frequencies"] == [step * i for i in range(16)]
+        provenance = json.loads((tmp_path / name / "conversion.json").read_text())
+        assert provenance["rotary_frequencies"] == [step * i for i in range(16)]
         theta = json.loads((tmp_path / name / "config.json").read_text())["rope_parameters"]["rope_theta"]
         assert theta == pytest.approx(1e4 ** (step / 2))
         expected = logits_on(words, source)

@@ -21,7 +21,7 @@ def test_all_components_together_are_the_keys(text: bool) -> None:
     keys = keys_of(record(3, 2, 4, 1, 30), text)
     every = tuple(pair for pair in range(4) for _ in range(3))
     atoms = Components.of(keys).atoms(keys, every)
-    whole = torch.einsum("hlm,me->hle", atoms.shares, atoms.keys)
+    whole = torch.einsum("hlm,me->hle", atoms.coefficients, atoms.keys)
     torch.testing.assert_close(whole, keys.z.repeat_interleave(2, 0), rtol=1e-9, atol=1e-9)
     assert not atoms.rest(keys).any(), "nothing but rounding is left"
 
@@ -30,11 +30,11 @@ def test_what_does_not_turn_is_the_mean_over_the_distances() -> None:
     keys = keys_of(record(2, 2, 3, 0, 30))
     atoms = Components.of(keys).atoms(keys, (1,))
     dense = Dense(keys)
-    share = atoms.shares[..., 0]
+    coefficient = atoms.coefficients[..., 0]
     rope = torch.einsum("tl,le->tle", dense.waves, torch.ones(3, 31, dtype=torch.complex128))
     rest = torch.complex(*atoms.rest(keys).unflatten(1, (2, 3)).unbind(1))  # half-split, as the record's
     for h in range(4):
-        left = rope * keys.z[h // 2] - dense.waves[:, 1, None, None] * share[h][:, None] * atoms.keys[0]
+        left = rope * keys.z[h // 2] - dense.waves[:, 1, None, None] * coefficient[h][:, None] * atoms.keys[0]
         expected = (dense.mass[h][:, None, None] * left).sum(0)
         torch.testing.assert_close(rest[h], expected, rtol=1e-9, atol=1e-9)
 
@@ -43,7 +43,7 @@ def test_what_a_component_loses_is_what_not_turning_costs() -> None:
     """MHA, one head: λ² E|z|² (1 − |φ|²) at each frequency."""
     keys = keys_of(record(1, 1, 4, 0, 30))
     energy = torch.einsum("gle,gle->l", keys.moved, keys.z.conj()).real
-    expected = keys.weight[0].square() * energy * (1 - keys.phase[0].abs().square())
+    expected = keys.importance[0].square() * energy * (1 - keys.phase[0].abs().square())
     torch.testing.assert_close(Components.of(keys).lost[:, 0], expected, rtol=1e-9, atol=0)
 
 

@@ -51,8 +51,8 @@ def test_an_atom_explains_the_top_eigenvalue_and_what_is_missing_falls_by_it(
         if before < 1e-6 * dense.whole:
             break
         pursuit.take(b)
-        _, shares, combination = pursuit.atoms[-1]
-        dense.take(b, shares, combination @ keys.z.flatten(0, 1))
+        _, coefficients, combination = pursuit.atoms[-1]
+        dense.take(b, coefficients, combination @ keys.z.flatten(0, 1))
         assert (before - dense.energy()) / dense.whole == pytest.approx(float(found[b]), rel=2e-2, abs=1e-7), step
 
 
@@ -62,10 +62,10 @@ def test_atoms_between_frequencies_leave_the_mean_of_what_they_do_not_explain() 
     rope = torch.stack([dense.waves[:, :, None] * keys.z[h // 2] for h in range(4)])  # [H, T, L, E + 1]
     for m, candidate in enumerate((1, 4, 5)):
         before = dense.energy()
-        dense.take(candidate, atoms.shares[..., m], atoms.keys[m])
+        dense.take(candidate, atoms.coefficients[..., m], atoms.keys[m])
         assert dense.energy() < before
         wave = dense.offered[:, candidate, None, None]
-        rope = rope - wave * (atoms.shares[:, None, :, m, None] * atoms.keys[m])
+        rope = rope - wave * (atoms.coefficients[:, None, :, m, None] * atoms.keys[m])
     expected = torch.einsum("ht,htle->hle", dense.mass.to(rope.dtype), rope)
     rest = torch.complex(*atoms.rest(keys).unflatten(1, (2, 4)).unbind(1))
     torch.testing.assert_close(rest, expected, rtol=1e-9, atol=1e-9)
@@ -94,7 +94,7 @@ def test_two_keys_at_one_frequency_are_both_found() -> None:
     settle(pursuit)
     assert float(pursuit.explained().max()) < 1e-6, "nothing is left"
     atoms = pursue(keys, (2, 2))
-    found = atoms.shares.mT.unsqueeze(-1).mul(atoms.keys[None, :, None]).sum(1)  # [H, L, E + 1]
+    found = atoms.coefficients.mT.unsqueeze(-1).mul(atoms.keys[None, :, None]).sum(1)  # [H, L, E + 1]
     torch.testing.assert_close(found[:, 2], keys.z[:, 2], rtol=1e-4, atol=1e-4)
 
 
@@ -126,7 +126,7 @@ def test_the_same_keys_give_the_same_atoms() -> None:
     once, again = (pairs_by_pursuit([Pursuit.of(keys, torch.complex64)], 4) for _ in range(2))
     assert once == again
     first, second = (pursue(keys, once) for _ in range(2))
-    assert torch.equal(first.shares, second.shares)
+    assert torch.equal(first.coefficients, second.coefficients)
     assert torch.equal(first.keys, second.keys)
 
 
@@ -137,7 +137,7 @@ def test_keys_of_zeros_have_atoms_of_zeros() -> None:
     assert not pursuit.explained().any()
     assert len(pairs_by_pursuit([pursuit], 2)) == 2
     atoms = pursue(keys, (0, 1))
-    assert torch.isfinite(torch.view_as_real(atoms.shares)).all()
+    assert torch.isfinite(torch.view_as_real(atoms.coefficients)).all()
     assert not atoms.keys.abs().any()
 
 
@@ -148,5 +148,5 @@ def test_a_frequency_that_was_taken_can_be_taken_again(pairs: int) -> None:
         pursuit = Pursuit.of(keys_of(record(2, 1, pairs, 0, 20, biased=False, seed=seed)))
         pursuit.take(int(pursuit.explained().argmax()))
         going_on = pursuit.explained()
-        anew = Pursuit(pursuit.gram, pursuit.near, pursuit.among, pursuit.weight, pursuit.total, pursuit.atoms).explained()
+        anew = Pursuit(pursuit.gram, pursuit.near, pursuit.among, pursuit.importance, pursuit.total, pursuit.atoms).explained()
         torch.testing.assert_close(going_on, anew, rtol=0.1, atol=1e-6)

@@ -117,9 +117,9 @@ def test_results_run_alike_in_every_way(
 ) -> None:
     source = checkpoint(model_type)
     ok(convert("mla", source, tmp_path / "out", *ranked(model_type), *on))
-    config, record = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("config", "conversion"))
+    config, provenance = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("config", "conversion"))
     ranks = config["kv_lora_ranks"]
-    assert ranks == record["kv_lora_ranks"]
+    assert ranks == provenance["kv_lora_ranks"]
     assert len(ranks) == 3
     assert sum(ranks) <= 36
     assert len(set(ranks)) > 1, "this seed's layers differ"
@@ -138,7 +138,7 @@ def test_results_run_alike_in_every_way(
     spec = AttentionSpec.from_config(plain.config)
     assert spec.ranks == tuple(ranks)
     assert measured_bytes_per_token(plain, "float32") == spec.bytes_per_token("float32")
-    assert record["kv_bytes_per_token"]["after"] == spec.bytes_per_token("float32")
+    assert provenance["kv_bytes_per_token"]["after"] == spec.bytes_per_token("float32")
     absorbed.save_pretrained(tmp_path / "again")
     same_logits(stock(tmp_path / "again")(ids).logits.detach(), expected, 1e-6)
 
@@ -157,14 +157,14 @@ def test_the_same_command_gives_the_same_bytes_and_a_recipe_repeats_it(
 ) -> None:
     source = checkpoint("llama")
     ok(convert("mla", source, tmp_path / "one", *ranked("llama"), *on))
-    record = json.loads((tmp_path / "one" / "conversion.json").read_text())
-    (tmp_path / "recipe.yaml").write_text(json.dumps({"mla": {**record["recipe"]["mla"], "output": str(tmp_path / "two")}}))
+    provenance = json.loads((tmp_path / "one" / "conversion.json").read_text())
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"mla": {**provenance["recipe"]["mla"], "output": str(tmp_path / "two")}}))
     ok(convert("run", tmp_path / "recipe.yaml", "--allow-paths"))
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     said = ok(convert("mla", source, tmp_path / "one", *ranked("llama"), *on, "--resume"))
-    assert record["kind"] in said.stderr + said.stdout, "a finished run names its ranks"
+    assert provenance["kind"] in said.stderr + said.stdout, "a finished run names its ranks"
 
 
 def test_a_budget_is_shared_out_too(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
@@ -211,12 +211,12 @@ def test_such_a_result_is_not_converted_again(checkpoint: Make, convert: Convert
     given = ["--kv-lora-rank", 4, "--qk-rope-head-dim", 2]
     refused(convert("mla", tmp_path / "out", tmp_path / "smaller", *given), 2, "have latents of different ranks")
     facts = json.loads(ok(convert("inspect", tmp_path / "out", "--json")).stdout)
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert facts["attention"] == record["kind"]
-    assert facts["kv_lora_ranks"] == record["kv_lora_ranks"]
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert facts["attention"] == provenance["kind"]
+    assert facts["kv_lora_ranks"] == provenance["kv_lora_ranks"]
     assert facts["latents_possible"] == []
     rows = json.loads(ok(convert("plan", tmp_path / "out", "--json")).stdout)["targets"]
-    assert [row["kind"] for row in rows] == [record["kind"]]
+    assert [row["kind"] for row in rows] == [provenance["kind"]]
 
 
 def test_a_class_that_ignores_the_ranks_is_not_counted_by_them(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

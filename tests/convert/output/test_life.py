@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from attention.errors import Failure, Interrupted
+from convert.output.destination import Output, partial_path
 from convert.output.life import Made, Task, carry_out
-from convert.output.place import Output, partial_path
 from convert.output.workdir import WorkDirectory
 from eval.inputs.text import Tokens
 from eval.terminal.progress import silent
@@ -54,9 +54,9 @@ class Noting(Task):
             raise self._ends
         return Made({"recipe": {}})
 
-    def card(self, record: dict[str, Any]) -> str:
-        assert "run" not in record
-        return f"card of {sorted(record)}"
+    def card(self, provenance: dict[str, Any]) -> str:
+        assert "run" not in provenance
+        return f"card of {sorted(provenance)}"
 
 
 def live(task: Task, path: Path, resume: bool = False, published: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -69,13 +69,13 @@ def live(task: Task, path: Path, resume: bool = False, published: Callable[[], N
 
 def test_a_task_is_asked_in_order_and_its_output_appears_whole(tmp_path: Path) -> None:
     task, out, there = Noting(), tmp_path / "out", list[bool]()
-    record = live(task, out, published=lambda: there.append(out.is_dir() and partial_path(out).is_dir()))
+    provenance = live(task, out, published=lambda: there.append(out.is_dir() and partial_path(out).is_dir()))
     assert task.asked == ["check", "foretell 0", "make"]
     assert there == [True], "told while --resume still recognises the work"
     assert {path.name for path in out.iterdir()} == {"weights", "conversion.json", "README.md"}
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    assert record == json.loads((out / "conversion.json").read_text())
-    assert (record["run"]["source_files"], record["run"]["expected_seconds"]) == ({"weights": [1, 2]}, 12.3)
+    assert provenance == json.loads((out / "conversion.json").read_text())
+    assert (provenance["run"]["source_files"], provenance["run"]["expected_seconds"]) == ({"weights": [1, 2]}, 12.3)
     assert (out / "README.md").read_text() == "card of ['recipe']"
 
 

@@ -333,8 +333,8 @@ def test_of_ten_simultaneous_starts_one_wins_and_the_others_name_it(
             assert said.startswith("error: another run is writing")
             assert f"process {winners[0]} on " in said
             assert "--method mean" in said, "the command is named, too"
-    config, record = (json.loads((out / name).read_text()) for name in ("config.json", "conversion.json"))
-    assert config["num_key_value_heads"] == record["recipe"]["gqa"]["groups"]
+    config, provenance = (json.loads((out / name).read_text()) for name in ("config.json", "conversion.json"))
+    assert config["num_key_value_heads"] == provenance["recipe"]["gqa"]["groups"]
 
 
 def test_a_killed_conversion_is_no_obstacle(

@@ -20,7 +20,7 @@ from written import ok, same_but_for_the_run
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.writer import write_shard
-from convert.output.place import check_output, finished, partial_path, recorded
+from convert.output.destination import check_output, finished, partial_path, read_provenance
 from convert.output.workdir import WorkDirectory
 from eval.inputs.sealed import checksum
 
@@ -280,7 +280,7 @@ def test_a_damaged_mark_of_publishing_is_refused(damage: str, grouped: Stopped, 
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_record_of_a_published_conversion_is_refused(damage: str, grouped: Stopped, tmp_path: Path) -> None:
+def test_a_damaged_provenance_of_a_published_conversion_is_refused(damage: str, grouped: Stopped, tmp_path: Path) -> None:
     """It was stopped while it cleaned up, and conversion.json at OUTPUT has been damaged since."""
     out = grouped.again(tmp_path)
     shutil.copytree(grouped.whole, out)
@@ -347,7 +347,7 @@ def test_too_little_space_removes_what_is_of_no_use(tmp_path: Path) -> None:
     assert WorkDirectory(out, PLAN, True, False).done("model.safetensors") == []
 
 
-@pytest.mark.parametrize("place", ["write_config", "copy_companions", "record_of", "model_card", "decide"])
+@pytest.mark.parametrize("place", ["write_config", "copy_companions", "provenance_of", "model_card", "decide"])
 @pytest.mark.parametrize("error", [Refusal("late"), Failure("late")], ids=["Refusal", "Failure"])
 def test_a_late_refusal_leaves_nothing_behind(
     error: KvfoldError, place: str, checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -434,7 +434,7 @@ def test_resuming_another_conversion_is_refused(grouped: Stopped, tmp_path: Path
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_record_that_cannot_be_read_is_none_of_ours(damage: str, grouped: Stopped, tmp_path: Path) -> None:
+def test_provenance_that_cannot_be_read_is_none_of_ours(damage: str, grouped: Stopped, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(grouped.whole, out)
     DAMAGE[damage](out / "conversion.json")
@@ -457,7 +457,7 @@ def test_other_recipes_are_not_the_same(recipe: Any, tmp_path: Path) -> None:
         with pytest.raises(Refusal, match="made by another recipe"):
             finished(tmp_path, [ours], [], {})
     else:
-        assert not isinstance(recorded(tmp_path).get("recipe"), dict)
+        assert not isinstance(read_provenance(tmp_path).get("recipe"), dict)
         assert finished(tmp_path, [ours], [], {}) is None
         with pytest.raises(Refusal, match="exists already"):
             check_output(tmp_path, None, False, True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny import save_tokenizer, tiny_config
 
-from convert.output.place import Output
+from convert.output.destination import Output
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]

@@ -14,7 +14,7 @@ from attention.spec import AttentionSpec
 from convert.families import FAMILIES
 from convert.hosts import HOSTS
 from convert.methods import load_grouped, load_latent
-from convert.output.place import Output
+from convert.output.destination import Output
 from convert.planning.base import Plan, host_of, readable, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions
 from convert.planning.grouped import plan_grouped

@@ -17,7 +17,7 @@ from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods import load_grouped, load_latent
-from convert.output.place import Output
+from convert.output.destination import Output
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.describe import (
     capacity,

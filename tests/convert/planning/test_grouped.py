@@ -13,7 +13,7 @@ from written import refused
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.methods import load_grouped
-from convert.output.place import Output
+from convert.output.destination import Output
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.grouped import plan_grouped

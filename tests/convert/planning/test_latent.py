@@ -14,7 +14,7 @@ from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.hosts.deepseek_v3 import HOST
 from convert.methods import load_latent
-from convert.output.place import Output
+from convert.output.destination import Output
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationOptions
 from convert.planning.latent import LatentRequest, plan_latent

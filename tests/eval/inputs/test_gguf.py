@@ -98,8 +98,8 @@ def test_a_file_is_converted_and_evaluated(convert: Convert, cache: Path, tmp_pa
     done = ok(convert("gqa", source, tmp_path / "out", "--groups", 1))
     assert "Q8_0 weights were dequantised to bfloat16" in done.stdout
     assert f"{source} is unpacked into {cache}" in done.stderr
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert record["recipe"]["gqa"]["model"] == str(source)  # also if it is a link, whose target may have another name
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert provenance["recipe"]["gqa"]["model"] == str(source)  # also if it is a link, whose target may have another name
     assert "dequantised to bfloat16" in (tmp_path / "out" / "README.md").read_text()
     again = ok(convert("run", tmp_path / "out" / "conversion.json", "--set", f"output={tmp_path / 'again'}"))
     assert "unpacked" not in again.stderr

@@ -19,7 +19,7 @@ from tiny import VOCABULARY
 
 from attention.errors import Failure, GateMissed, Refusal
 from eval.inputs.loading import load, tokens_of
-from eval.inputs.overlap import shared_share
+from eval.inputs.overlap import overlap
 from eval.inputs.source import Source
 from eval.inputs.text import Text
 from eval.quality import evaluation as module
@@ -128,7 +128,7 @@ def test_a_copy_of_the_source_is_at_no_distance(pair: list[Source], checkpoint: 
     assert (copy["kl_to_source"], copy["top1_agreement"], copy["perplexity"]) == (0, 1, source["perplexity"])
 
 
-def test_how_a_model_was_made_is_taken_from_its_own_record(pair: list[Source]) -> None:
+def test_how_a_model_was_made_is_taken_from_its_own_provenance(pair: list[Source]) -> None:
     assert pair[1].directory is not None
     made = {"kvfold": "0.1.0", "method": "mean", "calibration_hash": "sha256:0"}
     (pair[1].directory / "conversion.json").write_text(json.dumps(made), encoding="utf-8")
@@ -423,7 +423,7 @@ def test_a_gpu_scores_as_a_cpu_does(pair: list[Source], device: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"method": "theirs"}', '{"a":' * 5000])
-def test_another_tools_record_says_nothing(pair: list[Source], content: str) -> None:
+def test_another_tools_provenance_says_nothing(pair: list[Source], content: str) -> None:
     assert pair[1].directory is not None
     (pair[1].directory / "conversion.json").write_text(content, encoding="utf-8")
     assert report_of(pair, TEXT, SHORT)["models"][1]["method"] is None
@@ -441,7 +441,7 @@ def test_another_tools_record_says_nothing(pair: list[Source], content: str) -> 
     ],
     ids=str,
 )
-def test_a_record_of_other_types_fails_in_one_line(pair: list[Source], changes: dict[str, Any]) -> None:
+def test_provenance_of_other_types_fails_in_one_line(pair: list[Source], changes: dict[str, Any]) -> None:
     assert pair[1].directory is not None
     (pair[1].directory / "conversion.json").write_text(json.dumps({"kvfold": "0.1.0", "method": "svd"} | changes))
     with pytest.raises(Failure, match=f"conversion.json of .* is damaged: its {next(iter(changes))} is of another type"):
@@ -465,7 +465,7 @@ def test_a_model_calibrated_on_this_text_is_found_out(pair: list[Source]) -> Non
     (pair[1].directory / "conversion.json").write_text(json.dumps(made))
     source, converted = report_of(pair, TEXT, SHORT)["models"]
     assert source["calibration_overlap"] is None
-    assert converted["calibration_overlap"] == shared_share(tokens.ids[: SHORT.max_tokens], seen.ids) > 0
+    assert converted["calibration_overlap"] == overlap(tokens.ids[: SHORT.max_tokens], seen.ids) > 0
     texts[1]["hash"] = "sha256:0"
     (pair[1].directory / "conversion.json").write_text(json.dumps(made))
     assert report_of(pair, TEXT, SHORT)["models"][1]["calibration_overlap"] is None

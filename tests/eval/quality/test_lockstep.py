@@ -18,7 +18,7 @@ from eval.inputs.source import Source
 from eval.inputs.text import Text
 from eval.quality import evaluation, lockstep
 from eval.quality.evaluation import report_of
-from eval.quality.lockstep import Job, KeptLogits, spans
+from eval.quality.lockstep import Job, KeptLogits, portions
 from eval.quality.perplexity import Batch, Score
 from eval.quality.settings import EvaluationSettings
 
@@ -84,7 +84,7 @@ def test_a_report_does_not_depend_on_groups_and_spans(
     batched = report_of(models, TEXT, SHORT)
     read.clear()
     assert warned() == []
-    monkeypatch.setattr(lockstep, "room_for_logits", lambda: 200 * VOCABULARY * 4)  # several spans
+    monkeypatch.setattr(lockstep, "room_for_logits", lambda: 200 * VOCABULARY * 4)  # several portions
     assert report_of(models, TEXT, SHORT) == batched
     assert read == once
     (warning,) = warned()
@@ -94,8 +94,8 @@ def test_a_report_does_not_depend_on_groups_and_spans(
 
 def test_spans_hold_all_jobs_in_order_and_no_more_than_fits() -> None:
     jobs = [Job(Batch(torch.zeros(1, length, dtype=torch.long), 1), [Score()]) for length in (5, 3, 9, 2, 2, 2)]
-    sizes = [[len(job.batch.targets) for job in span] for span in spans(jobs, 10, 6 * 40)]
-    assert sizes == [[4, 2], [8], [1, 1, 1]], "a batch that does not fit is a span of its own"
+    sizes = [[len(job.batch.targets) for job in portion] for portion in portions(jobs, 10, 6 * 40)]
+    assert sizes == [[4, 2], [8], [1, 1, 1]], "a batch that does not fit is a portion of its own"
 
 
 def test_kept_logits_come_back_as_they_were(tmp_path: Path) -> None:

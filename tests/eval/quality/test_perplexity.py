@@ -14,7 +14,7 @@ from tiny import VOCABULARY, tiny_config, tiny_model
 from attention.errors import Failure
 from eval.inputs.text import Tokens
 from eval.quality import perplexity
-from eval.quality.perplexity import Score, protocol_record
+from eval.quality.perplexity import Score, protocol_entry
 from eval.quality.protocol import PROTOCOLS, Protocol
 
 BOS = 1
@@ -192,9 +192,9 @@ def test_a_perplexity_beyond_all_numbers_fails() -> None:
         _ = Score(nats=2000.0, tokens=2).perplexity
 
 
-def test_the_record_holds_what_a_figure_depends_on() -> None:
+def test_the_entry_holds_what_a_figure_depends_on() -> None:
     tokens = text(30)
-    assert protocol_record(Protocol.named("sliding", 9), tokens, "bfloat16") == {
+    assert protocol_entry(Protocol.named("sliding", 9), tokens, "bfloat16") == {
         "name": "sliding",
         "context": 9,
         "stride": 4,

@@ -59,7 +59,7 @@ def test_one_that_copies_so_far_is_seen_to_do_so(keeps: bool) -> None:
     assert probe.distances == (128, 256, 512)
     found = probe.measure(Copier(256, keeps), "copier", silent)
     near, middle, far = found["distances"]
-    pairs = probe.record()["pairs"]
+    pairs = probe.conditions()["pairs"]
     assert [place["tokens"] for place in found["distances"]] == [(COPY - 1) * pairs[str(d)] for d in probe.distances]
     assert pairs["512"] == len(probe.sequences) == 16384 // (512 + COPY)
     assert near["nats"] < 0.5 > middle["nats"]
@@ -91,7 +91,7 @@ def test_copies_are_equal_apart_and_lie_in_the_text() -> None:
     assert len(set(kept)) == len(kept) > 0, "each sequence has another part of the text"
     assert set(kept) <= text
     assert torch.cat([sequence.ids for sequence in probe.sequences]).max() < WORDS
-    json.dumps(probe.record(), allow_nan=False)
+    json.dumps(probe.conditions(), allow_nan=False)
 
 
 def test_the_same_text_gives_the_same_tokens() -> None:

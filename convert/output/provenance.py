@@ -1,4 +1,4 @@
-"""Writes conversion.json, the record of how a checkpoint was made, and README.md, its model card."""
+"""Writes conversion.json, the provenance of a checkpoint, and README.md, its model card."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock:
     _monotonic: float = field(default_factory=time.monotonic)
 
     def run(self, output: Path, source_files: Mapping[str, Any], expected: float | None) -> dict[str, Any]:
-        """The entry `run` of a record: everything that differs between runs.
+        """The entry `run` of conversion.json: everything that differs between runs.
 
         Args:
             output: OUTPUT.
@@ -43,9 +43,9 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("kvfold", "torch", "transformers", "safetensors")}
 
 
-def write_record(path: Path, record: Mapping[str, Any]) -> None:
+def write_provenance(path: Path, provenance: Mapping[str, Any]) -> None:
     """Write conversion.json into a checkpoint's directory."""
-    (path / "conversion.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (path / "conversion.json").write_text(json.dumps(provenance, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_card(path: Path, card: str) -> None:

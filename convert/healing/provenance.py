@@ -8,15 +8,15 @@ from typing import Any
 from convert.healing.batches import TrainingText
 from convert.healing.loop import Outcome
 from convert.healing.plan import HealPlan
-from convert.output.place import recorded
-from convert.output.record import versions
+from convert.output.destination import read_provenance
+from convert.output.provenance import versions
 
 # Of the conversion alone, beside the healing's own.
 _OF_CONVERSION = ("recipe", "versions", "tensors", "layers", "kvfold", "healing")
 _OF_ONE_RUN = ("run", "evaluation", "healing", "conversion")
 
 
-def record_of(
+def provenance_of(
     plan: HealPlan, texts: list[dict[str, Any]], text: TrainingText, outcome: Outcome, healed: list[str]
 ) -> dict[str, Any]:
     """conversion.json without its `run`: the same inputs and seed give the same content.
@@ -28,7 +28,7 @@ def record_of(
         outcome: What it came to.
         healed: The names of the trained tensors; empty if the weights are those of the converted checkpoint.
     """
-    before = recorded(plan.converted.files)
+    before = read_provenance(plan.converted.files)
     conversion = before.get("conversion") or {key: before[key] for key in _OF_CONVERSION if before.get(key) is not None}
     return {
         "source": {"model": plan.teacher.reference, "revision": plan.teacher.commit},

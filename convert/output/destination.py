@@ -1,4 +1,4 @@
-"""The place of an output: where it may be written, and what is there already.
+"""The destination of an output: where it may be written, and what is there already.
 
 A checkpoint grows in a work directory beside OUTPUT, `OUTPUT.partial`, and is renamed to OUTPUT when it is complete.
 """
@@ -19,7 +19,7 @@ from eval.inputs.text import SELF
 
 # In the work directory: the inputs of the work, whose file is renamed when the checkpoint moves to OUTPUT, and the checkpoint.
 INPUTS, PUBLISHED, CHECKPOINT = "inputs.json", "published.json", "checkpoint"
-_RECORD = "conversion.json"  # in OUTPUT
+_PROVENANCE = "conversion.json"  # in OUTPUT
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
         resume: Whether an unfinished conversion may be continued. A finished one at OUTPUT passes too: `finished` must then
             check which one it is.
     """
-    _require_place(output)
+    _require_destination(output)
     partial = partial_path(output)
     for ours in (output.resolve(), partial.resolve()) if source else ():
         whole = source.resolve() if source else ours
@@ -68,7 +68,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
     if output.is_dir() and any(output.iterdir()):
         if not (overwrite or (resume and (is_published(partial) or _may_be_finished(output, partial)))):
             raise Refusal(f"OUTPUT {output} exists already", hint="choose another, or replace it with --overwrite")
-        if not ({"kvfold", "recipe"} <= recorded(output).keys() or is_published(partial)):
+        if not ({"kvfold", "recipe"} <= read_provenance(output).keys() or is_published(partial)):
             raise Refusal(
                 f"OUTPUT {output} has no conversion.json of kvfold, so --overwrite leaves it alone",
                 hint="choose another OUTPUT",
@@ -82,7 +82,7 @@ def check_output(output: Path, source: Path | None, overwrite: bool, resume: boo
             )
 
 
-def _require_place(output: Path) -> None:
+def _require_destination(output: Path) -> None:
     """Refuse an OUTPUT where no directory can be renamed to: it has to be nothing yet, or a directory."""
     if output.is_symlink():
         raise Refusal(f"OUTPUT {output} is a link to {output.readlink()}", hint="give the directory that it is to be itself")
@@ -117,7 +117,7 @@ def is_published(partial: Path) -> bool:
 
 def _may_be_finished(output: Path, partial: Path) -> bool:
     """Whether OUTPUT holds a conversion and no other one is unfinished."""
-    return isinstance(recorded(output).get("recipe"), dict) and not (partial.exists() or partial.is_symlink())
+    return isinstance(read_provenance(output).get("recipe"), dict) and not (partial.exists() or partial.is_symlink())
 
 
 def begun(output: Path) -> dict[str, Any] | None:
@@ -144,7 +144,7 @@ def finished(
     """
     if not _may_be_finished(output, partial_path(output)):
         return None
-    known = recorded(output)
+    known = read_provenance(output)
     on = calibration_hashes(known)
     same_text = len(on) == len(hashes) and all(wanted in (None, found) for wanted, found in zip(hashes, on, strict=True))
     there = _without_text(known["recipe"]) if same_text else None
@@ -170,9 +170,9 @@ def finished(
     return same
 
 
-def calibration_hashes(record: Mapping[str, Any]) -> list[Any]:
-    """The hashes of the texts that a record says its conversion was calibrated on."""
-    calibration = record.get("calibration")
+def calibration_hashes(provenance: Mapping[str, Any]) -> list[Any]:
+    """The hashes of the texts that a conversion was calibrated on, as conversion.json says."""
+    calibration = provenance.get("calibration")
     found = calibration.get("texts") if isinstance(calibration, dict) else []
     return [one.get("hash") if isinstance(one, dict) else None for one in found] if isinstance(found, list) else []
 
@@ -191,9 +191,9 @@ def without_text(options: Mapping[str, Any]) -> dict[str, Any]:
     return plain | ({"text": SELF, "text_shares": options.get("text_shares")} if own else {})
 
 
-def recorded(output: Path) -> dict[str, Any]:
+def read_provenance(output: Path) -> dict[str, Any]:
     """conversion.json of an OUTPUT, empty if there is none that can be read."""
-    return read_object(output / _RECORD) or {}
+    return read_object(output / _PROVENANCE) or {}
 
 
 def _is_checkpoint(directory: Path) -> bool:
