@@ -109,9 +109,9 @@ def config(model_type: str, tokenizer: Any) -> Any:
     return transformers.AutoConfig.for_model(model_type, **values, **special)
 
 
-def train(model_type: str, path: Path, tokenizer: Any, text: str, seconds: float, rate: float) -> int:
+def train(model_type: str, path: Path, tokenizer: Any, text: str, seconds: float, rate: float, seed: int = 0) -> int:
     """Train a model of the type on `text` for so much CPU time and save it at `path`; returns the number of steps."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config(model_type, tokenizer), dtype=torch.float32).train()
     tokenizer.save_pretrained(path)
     model.config.save_pretrained(path)

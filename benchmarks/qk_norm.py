@@ -105,6 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--types", default=TYPES)
+    parser.add_argument("--seed", type=int, default=0, help="of the training; each needs its own DIR")
     args = parser.parse_args(arguments)
     logging.getLogger("kvfold").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
@@ -116,10 +117,10 @@ def main(arguments: list[str] | None = None) -> None:
             source = args.directory / name
             if not (source / "model.safetensors").exists():
                 if name == model_type:
-                    families.train(model_type, source, tokenizer, halves[0], args.seconds, 3e-3)
+                    families.train(model_type, source, tokenizer, halves[0], args.seconds, 3e-3, args.seed)
                 else:
                     with uneven_gains():
-                        families.train(model_type, source, tokenizer, halves[0], args.seconds, 3e-3)
+                        families.train(model_type, source, tokenizer, halves[0], args.seconds, 3e-3, args.seed)
             work = args.directory / f"{name}-results"
             print(row(source, work, *halves), flush=True)
 

@@ -290,7 +290,7 @@ def test_a_damaged_provenance_of_a_published_conversion_is_refused(damage: str, 
     result = grouped.resume(out)
     if damage != "a flipped bit in the middle" or result.exit_code:  # it may be in a part that says nothing of the recipe
         one_line(result)
-        assert "exists already, and is not whole" in result.stderr
+        assert "its conversion.json is damaged" in result.stderr
         ok(run(grouped.command[0], grouped.source, out, *grouped.command[1:], "--overwrite"))
         same_but_for_the_run(out, grouped.whole)
     assert not partial_path(out).exists()

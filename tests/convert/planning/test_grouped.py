@@ -98,7 +98,7 @@ def test_norms_of_keys_are_remarked(
 ) -> None:
     notes = planned(source(model_type), output, method=method).target.notes
     assert any(note.startswith("inexact: keys are normalised with gains per head") for note in notes) == inexact
-    assert any("normalised, which costs in this class; --class kvfold" in note for note in notes) == costs
+    assert any("normalised, which costs in this class; gqa --class kvfold" in note for note in notes) == costs
 
 
 @pytest.mark.parametrize(
