@@ -98,7 +98,7 @@ def loss_per_token(model: str | Path, args: argparse.Namespace) -> dict[str, flo
 
 def loss_of_source(args: argparse.Namespace) -> dict[str, float]:
     """As `loss_per_token` of the source; kept in DIR."""
-    kept = args.directory / "source.json"
+    kept = args.directory / "source.json"  # of the arguments that `finished` compares
     if not kept.exists():
         kept.write_text(json.dumps(loss_per_token(args.model, args)))
     found: dict[str, float] = json.loads(kept.read_text())

@@ -58,6 +58,8 @@ def objection(config: Any) -> str | None:
     if inner.model_type not in proven:
         kind = "latent attention" if latent else "grouped attention"
         return f"its {kind} is built around {inner.model_type}, which was not run there (these were: {', '.join(proven)})"
+    if reason := rope_objection(inner):
+        return reason
     if config.inner_windows is not None:
         return "it has windows inside its attention, which vLLM would leave out"
     if not latent and "sliding_attention" in (getattr(inner, "layer_types", None) or ()):
@@ -65,6 +67,15 @@ def objection(config: Any) -> str | None:
     if latent and config.kv_lora_ranks is not None:
         ranks = f"{min(config.kv_lora_ranks)} to {max(config.kv_lora_ranks)}"
         return f"its layers have latents of different ranks ({ranks}), and vLLM caches one size"
+    return None
+
+
+def rope_objection(inner: Any) -> str | None:
+    """Why vLLM does not rotate as a stock class with this config does, or None if it does: it runs all requests in one call."""
+    scalings = getattr(inner, "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (scalings, *scalings.values()) if isinstance(part, dict)}
+    if found := sorted(kinds & {"dynamic", "longrope"}):
+        return f"its RoPE ({found[0]}) depends on the length, and vLLM would take the longest of all requests"
     return None
 
 

@@ -22,18 +22,20 @@ class KvfoldForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        model, processes = vllm_config.model_config, vllm_config.parallel_config.world_size
         self._refuse(model, objection(model.hf_config))
-        if parallel.world_size > 1:
-            self._refuse(model, f"it was run in one process, and not in {parallel.world_size} (tensor or pipeline parallelism)")
+        if processes > 1:
+            self._refuse(
+                model, f"it was tried in one process only, and these are {processes}", "leave out options of parallelism"
+            )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         # What GPT-NeoX calls its head.
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_regex={re.compile(r"^(model\.)?embed_out\."): "lm_head."})
 
     @staticmethod
-    def _refuse(model: Any, reason: str | None) -> None:
+    def _refuse(model: Any, reason: str | None, step: str = "run it in transformers") -> None:
         if reason:
-            raise ValueError(f"vLLM cannot run {model.model}: {reason}. transformers runs it")
+            raise ValueError(f"vLLM cannot run {model.model}: {reason}; {step}")
 
     def recursive_replace(self) -> None:
         """Replace modules by vLLM's, then let its latent attention, which expands latents itself, take them as they are."""
@@ -41,10 +43,20 @@ class KvfoldForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
         for path, _ in self.attention_fusers.values():
             module = self.get_submodule(path)
             if isinstance(module, KvfoldLatentAttention):
-                self._refuse(self.model_config, latent_objection(module))
-                if not self.model_config.use_mla:
-                    self._refuse(self.model_config, "while VLLM_MLA_DISABLE is set, vLLM would not cache its latents")
+                self._check_latents(module)
                 self.fusers[path].append(_handing_over_latents(module))
+
+    def _check_latents(self, module: KvfoldLatentAttention) -> None:
+        """Refuse what vLLM would leave out of a latent attention."""
+        model, config = self.model_config, self.vllm_config
+        self._refuse(model, latent_objection(module))
+        if not model.use_mla:
+            self._refuse(model, "VLLM_MLA_DISABLE is set, with which vLLM does not cache its latents", "unset it")
+        if config.lora_config is not None:
+            self._refuse(model, "decoding over latents ignores adapters of kv_b_proj", "leave out --enable-lora")
+        if config.cache_config.cache_dtype != "auto":
+            stored = config.cache_config.cache_dtype
+            self._refuse(model, f"its latents were not tried in {stored}, and have no norm", "leave out --kv-cache-dtype")
 
 
 def _not_expanded(latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,7 +46,8 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
 def loading_of(plan: Plan) -> dict[str, Any]:
     """How to load and serve the result, as conversion.json keeps it and cards say it."""
     host, own = plan.target.host, plan.target.host.name == "its own class"
-    objections = {engine: engine.objection(host, plan.family, plan.target.spec) for engine in ENGINES.values() if engine.serve}
+    made = (host, plan.family, plan.target.spec, plan.source.config)
+    objections = {engine: engine.objection(*made) for engine in ENGINES.values() if engine.serve}
     return {
         "model_type": host.layout(plan.family).model_type,
         "needs_code": bool(host.code),

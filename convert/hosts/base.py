@@ -61,8 +61,11 @@ class Host(ABC):
         return "kvfold" if self.code else "stock"
 
     @abstractmethod
-    def engines(self, family: Family) -> frozenset[str]:
-        """The engines of `convert.hosts.engines` that run what became of a source of `family`, sizes of latents aside."""
+    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
+        """The engines of `convert.hosts.engines` that run what became of a source of `family`, sizes of latents aside.
+
+        With None for the source's config: those that run it for some configs of the family.
+        """
 
     @abstractmethod
     def layout(self, family: Family) -> Family:

@@ -35,7 +35,7 @@ class DeepseekV3(StockLatent):
         "transformers changes that field, and vLLM then fails to start: change it back before serving the copy.",
     )
 
-    def engines(self, family: Family) -> frozenset[str]:
+    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
         return frozenset({"transformers", "vllm"})
 
     def refuses_blocks(self, config: Any) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
 
@@ -34,9 +34,9 @@ class Engine:
     plain_queries: tuple[int, ...] | None
     serve: str
 
-    def objection(self, host: Host, family: Family, spec: AttentionSpec) -> str | None:
-        """Why it does not run an attention of these sizes in an output class, or None if it does."""
-        if self.name not in host.engines(family):
+    def objection(self, host: Host, family: Family, spec: AttentionSpec, config: Any = None) -> str | None:
+        """Why it does not run an attention of these sizes in an output class, or None if it does; `config` is the source's."""
+        if self.name not in host.engines(family, config):
             return f"{self.name} does not run {host.name}, as far as was tried"
         if spec.kv_lora_rank and self.query_latent(spec) is not bool(spec.q_lora_rank):
             whether = "with" if self.query_latent(spec) else "without"
@@ -85,9 +85,9 @@ ENGINES = {
 }
 
 
-def running(host: Host, family: Family, spec: AttentionSpec) -> list[str]:
-    """The engines that run an attention of these sizes in an output class."""
-    return [name for name, engine in ENGINES.items() if engine.objection(host, family, spec) is None]
+def running(host: Host, family: Family, spec: AttentionSpec, config: Any = None) -> list[str]:
+    """The engines that run an attention of these sizes in an output class; `config` is the source's."""
+    return [name for name, engine in ENGINES.items() if engine.objection(host, family, spec, config) is None]
 
 
 def engine_of(name: str | None) -> Engine | None:

@@ -37,7 +37,7 @@ class Falcon(Host):
     replaces = "became query_key_value and dense"
     families: frozenset[str] = frozenset({"gpt_neox"})
 
-    def engines(self, family: Family) -> frozenset[str]:
+    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
         return frozenset({"transformers"})
 
     def layout(self, family: Family) -> Family:

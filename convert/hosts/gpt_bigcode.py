@@ -75,7 +75,7 @@ class GPTBigCode(Host):
     replaces = "became part of c_attn or c_proj"
     families: frozenset[str] = frozenset(_SETTINGS)
 
-    def engines(self, family: Family) -> frozenset[str]:
+    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
         return frozenset({"transformers", "vllm"})
 
     def layout(self, family: Family) -> Family:

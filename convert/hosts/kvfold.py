@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from attention.models import AUTO_MAP, CODE, MODEL_TYPE
-from attention.models.vllm import LATENT_PROVEN, PROVEN, TRIED
+from attention.models.vllm import LATENT_PROVEN, PROVEN, TRIED, rope_objection
 from convert.families import FAMILIES
 from convert.families.base import SOFTCAP, WINDOWS
 from convert.families.kvfold import KvfoldProjections
@@ -80,9 +80,17 @@ class Kvfold(Host):
             f"installed, for sources of type {', '.join(in_vllm)}.",
         )
 
-    def engines(self, family: Family) -> frozenset[str]:
+    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
         inner = family.inner if isinstance(family, KvfoldProjections) else family
-        return frozenset({"transformers", *(["vllm"] if inner.model_type in self._in_vllm else [])})
+        run = inner.model_type in self._in_vllm and (config is None or self._objection(family, config) is None)
+        return frozenset({"transformers", *(["vllm"] if run else [])})
+
+    @staticmethod
+    def _objection(family: Family, config: Any) -> str | None:
+        """Why vLLM's plugin refuses a source with this config, or None."""
+        if any(field in (*WINDOWS, SOFTCAP) for field in family.traits(config).extra_features):
+            return "windows and caps"
+        return rope_objection(config.text_config if family.needs_code else config)
 
     def layout(self, family: Family) -> Family:
         if family.needs_code:

@@ -34,7 +34,7 @@ class MiniCPM3(StockLatent):
         "Gains of norms are stored as they are, and Gemma stores them less one. In bfloat16 this rounds them once more.",
     )
 
-    def engines(self, family: Family) -> frozenset[str]:
+    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
         return frozenset({"transformers"})
 
     def refuses_blocks(self, config: Any) -> str | None:

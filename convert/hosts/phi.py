@@ -41,7 +41,7 @@ class Phi(Host):
     replaces = "became q_proj, k_proj, v_proj and dense"
     families: frozenset[str] = frozenset(_LIKE_GPTJ)
 
-    def engines(self, family: Family) -> frozenset[str]:
+    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
         return frozenset({"transformers", "vllm"})
 
     def layout(self, family: Family) -> Family:

@@ -38,8 +38,8 @@ class Portable(DeepseekV3):
     def reserved(self, kv_lora_rank: int) -> int:
         return 1  # what makes the norm of latents constant
 
-    def engines(self, family: Family) -> frozenset[str]:
-        return super().engines(family) | ({"llama.cpp"} if family.model_type in LLAMA_CPP else set())
+    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
+        return super().engines(family, config) | ({"llama.cpp"} if family.model_type in LLAMA_CPP else set())
 
     def full_query_rank(self, width: int) -> int | None:
         return width  # the input without the gains of its norm

@@ -47,7 +47,7 @@ class SourceClass(Host):
     def __init__(self, families: frozenset[str]) -> None:
         self.families = families
 
-    def engines(self, family: Family) -> frozenset[str]:
+    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
         if not family.shares_heads:  # MQA by keys of its own, which was not tried
             return frozenset({"transformers"})
         return frozenset({"transformers", "vllm", *(["llama.cpp"] if family.model_type in LLAMA_CPP else [])})

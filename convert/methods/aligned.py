@@ -82,7 +82,7 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers that each head has one of, complex ones of rotary pairs or real ones, their importance, weighted Gram matrices.
+    """Numbers that each head has one of, complex ones of rotary pairs or real ones, and their importance and Gram matrices.
 
     Attributes:
         z: `[G, L, E + 1]`, the keys times their importance.
@@ -240,7 +240,8 @@ def _before(norm: QKNorm | None, rows: torch.Tensor, sizes: torch.Tensor) -> tor
     if norm.bias is not None:
         rows = torch.cat((rows[..., :-1], rows[..., -1:] - norm.bias.double()[..., None]), -1)
     gain = norm.gain.double() + norm.gain_offset
-    least = (_LEAST_GAIN * gain.abs().amax()).clamp_min(torch.finfo(gain.dtype).tiny)  # all may be zero
+    least = _LEAST_GAIN * gain.abs().amax()
+    least = torch.where(least > 0, least, torch.ones_like(least))  # all may be zero
     return rows * sizes / torch.where(gain.abs() < least, least, gain)[..., None]
 
 

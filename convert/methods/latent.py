@@ -287,7 +287,7 @@ def _banded(numbers: torch.Tensor, fold: int) -> torch.Tensor:
 
 
 def _spread(basis: torch.Tensor, groups: int, fold: int) -> torch.Tensor:
-    """The basis `[bands, G F, G F]` as `[G, D/2, bands, G F]`: of each component in each number of each KV head."""
+    """The basis `[bands, G F, G F]` as `[G, D/2, bands, G F]`: coefficients of components in each number of each KV head."""
     bands, size = basis.shape[:2]
     whole = basis.new_zeros(groups, bands, fold, bands, size)
     each = torch.arange(bands)

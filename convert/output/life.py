@@ -142,7 +142,7 @@ def carry_out(
             if work.published:  # an earlier run was stopped after OUTPUT appeared
                 provenance = read_provenance(path)
                 if not isinstance(provenance.get("recipe"), dict):
-                    hint = "make OUTPUT again with --overwrite and without --resume; its weights were not looked at"
+                    hint = "rerun with --overwrite and without --resume"
                     raise Refusal(
                         f"OUTPUT {path} exists already, and its conversion.json is damaged: it has no recipe", hint=hint
                     )

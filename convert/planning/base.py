@@ -250,7 +250,7 @@ def host_of(
         reason = host.refuses(family, source.config, target)
         if reason is None and target.layer_ranks is not None and not host.ranks_per_layer:
             reason = "the latents of its layers have one rank"
-        if reason is None and engine and engine.name not in host.engines(family):
+        if reason is None and engine and engine.name not in host.engines(family, source.config):
             reason = f"{engine.name} does not run it, as far as was tried"
         if reason is None:
             return host

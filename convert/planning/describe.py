@@ -142,7 +142,7 @@ def capacity(
             add(target, partial(family.shapes, config), None)
         elif carrier := hosts[kind][0]:
             sized = carrier.sized(source.raw, config, target)
-            add(target, partial(carrier.layout(family).shapes, sized), running(carrier, family, target))
+            add(target, partial(carrier.layout(family).shapes, sized), running(carrier, family, target, config))
     facts = {
         "model": source.reference,
         "dtype": dtype,

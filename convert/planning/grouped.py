@@ -154,4 +154,4 @@ def _in_kvfolds_class(family: Family, source: Source, target: AttentionSpec, out
     """Whether kvfold's class can hold the result, and the engine that is asked for runs it there."""
     engine = engine_of(output.engine)
     hosts = [host for host in HOSTS["gqa"] if host.kind == "kvfold" and not host.refuses(family, source.config, target)]
-    return any(engine is None or engine.name in host.engines(family) for host in hosts)
+    return any(engine is None or engine.name in host.engines(family, source.config) for host in hosts)

@@ -107,7 +107,7 @@ def plan_latent(
     whole = replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded)
     target = _target(source, family, method, host, before, whole, dtype)
     if engine:
-        _check_engine(engine, host, family, target.spec)
+        _check_engine(engine, host, family, target.spec, source.config)
     if engine and (note := engine.note(before)):
         target = replace(target, notes=(*target.notes, note))
     check_output(output.path, source.directory, output.overwrite, output.resume)
@@ -132,9 +132,9 @@ def plan_latent(
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
 
 
-def _check_engine(engine: Engine, host: Host, family: Family, spec: AttentionSpec) -> None:
+def _check_engine(engine: Engine, host: Host, family: Family, spec: AttentionSpec, config: Any) -> None:
     """Refuse what the engine does not run."""
-    objection = engine.objection(host, family, spec)
+    objection = engine.objection(host, family, spec, config)
     if objection is None:
         return
     hint = "give another --kv-lora-rank, or --kv-budget, which finds one"

@@ -44,6 +44,10 @@ def portable_calibration(method: LatentMethod, options: CalibrationOptions) -> C
 def portable_hint(family: Family, source: Source, target: AttentionSpec, engine: Engine | None) -> str | None:
     """The next step if no other class is for the engine; None if this one is not, either."""
     for host in PORTABLE:
-        if engine and engine.name in host.engines(family) and host.refuses(family, source.config, target) is None:
+        if (
+            engine
+            and engine.name in host.engines(family, source.config)
+            and host.refuses(family, source.config, target) is None
+        ):
             return f"give --portable and --text FILE: {engine.name} runs a {host.name}"
     return None

@@ -42,14 +42,24 @@ def tokens_of(model: Path) -> Path:
     return model.with_name("tokens.json")
 
 
-def served(model: Path, dtype: str, prompts: list[list[int]], **more: str) -> subprocess.CompletedProcess[str]:
+def served(
+    model: Path, dtype: str, prompts: list[list[int]], compiled: bool = False, **more: str
+) -> subprocess.CompletedProcess[str]:
     settings = more | {
         "VLLM_CPU_KVCACHE_SPACE": str(CACHE // 2**30),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(
-        [sys.executable, str(SCRIPT), str(model), dtype, str(TOKENS), str(tokens_of(model))],
+        [
+            sys.executable,
+            str(SCRIPT),
+            str(model),
+            dtype,
+            str(TOKENS),
+            str(tokens_of(model)),
+            *(["compiled"] if compiled else []),
+        ],
         input=json.dumps(prompts),
         capture_output=True,
         text=True,
@@ -69,9 +79,9 @@ def expected(model: Path, dtype: str, ids: list[int], steps: list[list[Any]]) ->
         return made(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
 
 
-def same_tokens(model: Path, dtype: str, prompts: list[list[int]]) -> None:
+def same_tokens(model: Path, dtype: str, prompts: list[list[int]], compiled: bool = False) -> None:
     """vLLM's tokens are those of transformers, and its cache has the bytes that were planned."""
-    done = served(model, dtype, prompts)
+    done = served(model, dtype, prompts, compiled)
     assert done.returncode == 0, done.stderr[-2000:]
     near, off = {"float32": (0.01, 5e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}[dtype]
     for ids, steps in zip(prompts, json.loads(tokens_of(model).read_text()), strict=True):
@@ -168,14 +178,16 @@ def test_kvfolds_class_runs_where_kvfold_is_installed(
     same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
 
 
-@pytest.mark.parametrize("model_type", LATENT_PROVEN)
-def test_kvfolds_latents_are_cached_as_they_are(model_type: str, checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model_type", "compiled"), [*((name, False) for name in LATENT_PROVEN), ("qwen3", True)])
+def test_kvfolds_latents_are_cached_as_they_are(
+    model_type: str, compiled: bool, checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     sizes |= {"rotary_pct": 1.0, "rotary_dim": 64}
     source = checkpoint(model_type, **sizes, use_qk_norm=True, max_position_embeddings=256)
     command, *options = LATENT
     ok(convert(command, source, tmp_path / "out", *options, "--no-text", "--engine", "vllm"))
-    same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]])
+    same_tokens(tmp_path / "out", "float32", [[5, 9, 30, 40, 22], [50, 7], [33, 60, 61, 8, 90, 12]], compiled)
 
 
 @pytest.mark.parametrize(

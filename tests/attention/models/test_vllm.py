@@ -85,6 +85,9 @@ def test_what_fails_in_it_only_warns(monkeypatch: pytest.MonkeyPatch, caplog: py
         ("qwen3", False, {}, None),
         ("qwen3", True, {}, None),
         ("gpt2", False, {"inner_windows": [4, None]}, "windows inside its attention"),
+        ("qwen3", True, {"rope": {"rope_type": "dynamic", "factor": 2.0}}, "its RoPE (dynamic) depends on the length"),
+        ("phi", True, {"rope": {"full_attention": {"rope_type": "longrope"}}}, "its RoPE (longrope) depends on the length"),
+        ("qwen3", True, {"rope": {"rope_type": "yarn", "factor": 2.0}}, None),
         ("qwen3", False, {"layer_types": ["full_attention", "sliding_attention"]}, "larger than planned"),
         ("bloom", False, {}, "its grouped attention is built around bloom, which was not run there"),
         ("opt", True, {}, "its latent attention is built around opt, which was not run there"),
@@ -94,8 +97,12 @@ def test_what_fails_in_it_only_warns(monkeypatch: pytest.MonkeyPatch, caplog: py
 def test_what_vllm_would_run_wrongly_is_refused(
     model_type: str, latent: bool, changes: dict[str, Any], message: str | None
 ) -> None:
-    types = changes.pop("layer_types", None)
-    inner = SimpleNamespace(model_type=model_type, kv_lora_rank=16 if latent else None, layer_types=types)
+    inner = SimpleNamespace(
+        model_type=model_type,
+        kv_lora_rank=16 if latent else None,
+        layer_types=changes.get("layer_types"),
+        rope_parameters=changes.get("rope"),
+    )
     reason = objection(SimpleNamespace(**{"text_config": inner, "inner_windows": None, "kv_lora_ranks": None} | changes))
     assert (reason is None) if message is None else (message in str(reason))
 

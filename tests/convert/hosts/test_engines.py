@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import tiny_config
 
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
@@ -54,6 +56,21 @@ def test_vllm_runs_results_of_kvfolds_class_where_they_were_tried(model_type: st
     assert running(LATENT_HOST, FAMILIES[model_type], replace(BEFORE.latent(512, 64), layer_ranks=(512, 448))) == [
         "transformers"
     ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+    ids=["windows", "dynamic RoPE"],
+)
+def test_what_vllms_plugin_refuses_is_not_made_for_it(changes: dict[str, Any]) -> None:
+    family = FAMILIES["qwen3"]
+    for host, spec in ((HOST, BEFORE.grouped(8)), (LATENT_HOST, BEFORE.latent(512, 64))):
+        assert running(host, family, spec, tiny_config("qwen3")) == ["transformers", "vllm"]
+        assert running(host, family, spec, tiny_config("qwen3", **changes)) == ["transformers"]
 
 
 def test_the_sources_own_class_runs_where_its_kv_heads_are_read() -> None:
