@@ -24,7 +24,7 @@ def register() -> None:
     try:
         import vllm
 
-        import attention.models  # noqa: F401  # from then on transformers' Auto classes know the config
+        from attention.models import MODEL_TYPE  # from then on transformers' Auto classes know the config
 
         if not vllm.__version__.startswith(f"{TRIED}."):
             _log.warning(
@@ -33,21 +33,21 @@ def register() -> None:
                 vllm.__version__,
             )
         elif "KvfoldForCausalLM" not in vllm.ModelRegistry.get_supported_archs():
-            _declare_latents()
+            _declare_latents(MODEL_TYPE)
             vllm.ModelRegistry.register_model("KvfoldForCausalLM", f"{__name__}_model:KvfoldForCausalLM")
     except Exception as error:  # other models have to start
         _log.warning("vLLM will not know kvfold's class: %s", error)
 
 
-def _declare_latents() -> None:
-    """Let vLLM cache one latent per token where the config has one: it decides that by the model's type."""
+def _declare_latents(model_type: str) -> None:
+    """Let vLLM cache one latent per token where a config of that type has one."""
     from vllm.transformers_utils import model_arch_config_convertor as sizes
 
     class Sizes(sizes.ModelArchConfigConvertorBase):  # type: ignore[misc]
         def is_deepseek_mla(self) -> bool:
             return getattr(self.hf_text_config, "kv_lora_rank", None) is not None
 
-    sizes.MODEL_ARCH_CONFIG_CONVERTORS["kvfold"] = Sizes
+    sizes.MODEL_ARCH_CONFIG_CONVERTORS[model_type] = Sizes
 
 
 def objection(config: Any) -> str | None:

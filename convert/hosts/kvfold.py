@@ -82,15 +82,8 @@ class Kvfold(Host):
 
     def engines(self, family: Family, config: Any = None) -> frozenset[str]:
         inner = family.inner if isinstance(family, KvfoldProjections) else family
-        run = inner.model_type in self._in_vllm and (config is None or self._objection(family, config) is None)
+        run = inner.model_type in self._in_vllm and (config is None or _vllm_takes(family, config))
         return frozenset({"transformers", *(["vllm"] if run else [])})
-
-    @staticmethod
-    def _objection(family: Family, config: Any) -> str | None:
-        """Why vLLM's plugin refuses a source with this config, or None."""
-        if any(field in (*WINDOWS, SOFTCAP) for field in family.traits(config).extra_features):
-            return "windows and caps"
-        return rope_objection(config.text_config if family.needs_code else config)
 
     def layout(self, family: Family) -> Family:
         if family.needs_code:
@@ -187,6 +180,12 @@ class Kvfold(Host):
         from attention.models.configuration_kvfold import KvfoldConfig
 
         return KvfoldConfig(**self.config(raw, config, target, None))
+
+
+def _vllm_takes(family: Family, config: Any) -> bool:
+    """Whether vLLM's plugin takes a source with this config: it refuses windows, caps, and RoPE that depends on the length."""
+    limits = family.traits(config).extra_features.keys() & {*WINDOWS, SOFTCAP}
+    return not limits and rope_objection(config.text_config if family.needs_code else config) is None
 
 
 def _stock(family: Family) -> Host | None:

@@ -247,16 +247,23 @@ def host_of(
     """
     refusals = []
     for host in hosts:
-        reason = host.refuses(family, source.config, target)
-        if reason is None and target.layer_ranks is not None and not host.ranks_per_layer:
-            reason = "the latents of its layers have one rank"
-        if reason is None and engine and engine.name not in host.engines(family, source.config):
-            reason = f"{engine.name} does not run it, as far as was tried"
+        reason = unfit(host, family, source, target, engine)
         if reason is None:
             return host
         refusals.append(f"{host.name}: {reason}")
     carried = "MLA" if target.kv_lora_rank else target.kind
     raise Refusal(f"no output class carries {carried} of {source.reference}: {'; '.join(refusals)}", hint=hint)
+
+
+def unfit(host: Host, family: Family, source: Source, target: AttentionSpec, engine: Engine | None) -> str | None:
+    """Why an output class cannot carry a target, or an engine does not run it; None if nothing is in the way."""
+    if reason := host.refuses(family, source.config, target):
+        return reason
+    if target.layer_ranks is not None and not host.ranks_per_layer:
+        return "the latents of its layers have one rank"
+    if engine and engine.name not in host.engines(family, source.config):
+        return f"{engine.name} does not run it, as far as was tried"
+    return None
 
 
 def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, traits: Traits) -> Sequence[str]:

@@ -11,7 +11,7 @@ from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import Output, check_output
-from convert.planning.base import Plan, host_of, readable, stored_dtype, text_notes
+from convert.planning.base import Plan, host_of, readable, stored_dtype, text_notes, unfit
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget
@@ -142,16 +142,10 @@ def _notes(
     notes = []
     if method.text is not TextUse.IGNORED and traits.qk_norm:
         note = "queries and keys are normalised, which costs in this class"
-        if _in_kvfolds_class(family, source, target, output):
+        kvfolds = [host for host in HOSTS["gqa"] if host.kind == "kvfold"]
+        if any(unfit(host, family, source, target, engine_of(output.engine)) is None for host in kvfolds):
             note += "; gqa --class kvfold shares keys behind that, for less"
         notes.append(note)
     if not behind and family.merges_norm_gains(source.config):
         notes.append("inexact: keys are normalised with gains per head, and merged heads get the merged gains of their group")
     return tuple(notes), tuple(text_notes(method, text, traits))
-
-
-def _in_kvfolds_class(family: Family, source: Source, target: AttentionSpec, output: Output) -> bool:
-    """Whether kvfold's class can hold the result, and the engine that is asked for runs it there."""
-    engine = engine_of(output.engine)
-    hosts = [host for host in HOSTS["gqa"] if host.kind == "kvfold" and not host.refuses(family, source.config, target)]
-    return any(engine is None or engine.name in host.engines(family, source.config) for host in hosts)

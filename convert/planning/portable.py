@@ -9,6 +9,7 @@ from attention.errors import Refusal
 from convert import methods
 from convert.hosts import PORTABLE
 from convert.methods.text import TextUse
+from convert.planning.base import unfit
 from convert.planning.calibration import with_own_text
 
 if TYPE_CHECKING:
@@ -44,10 +45,6 @@ def portable_calibration(method: LatentMethod, options: CalibrationOptions) -> C
 def portable_hint(family: Family, source: Source, target: AttentionSpec, engine: Engine | None) -> str | None:
     """The next step if no other class is for the engine; None if this one is not, either."""
     for host in PORTABLE:
-        if (
-            engine
-            and engine.name in host.engines(family, source.config)
-            and host.refuses(family, source.config, target) is None
-        ):
+        if engine and unfit(host, family, source, target, engine) is None:
             return f"give --portable and --text FILE: {engine.name} runs a {host.name}"
     return None
