@@ -22,8 +22,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
+from attention.cache import store_encoded, store_plain
 from attention.caps import keep_caps
 from attention.errors import Failure, Refusal
+from attention.formats import format_named
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
 from attention.kernels import Backend, check
 from attention.latent import (
@@ -60,20 +62,25 @@ _OWN_FORWARDS = (KvfoldLatentAttention.forward, OwnLatentAttention.forward)
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def load(path: str | Path, *, when: When = "auto", backend: Backend = "auto", **arguments: Any) -> Any:
+def load(
+    path: str | Path, *, when: When = "auto", backend: Backend = "auto", cache_dtype: str | None = None, **arguments: Any
+) -> Any:
     """`AutoModelForCausalLM.from_pretrained(path, **arguments)`, absorbed or packed where possible.
 
     Latent attention is absorbed, with `when` and `backend` as in `absorb`; grouped attention is packed where `pack` can, with
-    `backend`. MHA, and a model that was loaded with another attention implementation, stay as they are.
+    `backend`. MHA, and a model that was loaded with another attention implementation, stay as they are. With `cache_dtype`, the
+    model stores its cache in that format, see `attention.cache`.
 
     Raises:
-        Refusal, Failure: As `absorb`.
+        Refusal, Failure: As `absorb`, or as `attention.cache.store_encoded`.
     """
     _rule(when)
     check(backend)
+    form = None if cache_dtype is None else format_named(cache_dtype)
     if said := unlike_ours(Path(path)):
         _log.warning(said)
-    return prepared(keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments)), when=when, backend=backend)
+    model = prepared(keep_caps(AutoModelForCausalLM.from_pretrained(path, **arguments)), when=when, backend=backend)
+    return model if form is None else store_encoded(model, form.name)
 
 
 def prepared(model: Any, *, when: When = "auto", backend: Backend = "auto") -> Any:
@@ -159,11 +166,12 @@ def pack(model: Any, *, backend: Backend = "auto") -> Any:
 
 
 def restore(model: Any) -> Any:
-    """Undo `absorb` and `pack`; a model that is neither absorbed nor packed stays as it is.
+    """Undo `absorb`, `pack` and `cache_dtype` of `load`; a model without them stays as it is.
 
     Returns:
         `model` itself.
     """
+    store_plain(model)
     for module in _attention(model).values():
         if isinstance(module, LatentAttention):
             module.unprepare()

@@ -10,6 +10,7 @@ from typing import Any
 
 from attention import models
 from attention.errors import Refusal
+from attention.formats import format_named
 
 _NUMBERS = {
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim",
@@ -132,9 +133,36 @@ class AttentionSpec:
             return sum(self.ranks) + self.num_layers * self.qk_rope_head_dim
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
-    def bytes_per_token(self, dtype: str) -> int:
-        """Bytes that the KV cache holds per token in all layers, if it is stored in `dtype`."""
-        return self.values_per_token * dtype_bytes(dtype)
+    def bytes_per_token(self, form: str) -> int:
+        """Bytes that the KV cache holds per token in all layers, in that format, which a dtype is, too.
+
+        Where keys are grouped along time, those of a long context; `cache_bytes` counts the group that is still open.
+
+        Raises:
+            Refusal: There is no such format, or it does not take these sizes.
+        """
+        tokens = format_named(form).tokens or 1
+        return (self.cache_bytes(form, tokens + 1, 0) - self.cache_bytes(form, 1, 0)) // tokens
+
+    def cache_bytes(self, form: str, cached: int, full: int) -> int:
+        """Bytes that the KV cache of one sequence holds in all layers, in that format.
+
+        Args:
+            form: The name of a format, see `attention.formats`.
+            cached: The tokens of the sequence.
+            full: Bytes of a value that is still in full precision.
+
+        Raises:
+            Refusal: There is no such format, or it does not take these sizes.
+        """
+        stored = format_named(form)
+        if self.kv_lora_rank is None:
+            stored.require(self.head_dim)
+            one = stored.key_bytes(self.head_dim, cached, full) + cached * stored.row_bytes(self.head_dim)
+            return self.num_layers * self.num_kv_heads * one
+        stored.require(*self.ranks, self.qk_rope_head_dim)
+        rope = stored.row_bytes(self.qk_rope_head_dim, latent=True)
+        return cached * sum(stored.row_bytes(rank, latent=True) + rope for rank in self.ranks)
 
     def grouped(self, groups: int) -> AttentionSpec:
         """The same attention with its KV heads merged into `groups`.

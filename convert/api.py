@@ -6,6 +6,7 @@ and warn through the logger "kvfold".
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -198,7 +199,12 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
     device, evaluate, max_tokens = given["device"], given["evaluate"], given["max_tokens"]
     wanted = sweeping.Wanted(*_targets(given), calibration, where, device, given["seed"])
     plans = sweeping.plans_for(source, wanted)
-    settings = EvaluationSettings(given["protocol"], contexts_of(given["context"]), max_tokens, "auto", device)
+    formats = tuple(dict.fromkeys(given["cache_dtype"]))
+    settings = EvaluationSettings(
+        given["protocol"], contexts_of(given["context"]), max_tokens, "auto", device, cache_dtypes=formats
+    )
+    for form, planned in itertools.product(formats, plans):
+        planned.target.spec.bytes_per_token(form)  # refuses sizes that the format does not take
     if given["dry_run"]:
         tokens = next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
         evaluated = min(about_tokens(evaluate), max_tokens or sys.maxsize)

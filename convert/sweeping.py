@@ -227,7 +227,8 @@ def with_durations(plans: Sequence[Plan], tokens: int, evaluated: int, settings:
 def _works(plans: Sequence[Plan], tokens: int, evaluated: int, settings: EvaluationSettings) -> list[Work]:
     source = plans[0].source
     decoder = Decoder.of(source.config, source.trust_remote_code)
-    one = evaluation_work([decoder], source, evaluated, settings.contexts, settings.protocol)
+    decoders = [decoder] * (1 + len(settings.cache_dtypes))
+    one = evaluation_work(decoders, source, evaluated, settings.contexts, settings.protocol)
     first, *others = works_of(plans, tokens)
     return [first + 2 * one, *(work + one for work in others)]
 

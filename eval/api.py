@@ -48,7 +48,7 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
         raise Refusal("--limit and --task-path are of --tasks", hint="name the tasks, or leave these out")
     contexts = contexts_of(given["context"])
     how = given["protocol"], contexts, given["max_tokens"], given["dtype"], given["device"], given["recall"]
-    settings = EvaluationSettings(*how, wanted)
+    settings = EvaluationSettings(*how, wanted, tuple(dict.fromkeys(given["cache_dtype"])))
     check(sources, settings)  # refuse configs before reading a text
     if output is not None:
         report.require_room(Path(output), report.NAMES, given["overwrite"])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
 
+from attention.formats import FORMATS
 from eval.arguments import Option
 from eval.inputs.text import DATASETS, OneText
 from eval.quality.protocol import PROTOCOLS
@@ -45,6 +46,15 @@ class Measuring(TypedDict, total=False):
         Option("Tokens per block; each is evaluated.", default=(), unset="2048, or the models' limit", least=2),
     ]
     max_tokens: Annotated[int | None, Option("Use only the first N tokens of the text.", least=2)]
+    cache_dtype: Annotated[
+        Sequence[str],
+        Option(
+            "Also evaluate each model with its KV cache stored in these formats.",
+            default=(),
+            choices=tuple(FORMATS),
+            metavar="NAME,…",
+        ),
+    ]
 
 
 class Probing(TypedDict, total=False):

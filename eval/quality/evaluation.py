@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
+from attention.cache import store_encoded
 from attention.errors import GateMissed, Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
@@ -75,12 +77,14 @@ def report_of(
         Failure: A model cannot be loaded, or its figures cannot be trusted.
     """
     protocols, tokens = prepare(sources, text, settings)
+    sources, forms = _with_formats(sources, settings.cache_dtypes)
 
     @cache
     def within(count: int) -> Tokens:
         return calibration_tokens(sources[0], text, count)
 
-    models = _Models(sources, settings, tokens, lambda source: seen_share(source, tokens, within, calibrated_on), progress)
+    overlap = partial(seen_share, tokens=tokens, within=within, calibrated_on=calibrated_on)
+    models = _Models(sources, forms, settings, tokens, protocols[0].context, overlap, progress)
     if not foretold:
         _foretell(sources, len(tokens.ids), settings)
     scores = [[Score() for _ in sources] for _ in protocols]
@@ -105,6 +109,13 @@ def report_of(
         ],
         **models.probed(),
     }
+
+
+def _with_formats(sources: Sequence[Source], forms: Sequence[str]) -> tuple[list[Source], list[str | None]]:
+    """Each model as it is, and once for each format of the cache that its checkpoint's dtype is not; formats beside them."""
+    rows = [(source, form) for source in sources for form in (None, *forms) if form != source.dtype]
+    named = [source if form is None else replace(source, label=f"{source.name} ({form} cache)") for source, form in rows]
+    return named, [form for _, form in rows]
 
 
 def evaluation_work(
@@ -149,12 +160,15 @@ class _Models:
     def __init__(
         self,
         sources: Sequence[Source],
+        forms: Sequence[str | None],
         settings: EvaluationSettings,
         tokens: Tokens,
+        context: int,
         overlap: Callable[[Source], float | None],
         progress: Progress,
     ) -> None:
-        self._sources, self._settings, self._progress = sources, settings, progress
+        self._sources, self._forms, self._settings, self._progress = sources, forms, settings, progress
+        self._context = context
         first, *others = sources  # what their files can make fail comes before the long part
         self._known = [identity(first) | {"calibration_overlap": None}]
         self._known += [identity(other) | {"calibration_overlap": overlap(other)} for other in others]
@@ -165,11 +179,14 @@ class _Models:
     @contextlib.contextmanager
     def opened(self, index: int) -> Iterator[Any]:
         """The model with this index, freed when the block ends."""
-        source = self._sources[index]
+        source, form = self._sources[index], self._forms[index]
         with _padded(source, self._settings) as model:
+            if form is not None:
+                store_encoded(model, form)
             if index == len(self.entries):  # the first time
-                first = self.entries[0]["kv_bytes_per_token"] if self.entries else None
-                self.entries.append(self._known[index] | _cost(source, model, first))
+                spec = AttentionSpec.from_config(source.config)
+                before = self.entries[0]["kv_bytes_per_token"] if self.entries else spec.bytes_per_token(source.dtype)
+                self.entries.append(self._known[index] | cache_figures(model, spec, source.dtype, before, form, self._context))
             yield model
 
     def visit(self, index: int, model: Any) -> None:
@@ -208,7 +225,8 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Proto
             hint="evaluate each by itself and compare bits/byte",
         )
     for source in sources:
-        AttentionSpec.from_config(source.config).bytes_per_token(source.dtype)
+        for form in (source.dtype, *settings.cache_dtypes):
+            AttentionSpec.from_config(source.config).bytes_per_token(form)
     if settings.dtype != "auto":
         dtype_bytes(settings.dtype)
     if settings.max_tokens is not None and settings.max_tokens < 2:
@@ -223,8 +241,3 @@ def _padded(source: Source, settings: EvaluationSettings) -> Iterator[Any]:
 
     with load(source, settings.dtype, settings.device) as model:
         yield pad_values(model)
-
-
-def _cost(source: Source, model: Any, source_bytes: int | None = None) -> dict[str, Any]:
-    spec = AttentionSpec.from_config(source.config)
-    return cache_figures(model, spec, source.dtype, source_bytes or spec.bytes_per_token(source.dtype))

@@ -27,12 +27,17 @@ _ROWS_AT_ONCE = 2**24
 
 @dataclass
 class Score:
-    """Running sums over scored tokens: nats, KL(source ‖ model), argmax agreement with the source."""
+    """Running sums over scored tokens: nats, KL(source ‖ model), argmax agreement with the source, and acceptance.
+
+    Acceptance is Σ min(p, q): how likely the source accepts a token that the model drafts (speculative sampling, arXiv
+    2211.17192).
+    """
 
     nats: float = 0.0
     tokens: int = 0
     kl: float = 0.0
     agreed: int = 0
+    accepted: float = 0.0
     by_position: ByPosition = field(default_factory=ByPosition)
 
     def add(self, found: torch.Tensor, expected: torch.Tensor | None, targets: torch.Tensor, positions: torch.Tensor) -> None:
@@ -46,9 +51,11 @@ class Score:
         self.tokens += targets.numel()
         if expected is None:
             self.agreed += targets.numel()
+            self.accepted += targets.numel()
         else:
             self.kl += (expected.exp() * (expected - found)).sum(-1).double().sum().item()
             self.agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
+            self.accepted += torch.minimum(expected, found).exp().sum(-1).double().sum().item()
 
     @property
     def loss(self) -> float:
@@ -75,6 +82,7 @@ class Score:
             "tokens": self.tokens,
             "kl_to_source": self.kl / self.tokens,
             "top1_agreement": self.agreed / self.tokens,
+            "acceptance": self.accepted / self.tokens,
             "loss_by_position": self.by_position.as_figures(source.by_position),
         }
 

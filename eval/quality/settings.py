@@ -33,6 +33,7 @@ class EvaluationSettings:
         device: "auto", "cpu", "cuda", "cuda:1", …; "auto" spreads a model with accelerate's device map.
         recall: Whether to measure recall over distances.
         tasks: Tasks of lm-eval to run, or None.
+        cache_dtypes: Formats of the cache, see `attention.formats`: each model is evaluated with each, too.
     """
 
     protocol: str = "paper"
@@ -42,3 +43,4 @@ class EvaluationSettings:
     device: str = "auto"
     recall: bool = False
     tasks: TaskSettings | None = None
+    cache_dtypes: tuple[str, ...] = ()

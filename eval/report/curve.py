@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from eval.report.drawing import COLOURS, MARKERS, inside_of_svg, legend, scale, series_label
+from eval.report.sections import cache_format
 from eval.terminal.escapes import printable
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def draw(models: list[Model], salt: str, width: int, height: int) -> str:
         legend(figure, axes, width)
         figure.draw_without_rendering()  # fixes the layout, so that labels can avoid each other
         figure.set_layout_engine("none")
-        kinds = [printable(model["kind"]) for model in models]
+        kinds = [printable(" ".join([model["kind"], cache_format(model)]).strip()) for model in models]
         _label(axes, [f"{kinds[0]} (source)", *kinds[1:]], points)
 
     return inside_of_svg(salt, width, height, plot)
@@ -37,15 +38,34 @@ def _plot(axes: Axes, models: list[Model]) -> list[tuple[float, float]]:
     points = [(model["kv_bytes_per_token"] / unit, float(model["perplexity"])) for model in models]
     axes.axhline(points[0][1], color=COLOURS["muted"], linestyle=(0, (4, 4)), linewidth=1)
     axes.plot(*points[0], "o", color=COLOURS["ink"], markerfacecolor="none", markersize=9, label="source")
-    methods = dict.fromkeys(model["method"] for model in models[1:])
-    for index, method in enumerate(methods):
-        curve = sorted(p for p, model in zip(points[1:], models[1:], strict=True) if model["method"] == method)
-        colour, marker, label = COLOURS[f"series-{index % 8}"], MARKERS[index % len(MARKERS)], method or "not converted"
+    series = dict.fromkeys(map(_series, models[1:]))
+    for index, label in enumerate(series):
+        curve = sorted(p for p, model in zip(points[1:], models[1:], strict=True) if _series(model) == label)
+        colour, marker = COLOURS[f"series-{index % 8}"], MARKERS[index % len(MARKERS)]
         axes.plot(*zip(*curve, strict=True), color=colour, marker=marker, markersize=6, label=series_label(label))
+    if any(map(cache_format, models)):
+        axes.plot(
+            *zip(*_front(points), strict=True), color=COLOURS["ink"], linestyle=":", linewidth=1, label="best for its bytes"
+        )
     log_x, log_y = scale(axes, 0, [x for x, _ in points]), scale(axes, 1, [y for _, y in points])
     axes.set_xlabel(f"KV bytes per token ({name}{', log scale' if log_x else ''})")
     axes.set_title(f"perplexity{' (log scale)' if log_y else ''}", loc="left")
     return points
+
+
+def _series(model: Model) -> str:
+    """The name of the series that a model belongs to: converted models by method and format, the source in all formats."""
+    method, form = model["method"] or "not converted", cache_format(model)
+    return f"{method}, {form} cache" if form and model["method"] else method
+
+
+def _front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points of which none with as few bytes has a lower perplexity, by bytes."""
+    front = list[tuple[float, float]]()
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front
 
 
 def _label(axes: Axes, labels: list[str], points: list[tuple[float, float]]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from attention.errors import Failure, Refusal
 from eval.inputs.overlap import WARN_ABOVE
 from eval.report import curve
-from eval.report.sections import fixed, perplexity_text, sections
+from eval.report.sections import cache_format, fixed, perplexity_text, sections
 from eval.terminal.escapes import markdown, printable
 from eval.terminal.tables import table
 
@@ -105,30 +105,54 @@ def _summary(report: Report) -> str:
     before = f"perplexity\N{NO-BREAK SPACE}{perplexity_text(source['perplexity'])}"
     name = printable(source["name"])
     if not others:
-        return f"{name} has {before} at {source['kv_bytes_per_token']:,} KV bytes per token; nothing is compared with it."
-
-    def title(model: Model) -> str:
-        return printable(f"{model['kind']} ({model['method']})" if model["method"] else model["kind"])
-
-    def share(model: Model) -> str:
-        return f"{100 * model['cache_ratio']:.3g}\N{NO-BREAK SPACE}%"
-
-    def loss(model: Model) -> str:
-        return f"{fixed(model['loss_nats'], '+.3f')}\N{NO-BREAK SPACE}nats"
+        return f"{name} has {before} at {source['kv_bytes_per_token']:,.0f} KV bytes per token; nothing is compared with it."
 
     # Skip models that save nothing, unless there are no others.
     smaller = [model for model in others if model["cache_ratio"] < 1] or others
     best = min(smaller, key=lambda m: (m["loss_nats"], m["cache_ratio"]))
     least = min(smaller, key=lambda m: (m["cache_ratio"], m["loss_nats"]))
     after = f"→\N{NO-BREAK SPACE}{perplexity_text(best['perplexity'])}"
-    result = f"keeps {share(best)} of the KV cache at {loss(best)} ({before} {after})"
+    result = f"keeps {_share(best)} of the KV cache at {_loss(best)} ({before} {after})"
     if len(others) == 1:
-        return f"{title(best)} {result}."
-    scope = f"Of {len(others)} models compared with {name}, {title(best)} loses least"
+        return f"{_title(best)} {result}."
+    scope = f"Of {len(others)} models compared with {name}, {_title(best)} loses least"
     if best is least:
-        return f"{scope} and caches least: it {result}."
-    rest = f"{share(least)} at {loss(least)} (perplexity\N{NO-BREAK SPACE}{perplexity_text(least['perplexity'])})"
-    return f"{scope}: it {result}; {title(least)} caches least: {rest}."
+        return f"{scope} and caches least: it {result}.{_dominated(report)}"
+    rest = f"{_share(least)} at {_loss(least)} (perplexity\N{NO-BREAK SPACE}{perplexity_text(least['perplexity'])})"
+    return f"{scope}: it {result}; {_title(least)} caches least: {rest}.{_dominated(report)}"
+
+
+def _dominated(report: Report) -> str:
+    """One sentence on the converted models that lose more than the source does with as small a cache in some format; or ""."""
+    source, *others = report["models"]
+    stored = [model for model in others if model["path"] == source["path"] and cache_format(model)]
+    converted = [model for model in others if model["path"] != source["path"]]
+    worse = {
+        index: [m for m in converted if m["cache_ratio"] >= row["cache_ratio"] and m["loss_nats"] > row["loss_nats"]]
+        for index, row in enumerate(stored)
+    }
+    best = max(worse, key=lambda index: (len(worse[index]), -stored[index]["cache_ratio"]), default=None)
+    if best is None or not worse[best]:
+        return ""
+    row, named = stored[best], list(dict.fromkeys(map(_title, worse[best])))
+    listed = ", ".join(named[:-1]) + (" and " if named[1:] else "") + named[-1]
+    return (
+        f" The source itself with a cache in {cache_format(row)} keeps {_share(row)} at {_loss(row)}: "
+        f"it loses less than {listed}, with no larger cache."
+    )
+
+
+def _title(model: Model) -> str:
+    notes = [note for note in (model["method"], cache_format(model) and f"{cache_format(model)} cache") if note]
+    return printable(f"{model['kind']} ({', '.join(notes)})" if notes else model["kind"])
+
+
+def _share(model: Model) -> str:
+    return f"{100 * model['cache_ratio']:.3g}\N{NO-BREAK SPACE}%"
+
+
+def _loss(model: Model) -> str:
+    return f"{fixed(model['loss_nats'], '+.3f')}\N{NO-BREAK SPACE}nats"
 
 
 def to_html(report: Report) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from attention.formats import PLAIN
 from eval.report.lines import Lines
 from eval.terminal.escapes import printable
 
@@ -59,6 +60,11 @@ def fixed(value: float, spec: str = ".4f") -> str:
     return format(value, spec) if round(value, 4) else f"{0:.4f}"
 
 
+def cache_format(model: Model) -> str:
+    """The format that its cache is stored in; "" if that is a dtype of checkpoints."""
+    return "" if model["cache_dtype"] in PLAIN else str(model["cache_dtype"])
+
+
 def _divergence(value: float) -> str:
     # An exact conversion has KL 0; a nearly exact one must look different.
     return "<0.0001" if 0 < value < 5e-5 else fixed(value)
@@ -70,7 +76,7 @@ _IDENTITY = (
     Column("method", lambda m: str(m["method"] or "-")),
 )
 _COST = (
-    Column("KV bytes/token", lambda m: f"{m['kv_bytes_per_token']:,}"),
+    Column("KV bytes/token", lambda m: f"{m['kv_bytes_per_token']:,.0f}"),
     Column("of source", lambda m: f"{m['cache_ratio']:.2%}".replace("%", " %")),
 )
 _QUALITY = (
@@ -79,6 +85,7 @@ _QUALITY = (
     Column("bits/byte", lambda m: f"{m['bits_per_byte']:.3f}"),
     Column("KL", lambda m: _divergence(m["kl_to_source"])),
     Column("top-1 agreement", lambda m: f"{m['top1_agreement']:.1%}".replace("%", " %")),
+    Column("acceptance", lambda m: f"{m['acceptance']:.1%}".replace("%", " %")),
 )
 COLUMNS = (*_IDENTITY, *_COST, *_QUALITY)
 
@@ -98,7 +105,8 @@ def sections(report: Report) -> list[Section]:
 def _models(report: Report) -> Section:
     note = (
         "Loss is ln(perplexity / source perplexity). KL divergence and top-1 agreement compare each model’s next-token "
-        "predictions with the source’s. Lower is better everywhere but in the last column."
+        "predictions with the source’s; acceptance is how likely the source accepts a token that the model drafts. Lower is "
+        "better, but for these last two."
     )
     rows = [[printable(column.cell(model)) for column in COLUMNS] for model in report["models"]]
     rows[0][0] += " (source)"

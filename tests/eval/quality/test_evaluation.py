@@ -59,6 +59,7 @@ NUMBERS: dict[str, type] = {
     "tokens": int,
     "kl_to_source": float,
     "top1_agreement": float,
+    "acceptance": float,
     "kv_bytes_per_token": int,
     "kv_bytes_measured": float,
     "cache_ratio": float,
@@ -108,6 +109,42 @@ def test_caches_are_counted_at_the_checkpoints_own_dtype(pair: list[Source]) -> 
     assert (source["cache_dtype"], source["kv_bytes_per_token"], source["kv_bytes_measured"]) == ("float32", 768, 768)
     assert (converted["cache_dtype"], converted["kv_bytes_per_token"], converted["kv_bytes_measured"]) == ("bfloat16", 192, 192)
     assert converted["cache_ratio"] == 0.25
+
+
+def test_each_model_is_evaluated_over_caches_in_each_format(pair: list[Source]) -> None:
+    settings = replace(SHORT, contexts=(64, 32), cache_dtypes=("int8", "int2", "bfloat16"))
+    report = report_of(pair, TEXT, settings)
+    rows = [(entry["name"], entry["cache_dtype"]) for entry in report["models"]]
+    assert rows == [
+        ("source", "float32"), ("source (int8 cache)", "int8"), ("source (int2 cache)", "int2"),
+        ("source (bfloat16 cache)", "bfloat16"),
+        ("small", "bfloat16"), ("small (int8 cache)", "int8"), ("small (int2 cache)", "int2"),  # its dtype is bfloat16
+    ]  # fmt: skip
+    source, int8, int2, half, small, *_ = report["models"]
+    plain = report_of(pair, TEXT, replace(SHORT, contexts=(64, 32)))["models"]
+    assert [source, small] == plain
+    assert 0 < int8["kl_to_source"] < int2["kl_to_source"]
+    assert half["kl_to_source"] < int8["kl_to_source"]
+    assert int8["kv_bytes_per_token"] == int8["kv_bytes_measured"] == 3 * 2 * 4 * (8 + 4)
+    encoded, opened = 8 * (32 // 4 + 4), 32 * 8 * 4  # keys of a head at 64 tokens: one group is behind, one is open
+    assert int2["kv_bytes_per_token"] == 3 * 4 * ((encoded + opened) / 64 + 2 + 4)
+    assert int2["cache_ratio"] == int2["kv_bytes_per_token"] / source["kv_bytes_per_token"]
+    (shorter,) = report["other_contexts"]
+    assert [entry["name"] for entry in shorter["models"]] == [name for name, _ in rows]
+    assert shorter["models"][2]["loss_nats"] != 0  # one group, of which values are encoded
+    assert {0 < entry["acceptance"] <= 1 for entry in report["models"]} == {True}
+    assert source["acceptance"] == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [("int5", "no KV cache is kept in 'int5'"), ("int4", "int4 packs 8 values into 4 bytes, and 4 is no multiple of 8")],
+)
+def test_formats_are_refused_before_weights_are_read(form: str, message: str, checkpoint: Checkpoint) -> None:
+    narrow = Source.parse(str(checkpoint(name="narrow", head_dim=4)))
+    forget_weights(narrow)
+    with pytest.raises(Refusal, match=message):
+        report_of([narrow], TEXT, replace(SHORT, cache_dtypes=(form,)))
 
 
 def test_a_source_alone_scores_as_it_does_in_company(pair: list[Source]) -> None:

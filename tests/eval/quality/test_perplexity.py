@@ -62,6 +62,7 @@ def naive(source: Any, model: Any, protocol: str, context: int, tokens: Tokens) 
         score.tokens += 1
         score.kl += sum(p * math.log(p / q) for p, q in zip(expected.tolist(), found.tolist(), strict=True))
         score.agreed += int(expected.argmax() == found.argmax())
+        score.accepted += float(torch.minimum(expected, found).sum())
     return score
 
 
@@ -80,11 +81,15 @@ def test_scores_are_those_of_a_naive_computation(
         assert found.agreed == expected.agreed
         assert found.nats == pytest.approx(expected.nats, rel=1e-5)
         assert found.kl == pytest.approx(expected.kl, rel=1e-5, abs=1e-9)
+        assert found.accepted == pytest.approx(expected.accepted, rel=1e-5)
 
 
 def test_figures_are_the_sums_divided_once() -> None:
     tokens = Tokens("text", torch.arange(20), 80, 0.25, None)
-    source, model = Score(nats=30.0, tokens=15, kl=0.0, agreed=15), Score(nats=33.0, tokens=15, kl=4.5, agreed=12)
+    source, model = (
+        Score(nats=30.0, tokens=15, kl=0.0, agreed=15),
+        Score(nats=33.0, tokens=15, kl=4.5, agreed=12, accepted=10.5),
+    )
     assert model.as_figures(tokens, source) == {
         "perplexity": pytest.approx(math.exp(2.2)),
         "loss_nats": pytest.approx(0.2),
@@ -93,6 +98,7 @@ def test_figures_are_the_sums_divided_once() -> None:
         "kl_to_source": pytest.approx(0.3),
         "loss_by_position": [],
         "top1_agreement": pytest.approx(0.8),
+        "acceptance": pytest.approx(0.7),
     }
 
 

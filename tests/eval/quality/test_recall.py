@@ -127,3 +127,6 @@ def test_a_report_holds_it_for_every_model(checkpoint: Callable[..., Path], monk
     first, second = (model["distances"][0]["nats"] for model in report["recall"]["models"])
     alone = report_of(sources[1:], text, replace(settings, recall=True))["recall"]["models"][0]
     assert second == alone["distances"][0]["nats"] != first
+    plain, coarse = report_of(sources[:1], text, replace(settings, recall=True, cache_dtypes=("int2",)))["recall"]["models"]
+    assert (plain["name"], coarse["name"]) == ("source", "source (int2 cache)")
+    assert plain["distances"][0]["nats"] == first != coarse["distances"][0]["nats"]

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from attention.errors import Failure
-from eval.report import drawing
+from eval.report import curve, drawing
 from eval.report import quality as reports
 from eval.report.sections import COLUMNS
 
@@ -37,6 +37,7 @@ def a_model(name: str, kind: str, method: str | None, kv_bytes: int, loss: float
         "tokens": 12288,
         "kl_to_source": 0.9 * loss,
         "top1_agreement": math.exp(-loss),
+        "acceptance": math.exp(-loss),
         "cache_dtype": "bfloat16",
         "kv_bytes_per_token": kv_bytes,
         "kv_bytes_measured": float(kv_bytes),
@@ -162,6 +163,7 @@ def test_markdown_has_a_row_per_model_and_pipes_line_up() -> None:
         "0.0000",
         "1.230",
         "0.0000",
+        "100.0 %",
         "100.0 %",
     ]
     assert first[3:7] == ["12,288", "50.00 %", "36.76", "+0.2000"]
@@ -326,12 +328,13 @@ def test_models_with_equal_caches_and_equal_quality_work() -> None:
         assert [text.text for text in svg.iter(f"{SVG}text")].count("GQA-8") == 1  # one label for one spot
 
 
-def test_summary_of_one_two_and_many() -> None:
-    def summary(report: dict[str, Any]) -> str:
-        found = re.search(r'<p class="summary">(.*?)</p>', reports.to_html(report))
-        assert found
-        return found[1].replace("\N{NO-BREAK SPACE}", " ")
+def summary(report: dict[str, Any]) -> str:
+    found = re.search(r'<p class="summary">(.*?)</p>', reports.to_html(report))
+    assert found
+    return found[1].replace("\N{NO-BREAK SPACE}", " ")
 
+
+def test_summary_of_one_two_and_many() -> None:
     report = a_report(1)
     assert summary(report) == "llama has perplexity 30.10 at 24,576 KV bytes per token; nothing is compared with it."
     report["models"].append(a_model("gqa4", "GQA-4", "mean", 12288, 0.21))
@@ -342,6 +345,43 @@ def test_summary_of_one_two_and_many() -> None:
         "Of 3 models compared with llama, GQA-4 (mean) loses least: it keeps 50 % of the KV cache at +0.210 nats "
         "(perplexity 30.10 → 37.13); MQA (aligned) caches least: 12.5 % at +0.300 nats (perplexity 40.63)."
     )
+
+
+def with_formats(report: dict[str, Any]) -> dict[str, Any]:
+    """The source, GQA-4 and MQA, with the source's cache in int8 and int4, and GQA-4's in int4."""
+    gqa, mqa = a_model("gqa", "GQA-4", "aligned", 12288, 0.1), a_model("mqa", "MQA", "aligned", 3072, 0.3)
+    source = report["models"][0]
+    stored = [
+        a_model(f"{of['name']} ({form} cache)", of["kind"], of["method"], size, loss)
+        | {"cache_dtype": form, "path": of["path"]}
+        for of, form, size, loss in ((source, "int8", 13056, 0.001), (source, "int4", 7680.5, 0.02), (gqa, "int4", 3840, 0.12))
+    ]
+    return report | {"models": [source, *stored[:2], gqa, stored[2], mqa]}
+
+
+def test_a_summary_names_what_the_source_in_another_format_does_better() -> None:
+    report = with_formats(a_report(1))
+    assert summary(report) == (
+        "Of 5 models compared with llama, MHA (int8 cache) loses least: it keeps 53.1 % of the KV cache at +0.001 nats "
+        "(perplexity 30.10 → 30.13); MQA (aligned) caches least: 12.5 % at +0.300 nats (perplexity 40.63). "
+        "The source itself with a cache in int4 keeps 31.3 % at +0.020 nats: it loses less than GQA-4 (aligned), "
+        "with no larger cache."
+    )
+    assert " 7,680 " in reports.to_markdown(report)  # whole bytes
+
+
+def test_formats_are_series_of_their_own_and_the_front_is_drawn() -> None:
+    report = with_formats(a_report(1))
+    svg = drawings(reports.to_html(report))[-1]
+    shown = [text.text for text in svg.iter(f"{SVG}text")]
+    assert {"aligned", "aligned, int4 cache", "not converted", "best for its bytes"} <= set(shown)
+    assert {"MHA (source)", "MHA int8", "MHA int4", "GQA-4", "GQA-4 int4", "MQA"} <= set(shown)
+    plain = drawings(reports.to_html(a_report(3)))[-1]
+    assert "best for its bytes" not in [text.text for text in plain.iter(f"{SVG}text")]
+
+
+def test_the_front_has_the_points_that_no_smaller_one_beats() -> None:
+    assert curve._front([(4.0, 1.0), (2.0, 2.0), (3.0, 2.5), (1.0, 5.0), (2.0, 3.0)]) == [(1.0, 5.0), (2.0, 2.0), (4.0, 1.0)]
 
 
 def test_write_leaves_exactly_four_files(tmp_path: Path) -> None:
@@ -458,7 +498,7 @@ def with_probes(report: dict[str, Any]) -> dict[str, Any]:
     """What `--context 512,1024 --recall --tasks …` add."""
     names = [model["name"] for model in report["models"]]
     places = [{"from": 0, "to": 128, "tokens": 9, "loss_nats": 0.0}, {"from": 128, "to": 256, "tokens": 3, "loss_nats": 0.5}]
-    quality = ("name", "perplexity", "loss_nats", "bits_per_byte", "tokens", "kl_to_source", "top1_agreement")
+    quality = ("name", "perplexity", "loss_nats", "bits_per_byte", "tokens", "kl_to_source", "top1_agreement", "acceptance")
     further = [{key: model[key] for key in quality} | {"loss_by_position": places} for model in report["models"]]
     distances = [{"distance": 128, "tokens": 63, "nats": 0.25}, {"distance": 256, "tokens": 63, "nats": 0.5}]
     score = {"acc": {"value": 0.5, "stderr": 0.025}, "f1": {"value": 0.25, "stderr": None}}

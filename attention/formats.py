@@ -1,0 +1,89 @@
+"""Formats of cached numbers: how many bytes they take, scales included. `attention.encoding` encodes and decodes them.
+
+A format is a plain dtype, or integers of a few bits with a scale and an offset in float16 for each group of values (KIVI,
+arXiv 2402.02750). Values of heads and latents are grouped within one token. Keys of heads are grouped along time, per channel:
+a group is as many consecutive tokens as share a scale, and stays in full precision while a token of it is the newest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attention.errors import Refusal
+
+PLAIN = ("float64", "float32", "float16", "bfloat16")  # dtypes that checkpoints have, too
+SCALES = 4  # bytes of a scale and an offset, in float16
+_PACKED = 8  # integers that are packed together: as many bytes as an integer has bits
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store cached numbers.
+
+    Attributes:
+        name: As options name it.
+        bits: Of one value, without scales.
+        group: Values of one token that share a scale; 0 for a plain dtype.
+        latent_group: The same for a latent and its RoPE key.
+        tokens: Tokens whose keys share a scale per channel; 0 where keys of heads are grouped as values are.
+    """
+
+    name: str
+    bits: int
+    group: int = 0
+    latent_group: int = 0
+    tokens: int = 0
+
+    def row_bytes(self, size: int, latent: bool = False) -> int:
+        """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key."""
+        group = self.latent_group if latent else self.group
+        return size * self.bits // 8 + (SCALES * -(-size // group) if group else 0)
+
+    def tokens_encoded(self, cached: int) -> int:
+        """How many of so many cached tokens have encoded keys of heads: all but the group of the newest token."""
+        return (cached - 1) // self.tokens * self.tokens if self.tokens and cached else cached
+
+    def key_bytes(self, size: int, cached: int, full: int) -> int:
+        """Bytes of the keys of one head, with `size` dims, that is `full` bytes of a value that is still in full precision."""
+        if not self.tokens:
+            return cached * self.row_bytes(size)
+        encoded = self.tokens_encoded(cached)
+        group = size * (self.tokens * self.bits // 8 + SCALES)
+        return encoded // self.tokens * group + (cached - encoded) * size * full
+
+    def require(self, *sizes: int) -> None:
+        """Refuse sizes of heads or latents whose integers do not fill bytes."""
+        for size in sizes if self.group else ():
+            if size % _PACKED:
+                raise Refusal(
+                    f"{self.name} packs {_PACKED} values into {self.bits} bytes, and {size} is no multiple of {_PACKED}",
+                    hint="choose bfloat16, float16, float32 or fp8",
+                )
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        Format("float64", 64),
+        Format("float32", 32),
+        Format("float16", 16),
+        Format("bfloat16", 16),
+        Format("fp8", 8),
+        Format("int8", 8, 64, 64),
+        Format("int4", 4, 32, 64, 32),
+        Format("int3", 3, 32, 64, 32),
+        Format("int2", 2, 32, 64, 32),
+    )
+}
+
+
+def format_named(name: str) -> Format:
+    """The format with that name.
+
+    Raises:
+        Refusal: There is none.
+    """
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise Refusal(f"no KV cache is kept in {name!r} (choose {', '.join(FORMATS)})") from None

@@ -1,0 +1,62 @@
+"""How many bytes cached numbers take."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention.errors import Refusal
+from attention.formats import FORMATS, format_named
+from attention.spec import AttentionSpec
+
+HEADS = AttentionSpec(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
+LATENT = HEADS.latent(160, 32)
+
+
+@pytest.mark.parametrize(
+    ("form", "of_heads", "of_latent"),
+    [
+        ("bfloat16", 1.0, 0.5),
+        ("fp8", 0.5, 0.25),
+        ("int8", 0.53125, 13 / 48),  # 8 bits, and 32 of scales for every 64 values
+        ("int4", 0.3125, 7 / 48),  # heads: 4 bits, and 32 for every 32
+        ("int3", 0.25, 5.5 / 48),
+        ("int2", 0.1875, 4 / 48),
+    ],
+)
+def test_shares_of_a_long_cache_in_bfloat16_with_scales(form: str, of_heads: float, of_latent: float) -> None:
+    whole = HEADS.bytes_per_token("bfloat16")
+    assert HEADS.bytes_per_token(form) / whole == of_heads
+    assert LATENT.bytes_per_token(form) / whole == pytest.approx(of_latent)
+
+
+@pytest.mark.parametrize(("cached", "encoded"), [(0, 0), (1, 0), (32, 0), (33, 32), (64, 32), (65, 64)])
+def test_the_keys_of_the_newest_group_are_counted_in_full_precision(cached: int, encoded: int) -> None:
+    assert FORMATS["int4"].tokens_encoded(cached) == encoded
+    keys = encoded * 64 * 5 // 8 + (cached - encoded) * 64 * 2
+    values = cached * (32 + 2 * 4)
+    assert HEADS.cache_bytes("int4", cached, 2) == 30 * 3 * (keys + values)
+
+
+def test_formats_without_groups_of_tokens_cost_the_same_at_every_length() -> None:
+    for form in ("float32", "fp8", "int8"):
+        assert HEADS.cache_bytes(form, 77, 2) == 77 * HEADS.bytes_per_token(form)
+    assert LATENT.cache_bytes("int4", 77, 2) == 77 * LATENT.bytes_per_token("int4")
+
+
+def test_ranks_of_layers_are_counted_one_by_one() -> None:
+    varied = AttentionSpec(2, 9, 9, 64, kv_lora_rank=96, qk_rope_head_dim=32, qk_nope_head_dim=64, layer_ranks=(64, 128))
+    assert varied.bytes_per_token("int4") == (32 + 4) + (64 + 8) + 2 * (16 + 4)
+
+
+def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
+    with pytest.raises(Refusal, match="int2 packs 8 values into 2 bytes, and 6 is no multiple of 8") as caught:
+        AttentionSpec(2, 4, 2, 6).bytes_per_token("int2")
+    assert "fp8" in str(caught.value.hint)
+    with pytest.raises(Refusal, match="and 12 is no multiple of 8"):
+        HEADS.latent(12, 32).cache_bytes("int8", 5, 2)
+    assert AttentionSpec(2, 4, 2, 6).bytes_per_token("fp8") == 2 * 2 * 2 * 6
+
+
+def test_an_unknown_format_is_refused_with_all_that_there_are() -> None:
+    with pytest.raises(Refusal, match=r"no KV cache is kept in 'int5' \(choose float64, .*bfloat16.*int2\)"):
+        format_named("int5")
