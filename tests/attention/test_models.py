@@ -315,9 +315,15 @@ def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None
             "import attention; from transformers.generation.watermarking import SynthIDTextWatermarkDetector",
             "import attention; from transformers import pipeline",
             "from attention.spec import AttentionSpec",
+            "import attention.models.configuration_kvfold",
+            "import attention.models.modeling_kvfold",
             "import attention; from importlib.util import find_spec; find_spec('transformers.models.auto.configuration_auto')",
         ],
-        ["from transformers import AutoConfig; import attention", "import attention; import transformers.modeling_layers"],
+        [
+            "from transformers import AutoConfig; import attention",
+            "import attention; import transformers.modeling_layers",
+            "import attention.models.modeling_kvfold",
+        ],
     ),
 )
 def test_auto_classes_know_the_class_once_attention_is_imported(first: str, tmp_path: Path) -> None:
