@@ -141,8 +141,8 @@ def test_the_cache_holds_what_the_heads_say() -> None:
 def test_probabilities_are_returned(model_type: str) -> None:
     with torch.inference_mode():
         found = own_model(model_type, attention="eager")(tokens(2, 9), output_attentions=True).attentions
-    assert [tuple(weights.shape) for weights in found] == [(2, 8, 9, 9)] * 3
-    assert all(torch.allclose(weights.sum(-1), torch.ones(2, 8, 9)) for weights in found)
+    assert [tuple(probabilities.shape) for probabilities in found] == [(2, 8, 9, 9)] * 3
+    assert all(torch.allclose(probabilities.sum(-1), torch.ones(2, 8, 9)) for probabilities in found)
 
 
 # ---- windows inside attention ----------------------------------------------------------------------------------------
@@ -352,9 +352,9 @@ def test_a_row_that_sees_no_token_is_finite_in_half_precision(dtype: torch.dtype
     q, k, v = (torch.rand(1, 2, 5, 8, generator=generator).to(dtype) * 8 for _ in range(3))
     mask = torch.full((1, 1, 5, 5), torch.finfo(dtype).min, dtype=dtype).triu(1)
     mask[:, :, :2] = torch.finfo(dtype).min
-    out, weights = modeling_kvfold.eager(SimpleNamespace(num_key_value_groups=1, training=False), -q, k, v, mask, 1.0)
+    out, probabilities = modeling_kvfold.eager(SimpleNamespace(num_key_value_groups=1, training=False), -q, k, v, mask, 1.0)
     assert out.isfinite().all()
-    assert weights.isfinite().all()
+    assert probabilities.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["alibi", "position_bias"])
