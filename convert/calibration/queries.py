@@ -112,33 +112,26 @@ class _Met:
     def logits(self, change: torch.Tensor) -> Iterator[torch.Tensor]:
         """`[h, t, s]` of each span, which a change of A `[h, D, N + P]` adds."""
         nope, rope = change.tensor_split([self.nope.shape[-1]], -1)
-        if self.jacobian.norm is not None:
+        if self.lifts:
+            queries, kept = joined(self.queries, self.jacobian(self.queries @ rope)), joined(self.nope @ nope.mT, self.rope)
+        else:
             queries, kept = self.jacobian(self.queries @ joined(rope, nope)), joined(self.rope, self.nope)
-            for rows, stop in self.rows:
-                yield queries[:, rows] @ kept[:, :stop].mT
-            return
-        queries, kept = (self.queries, self.nope @ nope.mT) if self.lifts else (self.queries @ nope, self.nope)
-        queries, kept = joined(queries, self.jacobian(self.queries @ rope)), joined(kept, self.rope)
         for rows, stop in self.rows:
             yield queries[:, rows] @ kept[:, :stop].mT
 
     def gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
         """`[h, D, N + P]`, by A, of the sum over all logits, each times its pull `[h, t, s]`."""
-        queries, lifts = self.queries, self.lifts
-        rows_of, columns_of = (self.nope, queries) if lifts else (queries, self.nope)
-        of_nope = queries.new_zeros(len(queries), rows_of.shape[1], columns_of.shape[2])
-        of_rope = queries.new_zeros(*queries.shape[:2], self.rope.shape[-1])
+        queries, kept = self.queries, self.rope if self.lifts else joined(self.rope, self.nope)
+        of_queries = queries.new_zeros(*queries.shape[:2], kept.shape[-1])
+        of_lifted = queries.new_zeros(len(queries), self.nope.shape[1], queries.shape[-1] if self.lifts else 0)
         for (rows, stop), pull in zip(self.rows, pulls, strict=True):
-            of_rope[:, rows] = pull @ self.rope[:, :stop]
-            if lifts:
-                of_nope[:, :stop] += pull.mT @ queries[:, rows]
-            else:
-                of_nope[:, rows] = pull @ self.nope[:, :stop]
-        if self.jacobian.norm is not None:
-            of_rope, of_nope = self.jacobian.adjoint(joined(of_rope, of_nope)).split((of_rope.shape[-1], of_nope.shape[-1]), -1)
-            return queries.mT @ joined(of_nope, of_rope)
-        nope = of_nope.mT @ self.nope if lifts else queries.mT @ of_nope
-        return torch.cat((nope, queries.mT @ self.jacobian.adjoint(of_rope)), -1)
+            of_queries[:, rows] = pull @ kept[:, :stop]
+            if self.lifts:
+                of_lifted[:, :stop] += pull.mT @ queries[:, rows]
+        found = queries.mT @ self.jacobian.adjoint(of_queries)
+        if self.lifts:
+            return torch.cat((of_lifted.mT @ self.nope, found), -1)
+        return found.roll(self.nope.shape[-1], -1)  # nope dims first
 
 
 @dataclass(frozen=True)

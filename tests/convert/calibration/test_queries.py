@@ -228,6 +228,21 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monk
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("norm", [None, "shared", "head", "layer", "after"])
+def test_behind_a_norm_queries_descend_the_squared_error(norm: str | None) -> None:
+    a, x = record(4, 1, 2, 2, 20, norm=norm), X[0]
+    after, total = merged(a, 2), torch.zeros(())
+    leaf = torch.zeros(4, a.q.shape[1], a.q.shape[1], requires_grad=True)
+    source, result = heads_of(a, x), heads_of(queries._applied(a, after, leaf), x)
+    for head in range(4):
+        p = source.probabilities(source.logits(head))
+        lacking = result.logits(head) - source.logits(head)
+        total = total + 0.5 * (p * (lacking - (p * lacking).sum(-1, keepdim=True)).square()).sum()
+    (expected,) = torch.autograd.grad(total, leaf)
+    found = -fit_of(a, after, x, slice(0, 4), fitted_spans(4, [len(x)])[0]).wanted
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("case", ["gqa, partial", "mla", "attention factor"])
 def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated relative to the token, one token after another; what has a position and what has none, apart."""
