@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,8 +92,6 @@ class Heads:
         lift: `[H, N', N]` from a head's nope queries to what is kept (MLA), or None.
         rotation: Rotates rows `[…, T, P]` by their positions.
         scale: Of the logits.
-        query_jacobian: The derivative of queries by `plain`.
-        key_jacobian: The derivative of keys by what is projected.
         scoring: What becomes of logits.
     """
 
@@ -106,8 +104,6 @@ class Heads:
     lift: torch.Tensor | None
     rotation: Rotation
     scale: float
-    query_jacobian: Jacobian
-    key_jacobian: Jacobian
     scoring: Scoring = PLAIN
 
     @property
@@ -148,8 +144,6 @@ class Heads:
             rope=self.rope[heads],
             kept_nope=chosen(self.kept_nope),
             kept_rope=chosen(self.kept_rope),
-            query_jacobian=self.query_jacobian.part(chosen),
-            key_jacobian=self.key_jacobian.part(chosen),
             lift=None if self.lift is None else self.lift[heads],
             scoring=self.scoring.of(heads),
         )
@@ -193,6 +187,18 @@ class Jacobian:
             return cls(rotation)
         return cls(rotation, norm.linearised(rotation(states) if norm.after_rotary else states), norm.after_rotary)
 
+    @classmethod
+    def of_queries(cls, record: Record, heads: Heads) -> Jacobian:
+        """Of the queries that a record's heads have in a block, by `heads.plain`."""
+        return cls.at(heads.plain, record.q_norm if isinstance(record, Attention) else None, heads.rotation)
+
+    @classmethod
+    def of_keys(cls, record: Record, heads: Heads) -> Jacobian:
+        """Of the keys that a record's KV heads have in a block, by what is projected; of a latent, of its RoPE key."""
+        if isinstance(record, FactoredAttention) or record.k_norm is None:
+            return cls(heads.rotation)
+        return cls.at(_project(heads.inputs, record.k, record.k_bias), record.k_norm, heads.rotation)
+
     def __call__(self, change: torch.Tensor) -> torch.Tensor:
         """Of changes `[heads, T, D]` of projected heads."""
         if self.norm is None:
@@ -210,9 +216,9 @@ class Jacobian:
         """At some of the tokens."""
         return replace(self, rotation=self.rotation.of(tokens), norm=None if self.norm is None else self.norm.of(tokens))
 
-    def part(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> Jacobian:
-        """For some of the heads, as of `LinearisedNorm`."""
-        return self if self.norm is None else replace(self, norm=self.norm.part(choose))
+    def part(self, heads: slice) -> Jacobian:
+        """For some of the heads."""
+        return self if self.norm is None else replace(self, norm=self.norm.part(heads))
 
 
 def joined(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -240,7 +246,6 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
         latent = record.latent(x)[None]
-        jacobian = Jacobian(rotation)
         return Heads(
             x,
             plain,
@@ -251,8 +256,6 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
             record.up_k.float(),
             rotation,
             record.scale,
-            jacobian,
-            jacobian,
             record.scoring,
         )
     plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
@@ -268,8 +271,6 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         None,
         rotation,
         record.scale,
-        Jacobian.at(plain, record.q_norm, rotation),
-        Jacobian.at(keys, record.k_norm, rotation),
         record.scoring,
     )
 

@@ -136,13 +136,13 @@ def grouped_attention(
         key: `[B, G, S, D]`.
         value: `[B, G, S, Dv]`.
         attention_mask: None, or `[B or 1, 1 or H, T, S]`: true where a token is seen, or a number added to the scores.
-        dropout: The probability that a weight is dropped.
+        dropout: The chance that a probability of the attention is dropped.
         scaling: The factor of the scores; None for D^-½.
         backend: See `decode_grouped`.
         kwargs: Everything else that the model passes to its attention function.
 
     Returns:
-        `[B, T, H, Dv]`, and None in place of weights.
+        `[B, T, H, Dv]`, and None in place of probabilities.
 
     Raises:
         Refusal: A backend other than "auto" cannot serve this call.

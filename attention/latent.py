@@ -27,8 +27,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from attention.errors import Refusal
 from attention.forward import widened
-from attention.kernels import Backend, decode
-from attention.kernels.torch_decode import probabilities, read
+from attention.kernels import Backend, decode, torch_decode
 from attention.models.modeling_kvfold import eager
 from attention.neutral import constant_channels, is_size, undone
 
@@ -161,10 +160,10 @@ class LatentAttention(nn.Module):
         # cache are the cache's own counters, which `update` has just advanced, so that mask can no longer be evaluated.
         late = isinstance(attention_mask, BlockMask) and past_key_values is not None and past_key_values.is_compileable
         if "cache" in kwargs or late or not self._absorbs(hidden_states.shape[1], latent.shape[2], attention_mask):
-            out, weights = self._expanded(q_nope, q_rope, latent, k_rope, attention_mask, **kwargs)
+            out, probabilities = self._expanded(q_nope, q_rope, latent, k_rope, attention_mask, **kwargs)
         else:
-            out, weights = self._absorbed(q_nope, q_rope, latent[:, 0], k_rope[:, 0], attention_mask)
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+            out, probabilities = self._absorbed(q_nope, q_rope, latent[:, 0], k_rope[:, 0], attention_mask)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), probabilities
 
     def _absorbs(self, queries: int, cached: int, mask: torch.Tensor | BlockMask | None) -> bool:
         # For several queries without a mask, the meaning (causal from which corner, packed sequences, nothing masked) depends
@@ -206,8 +205,8 @@ class LatentAttention(nn.Module):
         if values.device.type == "cpu" and self.config._attn_implementation == "sdpa":
             values = widened(values, self.qk_head_dim)
         kwargs |= {"dropout": 0.0, **self.attention_arguments()}
-        out, weights = function(self, queries, keys, values, mask, scaling=self.scaling, **kwargs)
-        return out[..., : self.v_head_dim], weights
+        out, probabilities = function(self, queries, keys, values, mask, scaling=self.scaling, **kwargs)
+        return out[..., : self.v_head_dim], probabilities
 
     def _absorbed(
         self,
@@ -223,15 +222,15 @@ class LatentAttention(nn.Module):
         )  # [H, N, R], [H, Dv, R]
         q_latent = per_head(q_nope, up_k)  # [B, H, T, R]
         dense = dense_mask(mask, q_nope.shape[2], latent)
-        weights = None
+        probabilities = None
         if self.config._attn_implementation == "eager":  # the one that returns probabilities
-            weights = probabilities(
+            probabilities = torch_decode.probabilities(
                 q_latent, q_rope, latent, k_rope, dense, self.scaling, self.attention_arguments().get("softcap")
             )
-            o_latent = read(weights, latent)
+            o_latent = torch_decode.read(probabilities, latent)
         else:
             o_latent = decode(q_latent, q_rope, latent, k_rope, dense, self.scaling, self.backend)
-        return per_head(o_latent, up_v.transpose(1, 2)).transpose(1, 2), weights
+        return per_head(o_latent, up_v.transpose(1, 2)).transpose(1, 2), probabilities
 
 
 class StockLatentAttention(LatentAttention):
@@ -306,8 +305,8 @@ class OwnLatentAttention(LatentAttention):
         """Attend as the class does (`attend`)."""
         cache = layer_past if past_key_values is None else past_key_values
         mask = self.windowed(attention_mask, self.config._attn_implementation, hidden_states, cache)
-        out, weights = self.attend(hidden_states, position_embeddings, mask, cache, **kwargs)
-        return out if residual is None else out + residual, weights
+        out, probabilities = self.attend(hidden_states, position_embeddings, mask, cache, **kwargs)
+        return out if residual is None else out + residual, probabilities
 
 
 def neutral_constants(module: LatentAttention) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""SDPA with values as wide as keys on a CPU, where torch has no other kernel that avoids the [B, H, T, S] weights.
+"""SDPA with values as wide as keys on a CPU, where torch has no other kernel that avoids the [B, H, T, S] probabilities.
 
 Values of MLA are narrower than its keys. Padded with zeros they give the same output, 5 to 8 times faster at 512 tokens.
 """
@@ -38,5 +38,5 @@ def _attend(
     dims = value.shape[-1]
     if value.device.type == "cpu":
         value = widened(value, key.shape[-1])
-    out, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-    return out[..., :dims], weights
+    out, probabilities = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    return out[..., :dims], probabilities

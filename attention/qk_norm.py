@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 
@@ -120,9 +118,10 @@ class LinearisedNorm:
         """The derivative at some of the tokens."""
         return replace(self, unit=self.unit[:, tokens], inverse=self.inverse[:, tokens])
 
-    def part(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> LinearisedNorm:
-        """The derivative for some of the heads, which are chosen from rows `[heads or 1, …]`."""
-        return replace(self, unit=choose(self.unit), inverse=choose(self.inverse), gain=choose(self.gain))
+    def part(self, heads: slice) -> LinearisedNorm:
+        """The derivative for some of the heads."""
+        unit, inverse, gain = (r if len(r) == 1 else r[heads] for r in (self.unit, self.inverse, self.gain))
+        return replace(self, unit=unit, inverse=inverse, gain=gain)
 
     def power(self) -> torch.Tensor:
         """`[heads or 1, D]`, about what it multiplies the squares of changes by."""

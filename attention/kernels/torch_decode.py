@@ -47,7 +47,7 @@ def probabilities(
     scaling: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """The attention weights of `decode`, `[B, H, T, S]` in the dtype of the queries; scores and softmax are at least fp32.
+    """The probabilities of `decode`, `[B, H, T, S]` in the dtype of the queries; scores and softmax are at least fp32.
 
     With `softcap` c, scores become c · tanh(scores / c) (Gemma 2, arXiv 2408.00118) before they are masked.
     """
@@ -72,12 +72,12 @@ def probabilities(
     return scores.softmax(-1).to(q_latent.dtype)
 
 
-def read(weights: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-    """`weights [B, H, T, S]` times `latent [B, S, R]` is `[B, H, T, R]`.
+def read(probabilities: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+    """`probabilities [B, H, T, S]` times `latent [B, S, R]` is `[B, H, T, R]`.
 
     Heads and queries are the rows of one product: broadcasting over heads would copy the latent H times.
     """
-    return torch.bmm(weights.flatten(1, 2), latent).unflatten(1, weights.shape[1:3])
+    return torch.bmm(probabilities.flatten(1, 2), latent).unflatten(1, probabilities.shape[1:3])
 
 
 def decode_grouped(

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -53,12 +54,18 @@ def names_ours(config: Mapping[str, Any]) -> bool:
 
 def register() -> None:
     """Make transformers' Auto classes know it now, or as soon as they are imported: nothing is imported for that."""
-    for module, announce in (("configuration_auto", _register_config), ("modeling_auto", _register_model)):
-        name = f"transformers.models.auto.{module}"
-        if name in sys.modules:
-            announce()
-        else:
-            sys.meta_path.insert(0, _Announcing(name, announce))
+    for part, announce in (("configuration", _register_config), ("modeling", _register_model)):
+        # Our module may be what imports transformers': its classes are known when it has them, whoever imported it.
+        own = f"{__name__}.{part}_kvfold"
+        _once_imported(own, announce)
+        _once_imported(f"transformers.models.auto.{part}_auto", partial(importlib.import_module, own))
+
+
+def _once_imported(module: str, act: Callable[[], object]) -> None:
+    if module in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, _Announcing(module, act))
 
 
 def _register_config() -> None:
@@ -89,7 +96,7 @@ class _Announcing(MetaPathFinder):
         imported: Called once.
     """
 
-    def __init__(self, name: str, imported: Callable[[], None]) -> None:
+    def __init__(self, name: str, imported: Callable[[], object]) -> None:
         self._name, self._imported, self._asking = name, imported, False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

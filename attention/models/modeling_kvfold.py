@@ -255,10 +255,10 @@ class GroupedAttention(_BehindHeads):
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
         # vLLM reads the scale from the source of this call.
-        out, weights = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)  # [B, T, H, D]
+        out, probabilities = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)  # [B, T, H, D]
         out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         out = nn.functional.dropout(out, self.output_dropout, self.training)
-        return out if residual is None else out + residual, weights
+        return out if residual is None else out + residual, probabilities
 
     def heads(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values `[B, T, heads, D]`, not rotated."""
@@ -350,12 +350,12 @@ class KvfoldLatentAttention(_BehindHeads):
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= {"dropout": dropout, **self.attention_arguments()}
         queries = torch.cat((nope, rope), -1)
-        out, weights = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)  # [B, T, H, Dv]
+        out, probabilities = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)
         if "flash" in chosen:
-            out = out[..., : self.v_head_dim]
+            out = out[..., : self.v_head_dim]  # [B, T, H, Dv]
         out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         out = nn.functional.dropout(out, self.output_dropout, self.training)
-        return out if residual is None else out + residual, weights
+        return out if residual is None else out + residual, probabilities
 
     def attention_arguments(self) -> dict[str, Any]:
         """As for all attention, where the function caps logits or refuses a cap."""
@@ -584,6 +584,6 @@ def eager(
         logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
     elif attention_mask is not None:
         logits = logits + attention_mask
-    weights = nn.functional.softmax(logits, -1).to(query.dtype)
-    weights = nn.functional.dropout(weights, dropout, module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
+    probabilities = nn.functional.softmax(logits, -1).to(query.dtype)
+    probabilities = nn.functional.dropout(probabilities, dropout, module.training)
+    return (probabilities @ value).transpose(1, 2).contiguous(), probabilities

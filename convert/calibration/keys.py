@@ -77,8 +77,9 @@ def _fits(kind: type[F], after: Record, blocks: Sequence[torch.Tensor], sources:
     """One for each block."""
     groups = 1 if isinstance(after, FactoredAttention) else len(after.k)
     parts = fitted_spans(len(sources[0].plain), list(map(len, blocks)), TOKENS)
-    every = zip(sources, blocks, parts, strict=True)
-    return [kind.of(source, heads_of(after, x), groups, part) for source, x, part in every]
+    results = (heads_of(after, x) for x in blocks)  # one at a time
+    every = zip(sources, results, parts, strict=True)
+    return [kind.of(source, result, Jacobian.of_keys(after, result), groups, part) for source, result, part in every]
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,14 @@ class _KeyFit:
     wanted: torch.Tensor
 
     @classmethod
-    def of(cls, source: Heads, result: Heads, groups: int, parts: list[slice]) -> Self:
+    def of(cls, source: Heads, result: Heads, jacobian: Jacobian, groups: int, parts: list[slice]) -> Self:
         every = slice(0, len(source.plain))
         probabilities, pulls = (
             [grouped(rows, groups) for rows in part] for part in missing(source.part(every), result.part(every), parts)
         )
         fitted = result.rope if result.lift is not None else torch.cat((result.rope, result.nope), -1)
         queries = [grouped(result.scale * fitted[:, tokens], groups) for tokens in parts]
-        fit = cls(result.inputs, result.key_jacobian, parts, queries, probabilities, result.inputs.new_zeros(()))
+        fit = cls(result.inputs, jacobian, parts, queries, probabilities, result.inputs.new_zeros(()))
         fit = fit.to(rough(result.inputs.device))
         return replace(fit, wanted=fit._gradient(pull.to(fit.x.dtype) for pull in pulls))
 

@@ -43,14 +43,8 @@ def fitted_queries(
         blocks: The layer's inputs, `[t, E]` each, from position 0, fp32.
         sources: What the source's heads make of each.
     """
-    lengths = list(map(len, blocks))
-    pairs = [(source, heads_of(after, x)) for source, x in zip(sources, blocks, strict=True)]
-    free, changes = _free(before, after), []
-    for heads in _together(len(before.q), max(lengths)):
-        parts = fitted_spans(heads.stop - heads.start, lengths, TOKENS)
-        fits = [_QueryFit.of(a.part(heads), b.part(heads), part) for (a, b), part in zip(pairs, parts, strict=True)]
-        changes.append(_solved(fits, free))
-    change = torch.cat(changes)
+    free = _free(before, after)
+    change = torch.cat([_solved(fits, free) for _, fits in _fits(after, blocks, sources)])
     return lambda share: _applied(before, after, share * change)
 
 
@@ -59,15 +53,22 @@ def met_by_queries(before: Attention, after: FactoredAttention, blocks: Sequence
 
     Args as of `fitted_queries`.
     """
-    lengths, found = list(map(len, blocks)), []
-    pairs, rank = [(heads_of(before, x), heads_of(after, x)) for x in blocks], len(after.down)
-    for heads in _together(len(before.q), max(lengths)):
-        parts = fitted_spans(heads.stop - heads.start, lengths, TOKENS)
-        fits = [_QueryFit.of(a.part(heads), b.part(heads), part) for (a, b), part in zip(pairs, parts, strict=True)]
+    found, rank = [], len(after.down)
+    for heads, fits in _fits(after, blocks, [heads_of(before, x) for x in blocks]):
         kept = torch.stack([fit.moments(-(-_SAMPLED // len(fits)))[1] for fit in fits]).sum(0).double()
         up = after.up_k[heads].double()
         found.append(joined_met(up @ kept[:, :rank, :rank] @ up.mT, kept[:, rank:, rank:]))
     return torch.cat(found)
+
+
+def _fits(after: Record, blocks: Sequence[torch.Tensor], sources: Sequence[Heads]) -> Iterator[tuple[slice, list[_QueryFit]]]:
+    """Heads that are fitted together, and for each block one problem of theirs; one such part of the heads after the other."""
+    lengths, results = list(map(len, blocks)), [heads_of(after, x) for x in blocks]
+    jacobians = [Jacobian.of_queries(after, result) for result in results]
+    for heads in _together(len(sources[0].plain), max(lengths)):
+        parts = fitted_spans(heads.stop - heads.start, lengths, TOKENS)
+        every = zip(sources, results, jacobians, parts, strict=True)
+        yield heads, [_QueryFit.of(a.part(heads), b.part(heads), by.part(heads), part) for a, b, by, part in every]
 
 
 def _together(count: int, context: int) -> list[slice]:
@@ -96,12 +97,12 @@ class _Met:
     rows: list[tuple[slice, int]]
 
     @classmethod
-    def of(cls, source: Heads, result: Heads, spans: list[slice]) -> _Met:
+    def of(cls, source: Heads, result: Heads, jacobian: Jacobian, spans: list[slice]) -> _Met:
         tokens = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(source.plain.device)
         ends = list(accumulate(span.stop - span.start for span in spans))
         rows = [(slice(start, end), span.stop) for start, end, span in zip([0, *ends], ends, spans, strict=False)]
         kept = result.scale * result.kept_nope, result.scale * result.kept_rope
-        return cls(source.plain[:, tokens], *kept, result.query_jacobian.of(tokens), rows)
+        return cls(source.plain[:, tokens], *kept, jacobian.of(tokens), rows)
 
     @property
     def lifts(self) -> bool:
@@ -111,33 +112,26 @@ class _Met:
     def logits(self, change: torch.Tensor) -> Iterator[torch.Tensor]:
         """`[h, t, s]` of each span, which a change of A `[h, D, N + P]` adds."""
         nope, rope = change.tensor_split([self.nope.shape[-1]], -1)
-        if self.jacobian.norm is not None:
+        if self.lifts:
+            queries, kept = joined(self.queries, self.jacobian(self.queries @ rope)), joined(self.nope @ nope.mT, self.rope)
+        else:
             queries, kept = self.jacobian(self.queries @ joined(rope, nope)), joined(self.rope, self.nope)
-            for rows, stop in self.rows:
-                yield queries[:, rows] @ kept[:, :stop].mT
-            return
-        queries, kept = (self.queries, self.nope @ nope.mT) if self.lifts else (self.queries @ nope, self.nope)
-        queries, kept = joined(queries, self.jacobian(self.queries @ rope)), joined(kept, self.rope)
         for rows, stop in self.rows:
             yield queries[:, rows] @ kept[:, :stop].mT
 
     def gradient(self, pulls: Iterable[torch.Tensor]) -> torch.Tensor:
         """`[h, D, N + P]`, by A, of the sum over all logits, each times its pull `[h, t, s]`."""
-        queries, lifts = self.queries, self.lifts
-        rows_of, columns_of = (self.nope, queries) if lifts else (queries, self.nope)
-        of_nope = queries.new_zeros(len(queries), rows_of.shape[1], columns_of.shape[2])
-        of_rope = queries.new_zeros(*queries.shape[:2], self.rope.shape[-1])
+        queries, kept = self.queries, self.rope if self.lifts else joined(self.rope, self.nope)
+        of_queries = queries.new_zeros(*queries.shape[:2], kept.shape[-1])
+        of_lifted = queries.new_zeros(len(queries), self.nope.shape[1], queries.shape[-1] if self.lifts else 0)
         for (rows, stop), pull in zip(self.rows, pulls, strict=True):
-            of_rope[:, rows] = pull @ self.rope[:, :stop]
-            if lifts:
-                of_nope[:, :stop] += pull.mT @ queries[:, rows]
-            else:
-                of_nope[:, rows] = pull @ self.nope[:, :stop]
-        if self.jacobian.norm is not None:
-            of_rope, of_nope = self.jacobian.adjoint(joined(of_rope, of_nope)).split((of_rope.shape[-1], of_nope.shape[-1]), -1)
-            return queries.mT @ joined(of_nope, of_rope)
-        nope = of_nope.mT @ self.nope if lifts else queries.mT @ of_nope
-        return torch.cat((nope, queries.mT @ self.jacobian.adjoint(of_rope)), -1)
+            of_queries[:, rows] = pull @ kept[:, :stop]
+            if self.lifts:
+                of_lifted[:, :stop] += pull.mT @ queries[:, rows]
+        found = queries.mT @ self.jacobian.adjoint(of_queries)
+        if self.lifts:
+            return torch.cat((of_lifted.mT @ self.nope, found), -1)
+        return found.roll(self.nope.shape[-1], -1)  # nope dims first
 
 
 @dataclass(frozen=True)
@@ -155,9 +149,9 @@ class _QueryFit:
     wanted: torch.Tensor
 
     @classmethod
-    def of(cls, source: Heads, result: Heads, spans: list[slice]) -> _QueryFit:
+    def of(cls, source: Heads, result: Heads, jacobian: Jacobian, spans: list[slice]) -> _QueryFit:
         """The problem of a block's heads, of some of its tokens."""
-        met, (probabilities, pulls) = _Met.of(source, result, spans), missing(source, result, spans)
+        met, (probabilities, pulls) = _Met.of(source, result, jacobian, spans), missing(source, result, spans)
         return cls(met, probabilities, met.gradient(pulls))
 
     @property

@@ -154,11 +154,11 @@ def check_attention(plan: Plan, reader: Reader) -> None:
 def _attention_unit(
     family: Family, layout: Family, config: Any, sized: Any, layer: int, reader: Reader, stored: torch.dtype | None
 ) -> Unit:
-    """The unit of a converted layer. A tensor gets the dtype of the source's of the same name, else of its first projection."""
-    names = tuple(family.shapes(config, layer))
-    shapes = layout.shapes(sized, layer)
-    dtypes = {name: reader.infos.get(name, reader.infos[names[0]]).dtype for name in shapes}
-    outputs = {name: TensorInfo(shape, dtypes[name]).stored_as(stored) for name, shape in shapes.items()}
+    """The unit of a converted layer. A tensor gets the dtype of its counterpart in the source, else of the first projection."""
+    names, shapes = tuple(family.shapes(config, layer)), layout.shapes(sized, layer).items()
+    source = {name: torch.empty(reader.infos[name].shape, dtype=reader.infos[name].dtype, device="meta") for name in names}
+    dtypes, first = layout.dtypes(source, family, config, layer), source[names[0]].dtype
+    outputs = {name: TensorInfo(shape, dtypes.get(name, first)).stored_as(stored) for name, shape in shapes}
     return Unit(tuple(Place(name, ()) for name in names), outputs, layer=layer)
 
 

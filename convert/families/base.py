@@ -136,6 +136,17 @@ class Family(ABC):
             layer: The index of the layer.
         """
 
+    def dtypes(self, tensors: Mapping[str, torch.Tensor], source: Family, config: Any, layer: int) -> dict[str, torch.dtype]:
+        """The dtypes of a layer by the names that its tensors, or those that hold the same in this layout, have here.
+
+        Args:
+            tensors: Those of the source's attention by name; only their shapes and dtypes are read.
+            source: The source's family.
+            config: The source's.
+            layer: The index of the layer.
+        """
+        return {name: tensor.dtype for name, tensor in tensors.items()}
+
     @property
     def without_latent(self) -> str | None:
         """Why no latent can take the place of its attention, whatever the config; None if one can."""

@@ -104,6 +104,15 @@ class KvfoldProjections(Family):
             local |= _join_projected(record.projections)
         return {f"{self.module(layer)}.{name}": tensor for name, tensor in local.items()}
 
+    def dtypes(self, tensors: Mapping[str, torch.Tensor], source: Family, config: Any, layer: int) -> dict[str, torch.dtype]:
+        if source.needs_code:
+            return super().dtypes(tensors, source, config, layer)
+        record = source.split(tensors, config, layer)
+        held = record if isinstance(record, Attention) else record.projections
+        assert held is not None, "a latent that has a norm is behind projections"
+        local = {**_join_projected(held), "o_proj.weight": record.o, "o_proj.bias": record.o_bias}
+        return {f"{self.module(layer)}.{name}": tensor.dtype for name, tensor in local.items() if tensor is not None}
+
     def traits(self, config: Any) -> Traits:
         traits = replace(self.inner.traits(config.text_config), qkv_bias=config.qkv_bias, o_bias=config.o_bias)
         # Every layer has a RoPE key, also those that had no RoPE: it is zero there.
@@ -210,8 +219,8 @@ def _projections(local: Mapping[str, torch.Tensor], config: Any) -> Projections:
     return HeadProjections(a.q, a.k, a.v, q_norm, k_norm, a.q_bias, a.k_bias, a.v_bias, config.clip_qkv)
 
 
-def _join_projected(p: Projections) -> dict[str, torch.Tensor]:
-    """Projections and their norms; the inverse of `_projections`."""
+def _join_projected(p: Projections | Attention) -> dict[str, torch.Tensor]:
+    """Projections and their norms, also of a record that has these itself; the inverse of `_projections`."""
     if isinstance(p, LatentProjections):
         return join_latent(p)
     local = join_heads(p)

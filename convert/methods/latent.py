@@ -223,7 +223,7 @@ def share_latent(
     """
     repeats, count = attention.q.shape[0] // attention.num_kv_heads, len(parts.rest)
     o, o_bias = attention.o.float(), _float(attention.o_bias)
-    if attention.v_bias is not None:  # attention weights sum to one, so a constant value is a constant output
+    if attention.v_bias is not None:  # probabilities sum to one, so a constant value is a constant output
         constant = torch.einsum("ehd,hd->e", o, attention.v_bias.float().repeat_interleave(repeats, 0))
         o_bias = constant if o_bias is None else o_bias + constant
     return FactoredAttention(

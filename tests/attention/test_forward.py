@@ -17,6 +17,7 @@ from attention.forward import (
     heads_of,
     output_error,
 )
+from attention.qk_norm import QKNorm
 from attention.record import Attention, FactoredAttention, HeadProjections, Record
 from attention.rope import Rotary
 from attention.scoring import Scoring
@@ -254,3 +255,12 @@ def test_a_head_that_looks_at_itself_alone_looks_no_farther() -> None:
 def test_no_class_has_both_slopes_and_a_cap() -> None:
     with pytest.raises(ValueError, match="no class caps logits with ALiBi"):
         Scoring((0.5,), softcap=1.0)
+
+
+def test_outputs_and_where_heads_look_take_no_derivative_of_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits alone need it, which ask for it; each output that they are judged by would pay for it, too."""
+    a = record(norm="head")
+    monkeypatch.delattr(QKNorm, "linearised")
+    x = inputs(a.q.shape[-1])
+    assert attention_output(a, x).isfinite().all()
+    assert heads_of(a, x[0]).part(slice(0, 2)).queries.isfinite().all()

@@ -211,8 +211,8 @@ def test_every_call_computes_what_sdpa_computes(name: str) -> None:
     expected, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
     torch.manual_seed(0)
     with attention.kernels.watched() as seen:
-        found, weights = grouped_attention(module, q, k, v, mask, backend="auto", **options)
-    assert weights is None
+        found, probabilities = grouped_attention(module, q, k, v, mask, backend="auto", **options)
+    assert probabilities is None
     assert found.shape == expected.shape
     assert (found - expected).abs().max() < 1e-6
     assert seen == ({"torch": None} if packed else {})

@@ -258,7 +258,7 @@ def test_a_decode_step_never_expands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_prefill_on_a_cpu_has_values_as_wide_as_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has a kernel without the [B, H, T, S] weights for these alone."""
+    """torch has a kernel without the [B, H, T, S] probabilities for these alone."""
     attend, widths = torch.nn.functional.scaled_dot_product_attention, []
 
     def seeing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -445,8 +445,8 @@ def naive(
     """Keys and values of every head, spelled out."""
     keys, values = (torch.einsum("bsr,hdr->bhsd", c, up) for up in (up_k, up_v))
     scores = torch.einsum("bhtd,bhsd->bhts", q_nope, keys) + torch.einsum("bhtd,bsd->bhts", q_rope, k)
-    weights = (scores * scaling).masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0)
-    return torch.einsum("bhts,bhsd->bhtd", weights, values)
+    probabilities = (scores * scaling).masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0)
+    return torch.einsum("bhts,bhsd->bhtd", probabilities, values)
 
 
 size = st.integers(1, 6)

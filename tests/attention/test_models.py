@@ -141,8 +141,8 @@ def test_the_cache_holds_what_the_heads_say() -> None:
 def test_probabilities_are_returned(model_type: str) -> None:
     with torch.inference_mode():
         found = own_model(model_type, attention="eager")(tokens(2, 9), output_attentions=True).attentions
-    assert [tuple(weights.shape) for weights in found] == [(2, 8, 9, 9)] * 3
-    assert all(torch.allclose(weights.sum(-1), torch.ones(2, 8, 9)) for weights in found)
+    assert [tuple(probabilities.shape) for probabilities in found] == [(2, 8, 9, 9)] * 3
+    assert all(torch.allclose(probabilities.sum(-1), torch.ones(2, 8, 9)) for probabilities in found)
 
 
 # ---- windows inside attention ----------------------------------------------------------------------------------------
@@ -315,9 +315,15 @@ def test_the_code_that_comes_with_a_checkpoint_needs_nothing_of_kvfold() -> None
             "import attention; from transformers.generation.watermarking import SynthIDTextWatermarkDetector",
             "import attention; from transformers import pipeline",
             "from attention.spec import AttentionSpec",
+            "import attention.models.configuration_kvfold",
+            "import attention.models.modeling_kvfold",
             "import attention; from importlib.util import find_spec; find_spec('transformers.models.auto.configuration_auto')",
         ],
-        ["from transformers import AutoConfig; import attention", "import attention; import transformers.modeling_layers"],
+        [
+            "from transformers import AutoConfig; import attention",
+            "import attention; import transformers.modeling_layers",
+            "import attention.models.modeling_kvfold",
+        ],
     ),
 )
 def test_auto_classes_know_the_class_once_attention_is_imported(first: str, tmp_path: Path) -> None:
@@ -346,9 +352,9 @@ def test_a_row_that_sees_no_token_is_finite_in_half_precision(dtype: torch.dtype
     q, k, v = (torch.rand(1, 2, 5, 8, generator=generator).to(dtype) * 8 for _ in range(3))
     mask = torch.full((1, 1, 5, 5), torch.finfo(dtype).min, dtype=dtype).triu(1)
     mask[:, :, :2] = torch.finfo(dtype).min
-    out, weights = modeling_kvfold.eager(SimpleNamespace(num_key_value_groups=1, training=False), -q, k, v, mask, 1.0)
+    out, probabilities = modeling_kvfold.eager(SimpleNamespace(num_key_value_groups=1, training=False), -q, k, v, mask, 1.0)
     assert out.isfinite().all()
-    assert weights.isfinite().all()
+    assert probabilities.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["alibi", "position_bias"])

@@ -9,7 +9,7 @@ import torch
 from records import random, record
 from refitting import SEEN, X, changed, latent, merged, sources
 
-from attention.forward import heads_of, output_error
+from attention.forward import Heads, Jacobian, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Pairing
 from convert.calibration import keys
@@ -20,6 +20,13 @@ from convert.calibration.refit import _Search
 
 def with_fitted_keys(before: Attention, after: Record) -> Record:
     return _Search(before, X).closer(after, fitted_keys(after, X, sources(before, X), SEEN.seen))
+
+
+def fit_of(
+    source: Heads, after: Record, x: torch.Tensor, groups: int, parts: list[slice], kind: type[keys._KeyFit] = keys._KeyFit
+) -> keys._KeyFit:
+    result = heads_of(after, x)
+    return kind.of(source, result, Jacobian.of_keys(after, result), groups, parts)
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
@@ -68,7 +75,7 @@ def test_the_gradient_by_keys_is_that_of_the_squared_error(case: str, monkeypatc
         missing = result.logits(head) - source.logits(head)
         total = total + 0.5 * (p * (missing - (p * missing).sum(-1, keepdim=True)).square()).sum()
     (expected,) = torch.autograd.grad(total, leaf)
-    fit = keys._KeyFit.of(source, heads_of(after, x), len(kept), parts)
+    fit = fit_of(source, after, x, len(kept), parts)
     found = fit.curvature(leaf.detach()) - fit.wanted
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
@@ -89,7 +96,7 @@ def test_behind_a_norm_keys_and_gains_descend_the_squared_error(norm: str) -> No
     by_rows, by_gain = torch.autograd.grad(total, (rows, gain))
     parts = fitted_spans(4, [len(x)])[0]
     for kind, expected in ((keys._KeyFit, by_rows), (keys._GainFit, by_gain[..., None])):
-        found = -kind.of(source, heads_of(after, x), 2, parts).wanted
+        found = -fit_of(source, after, x, 2, parts, kind).wanted
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
@@ -110,7 +117,7 @@ def test_behind_a_norm_keys_and_gains_that_were_spoilt_are_restored(norm: str) -
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_both_dims_of_a_rotary_pair_count_alike(pairing: str) -> None:
     a = record(2, 2, 3, 2, 20, pairing)  # type: ignore[arg-type]
-    fit = keys._KeyFit.of(heads_of(a, X[0]), heads_of(a, X[0]), 2, fitted_spans(4, [X.shape[1]])[0])
+    fit = fit_of(heads_of(a, X[0]), a, X[0], 2, fitted_spans(4, [X.shape[1]])[0])
     queries_ = heads_of(a, X[0]).rope.square().sum(1).unflatten(0, (2, 2)).sum(1) * a.scale**2
     first, second = queries_.unflatten(1, (2, 3) if pairing == "half" else (3, 2)).unbind(1 if pairing == "half" else 2)
     power = fit.power()[:, :6].unflatten(1, (2, 3) if pairing == "half" else (3, 2))
@@ -127,7 +134,7 @@ def test_sums_of_many_rounded_products_are_not_rounded(monkeypatch: pytest.Monke
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(keys, "rough", lambda device, dtype=dtype: dtype)
-        fit = keys._KeyFit.of(heads_of(a, x), heads_of(after, x), 2, parts)
+        fit = fit_of(heads_of(a, x), after, x, 2, parts)
         found.append((fit.wanted, fit.curvature(0.1 * random(*after.k.shape, seed=5))))
     for exact, rounded in zip(*found, strict=True):
         assert float((rounded - exact).norm() / exact.norm()) < 0.01

@@ -10,7 +10,7 @@ from hypothesis import settings
 from records import factored, inputs, loss, measured, random, record, run
 from refitting import X, any_refit, changed, latent, merged, refitted_queries, sources
 
-from attention.forward import heads_of, output_error
+from attention.forward import Jacobian, heads_of, output_error
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Pairing
 from convert.calibration import queries
@@ -185,8 +185,13 @@ def test_heads_of_zeros_stay_finite(what: str) -> None:
 
 def fits_of(a: Attention, after: Record, heads: slice) -> list[queries._QueryFit]:
     parts = fitted_spans(heads.stop - heads.start, list(map(len, X)), TOKENS)
-    blocks = [(heads_of(a, x).part(heads), heads_of(after, x).part(heads)) for x in X]
-    return [queries._QueryFit.of(*block, part) for block, part in zip(blocks, parts, strict=True)]
+    return [fit_of(a, after, x, heads, part) for x, part in zip(X, parts, strict=True)]
+
+
+def fit_of(a: Attention, after: Record, x: torch.Tensor, heads: slice, part: list[slice]) -> queries._QueryFit:
+    source, result = heads_of(a, x), heads_of(after, x)
+    jacobian = Jacobian.of_queries(after, result).part(heads)
+    return queries._QueryFit.of(source.part(heads), result.part(heads), jacobian, part)
 
 
 CASES = ("gqa", "gqa, interleaved, partial", "gqa, ALiBi", "mla", "mla, ALiBi", "mqa")
@@ -223,6 +228,21 @@ def test_the_gradient_is_that_of_the_squared_error(case: str, target: bool, monk
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("norm", [None, "shared", "head", "layer", "after"])
+def test_behind_a_norm_queries_descend_the_squared_error(norm: str | None) -> None:
+    a, x = record(4, 1, 2, 2, 20, norm=norm), X[0]
+    after, total = merged(a, 2), torch.zeros(())
+    leaf = torch.zeros(4, a.q.shape[1], a.q.shape[1], requires_grad=True)
+    source, result = heads_of(a, x), heads_of(queries._applied(a, after, leaf), x)
+    for head in range(4):
+        p = source.probabilities(source.logits(head))
+        lacking = result.logits(head) - source.logits(head)
+        total = total + 0.5 * (p * (lacking - (p * lacking).sum(-1, keepdim=True)).square()).sum()
+    (expected,) = torch.autograd.grad(total, leaf)
+    found = -fit_of(a, after, x, slice(0, 4), fitted_spans(4, [len(x)])[0]).wanted
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("case", ["gqa, partial", "mla", "attention factor"])
 def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated relative to the token, one token after another; what has a position and what has none, apart."""
@@ -239,9 +259,7 @@ def test_the_moments_are_those_of_keys_as_queries_see_them(case: str, monkeypatc
         for part, kept in ((slice(0, split), nope), (slice(split, None), back)):
             centred = kept - p @ kept
             expected[part, part] += (centred.T * p) @ centred
-    of_queries, spread = queries._QueryFit.of(
-        source.part(slice(1, 3)), result.part(slice(1, 3)), *fitted_spans(2, [len(x)])
-    ).moments(10**6)
+    of_queries, spread = fit_of(a, after, x, slice(1, 3), *fitted_spans(2, [len(x)])).moments(10**6)
     torch.testing.assert_close(spread[1].double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
     torch.testing.assert_close(of_queries[1], source.plain[head].T @ source.plain[head], rtol=1e-4, atol=1e-4)
 

@@ -48,9 +48,9 @@ def attended(a: Attention, x: torch.Tensor) -> Attended:
                 logits, cap = a.scale * keys[h // share, seen] @ rows[h, t], a.scoring.softcap
                 logits = logits if cap is None else cap * torch.tanh(logits / cap)
                 biases = (0 if a.scoring.slopes is None else a.scoring.slopes[h]) * positions[seen]
-                weights = (logits + biases).softmax(0)
-                read = weights @ block[seen]
-                found.append((block[seen].T @ (weights[:, None] * block[seen]), torch.outer(read, read), read))
+                probabilities = (logits + biases).softmax(0)
+                read = probabilities @ block[seen]
+                found.append((block[seen].T @ (probabilities[:, None] * block[seen]), torch.outer(read, read), read))
     return Attended.measured(*(torch.stack(parts).mean(0) for parts in zip(*found, strict=True)))
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from forked import run_without_kvfold
 from rows import rows
-from tiny import NORMED, tiny_config
-from written import edit, left_nothing, ok, weights
+from tiny import NORMED, SWITCHES, switched, tiny_config
+from written import damage, edit, left_nothing, ok, weights
 
 from attention.models import CODE, MODEL_TYPE
 from attention.qk_norm import NormForm
@@ -341,6 +341,59 @@ def test_heads_are_shared_behind_a_norm_or_a_clamp(
     assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
     ok(convert("mqa", tmp_path / "out", tmp_path / "one", "--method", "mean"))
     assert torch.isfinite(logits(tmp_path / "one")).all()
+
+
+@pytest.mark.parametrize("model_type", sorted(HOST.families | LATENT_HOST.families))
+def test_what_it_holds_of_the_source_has_the_sources_dtypes(model_type: str) -> None:
+    """Whatever the source calls it, and also where it stores gains and biases wider than projections."""
+    changes = NORMED if model_type in ("deepseek_v3", "minicpm3") else BEHIND.get(model_type, {})
+    config = switched(model_type, True, **{key: value for key, value in changes.items() if key not in SWITCHES})
+    family = FAMILIES[model_type].for_config(config)
+
+    def wide(name: str) -> bool:
+        return "norm" in name or name.endswith(".bias")
+
+    source = {
+        name: torch.empty(shape, dtype=torch.float32 if wide(name) else torch.bfloat16, device="meta")
+        for name, shape in family.shapes(config, 0).items()
+    }
+    found = LATENT_HOST.layout(family).dtypes(source, family, config, 0)
+    assert found == {name: torch.float32 if wide(name) else torch.bfloat16 for name in found}
+    for part in ("norm", ".bias", ".weight"):
+        assert any(part in name for name in found) == any(part in name for name in source)
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        (("gqa", "qwen3", "--groups", 2, "--class", "kvfold"), {"q_norm": "q_norm", "k_norm": "k_norm"}),
+        (("mla", "qwen3", "--kv-lora-rank", 16, "--qk-rope-head-dim", 8), {"q_norm": "q_norm", "k_norm": "k_norm"}),
+        (
+            ("mla", "deepseek_v2", "--kv-lora-rank", 8, "--qk-rope-head-dim", 4),
+            {"q_a_layernorm": "q_norm", "kv_a_layernorm": "kv_norm", "q_b_proj": "q_b_proj"},
+        ),
+    ],
+    ids=str,
+)
+def test_what_stays_keeps_a_precision_that_the_rest_does_not_have(
+    command: tuple[Any, ...], names: dict[str, str], checkpoint: Make, convert: Convert, tmp_path: Path
+) -> None:
+    kind, model_type, *size = command
+    source = checkpoint(model_type)
+    kept = {
+        f"model.layers.1.self_attn.{name}.weight": f"model.model.layers.1.self_attn.{own}.weight" for name, own in names.items()
+    }
+
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items() if name not in kept}
+
+    tensors = weights(damage(source, narrow))
+    ok(convert(kind, source, tmp_path / "out", *size, "--no-text"))
+    found = weights(tmp_path / "out")
+    for name, own in kept.items():
+        assert torch.equal(found[own].flatten(), tensors[name].flatten())
+    assert {name for name, tensor in found.items() if tensor.dtype == torch.float32} == set(kept.values())
+    assert all(tensor.dtype == torch.bfloat16 for name, tensor in found.items() if name not in kept.values())
 
 
 @pytest.mark.parametrize(
