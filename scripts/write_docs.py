@@ -16,6 +16,8 @@ from convert.planning.describe import support, support_markdown
 ROOT = Path(__file__).parents[1]
 CLI, MODELS = ROOT / "docs" / "cli.md", ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- scripts/write_docs.py writes this table -->\n", "<!-- end of the table -->\n"
+SHARED, ANCHOR = "## Options of all conversions", "options-of-all-conversions"
+CONVERSIONS = ("gqa", "mqa", "mla", "sweep")
 HEAD = """# Command line
 
 `python scripts/write_docs.py` writes this page. It lists the options; `convert COMMAND --help` explains each, with its default
@@ -27,14 +29,23 @@ machine; 2 wrong arguments or config; 3 a quality gate missed; 130 interrupted.
 
 
 def render_cli() -> str:
-    """docs/cli.md: what each command does, and the names of its options."""
-    return "\n".join([HEAD, *(_section(name, command) for name, command in main.commands.items())])
+    """docs/cli.md: what each command does, and the names of its options; those that all conversions have stand there once."""
+    every = [set(_options(main.commands[name])) for name in CONVERSIONS]
+    shared = [option for option in _options(main.commands[CONVERSIONS[0]]) if all(option in options for options in every)]
+    names = ", ".join(f"`{name}`" for name in CONVERSIONS)
+    conversions = f"{SHARED}\n\n{names} have these, too:\n\n{' '.join(shared)}\n"
+    return "\n".join([HEAD, *(_section(name, main.commands[name], shared) for name in main.commands), conversions])
 
 
-def _section(name: str, command: click.Command) -> str:
+def _options(command: click.Command) -> list[str]:
+    return [f"`{max(option.opts, key=len)}`" for option in command.params if isinstance(option, click.Option)]
+
+
+def _section(name: str, command: click.Command, shared: list[str]) -> str:
     context = click.Context(command, info_name=f"convert {name}")
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)]).replace(" [OPTIONS]", "")
-    options = " ".join(f"`{max(option.opts, key=len)}`" for option in command.params if isinstance(option, click.Option))
+    own = [option for option in _options(command) if name not in CONVERSIONS or option not in shared]
+    options = " ".join([*own, f"and [those of all conversions](#{ANCHOR})"] if name in CONVERSIONS else own)
     return f"## convert {name}\n\n`{usage}`: {command.get_short_help_str(limit=100)}\n\n{options}\n"
 
 

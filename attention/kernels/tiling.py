@@ -123,7 +123,7 @@ def choose(heads: int, rank: int, rope: int, size: int, device: Machine) -> Tili
     - All heads go into one program, up to 64 with wgmma (compute capability 9), 32 without, as far as its sums (fp32, heads ×
       rank) leave room in 64K registers; more heads are served by programs side by side, which meet in the L2 cache.
     - Besides the read from memory, a tile's time depends on how often it passes through shared memory, at 128 bytes a cycle
-      (BENCHMARKS.md). wgmma reads it once per product if no work is repeated: swapped, by one warpgroup, as long as
+      (benchmarks/decode_code.py). wgmma reads it once per product if no work is repeated: swapped, by one warpgroup, as long as
       that has registers for the sums. With mma each warp reads the queries again for each tile: the longer a tile, the better.
     - One program per multiprocessor. The bytes in flight while a tile is processed must cover bandwidth × latency, about
       4.3 TB/s × 0.8 µs / 132 = 26 KB each: at least two tiles, up to four where they fit, but long ones rather than many.

@@ -362,8 +362,10 @@ def test_an_option_is_declared_once(name: str) -> None:
     call, declared = getattr(module, function), options_of(DECLARED[name])
     signature, doc = python.signature(call).parameters, python.getdoc(call) or ""
     shown = {p.name: p for p in main.commands[name].params if isinstance(p, click.Option)}
-    pages = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8").split("\n## convert ")
-    (documented,) = (page for page in pages if page.startswith(f"{name}\n"))
+    pages = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8").split("\n## ")
+    (documented,) = (page for page in pages if page.startswith(f"convert {name}\n"))
+    if "#options-of-all-conversions" in documented:
+        documented += pages[-1]
     for option in declared.values():
         parameter, default = signature[option.name], python.Parameter.empty if option.required else option.default
         assert (parameter.annotation, parameter.default) == (option.type, default)

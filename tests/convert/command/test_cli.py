@@ -461,10 +461,14 @@ def test_every_option_is_explained_and_documented(name: str) -> None:
     root = Path(__file__).parents[3]
     documented = "\n".join(path.read_text() for path in [root / "README.md", *(root / "docs").glob("*.md")])
     assert f"convert {name}" in documented
+    section, shared = (
+        documented.split(f"## {heading}\n")[1].split("\n## ")[0]
+        for heading in (f"convert {name}", "Options of all conversions")
+    )
+    section += shared if "#options-of-all-conversions" in section else ""
     for parameter in main.commands[name].params:
         if isinstance(parameter, click.Option):
             assert parameter.help, parameter.name
-            section = documented.split(f"## convert {name}\n")[1].split("\n## ")[0]
             assert max(parameter.opts, key=len) in section, f"{parameter.opts} of {name} is not in docs/cli.md"
 
 
