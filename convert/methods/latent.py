@@ -262,8 +262,9 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
         statistics: Of the layer's input.
     """
     second, read = _moments(a, statistics)
-    used = ((second.diagonal() > 0) & (read.diagonal() > 0)).nonzero()[:, 0]
-    if not len(used):
+    alive = (second.diagonal() > 0) & (read.diagonal() > 0)
+    used = [channel for channel in range(len(alive)) if alive[channel]]
+    if not used:
         return a
     sizes = read.diagonal()[used].sqrt()
     correlations = read[used][:, used] / sizes / sizes[:, None]

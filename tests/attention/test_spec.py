@@ -37,9 +37,9 @@ def test_a_token_costs_one_key_and_one_value_of_every_kv_head_in_every_layer() -
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16", "torch.bfloat16", ""])
-def test_a_dtype_that_no_cache_is_kept_in_is_refused(dtype: str) -> None:
+def test_a_dtype_that_no_weights_have_is_refused(dtype: str) -> None:
     with pytest.raises(Refusal) as caught:
-        LLAMA_2_7B.bytes_per_token(dtype)
+        dtype_bytes(dtype)
     assert str(caught.value) == f"no KV cache is kept in {dtype!r} (choose float32, float16, bfloat16, float64)"
 
 
