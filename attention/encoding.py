@@ -36,7 +36,7 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
 
     Args:
         values: In any floating dtype.
-        form: The format; n is a multiple of 8 where it has groups.
+        form: The format; n is a multiple of 8 where values take less than a byte.
         group: Consecutive values that share a scale.
         seen: `[..., n]`, broadcast; false for values that no scale should count. None for all.
     """

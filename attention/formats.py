@@ -53,11 +53,11 @@ class Format:
 
     def require(self, *sizes: int) -> None:
         """Refuse sizes of heads or latents whose integers do not fill bytes."""
-        for size in sizes if self.group else ():
+        for size in sizes if self.bits < 8 else ():
             if size % _PACKED:
                 raise Refusal(
                     f"{self.name} packs {_PACKED} values into {self.bits} bytes, and {size} is no multiple of {_PACKED}",
-                    hint="choose bfloat16, float16, float32 or fp8",
+                    hint="choose int8, fp8, bfloat16, float16 or float32",
                 )
 
 

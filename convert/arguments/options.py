@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Required, TypedDict, TypeVar
 
+from attention.formats import FORMATS
 from convert.arguments.sizes import parse_budget, parse_bytes, parse_count, parse_latent, parse_rate, parse_time, parse_tokens
 from convert.hosts.base import CLASSES
 from convert.hosts.engines import ENGINES
@@ -295,6 +296,7 @@ class Fitting(TypedDict, total=False):
     batch: Annotated[int, Option("Batch size.", default=1, least=1)]
     context: Annotated[int | None, Option("Tokens per sequence.", unset="the model's limit", least=1)]
     dtype: Annotated[str | None, Option("Dtype of weights and cache.", unset="as in MODEL", choices=DTYPES)]
+    cache_dtype: Annotated[str | None, Option("Format of the cache.", unset="--dtype", choices=tuple(FORMATS))]
     gpus: Annotated[
         Mapping[str, float] | None,
         Option(

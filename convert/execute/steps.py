@@ -136,9 +136,9 @@ def _behind_norm(job: Job, before: Attention, after: Record, layer: int, statist
 
 
 def _scaled(size: float | None, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
-    """Channels of a latent that are balanced, at the size that the class's norm needs."""
+    """A latent whose channels are balanced, at the size that the class's norm needs."""
     assert isinstance(after, FactoredAttention)
     if after.normalised:  # the norm divides it by its size, so that scales cancel
         return after
-    after = balanced(after)
+    after = balanced(after, statistics)
     return after if size is None else sized(after, statistics.second, size)

@@ -108,17 +108,19 @@ def capacity(
     gpus: Mapping[str, float],
     share: float,
     engine: Engine | None = None,
+    cache_dtype: str | None = None,
 ) -> Facts:
     """Memory of the source and of each possible target, and the GPUs that it fits on.
 
     Args:
         source: The model.
-        dtype: The dtype of weights and cache.
+        dtype: The dtype of weights.
         batch: Sequences at once.
         context: Tokens per sequence.
         gpus: Gigabytes by name.
         share: The share of a GPU's memory that weights and cache may take.
         engine: What has to run the targets; None for nothing in particular.
+        cache_dtype: The format of the cache; None for `dtype`. Of what engines store in fewer bits, nothing is known here.
     """
     from eval.machine.capacity import count_parameters, fit
 
@@ -129,14 +131,15 @@ def capacity(
 
     def add(target: AttentionSpec, shapes: Callable[[int], dict[str, tuple[int, ...]]], engines: list[str] | None) -> None:
         parameters = whole - own + _parameters(shapes, spec)
-        row = asdict(fit(target, parameters, dtype, batch, context, gpus, share))
-        rows.append(row | {"parameters": parameters, "engines": engines})
+        row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
+        rows.append(row | {"parameters": parameters, "engines": engines if cache_dtype in (None, dtype) else None})
 
     hosts = {kind: _carrier(source, family, spec, kind, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
     host, reason = hosts["mla"]
     if host:
-        targets += [("mla", target) for target in latent_targets(source, family, spec, host, engine)]
+        sizes = latent_targets(source, family, spec, host, engine)
+        targets += [("mla", target) for target in sizes if _stored(target, cache_dtype or dtype)]
     for kind, target in targets:
         if target == spec:
             add(target, partial(family.shapes, config), None)
@@ -146,6 +149,7 @@ def capacity(
     facts = {
         "model": source.reference,
         "dtype": dtype,
+        "cache_dtype": cache_dtype or dtype,
         "batch": batch,
         "context": context,
         "max_positions": source.max_positions,
@@ -155,6 +159,14 @@ def capacity(
         "mla": None if host else f"none: {reason}",
     }
     return Facts(facts, _capacity_text(facts))
+
+
+def _stored(target: AttentionSpec, form: str) -> bool:
+    """Whether a cache of these sizes can be stored in that format."""
+    with suppress(Refusal):
+        target.bytes_per_token(form)
+        return True
+    return False
 
 
 def latent_targets(
@@ -198,13 +210,18 @@ def _capacity_text(facts: Mapping[str, Any]) -> str:
         cells += [_fit_cell(row["fits"][name], row["longest_context"][name], limit) for name in gpus]
         rows.append([*cells, "" if row["engines"] is None else ", ".join(row["engines"])])
     return (
-        f"{facts['model']} in {facts['dtype']}, batch {facts['batch']}, context {facts['context']}{_limit_text(facts)}\n\n"
+        f"{facts['model']} in {facts['dtype']}{_cache_text(facts)}, batch {facts['batch']}, "
+        f"context {facts['context']}{_limit_text(facts)}\n\n"
         + table(header, rows, right=range(1, len(header) - 1))
         + (f"\n\nMLA: {facts['mla']}" if facts["mla"] else "")
         + f"\n\nkB, MB, GB = 10³, 10⁶, 10⁹ bytes. A GPU column says whether weights and cache take at most "
         f"{facts['gpu_share']:.0%} of its memory\nat this context, and the longest context for which they do at this batch"
         + (", at most the positions that the model is made for." if limit else ".")
     )
+
+
+def _cache_text(facts: Mapping[str, Any]) -> str:
+    return "" if facts["cache_dtype"] == facts["dtype"] else f" with a cache in {facts['cache_dtype']}"
 
 
 def _limit_text(facts: Mapping[str, Any]) -> str:

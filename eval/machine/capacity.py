@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.errors import Refusal
+from attention.formats import format_named
 from attention.spec import AttentionSpec, dtype_bytes
 
 GPUS: dict[str, float] = {
@@ -73,27 +74,37 @@ def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
 
 
 def fit(
-    spec: AttentionSpec, parameters: int, dtype: str, batch: int, context: int, gpus: Mapping[str, float], share: float
+    spec: AttentionSpec,
+    parameters: int,
+    dtype: str,
+    batch: int,
+    context: int,
+    gpus: Mapping[str, float],
+    share: float,
+    cache_dtype: str | None = None,
 ) -> Fit:
     """Compute the memory of one attention kind.
 
     Args:
         spec: Its sizes.
         parameters: Parameters of the whole model with it.
-        dtype: Dtype of weights and cache.
+        dtype: Dtype of weights.
         batch: Sequences at once.
         context: Tokens per sequence.
         gpus: Gigabytes by name.
         share: The share of a GPU's memory for weights and cache; the rest is for activations and the CUDA context.
+        cache_dtype: The format of the cache, see `attention.formats`; None for `dtype`.
     """
-    per_token = spec.bytes_per_token(dtype)
-    weights = parameters * dtype_bytes(dtype)
+    form, full = cache_dtype or dtype, dtype_bytes(dtype)
+    per_token, group = spec.bytes_per_token(form), format_named(form).tokens
+    opened = spec.cache_bytes(form, group, full) - group * per_token  # what the newest keys take beyond others, at most
+    weights = parameters * full
     room = {name: share * size * GIGABYTE - weights for name, size in gpus.items()}
-    longest = {name: max(0, int(free // (batch * per_token))) for name, free in room.items()}
+    longest = {name: max(0, int((free / batch - opened) // per_token)) for name, free in room.items()}
     return Fit(
         kind=spec.kind,
         kv_bytes_per_token=per_token,
-        kv_bytes=per_token * batch * context,
+        kv_bytes=spec.cache_bytes(form, context, full) * batch,
         weight_bytes=weights,
         longest_context=longest,
         fits={name: tokens >= context for name, tokens in longest.items()},

@@ -13,6 +13,7 @@ from latents import SMALL, WAYS, method_options
 from safetensors import safe_open
 from written import ok
 
+from attention.errors import Refusal
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
@@ -84,6 +85,19 @@ def test_what_each_target_takes(model_type: str, source: Sources) -> None:
     for row in found["targets"]:
         assert row["fits"] == {"small": row["kv_bytes"] + row["weight_bytes"] <= 9e5, "large": True}
     assert f"{first['kind']} (source)" in str(found)
+
+
+def test_a_cache_in_another_format_says_so_and_names_no_engines(source: Sources) -> None:
+    found = capacity(source(), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int8")
+    assert (found["dtype"], found["cache_dtype"]) == ("bfloat16", "int8")
+    assert found["targets"][0]["kv_bytes_per_token"] == 3 * 2 * 4 * (8 + 4)
+    assert {row["engines"] for row in found["targets"]} == {None}
+    assert " in bfloat16 with a cache in int8, batch 2" in str(found)
+    kinds = [row["kind"] for row in found["targets"]]
+    in_four = [row["kind"] for row in capacity(source(), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int4")["targets"]]
+    assert set(kinds) - set(in_four) == {"MLA-12+4", "MLA-6+2"}  # their numbers fill no bytes
+    with pytest.raises(Refusal, match="and 4 is no multiple of 8"):
+        capacity(source(head_dim=4), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int4")
 
 
 def test_an_engine_sees_what_it_runs(source: Sources) -> None:
