@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from attention.encoding import Encoded, decode, encode
 from attention.errors import Refusal
@@ -26,7 +26,12 @@ from attention.spec import AttentionSpec
 
 _CUT = ("input_ids", "position_ids", "cache_position", "token_type_ids")  # [..., T]
 _INPUTS = ("input_ids", "inputs_embeds")
-_UNCUT = ("labels", "output_attentions", "output_hidden_states")  # outputs that those of pieces do not make up
+_UNCUT = (
+    "labels",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+)  # outputs that those of pieces do not make up
 
 
 class _Rows:
@@ -161,7 +166,7 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         return self.parts[0].length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens, as many as -`tokens_to_remove`.
+        """Forget the newest tokens, as many as -`tokens_to_remove`; above 0, as older transformers has it, all but so many.
 
         Raises:
             Refusal: Keys of several tokens are encoded together.
@@ -171,7 +176,8 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
                 f"a cache in {self.form.name} cannot forget single tokens: the keys of {self.form.tokens} are encoded together",
                 hint="use int8, fp8 or a floating dtype where tokens are taken back",
             )
-        kept = self.get_seq_length() + tokens_to_remove
+        length = self.get_seq_length()
+        kept = max(0, length + tokens_to_remove) if tokens_to_remove <= 0 else min(length, tokens_to_remove)
         self._change(lambda part: part[:, :, :kept])
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -206,6 +212,7 @@ class EncodedForward:
 
     def __init__(self, model: Any, form: Format) -> None:
         self.model, self.form, self.stock = model, form, model.forward
+        _require_cache(model, form)
         spec = AttentionSpec.from_config(model.config)
         spec.cache_bytes(form.name, 1, 0)  # refuses sizes that the format does not take
         self._layers, self._latent = spec.num_layers, spec.kv_lora_rank is not None
@@ -222,10 +229,24 @@ class EncodedForward:
         if self.model.training:
             raise Refusal("an encoded cache is for inference, and the model is in training mode", hint="call model.eval()")
         given = self._named(args, kwargs)
+        if "cache" in given:
+            raise Refusal(
+                f"the cache of this model is stored in {self.form.name}, and continuous batching has a cache of its own",
+                hint="use generate, or attention.restore(model)",
+            )
+        total = next((given[name].shape[1] for name in _INPUTS if given.get(name) is not None), None)
+        if total is None:
+            return self.stock(**given)  # which says what is missing
         wanted, given["use_cache"] = given.get("use_cache"), True
         given["past_key_values"] = cache = self._encoded(given.get("past_key_values"))
         as_dict = given.pop("return_dict", None)
-        output = self._in_pieces(given, cache) if self.form.tokens and not self._latent else self.stock(**given)
+        length = cache.get_seq_length() + total
+        output = self._in_pieces(given, cache, total) if self.form.tokens and not self._latent else self.stock(**given)
+        if cache.get_seq_length() != length:
+            raise Refusal(
+                f"{type(self.model).__name__} does not keep its keys and values in the cache that it is given",
+                hint="load it without cache_dtype",
+            )
         if wanted is False:
             output["past_key_values"] = None
         return output if (self.model.config.return_dict if as_dict is None else as_dict) else output.to_tuple()
@@ -252,25 +273,27 @@ class EncodedForward:
         cache.layer_class_to_replicate = None
         return cache
 
-    def _in_pieces(self, given: dict[str, Any], cache: Cache) -> Any:
+    def _in_pieces(self, given: dict[str, Any], cache: Cache, total: int) -> Any:
         """Run the input in pieces, each of tokens of one group."""
         past, size = cache.get_seq_length(), self.form.tokens
-        total = next(given[name].shape[1] for name in _INPUTS if given.get(name) is not None)
         mask = given.get("attention_mask")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape[1:] != (past + total,)):
             raise Refusal(
                 f"a cache in {self.form.name} needs an attention mask [B, {past + total}], which keeps padding out of scales",
                 hint="give such a mask, or none",
             )
-        for layer in cache.layers:
-            layer.seen = None if mask is None else mask.bool()
         bounds = [*range(size - past % size, total, size), total]
         if len(bounds) > 1:
             self._require_pieces(given, total)
         kept, outputs, start = given.pop("logits_to_keep", 0), [], 0
+        kept = kept % total if isinstance(kept, torch.Tensor) else kept
         for end in bounds:
+            for layer in cache.layers:
+                layer.seen = None if mask is None else mask.bool()
             outputs.append(self.stock(**_piece(given, start, end, past), **self._wanted_logits(kept, start, end, total)))
             start = end
+        for layer in cache.layers:
+            layer.seen = None  # the next call has a longer one
         last = outputs[-1]
         last["logits"] = torch.cat([output["logits"] for output in outputs], 1)
         if isinstance(kept, torch.Tensor):  # they come in the order of pieces
@@ -280,7 +303,9 @@ class EncodedForward:
 
     def _require_pieces(self, given: dict[str, Any], total: int) -> None:
         """Refuse what cannot be had, or cannot be given, in pieces."""
-        asked = [name for name in _UNCUT if given.get(name) is not None and given[name] is not False]
+        config = self.model.config
+        asks = {name: getattr(config, name, None) if given.get(name) is None else given[name] for name in _UNCUT}
+        asked = [name for name, value in asks.items() if value is not None and value is not False]
         others = {name for name, value in given.items() if isinstance(value, torch.Tensor)} - {
             *_CUT,
             "attention_mask",
@@ -301,6 +326,22 @@ class EncodedForward:
             return {"logits_to_keep": kept[(kept >= start) & (kept < end)] - start}
         first = max(start, total - kept) if kept else start
         return {"logits_to_keep": torch.arange(first - start, max(first, end) - start)}
+
+
+def _require_cache(model: Any, form: Format) -> None:
+    """Refuse a model that does not cache keys and values of all its layers, or whose tokens see later ones."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    if kinds or "past_key_values" not in inspect.signature(model.forward).parameters:
+        what = f"a {sorted(kind.__name__ for kind in kinds)[0]}" if kinds else "no cache of keys and values"
+        raise Refusal(
+            f"a cache in {form.name} needs layers that all cache keys and values, and {type(model).__name__} has {what}",
+            hint="load it without cache_dtype",
+        )
+    if form.tokens and getattr(model.config.get_text_config(decoder=True), "use_bidirectional_attention", None):
+        raise Refusal(
+            f"a cache in {form.name} takes tokens in groups, and tokens of {type(model).__name__} see later ones",
+            hint="use int8 or fp8",
+        )
 
 
 def _piece(given: dict[str, Any], start: int, end: int, past: int) -> dict[str, Any]:

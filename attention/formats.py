@@ -51,12 +51,12 @@ class Format:
         group = size * (self.tokens * self.bits // 8 + SCALES)
         return encoded // self.tokens * group + (cached - encoded) * size * full
 
-    def require(self, *sizes: int) -> None:
-        """Refuse sizes of heads or latents whose integers do not fill bytes."""
+    def require(self, what: str, *sizes: int) -> None:
+        """Refuse sizes of `what`, such as "head", whose integers do not fill bytes."""
         for size in sizes if self.bits < 8 else ():
             if size % _PACKED:
                 raise Refusal(
-                    f"{self.name} packs {_PACKED} values into {self.bits} bytes, and {size} is no multiple of {_PACKED}",
+                    f"a {what} of {size} values cannot be cached in {self.name}: it must be a multiple of {_PACKED}",
                     hint="choose int8, fp8, bfloat16, float16 or float32",
                 )
 

@@ -172,10 +172,7 @@ def restore(model: Any) -> Any:
         `model` itself.
     """
     store_plain(model)
-    for module in _attention(model).values():
-        if isinstance(module, LatentAttention):
-            module.unprepare()
-            _become(module, type(module).__bases__[1])
+    _expand(model)
     for module in model.modules():
         if is_packed(module):
             module.config = _stock_config(module)
@@ -190,13 +187,22 @@ def absorbed(model: Any, *, when: When = "auto", backend: Backend = "auto") -> I
         Refusal, Failure: As `absorb`.
     """
     before = next(((m.rule, m.backend) for m in _attention(model).values() if isinstance(m, LatentAttention)), None)
+    absorb(model, when=when, backend=backend)
     try:
-        yield absorb(model, when=when, backend=backend)
+        yield model
     finally:
         if before is None:
-            restore(model)
+            _expand(model)
         else:
             absorb(model, when=before[0], backend=before[1])
+
+
+def _expand(model: Any) -> None:
+    """Undo `absorb`."""
+    for module in _attention(model).values():
+        if isinstance(module, LatentAttention):
+            module.unprepare()
+            _become(module, type(module).__bases__[1])
 
 
 def _rule(when: When) -> Any:

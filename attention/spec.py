@@ -157,10 +157,11 @@ class AttentionSpec:
         """
         stored = format_named(form)
         if self.kv_lora_rank is None:
-            stored.require(self.head_dim)
+            stored.require("head", self.head_dim)
             one = stored.key_bytes(self.head_dim, cached, full) + cached * stored.row_bytes(self.head_dim)
             return self.num_layers * self.num_kv_heads * one
-        stored.require(*self.ranks, self.qk_rope_head_dim)
+        stored.require("latent", *self.ranks)
+        stored.require("RoPE key", self.qk_rope_head_dim)
         rope = stored.row_bytes(self.qk_rope_head_dim, latent=True)
         return cached * sum(stored.row_bytes(rank, latent=True) + rope for rank in self.ranks)
 

@@ -19,7 +19,7 @@ from convert import methods
 from convert.arguments import options
 from convert.arguments.sizes import parse_budget
 from convert.planning.texts import DEFAULT, texts_of
-from eval.api import contexts_of
+from eval.api import contexts_of, formats_of
 from eval.arguments import checked
 from eval.inputs.source import Source
 from eval.inputs.text import about_tokens, text_of
@@ -199,7 +199,7 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
     device, evaluate, max_tokens = given["device"], given["evaluate"], given["max_tokens"]
     wanted = sweeping.Wanted(*_targets(given), calibration, where, device, given["seed"])
     plans = sweeping.plans_for(source, wanted)
-    formats = tuple(dict.fromkeys(given["cache_dtype"]))
+    formats = formats_of(given["cache_dtype"])
     settings = EvaluationSettings(
         given["protocol"], contexts_of(given["context"]), max_tokens, "auto", device, cache_dtypes=formats
     )
@@ -254,6 +254,11 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
             raise Refusal(f"memory of {name} is {gigabytes}; it must be at least 1e-06 and at most 1e+09")
     context = source.max_positions or 2048 if given["context"] is None else given["context"]
     dtype, engine = given["dtype"] or source.dtype, engine_of(given["engine"])
+    if engine and given["cache_dtype"] not in (None, dtype):
+        raise Refusal(
+            f"it is not known whether {engine.name} stores these caches in {given['cache_dtype']}",
+            hint="leave out --engine or --cache-dtype",
+        )
     return capacity(source, dtype, given["batch"], context, gpus, given["gpu_share"], engine, given["cache_dtype"])
 
 

@@ -48,7 +48,7 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
         raise Refusal("--limit and --task-path are of --tasks", hint="name the tasks, or leave these out")
     contexts = contexts_of(given["context"])
     how = given["protocol"], contexts, given["max_tokens"], given["dtype"], given["device"], given["recall"]
-    settings = EvaluationSettings(*how, wanted, tuple(dict.fromkeys(given["cache_dtype"])))
+    settings = EvaluationSettings(*how, wanted, formats_of(given["cache_dtype"]))
     check(sources, settings)  # refuse configs before reading a text
     if output is not None:
         report.require_room(Path(output), report.NAMES, given["overwrite"])
@@ -97,6 +97,11 @@ def bench(models: str | Path | Sequence[str | Path], **given: Unpack[options.Ben
 def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool) -> list[Source]:
     named = [models] if isinstance(models, str | Path) else models  # a string is a sequence of its letters, too
     return [Source.parse(str(model), trust_remote_code) for model in named]
+
+
+def formats_of(names: str | Sequence[str]) -> tuple[str, ...]:
+    """The formats that a caller gives as a name or several."""
+    return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
 
 
 def contexts_of(context: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -47,12 +47,13 @@ class Measuring(TypedDict, total=False):
     ]
     max_tokens: Annotated[int | None, Option("Use only the first N tokens of the text.", least=2)]
     cache_dtype: Annotated[
-        Sequence[str],
+        str | Sequence[str],
         Option(
-            "Also evaluate each model with its KV cache stored in these formats.",
+            "Also evaluate each model with its KV cache in these formats: fp8, int8, int4, int3, int2, or a dtype.",
             default=(),
             choices=tuple(FORMATS),
             metavar="NAME,…",
+            python="One name, or several.",
         ),
     ]
 

@@ -34,13 +34,16 @@ _SCORED = 8  # values that scoring goes through for each logit, of a model that 
 def require_ratio(report: dict[str, Any], limit: float | None) -> None:
     """Require every model's perplexity to be at most `limit` times the source's, at every context.
 
+    Rows over caches in other formats are for comparison, and required nothing of.
+
     Raises:
         GateMissed: A model exceeds it.
     """
     contexts = {report["protocol"]["context"]: report["models"]}
     contexts |= {other["context"]: other["models"] for other in report["other_contexts"]}
+    stored = {entry["name"] for entry in report["models"] if entry["name"].endswith(f"({entry.get('cache_dtype')} cache)")}
     for context, (source, *others) in contexts.items() if limit is not None else ():
-        for entry in others:
+        for entry in (other for other in others if other["name"] not in stored):
             ratio = entry["perplexity"] / source["perplexity"]
             if ratio > limit:
                 where = f" at context {context}" if len(contexts) > 1 else ""
@@ -226,7 +229,10 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Proto
         )
     for source in sources:
         for form in (source.dtype, *settings.cache_dtypes):
-            AttentionSpec.from_config(source.config).bytes_per_token(form)
+            try:
+                AttentionSpec.from_config(source.config).bytes_per_token(form)
+            except Refusal as refusal:
+                raise Refusal(f"{source.name}: {refusal}", hint=refusal.hint) from None
     if settings.dtype != "auto":
         dtype_bytes(settings.dtype)
     if settings.max_tokens is not None and settings.max_tokens < 2:

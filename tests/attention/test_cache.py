@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -13,7 +14,7 @@ from tiny_mla import logits, mla_model, tokens
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attention import absorb, pack, restore
+from attention import absorb, absorbed, pack, restore
 from attention.cache import EncodedLayer, store_encoded
 from attention.encoding import decode, encode
 from attention.errors import Refusal
@@ -152,7 +153,7 @@ def test_absorbed_and_packed_models_decode_from_it(form: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 40, torch.tensor([74, 0, 33, 32, 5])], ids=str)
+@pytest.mark.parametrize("kept", [0, 1, 40, torch.tensor([74, 0, 33, 32, 5, -1])], ids=str)
 def test_the_logits_that_are_asked_for_come_in_their_order(kept: int | torch.Tensor) -> None:
     model, ids = store_encoded(grouped_model(), "int4"), tokens(2, LONG)
     with torch.no_grad():
@@ -180,6 +181,10 @@ def test_tokens_are_taken_back_where_each_is_encoded_by_itself() -> None:
             found = model(other, past_key_values=cache).logits
             expected = model(torch.cat([ids[:, :-20], other], 1)).logits[:, -20:]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        cache.crop(40)  # as transformers before 5.23 means it
+        assert cache.get_seq_length() == 40
+        cache.crop(-100)
+        assert cache.get_seq_length() == 0
     cache = filled(store_encoded(grouped_model(), "int4"), ids)
     assert not cache.layers[0].is_croppable
     with pytest.raises(Refusal, match="a cache in int4 cannot forget single tokens: the keys of 32 are encoded together"):
@@ -223,7 +228,7 @@ def test_it_is_undone_and_copied() -> None:
 def test_what_cannot_be_stored_is_refused() -> None:
     with pytest.raises(Refusal, match="no KV cache is kept in 'int5'"):
         store_encoded(grouped_model(), "int5")
-    with pytest.raises(Refusal, match="int4 packs 8 values into 4 bytes, and 12 is no multiple of 8"):
+    with pytest.raises(Refusal, match="a latent of 12 values cannot be cached in int4"):
         store_encoded(mla_model(kv_lora_rank=12, neutral=()), "int4")
     model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
     static, foreign = StaticCache(config=model.config, max_cache_len=99), filled(grouped_model(), ids)
@@ -251,3 +256,55 @@ def test_an_empty_cache_of_the_caller_is_the_one_that_is_filled() -> None:
     assert found.past_key_values is cache
     assert cache.get_seq_length() == 5
     assert all(isinstance(layer, EncodedLayer) for layer in cache.layers)
+
+
+def test_absorption_that_ends_or_is_refused_leaves_the_format() -> None:
+    ids = tokens(1, LONG)
+    for model in (latent_model(), pack(grouped_model())):
+        expected = logits(store_encoded(model, "int2"), ids, chunks=[LONG])
+        with contextlib.suppress(Refusal), absorbed(model):
+            torch.testing.assert_close(logits(model, ids, chunks=[LONG]), expected, rtol=0, atol=1e-8)
+        torch.testing.assert_close(logits(model, ids, chunks=[LONG]), expected, rtol=0, atol=1e-8)
+
+
+def test_a_cache_is_kept_when_its_format_goes() -> None:
+    model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
+    with torch.no_grad():
+        cache = model(ids[:, :40], attention_mask=torch.ones(1, 40)).past_key_values
+        restore(model)
+        for token in range(40, LONG):
+            model(ids[:, token : token + 1], past_key_values=cache)
+    assert cache.get_seq_length() == LONG
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_models_that_keep_something_else_are_refused(form: str) -> None:
+    from transformers import AutoModelForCausalLM, OpenAIGPTConfig, RecurrentGemmaConfig
+
+    small = {"vocab_size": 99, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
+    for config in (
+        OpenAIGPTConfig(vocab_size=99, n_embd=32, n_head=4, n_layer=2),
+        tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"]),
+        RecurrentGemmaConfig(**small, intermediate_size=32, lru_width=32, num_key_value_heads=1),
+    ):
+        with pytest.raises(Refusal, match=f"{form}|does not keep its keys and values in the cache that it is given"):  # noqa: PT012
+            model = store_encoded(AutoModelForCausalLM.from_config(config).eval(), form)
+            model(tokens(1, 5))
+
+
+def test_what_pieces_do_not_make_up_is_refused_wherever_it_is_asked_for() -> None:
+    ids = tokens(1, LONG)
+    model = store_encoded(grouped_model(), "int4")
+    model.config.output_hidden_states = True
+    with pytest.raises(Refusal, match="output_hidden_states cannot be cut"):
+        model(ids)
+    experts = store_encoded(tiny_model(tiny_config("mixtral")), "int4")
+    with pytest.raises(Refusal, match="output_router_logits cannot be cut"):
+        experts(ids, output_router_logits=True)
+    with pytest.raises(Refusal, match="continuous batching has a cache of its own"):
+        store_encoded(grouped_model(), "int8")(ids, cache=object())
+    with pytest.raises(ValueError, match="input_ids"):
+        store_encoded(grouped_model(), "int4")()
+    both = tiny_model(tiny_config("gemma3_text", use_bidirectional_attention=True))
+    with pytest.raises(Refusal, match="tokens of Gemma3ForCausalLM see later ones"):
+        store_encoded(both, "int4")

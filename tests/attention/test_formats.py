@@ -49,10 +49,10 @@ def test_ranks_of_layers_are_counted_one_by_one() -> None:
 
 
 def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
-    with pytest.raises(Refusal, match="int2 packs 8 values into 2 bytes, and 6 is no multiple of 8") as caught:
+    with pytest.raises(Refusal, match="a head of 6 values cannot be cached in int2: it must be a multiple of 8") as caught:
         AttentionSpec(2, 4, 2, 6).bytes_per_token("int2")
     assert "int8" in str(caught.value.hint)
-    with pytest.raises(Refusal, match="and 12 is no multiple of 8"):
+    with pytest.raises(Refusal, match="a latent of 12 values cannot be cached in int3"):
         HEADS.latent(12, 32).cache_bytes("int3", 5, 2)
     assert AttentionSpec(2, 4, 2, 6).bytes_per_token("fp8") == 2 * 2 * 2 * 6
     assert AttentionSpec(2, 4, 2, 6).bytes_per_token("int8") == 2 * 2 * 2 * (6 + 4)

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from written import ok
 
 from attention.errors import Refusal
+from convert import plan
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
@@ -96,7 +97,9 @@ def test_a_cache_in_another_format_says_so_and_names_no_engines(source: Sources)
     kinds = [row["kind"] for row in found["targets"]]
     in_four = [row["kind"] for row in capacity(source(), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int4")["targets"]]
     assert set(kinds) - set(in_four) == {"MLA-12+4", "MLA-6+2"}  # their numbers fill no bytes
-    with pytest.raises(Refusal, match="and 4 is no multiple of 8"):
+    with pytest.raises(Refusal, match="it is not known whether vllm stores these caches in int8"):
+        plan(source().reference, engine="vllm", cache_dtype="int8")
+    with pytest.raises(Refusal, match="a head of 4 values cannot be cached in int4"):
         capacity(source(head_dim=4), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int4")
 
 

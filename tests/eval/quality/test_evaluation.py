@@ -136,9 +136,15 @@ def test_each_model_is_evaluated_over_caches_in_each_format(pair: list[Source]) 
     assert source["acceptance"] == 1
 
 
+def test_what_is_required_of_models_is_not_required_of_their_caches(pair: list[Source]) -> None:
+    require_ratio(report_of(pair[:1], TEXT, replace(SHORT, contexts=(32, 16), cache_dtypes=("int2",))), 0.5)
+    with pytest.raises(GateMissed):
+        require_ratio(report_of(pair, TEXT, SHORT), 0.5)
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
-    [("int5", "no KV cache is kept in 'int5'"), ("int4", "int4 packs 8 values into 4 bytes, and 4 is no multiple of 8")],
+    [("int5", "no KV cache is kept in 'int5'"), ("int4", "narrow: a head of 4 values cannot be cached in int4")],
 )
 def test_formats_are_refused_before_weights_are_read(form: str, message: str, checkpoint: Checkpoint) -> None:
     narrow = Source.parse(str(checkpoint(name="narrow", head_dim=4)))
