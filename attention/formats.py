@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from attention.errors import Refusal
 
-PLAIN = ("float64", "float32", "float16", "bfloat16")  # dtypes that checkpoints have, too
-SCALES = 4  # bytes of a scale and an offset, in float16
+PLAIN = ("float32", "float16", "bfloat16", "float64")  # dtypes that checkpoints have, too
+_SCALES = 4  # bytes of a scale and an offset, in float16
 _PACKED = 8  # integers that are packed together: as many bytes as an integer has bits
 
 
@@ -37,7 +37,7 @@ class Format:
     def row_bytes(self, size: int, latent: bool = False) -> int:
         """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key."""
         group = self.latent_group if latent else self.group
-        return size * self.bits // 8 + (SCALES * -(-size // group) if group else 0)
+        return size * self.bits // 8 + (_SCALES * -(-size // group) if group else 0)
 
     def tokens_encoded(self, cached: int) -> int:
         """How many of so many cached tokens have encoded keys of heads: all but the group of the newest token."""
@@ -48,7 +48,7 @@ class Format:
         if not self.tokens:
             return cached * self.row_bytes(size)
         encoded = self.tokens_encoded(cached)
-        group = size * (self.tokens * self.bits // 8 + SCALES)
+        group = size * (self.tokens * self.bits // 8 + _SCALES)
         return encoded // self.tokens * group + (cached - encoded) * size * full
 
     def require(self, what: str, *sizes: int) -> None:

@@ -22,8 +22,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
-from attention.cache import store_encoded, store_plain
 from attention.caps import keep_caps
+from attention.encoded_forward import store_encoded, store_plain
 from attention.errors import Failure, Refusal
 from attention.formats import format_named
 from attention.grouped import PackedConfig, is_packed, objection, replaced_forward, shares_heads
@@ -72,7 +72,7 @@ def load(
     model stores its cache in that format, see `attention.cache`.
 
     Raises:
-        Refusal, Failure: As `absorb`, or as `attention.cache.store_encoded`.
+        Refusal, Failure: As `absorb`, or as `attention.encoded_forward.store_encoded`.
     """
     _rule(when)
     check(backend)

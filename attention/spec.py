@@ -10,21 +10,19 @@ from typing import Any
 
 from attention import models
 from attention.errors import Refusal
-from attention.formats import format_named
+from attention.formats import FORMATS, PLAIN, format_named
 
 _NUMBERS = {
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim",
 }  # fmt: skip
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 RANK_STEP = 16  # of latent ranks that the CUDA kernel serves: as many values as the shortest matrix product takes
 
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one value of `dtype` ("float32", "float16", "bfloat16" or "float64")."""
-    try:
-        return _BYTES[dtype]
-    except KeyError:
-        raise Refusal(f"no KV cache is kept in {dtype!r} (choose {', '.join(_BYTES)})") from None
+    if dtype not in PLAIN:
+        raise Refusal(f"no KV cache is kept in {dtype!r} (choose {', '.join(PLAIN)})")
+    return FORMATS[dtype].bits // 8
 
 
 def _shares_one_head(config: Any) -> bool:

@@ -67,6 +67,7 @@ def cache_figures(
         )
     return {
         "cache_dtype": form or dtype,
+        "cache_format": form,
         "kv_bytes_per_token": int(predicted) if predicted.is_integer() else predicted,
         "kv_bytes_measured": measured,
         "cache_ratio": predicted / source_bytes,

@@ -10,7 +10,7 @@ from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
-from attention.cache import store_encoded
+from attention.encoded_forward import store_encoded
 from attention.errors import GateMissed, Refusal
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
@@ -41,9 +41,9 @@ def require_ratio(report: dict[str, Any], limit: float | None) -> None:
     """
     contexts = {report["protocol"]["context"]: report["models"]}
     contexts |= {other["context"]: other["models"] for other in report["other_contexts"]}
-    stored = {entry["name"] for entry in report["models"] if entry["name"].endswith(f"({entry.get('cache_dtype')} cache)")}
+    forms = [entry.get("cache_format") for entry in report["models"][1:]]  # in the order of the rows at every context
     for context, (source, *others) in contexts.items() if limit is not None else ():
-        for entry in (other for other in others if other["name"] not in stored):
+        for entry in (other for other, form in zip(others, forms, strict=True) if form is None):
             ratio = entry["perplexity"] / source["perplexity"]
             if ratio > limit:
                 where = f" at context {context}" if len(contexts) > 1 else ""

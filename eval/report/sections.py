@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from attention.formats import PLAIN
 from eval.report.lines import Lines
 from eval.terminal.escapes import printable
 
@@ -61,8 +60,8 @@ def fixed(value: float, spec: str = ".4f") -> str:
 
 
 def cache_format(model: Model) -> str:
-    """The format that its cache is stored in; "" if that is a dtype of checkpoints."""
-    return "" if model["cache_dtype"] in PLAIN else str(model["cache_dtype"])
+    """The format that its cache was stored in; "" for a model as it is."""
+    return model.get("cache_format") or ""
 
 
 def _divergence(value: float) -> str:

@@ -57,6 +57,7 @@ def test_the_figures_of_a_converted_model() -> None:
     figures = cache_figures(model, AttentionSpec.from_config(model.config), "bfloat16", source_bytes=768)
     assert figures == {
         "cache_dtype": "bfloat16",
+        "cache_format": None,
         "kv_bytes_per_token": 192,
         "kv_bytes_measured": 192.0,
         "cache_ratio": 0.25,

@@ -84,7 +84,17 @@ def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
     assert len(report["models"]) == 2
     for entry in report["models"]:
         calibration = {f"calibration_{key}" for key in ("hash", "context", "overlap")}
-        others = {"name", "path", "kind", "cache_dtype", "method", "loss_by_position", "healing", "code"} | calibration
+        others = {
+            "name",
+            "path",
+            "kind",
+            "cache_dtype",
+            "cache_format",
+            "method",
+            "loss_by_position",
+            "healing",
+            "code",
+        } | calibration
         assert others | set(NUMBERS) == set(entry)
         (place,) = entry["loss_by_position"]
         assert place == {"from": 0, "to": 128, "tokens": entry["tokens"], "loss_nats": pytest.approx(entry["loss_nats"])}
@@ -114,6 +124,7 @@ def test_caches_are_counted_at_the_checkpoints_own_dtype(pair: list[Source]) -> 
 def test_each_model_is_evaluated_over_caches_in_each_format(pair: list[Source]) -> None:
     settings = replace(SHORT, contexts=(64, 32), cache_dtypes=("int8", "int2", "bfloat16"))
     report = report_of(pair, TEXT, settings)
+    assert [entry["cache_format"] for entry in report["models"]] == [None, "int8", "int2", "bfloat16", None, "int8", "int2"]
     rows = [(entry["name"], entry["cache_dtype"]) for entry in report["models"]]
     assert rows == [
         ("source", "float32"), ("source (int8 cache)", "int8"), ("source (int2 cache)", "int2"),
@@ -137,7 +148,10 @@ def test_each_model_is_evaluated_over_caches_in_each_format(pair: list[Source]) 
 
 
 def test_what_is_required_of_models_is_not_required_of_their_caches(pair: list[Source]) -> None:
-    require_ratio(report_of(pair[:1], TEXT, replace(SHORT, contexts=(32, 16), cache_dtypes=("int2",))), 0.5)
+    require_ratio(report_of(pair[:1], TEXT, replace(SHORT, contexts=(32, 16), cache_dtypes=("int2", "bfloat16"))), 0.5)
+    named = replace(pair[1], label="small (bfloat16 cache)")  # a name shows nothing
+    with pytest.raises(GateMissed):
+        require_ratio(report_of([pair[0], named], TEXT, SHORT), 0.5)
     with pytest.raises(GateMissed):
         require_ratio(report_of(pair, TEXT, SHORT), 0.5)
 

@@ -39,6 +39,7 @@ def a_model(name: str, kind: str, method: str | None, kv_bytes: int, loss: float
         "top1_agreement": math.exp(-loss),
         "acceptance": math.exp(-loss),
         "cache_dtype": "bfloat16",
+        "cache_format": None,
         "kv_bytes_per_token": kv_bytes,
         "kv_bytes_measured": float(kv_bytes),
         "cache_ratio": kv_bytes / 24576,
@@ -353,7 +354,7 @@ def with_formats(report: dict[str, Any]) -> dict[str, Any]:
     source = report["models"][0]
     stored = [
         a_model(f"{of['name']} ({form} cache)", of["kind"], of["method"], size, loss)
-        | {"cache_dtype": form, "path": of["path"]}
+        | {"cache_dtype": form, "cache_format": form, "path": of["path"]}
         for of, form, size, loss in ((source, "int8", 13056, 0.001), (source, "int4", 7680.5, 0.02), (gqa, "int4", 3840, 0.12))
     ]
     return report | {"models": [source, *stored[:2], gqa, stored[2], mqa]}

@@ -1,0 +1,292 @@
+"""A model over an encoded cache: what each query reads, however the text is cut; what the cache holds; what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config, tiny_model
+from tiny_mla import logits, mla_model, tokens
+from transformers import DynamicCache, StaticCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from attention import absorb, absorbed, pack, restore
+from attention.cache import EncodedLayer
+from attention.encoded_forward import store_encoded
+from attention.errors import Refusal
+from attention.formats import FORMATS
+from attention.spec import AttentionSpec
+
+GROUPED = [name for name, form in FORMATS.items() if form.tokens]
+LOSSY = ["fp8", "int8", *GROUPED]
+LONG = 75  # tokens: two full groups of keys and a part of one
+# Latents whose sizes fill bytes.
+SIZES = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+
+def grouped_model(dtype: torch.dtype = torch.float64, model_type: str = "llama") -> Any:
+    """In float64, where no rounding of the model decides how a cached number is rounded."""
+    model = tiny_model(tiny_config(model_type, num_key_value_heads=2))
+    model.set_attn_implementation("sdpa")
+    return model.to(dtype)
+
+
+def latent_model(dtype: torch.dtype = torch.float64) -> Any:
+    return mla_model(dtype=dtype, **SIZES)
+
+
+MODELS = {"heads": grouped_model, "latent": latent_model}
+
+
+def filled(model: Any, ids: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return model(ids, use_cache=True).past_key_values
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_format_that_loses_nothing_changes_nothing(kind: str) -> None:
+    model, ids = MODELS[kind](), tokens(2, LONG)
+    expected = logits(model, ids, chunks=[LONG])
+    assert torch.equal(logits(store_encoded(model, "float64"), ids, chunks=[LONG]), expected)
+
+
+@pytest.mark.parametrize("form", LOSSY)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_query_reads_the_same_however_the_text_is_cut(kind: str, form: str) -> None:
+    plain, model, ids = MODELS[kind](), store_encoded(MODELS[kind](), form), tokens(2, LONG)
+    whole = logits(model, ids, chunks=[LONG])
+    for chunks in ([], [1, 30, 2, 33], [40, 32], [32, 32]):
+        torch.testing.assert_close(logits(model, ids, chunks=chunks), whole, rtol=0, atol=1e-9)
+    assert 1e-6 < (whole - logits(plain, ids, chunks=[LONG])).abs().mean() < 3
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("length", [1, 32, 33, LONG])
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_cache_holds_the_bytes_that_are_predicted(kind: str, length: int, form: str) -> None:
+    model = store_encoded(MODELS[kind](torch.float32), form)
+    held = sum(layer.stored_bytes(4) for layer in filled(model, tokens(1, length)).layers)
+    assert held == AttentionSpec.from_config(model.config).cache_bytes(form, length, 4)
+
+
+@pytest.mark.parametrize("form", LOSSY)
+@pytest.mark.parametrize("kind", MODELS)
+def test_generation_follows_what_teacher_forcing_predicts(kind: str, form: str) -> None:
+    model, prompt = store_encoded(MODELS[kind](), form), tokens(2, 40)
+    seen = torch.ones_like(prompt)
+    made = model.generate(prompt, attention_mask=seen, max_new_tokens=30, min_new_tokens=30, do_sample=False)
+    with torch.no_grad():
+        predicted = model(made).logits[:, 39:-1].argmax(-1)
+    assert torch.equal(predicted, made[:, 40:])
+    beams = model.generate(prompt, attention_mask=seen, max_new_tokens=8, num_beams=3, do_sample=False)
+    assert beams.shape[1] <= 48
+
+
+@pytest.mark.parametrize("form", LOSSY)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_sequence_reads_the_same_beside_others(kind: str, form: str) -> None:
+    model, ids = store_encoded(MODELS[kind](), form), tokens(3, LONG)
+    alone = [logits(model, ids[i : i + 1], chunks=[LONG]) for i in range(3)]
+    torch.testing.assert_close(logits(model, ids, chunks=[LONG]), torch.cat(alone), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", LOSSY)
+def test_left_padding_of_whole_groups_changes_nothing(form: str) -> None:
+    model, ids = store_encoded(grouped_model(), form), tokens(1, LONG)
+    padded = torch.cat([torch.full((1, 32), 5), ids], 1)
+    mask = torch.cat([torch.zeros(1, 32), torch.ones(1, LONG)], 1).long()
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        found = model(padded, attention_mask=mask, position_ids=places).logits[:, 32:]
+        torch.testing.assert_close(found, model(ids).logits, rtol=0, atol=1e-9)
+
+
+def test_padding_enters_no_scale() -> None:
+    """The same tokens with another padding read the same, where a scale over all of a group would not be the same."""
+    model, ids = store_encoded(grouped_model(), "int2"), tokens(1, LONG)
+    found = []
+    for padding in (5, 77):
+        padded = torch.cat([torch.full((1, 7), padding), ids], 1)
+        mask = torch.cat([torch.zeros(1, 7), torch.ones(1, LONG)], 1).long()
+        with torch.no_grad():
+            found.append(model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, 7:])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "qwen3", "gpt_neox", "phi", "falcon"])
+def test_other_classes_and_windows_run_over_it(model_type: str) -> None:
+    windows = {"sliding_window": 20} if model_type in ("mistral", "gemma2") else {}
+    model, ids = tiny_model(tiny_config(model_type, **windows)).double(), tokens(2, LONG)
+    expected = logits(model, ids, chunks=[LONG])
+    store_encoded(model, "float64")
+    for chunks in ([LONG], [40]):
+        torch.testing.assert_close(logits(model, ids, chunks=chunks), expected, rtol=0, atol=1e-9)
+    lossy = store_encoded(model, "int4")
+    torch.testing.assert_close(logits(lossy, ids, chunks=[40]), logits(lossy, ids, chunks=[LONG]), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_absorbed_and_packed_models_decode_from_it(form: str) -> None:
+    for plain, prepared in ((latent_model(), absorb(latent_model())), (grouped_model(), pack(grouped_model()))):
+        found = logits(store_encoded(prepared, form), tokens(2, LONG), chunks=[40])
+        expected = logits(store_encoded(plain, form), tokens(2, LONG), chunks=[40])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 40, torch.tensor([74, 0, 33, 32, 5, -1])], ids=str)
+def test_the_logits_that_are_asked_for_come_in_their_order(kept: int | torch.Tensor) -> None:
+    model, ids = store_encoded(grouped_model(), "int4"), tokens(2, LONG)
+    with torch.no_grad():
+        whole, found = model(ids).logits, model(ids, logits_to_keep=kept).logits
+    expected = whole[:, kept] if isinstance(kept, torch.Tensor) else whole[:, -kept:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_embeddings_tuples_and_calls_without_a_cache() -> None:
+    model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False)
+        assert whole.past_key_values is None
+        assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, whole.logits)
+        assert torch.equal(model(ids, return_dict=False)[0], whole.logits)
+
+
+def test_tokens_are_taken_back_where_each_is_encoded_by_itself() -> None:
+    ids = tokens(1, LONG)
+    for model in (store_encoded(grouped_model(), "int8"), store_encoded(latent_model(), "int4")):
+        cache, other = filled(model, ids), ids.flip(1)[:, :20]
+        cache.crop(-20)
+        assert cache.get_seq_length() == LONG - 20
+        with torch.no_grad():
+            found = model(other, past_key_values=cache).logits
+            expected = model(torch.cat([ids[:, :-20], other], 1)).logits[:, -20:]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        cache.crop(40)  # as transformers before 5.23 means it
+        assert cache.get_seq_length() == 40
+        cache.crop(-100)
+        assert cache.get_seq_length() == 0
+    cache = filled(store_encoded(grouped_model(), "int4"), ids)
+    assert not cache.layers[0].is_croppable
+    with pytest.raises(Refusal, match="a cache in int4 cannot forget single tokens: the keys of 32 are encoded together"):
+        cache.crop(-20)
+
+
+def test_sequences_are_chosen_repeated_and_forgotten() -> None:
+    model, ids = store_encoded(grouped_model(), "int3"), tokens(3, LONG)
+    more = tokens(1, 9, seed=4)
+    for chosen, change in (
+        ([2, 0], lambda cache: cache.batch_select_indices(torch.tensor([2, 0]))),
+        ([0, 0, 1, 1, 2, 2], lambda cache: cache.batch_repeat_interleave(2)),
+        ([1, 1, 0], lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0]))),
+    ):
+        cache = filled(model, ids)
+        change(cache)
+        follow = more.expand(len(chosen), -1)
+        with torch.no_grad():
+            found = model(follow, past_key_values=cache).logits
+            expected = model(torch.cat([ids[chosen], follow], 1)).logits[:, -9:]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, rtol=0, atol=1e-9)
+
+
+def test_it_is_undone_and_copied() -> None:
+    model, ids = grouped_model(), tokens(1, LONG)
+    expected = logits(model, ids, chunks=[LONG])
+    assert store_encoded(model, "int2") is model
+    lossy = logits(model, ids, chunks=[LONG])
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.forward.stock.__self__ is other
+        assert torch.equal(logits(other, ids, chunks=[LONG]), lossy)
+    assert torch.equal(logits(store_encoded(model, "float64"), ids, chunks=[LONG]), expected)  # the last format holds
+    assert torch.equal(logits(restore(model), ids, chunks=[LONG]), expected)
+    assert "forward" not in vars(model)
+
+
+def test_what_cannot_be_stored_is_refused() -> None:
+    with pytest.raises(Refusal, match="no KV cache is kept in 'int5'"):
+        store_encoded(grouped_model(), "int5")
+    with pytest.raises(Refusal, match="a latent of 12 values cannot be cached in int4"):
+        store_encoded(mla_model(kv_lora_rank=12, neutral=()), "int4")
+    model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
+    static, foreign = StaticCache(config=model.config, max_cache_len=99), filled(grouped_model(), ids)
+    for cache, kind in ((static, "a StaticCache"), (foreign, "a filled DynamicCache")):
+        with pytest.raises(Refusal, match=f"is stored in int4, and cannot be {kind}"):
+            model(ids, past_key_values=cache)
+    with pytest.raises(Refusal, match="and cannot be a filled DynamicCache"):
+        model(ids, past_key_values=filled(store_encoded(grouped_model(), "int8"), ids))
+    for asked in ({"labels": ids}, {"output_attentions": True}, {"attention_bias": ids}):
+        with pytest.raises(Refusal, match=f"takes 75 tokens in pieces of 32, and {next(iter(asked))} cannot be cut"):
+            model(ids, **asked)
+    mask = torch.ones(1, 1, LONG, LONG, dtype=torch.bool).tril()
+    with pytest.raises(Refusal, match=r"needs an attention mask \[B, 75\], which keeps padding out of scales"):
+        model(ids, attention_mask=mask)
+    with pytest.raises(Refusal, match="is for inference, and the model is in training mode"):
+        model.train()(ids)
+
+
+def test_an_empty_cache_of_the_caller_is_the_one_that_is_filled() -> None:
+    model, ids, cache = store_encoded(grouped_model(), "int4"), tokens(1, 5), DynamicCache()
+    with torch.no_grad():
+        found: CausalLMOutputWithPast = model(ids, past_key_values=cache)
+    assert found.past_key_values is cache
+    assert cache.get_seq_length() == 5
+    assert all(isinstance(layer, EncodedLayer) for layer in cache.layers)
+
+
+def test_absorption_that_ends_or_is_refused_leaves_the_format() -> None:
+    ids = tokens(1, LONG)
+    for model in (latent_model(), pack(grouped_model())):
+        expected = logits(store_encoded(model, "int2"), ids, chunks=[LONG])
+        with contextlib.suppress(Refusal), absorbed(model):
+            torch.testing.assert_close(logits(model, ids, chunks=[LONG]), expected, rtol=0, atol=1e-8)
+        torch.testing.assert_close(logits(model, ids, chunks=[LONG]), expected, rtol=0, atol=1e-8)
+
+
+def test_a_cache_is_kept_when_its_format_goes() -> None:
+    model, ids = store_encoded(grouped_model(), "int4"), tokens(1, LONG)
+    with torch.no_grad():
+        cache = model(ids[:, :40], attention_mask=torch.ones(1, 40)).past_key_values
+        restore(model)
+        for token in range(40, LONG):
+            model(ids[:, token : token + 1], past_key_values=cache)
+    assert cache.get_seq_length() == LONG
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_models_that_keep_something_else_are_refused(form: str) -> None:
+    from transformers import AutoModelForCausalLM, OpenAIGPTConfig, RecurrentGemmaConfig
+
+    small = {"vocab_size": 99, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
+    for config in (
+        OpenAIGPTConfig(vocab_size=99, n_embd=32, n_head=4, n_layer=2),
+        tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"]),
+        RecurrentGemmaConfig(**small, intermediate_size=32, lru_width=32, num_key_value_heads=1),
+    ):
+        with pytest.raises(Refusal, match=f"{form}|does not keep its keys and values in the cache that it is given"):  # noqa: PT012
+            model = store_encoded(AutoModelForCausalLM.from_config(config).eval(), form)
+            model(tokens(1, 5))
+
+
+def test_what_pieces_do_not_make_up_is_refused_wherever_it_is_asked_for() -> None:
+    ids = tokens(1, LONG)
+    model = store_encoded(grouped_model(), "int4")
+    model.config.output_hidden_states = True
+    with pytest.raises(Refusal, match="output_hidden_states cannot be cut"):
+        model(ids)
+    experts = store_encoded(tiny_model(tiny_config("mixtral")), "int4")
+    with pytest.raises(Refusal, match="output_router_logits cannot be cut"):
+        experts(ids, output_router_logits=True)
+    with pytest.raises(Refusal, match="continuous batching has a cache of its own"):
+        store_encoded(grouped_model(), "int8")(ids, cache=object())
+    with pytest.raises(ValueError, match="input_ids"):
+        store_encoded(grouped_model(), "int4")()
+    both = tiny_model(tiny_config("gemma3_text", use_bidirectional_attention=True))
+    with pytest.raises(Refusal, match="tokens of Gemma3ForCausalLM see later ones"):
+        store_encoded(both, "int4")
