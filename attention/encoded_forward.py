@@ -33,7 +33,7 @@ class EncodedForward:
     def __init__(self, model: Any, form: Format) -> None:
         self.model, self.form, self.stock = model, form, model.forward
         self._signature = inspect.signature(self.stock)
-        _require_cache(model, form, self._signature)
+        require_cache(model, form)
         spec = AttentionSpec.from_config(model.config)
         spec.cache_bytes(form.name, 1, 0)  # refuses sizes that the format does not take
         self._layers, self._latent = spec.num_layers, spec.kv_lora_rank is not None
@@ -148,8 +148,9 @@ class EncodedForward:
         return {"logits_to_keep": torch.arange(first - start, max(first, end) - start)}
 
 
-def _require_cache(model: Any, form: Format, signature: inspect.Signature) -> None:
+def require_cache(model: Any, form: Format) -> None:
     """Refuse a model that does not cache keys and values of all its layers, or whose tokens see later ones."""
+    signature = inspect.signature(model.forward)
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     if kinds or "past_key_values" not in signature.parameters:
         what = f"a {sorted(kind.__name__ for kind in kinds)[0]}" if kinds else "no cache of keys and values"

@@ -44,7 +44,15 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
         if form.name == "fp8":
             values = torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan)
         return Encoded(values.to(_dtype(form)))
-    given, size, top = values.float(), values.shape[-1], 2**form.bits - 1
+    codes, scales, offsets = _quantised(values.float(), form, group, seen)
+    return Encoded(_packed(codes, form.bits), scales, offsets)
+
+
+def _quantised(
+    given: torch.Tensor, form: Format, group: int, seen: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes `[..., n]` in uint8, scales and offsets; arguments as of `encode`, n is any."""
+    size, top = given.shape[-1], 2**form.bits - 1
     low, high = given, given
     if seen is not None:
         low, high = given.where(seen, torch.inf), given.where(seen, -torch.inf)
@@ -56,17 +64,45 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
     offsets, scales = offsets.half(), (ranges / top).half()
     steps = scales.float().masked_fill(scales == 0, 1)
     codes = ((given - _spread(offsets.float(), group, size)) / _spread(steps, group, size)).round()
-    return Encoded(_packed(codes.nan_to_num(0).clamp(0, top).to(torch.uint8), form.bits), scales, offsets)
+    return codes.nan_to_num(0).clamp(0, top).to(torch.uint8), scales, offsets
 
 
 def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., n]` of what `encode` returned with the same format and group."""
     if stored.scales is None or stored.offsets is None:
         return stored.codes.to(dtype)
-    codes = _unpacked(stored.codes, form.bits)
+    return _read(_unpacked(stored.codes, form.bits), stored.scales, stored.offsets, group, dtype)
+
+
+def _read(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     size = codes.shape[-1]
-    offsets, scales = (_spread(part.float(), group, size) for part in (stored.offsets, stored.scales))
+    offsets, scales = (_spread(part.float(), group, size) for part in (offsets, scales))
     return torch.addcmul(offsets, codes.float(), scales).to(dtype)
+
+
+def rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
+    """Values `[..., n]` as they are read from a cache in which `group` of them share a scale.
+
+    Gradients pass as if nothing were rounded (the straight-through estimator, arXiv 1308.3432).
+    """
+    with torch.no_grad():
+        if form.group:
+            read = _read(*_quantised(values.float(), form, group), group, values.dtype)
+        else:
+            read = decode(encode(values, form, group), form, group, values.dtype)
+    return values + (read - values).detach() if values.requires_grad else read
+
+
+def rounded_keys(keys: torch.Tensor, form: Format) -> torch.Tensor:
+    """Keys of heads `[..., T, n]` as they are read: where they are grouped along time, those of all full groups rounded.
+
+    A query of `attention.cache` reads its own group, at most the newest 32 tokens, in full precision.
+    """
+    if not form.tokens:
+        return rounded(keys, form, form.group)
+    full = keys.shape[-2] // form.tokens * form.tokens
+    closed = rounded(keys[..., :full, :].mT.contiguous(), form, form.tokens).mT
+    return torch.cat((closed, keys[..., full:, :]), -2)
 
 
 def _dtype(form: Format) -> torch.dtype:

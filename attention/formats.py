@@ -51,12 +51,17 @@ class Format:
         group = size * (self.tokens * self.bits // 8 + _SCALES)
         return encoded // self.tokens * group + (cached - encoded) * size * full
 
+    @property
+    def multiple(self) -> int:
+        """What the size of a head, a latent or a RoPE key has to be a multiple of, so that its integers fill bytes."""
+        return _PACKED if self.bits < 8 else 1
+
     def require(self, what: str, *sizes: int) -> None:
-        """Refuse sizes of `what`, such as "head", whose integers do not fill bytes."""
-        for size in sizes if self.bits < 8 else ():
-            if size % _PACKED:
+        """Refuse sizes of `what`, such as "head", that the format does not take."""
+        for size in sizes:
+            if size % self.multiple:
                 raise Refusal(
-                    f"a {what} of {size} values cannot be cached in {self.name}: it must be a multiple of {_PACKED}",
+                    f"a {what} of {size} values cannot be cached in {self.name}: it must be a multiple of {self.multiple}",
                     hint="choose int8, fp8, bfloat16, float16 or float32",
                 )
 
@@ -75,6 +80,15 @@ FORMATS = {
         Format("int2", 2, 32, 64, 32),
     )
 }
+
+
+def rounding_of(name: str | None) -> Format | None:
+    """The format through which a cache of that name is read rounded; None for none, and for a dtype that checkpoints have.
+
+    Raises:
+        Refusal: There is none of that name.
+    """
+    return None if name is None or name in PLAIN else format_named(name)
 
 
 def format_named(name: str) -> Format:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.linalg import multi_dot
 
+from attention.encoding import rounded, rounded_keys
 from attention.qk_norm import LinearisedNorm, QKNorm
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotation, no_rotary
@@ -245,14 +246,16 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         plain = _project(of_queries, record.q_nope, record.q_nope_bias)
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
-        latent = record.latent(x)[None]
+        latent, key = record.latent(x)[None], rotation(key)
+        if (form := record.rounding) is not None:
+            latent, key = (rounded(part, form, form.latent_group) for part in (latent, key))
         return Heads(
             x,
             plain,
             plain,
             rotation(rope),
             latent,
-            rotation(key),
+            key,
             record.up_k.float(),
             rotation,
             record.scale,
@@ -261,6 +264,8 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
     plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
     split = record.rotary.dims if record.rotary else 0
     queries, encoded = _encoded(plain, record.q_norm, rotation), _encoded(keys, record.k_norm, rotation)
+    if record.rounding is not None:
+        encoded = rounded_keys(encoded, record.rounding)
     return Heads(
         x,
         plain,
@@ -287,7 +292,8 @@ def values_of(record: Record, heads: Heads) -> torch.Tensor:
     """`[G, T, D]` of one block, or one for each head of a latent."""
     if isinstance(record, FactoredAttention):
         return _project(heads.kept_nope[0], record.up_v, None)
-    return _project(heads.inputs, record.v, record.v_bias)
+    values = _project(heads.inputs, record.v, record.v_bias)
+    return values if record.rounding is None else rounded(values, record.rounding, record.rounding.group)
 
 
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:

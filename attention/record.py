@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from attention.formats import Format
 from attention.qk_norm import QKNorm
 from attention.rope import Pairing, Rotary
 from attention.scoring import PLAIN, Scoring
@@ -144,6 +145,7 @@ class Attention:
         projections: What is read in place of the input, or None. E is then D for `q`, each head of which reads its own
             queries, and 2 G D for `k` and `v`, which read keys and values side by side, or R + P, a latent and a RoPE key.
         scoring: What becomes of scaled logits: ALiBi, a window, a cap.
+        rounding: The format that its keys and values are cached in; None for no rounding.
     """
 
     q: torch.Tensor
@@ -160,6 +162,7 @@ class Attention:
     k_norm: QKNorm | None = None
     projections: Projections | None = None
     scoring: Scoring = PLAIN
+    rounding: Format | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -233,6 +236,7 @@ class FactoredAttention:
         q_down: `[Q, E]`, makes a latent that queries read in place of the input: E is then Q for `q_nope` and `q_rope`. None
             without one.
         normalised: Whether the latent is divided by its norm, which is nearly one.
+        rounding: The format that its latent and its RoPE key are cached in; None for no rounding.
     """
 
     q_nope: torch.Tensor
@@ -252,6 +256,7 @@ class FactoredAttention:
     scoring: Scoring = PLAIN
     q_down: torch.Tensor | None = None
     normalised: bool = False
+    rounding: Format | None = None
 
     def latent(self, x: torch.Tensor) -> torch.Tensor:
         """The latent `[…, T, R]` of inputs `[…, T, E]`, fp32."""

@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from attention.encoding import rounded, rounded_keys
+from attention.formats import Format
 from attention.qk_norm import QKNorm
 from attention.record import LatentProjections, Projections
 from attention.rope import Rotary
@@ -32,6 +34,7 @@ def grouped_attention(
     k_norm: QKNorm | None = None,
     projections: Projections | None = None,
     scoring: Scoring = PLAIN,
+    rounding: Format | None = None,
 ) -> torch.Tensor:
     """Causal self-attention over one full sequence: softmax(scale · q kᵀ) v, projected by `o`.
 
@@ -52,6 +55,7 @@ def grouped_attention(
         projections: Queries, keys and values of the input, which take its place. E is then D for `q`, whose heads read their
             own queries, and 2 G D for `k` and `v`, which read keys and values side by side, or R + P, a latent and a RoPE key.
         scoring: What becomes of scaled logits: ALiBi, a window, a cap.
+        rounding: The format that keys and values are cached in, or None.
 
     Returns:
         `[B, T, E]`.
@@ -68,7 +72,10 @@ def grouped_attention(
         return norm(states) if norm and norm.after_rotary else states
 
     repeats = q.shape[0] // k.shape[0]
-    queries, keys = encode(queries, q_norm), encode(keys, k_norm).repeat_interleave(repeats, 1)
+    queries, keys = encode(queries, q_norm), encode(keys, k_norm)
+    if rounding is not None:
+        keys, values = rounded_keys(keys, rounding), rounded(values, rounding, rounding.group)
+    keys = keys.repeat_interleave(repeats, 1)
     weights = _attention(torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale, scoring)
     context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(repeats, 1))
     out = torch.einsum("bhtd,ehd->bte", context, o)
@@ -95,6 +102,7 @@ def latent_attention(
     scoring: Scoring = PLAIN,
     q_down: torch.Tensor | None = None,
     normalised: bool = False,
+    rounding: Format | None = None,
 ) -> torch.Tensor:
     """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434), without a latent norm.
 
@@ -120,6 +128,7 @@ def latent_attention(
         scoring: As in `grouped_attention`.
         q_down: `[Q, E]`, makes the latent that queries read, or None: E is then Q for `q_nope` and `q_rope`.
         normalised: Whether the latent is divided by its norm.
+        rounding: The format that the latent and the RoPE key are cached in, or None.
 
     Returns:
         `[B, T, E]`.
@@ -128,12 +137,12 @@ def latent_attention(
     read, x = _read(x, o.shape[1], projections)
     read = read if q_down is None else torch.einsum("bhte,qe->bhtq", read, q_down)
     key = _projected(x, k_rope[None], None if k_rope_bias is None else k_rope_bias[None])
-    rope = torch.einsum(
-        "bhtp,bsp->bhts", rotary.rotate(_of_heads(read, q_rope, q_rope_bias), positions), rotary.rotate(key, positions)[:, 0]
-    )
-    latent = torch.einsum("bse,re->bsr", x, down)
+    key, latent = rotary.rotate(key, positions)[:, 0], torch.einsum("bse,re->bsr", x, down)
     if normalised:
         latent = latent / torch.linalg.vector_norm(latent, dim=-1, keepdim=True).clamp_min(1e-30)
+    if rounding is not None:
+        key, latent = (rounded(part, rounding, rounding.latent_group) for part in (key, latent))
+    rope = torch.einsum("bhtp,bsp->bhts", rotary.rotate(_of_heads(read, q_rope, q_rope_bias), positions), key)
     nope = torch.einsum("bhtd,hdr,bsr->bhts", _of_heads(read, q_nope, q_nope_bias), up_k, latent)
     weights = _attention((nope + rope) * scale, scoring)
     context = torch.einsum("bhts,hdr,bsr->bhtd", weights, up_v, latent)

@@ -58,7 +58,7 @@ def gqa(model: str | Path, output: str | Path, **given: Unpack[options.Gqa[bool]
     source, calibration, where = _read(model, output, given)
     how, grouping = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["grouping"]
     groups, seed, device = given["groups"], given["seed"], given["device"]
-    wanted = grouping, given["output_class"]
+    wanted = grouping, given["output_class"], given["cache_dtype"]
     return _converted(plan_grouped("gqa", source, groups, how, seed, device, where, calibration, *wanted), given)
 
 
@@ -83,8 +83,9 @@ def mqa(model: str | Path, output: str | Path, **given: Unpack[options.Mqa[bool]
     from convert.planning.grouped import plan_grouped
 
     source, calibration, where = _read(model, output, given)
-    how, kind = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["output_class"]
-    planned = plan_grouped("mqa", source, 1, how, given["seed"], given["device"], where, calibration, output_class=kind)
+    how, seed, device = methods.load_grouped(given["method"] or methods.GROUPED[0]), given["seed"], given["device"]
+    wanted = "contiguous", given["output_class"], given["cache_dtype"]
+    planned = plan_grouped("mqa", source, 1, how, seed, device, where, calibration, *wanted)
     return _converted(planned, given)
 
 
@@ -110,7 +111,7 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
 
     source, calibration, where = _read(model, output, given)
     sizes = given["kv_lora_rank"], given["qk_rope_head_dim"], *_budget(given["kv_budget"]), given["freqfold"]
-    kinds = given["pad_rank"], given["q_lora_rank"], given["portable"], given["per_layer_ranks"]
+    kinds = given["pad_rank"], given["q_lora_rank"], given["portable"], given["per_layer_ranks"], given["cache_dtype"]
     how = methods.load_latent(given["method"] or methods.LATENT[0])
     wanted = LatentRequest(*sizes, *kinds)
     return _converted(plan_latent(source, wanted, how, calibration, given["device"], where, given["seed"]), given)
@@ -245,6 +246,7 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
         Refusal: The model cannot be read.
     """
     from convert.hosts.engines import engine_of
+    from convert.planning.base import require_stored
     from convert.planning.describe import capacity
     from eval.machine.capacity import GPUS
 
@@ -254,11 +256,7 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
             raise Refusal(f"memory of {name} is {gigabytes}; it must be at least 1e-06 and at most 1e+09")
     context = source.max_positions or 2048 if given["context"] is None else given["context"]
     dtype, engine = given["dtype"] or source.dtype, engine_of(given["engine"])
-    if engine and given["cache_dtype"] not in (None, dtype):
-        raise Refusal(
-            f"it is not known whether {engine.name} stores these caches in {given['cache_dtype']}",
-            hint="leave out --engine or --cache-dtype",
-        )
+    require_stored(engine, given["cache_dtype"])
     return capacity(source, dtype, given["batch"], context, gpus, given["gpu_share"], engine, given["cache_dtype"])
 
 

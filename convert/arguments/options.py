@@ -24,6 +24,8 @@ _CLASS = Option(
     choices=CLASSES,
     flag="--class",
 )
+_FORMAT = "Make the result for a KV cache in this format: sizes count in it, and every step fits through its rounding."
+_CACHE = Option(_FORMAT, unset="--dtype", choices=tuple(FORMATS))
 _OVERWRITE = Option("Replace an existing result, once the new one is complete.", consent=True)
 _RESUME = Option(
     "Finish an interrupted run of the same command. With --overwrite, start again if it was another command.", consent=True
@@ -55,6 +57,7 @@ class Merging(TypedDict, total=False):
 
     method: Annotated[str | None, _METHOD]
     output_class: Annotated[str | None, _CLASS]
+    cache_dtype: Annotated[str | None, _CACHE]
 
 
 class Grouping(TypedDict, total=False):
@@ -71,6 +74,7 @@ class Grouping(TypedDict, total=False):
         ),
     ]
     output_class: Annotated[str | None, _CLASS]
+    cache_dtype: Annotated[str | None, _CACHE]
 
 
 class Factoring(TypedDict, total=False):
@@ -88,6 +92,10 @@ class Factoring(TypedDict, total=False):
             metavar="SIZE",
             python="A float is a share, an int are bytes.",
         ),
+    ]
+    cache_dtype: Annotated[
+        str | None,
+        Option(f"{_FORMAT} With --kv-budget, auto lets the text choose it.", unset="--dtype", choices=(*FORMATS, "auto")),
     ]
     method: Annotated[str | None, Option("How to factor keys and values.", unset=LATENT[0], choices=LATENT, python=_NAMED)]
     freqfold: Annotated[int | None, Option("For pca: treat F neighbouring frequencies as one.", unset="fewest", metavar="F")]
@@ -257,6 +265,14 @@ class Training(TypedDict, Generic[Dry], total=False):
         ),
     ]
     eval_every: Annotated[int | str | None, Option("Measure every N tokens.", unset="ten times", least=1, parse=parse_count)]
+    cache_dtype: Annotated[
+        str | None,
+        Option(
+            "Train for a KV cache in this format, through its rounding.",
+            unset="the format that CONVERTED was made for",
+            choices=tuple(FORMATS),
+        ),
+    ]
     checkpointing: Annotated[bool, Option("Compute layers again in the backward pass: slower, with less memory.")]
     evaluate: Annotated[OneText | None, _EVALUATE]
     device: Annotated[str, DEVICE]

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 from accelerate.utils import set_module_tensor_to_device
+from transformers.cache_utils import Cache
 
 from attention.padding import pad_values
 from convert.checkpoint.loading import ClassTensors, Read, empty_model
@@ -45,6 +46,7 @@ class LayerStream:
             appears when it is complete, and replaces the one before it, so that an interrupted run can continue there.
         device: The device on which layers run.
         trust_remote_code: As in transformers.
+        cache: What layers read keys and values through, for one pass from the first token on; None for nothing.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class LayerStream:
         spool: Path,
         device: torch.device,
         trust_remote_code: bool = False,
+        cache: Cache | None = None,
     ) -> None:
+        self._cache = cache
         model = pad_values(empty_model(config, trust_remote_code))
         self._model, self._read, self.text, self._spool, self.device = model, read, text, spool, device
         self._tensors = ClassTensors(model, infos)
@@ -312,7 +316,8 @@ class LayerStream:
         last = 0 if first_only else len(self._attentions) - 1
         setattr(owner, name, torch.nn.ModuleList(_Recorder(module, calls, i == last) for i, module in enumerate(whole)))
         try:
-            owner(inputs_embeds=embeddings, use_cache=False)
+            through = {"use_cache": False} if self._cache is None else {"use_cache": True, "past_key_values": self._cache}
+            owner(inputs_embeds=embeddings, **through)
         except _EnoughError:
             return calls
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -21,7 +22,6 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
         provenance: conversion.json without its `run`.
     """
     evaluation = provenance.get("evaluation")
-    source, converted = evaluation["models"] if evaluation else (None, None)
     return render(
         "conversion.md.j2",
         provenance["metadata"],
@@ -37,10 +37,16 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
         evaluation=evaluation,
         warn_above=WARN_ABOVE,
         protocol=evaluation["protocol"] if evaluation else None,
-        source=source,
-        converted=converted,
+        compared=compared(evaluation["models"]) if evaluation else [],
         loading=provenance["loading"],
     )
+
+
+def compared(entries: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The source and the result of an evaluation: first as they are, then with their caches in each format."""
+    forms = dict.fromkeys(entry["cache_format"] for entry in entries)
+    found = [tuple(entry for entry in entries if entry["cache_format"] == form) for form in forms]
+    return [(pair[0], pair[1]) for pair in found]
 
 
 def loading_of(plan: Plan) -> dict[str, Any]:

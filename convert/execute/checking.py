@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attention.encoded_forward import store_encoded
 from attention.errors import KvfoldError, NotPublished
 from convert.calibration.own_text import own_text
 from convert.methods.text import TextUse
@@ -78,7 +79,8 @@ def checked(
     models = [plan.source, replace(Source.parse(str(result), plan.source.trust_remote_code), label="the result")]
     total = len(models) * sum(len(sample.ids) for sample in samples)
     with stage(progress, "check", total, "block") as done, memory_for("the check of the result", "give --device cpu"):
-        source, converted = (_losses(model, samples, device, done) for model in models)
+        source = _losses(models[0], samples, device, done)
+        converted = _losses(models[1], samples, device, done, plan.cache_dtype if plan.rounding else None)
     found: list[dict[str, Any]] = [
         {"text": sample.text, "tokens": sample.ids.numel(), "source_nats": before, "loss_nats": after - before}
         for sample, before, after in zip(samples, source, converted, strict=True)
@@ -98,9 +100,13 @@ def _own(plan: Plan, device: torch.device, kept: Path, progress: Progress) -> li
     return [Sample("the source's own text", ids)]
 
 
-def _losses(source: Source, samples: Sequence[Sample], device: torch.device, done: Callable[[int], None]) -> list[float]:
-    """Mean nats per token of a model on each text."""
+def _losses(
+    source: Source, samples: Sequence[Sample], device: torch.device, done: Callable[[int], None], form: str | None = None
+) -> list[float]:
+    """Mean nats per token of a model on each text, with its cache in a format, or without one."""
     with load(source, device=str(device)) as model, torch.inference_mode():
+        if form is not None:
+            store_encoded(model, form)
         return [_loss(model, sample.ids, source.vocabulary, done) for sample in samples]
 
 

@@ -17,7 +17,7 @@ from attention.forward import attention_output, output_error
 from attention.rope import Rotary, no_rotary
 from attention.spread import evenly_spread
 from convert.execute.job import Job
-from convert.execute.steps import Pipeline, grouped_pipeline, latent_pipeline, refit
+from convert.execute.steps import Pipeline, grouped_pipeline, latent_pipeline, refit, rounding
 from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
@@ -120,28 +120,31 @@ class _Choice:
 
 
 def _choose(job: Job, splits: Sequence[LatentTarget], rotary: Rotary, statistics: StatisticsOf) -> _Choice:
-    method = splits[0].method
-    measured = _measured(job, method, splits, statistics)
-    offers = [
-        (index, allocation)
-        for index, split in enumerate(splits)
-        for allocation in _offers(split, measured, split.allocation(rotary))
-    ]
-    tried = len(offers) > 1 and job.text is not None
-    errors = _errors(job, method, [offer for _, offer in offers], statistics) if tried else [0.0] * len(offers)
-    if not all(map(math.isfinite, errors)):
-        raise Failure(
-            f"attention outputs overflow on the calibration text: the relative errors of {len(errors)} candidates are {errors}",
-            hint="the source's weights are extreme; does `convert eval` of it work?",
-        )
-    best = min(range(len(offers)), key=lambda i: errors[i] * (_TIE if offers[i][1].pursued else 1))
-    rows = [
-        {"rank": offer.rank, "frequencies": list(offer.pairs), "output_error": error}
-        for (_, offer), error in zip(offers, errors, strict=True)
-    ]
-    split, offer = offers[best]
-    ranks = _ranks(job, splits[split], offer, statistics) if splits[split].ranks else ()
-    return _Choice(split, offer.pairs, offer.pursued, rows if tried else [], ranks)
+    measured, tried = _measured(job, splits[0].method, splits, statistics), list[dict[str, Any]]()
+
+    def best_of(some: Sequence[LatentTarget]) -> tuple[LatentTarget, Allocation]:
+        offers = [(split, offer) for split in some for offer in _offers(split, measured, split.allocation(rotary))]
+        if len(offers) == 1 or job.text is None:
+            return offers[0]
+        errors = _errors(job, offers, statistics)
+        rows = [_tried(*offer, error) for offer, error in zip(offers, errors, strict=True)]
+        tried.extend(row for row in rows if row not in tried)
+        return offers[min(range(len(offers)), key=lambda i: errors[i] * (_TIE if offers[i][1].pursued else 1))]
+
+    by_format = {split.cache_dtype: [other for other in splits if other.cache_dtype == split.cache_dtype] for split in splits}
+    if by_format.keys() - {splits[0].cache_dtype}:  # the format first, by the middle one of its splits
+        chosen, _ = best_of([some[len(some) // 2] for some in by_format.values()])
+        splits_of_format = by_format[chosen.cache_dtype]
+    else:
+        splits_of_format = list(splits)
+    split, offer = best_of(splits_of_format)
+    ranks = _ranks(job, split, offer, statistics) if split.ranks else ()
+    return _Choice(list(splits).index(split), offer.pairs, offer.pursued, tried, ranks)
+
+
+def _tried(split: LatentTarget, offer: Allocation, error: float) -> dict[str, Any]:
+    form = {} if split.cache_dtype is None else {"cache_dtype": split.cache_dtype}
+    return {"rank": offer.rank, "frequencies": list(offer.pairs), **form, "output_error": error}
 
 
 def _offers(split: LatentTarget, measured: list[Any], without_pairs: Allocation) -> list[Allocation]:
@@ -175,10 +178,13 @@ def _measured(job: Job, method: LatentMethod, splits: Sequence[LatentTarget], st
     return found
 
 
-def _errors(job: Job, method: LatentMethod, offers: Sequence[Allocation], statistics: StatisticsOf) -> list[float]:
+def _errors(job: Job, offers: Sequence[tuple[LatentTarget, Allocation]], statistics: StatisticsOf) -> list[float]:
     """The relative error of attention outputs on the text for each offer, averaged over evenly spread layers.
 
     Offers are refitted first, on the other half of the sample, since that changes their ranking.
+
+    Raises:
+        Failure: One of them is not finite.
     """
     layers = job.plan.before.num_layers
     count = min(layers, _TRIED_LAYERS)
@@ -190,10 +196,17 @@ def _errors(job: Job, method: LatentMethod, offers: Sequence[Allocation], statis
             assert measured.sample is not None
             rows = range(len(measured.sample.rows))
             tried, other = measured.sample.of(rows[::2]), measured.sample.of(rows[1::2] or rows)
-            for i, offer in enumerate(offers):
-                after = refit(job, before, method.factor(before, offer, measured), layer, replace(measured, sample=other))
+            fitted = replace(measured, sample=other)
+            for i, (split, offer) in enumerate(offers):
+                after = rounding(job, split, before, split.method.factor(before, offer, measured), layer, fitted)
+                after = refit(job, before, after, layer, fitted)
                 errors[i] += output_error(before, after, tried.blocks) / count
                 done(1)
+    if not all(map(math.isfinite, errors)):
+        raise Failure(
+            f"attention outputs overflow on the calibration text: the relative errors of {len(errors)} candidates are {errors}",
+            hint="the source's weights are extreme; does `convert eval` of it work?",
+        )
     return errors
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from attention.record import Attention, FactoredAttention
 from convert.calibration.stream import LayerStream
@@ -117,6 +118,7 @@ class Job:
         read: Callable[[str], torch.Tensor],
         infos: Mapping[str, TensorInfo],
         spool: Path,
+        cache: Cache | None = None,
     ) -> LayerStream:
         """The layers of the source or of the result, run over the calibration text.
 
@@ -127,7 +129,8 @@ class Job:
             read: Maps a tensor's name to the tensor.
             infos: The infos of all tensors by name.
             spool: The path prefix of the files that hold layer inputs.
+            cache: As of `LayerStream`.
         """
         modules = [module(layer) for layer in range(self.plan.before.num_layers)]
         trusted = self.plan.source.trust_remote_code
-        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, trusted)
+        return LayerStream(config, modules, read, infos, text.blocks, spool, self.device, trusted, cache)

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from attention.record import Attention, Record
+from attention.rounded import rounding_cache
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
 from convert.calibration.refit import normed_sample_for, sample_for
@@ -98,7 +99,8 @@ class _Pair:
         read, infos = job.reader.__getitem__, job.reader.infos
         source = job.stream(text, plan.source.config, plan.family.module, read, infos, work / "teacher")
         made = partial(manifest.read, job.reader)
-        result = job.stream(text, config, layout.module, made, manifest.outputs, work / "student")
+        cache = None if plan.rounding is None else rounding_cache(plan.rounding, plan.target.spec)
+        result = job.stream(text, config, layout.module, made, manifest.outputs, work / "student", cache)
         return cls(plan, text, layout, layout.traits(config).o_bias, source, result)
 
     def begin(self, missing: int) -> int:

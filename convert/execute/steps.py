@@ -10,18 +10,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from attention.errors import Failure
+from attention.formats import rounding_of
 from attention.record import Attention, FactoredAttention, Record
 from convert.calibration.queries import met_by_queries
 from convert.calibration.refit import refitted
 from convert.execute.job import Job
 from convert.families.neutral import query_channels
+from convert.methods.balanced import balanced, balanced_heads
 from convert.methods.constant_norm import with_constant_norm
 from convert.methods.grouped import Draw, queries_of, reordered
-from convert.methods.latent import Allocation, balanced, sized
+from convert.methods.latent import Allocation, sized
 from convert.methods.query_latent import behind_norm, expected_met, truncated
 from convert.methods.statistics import Statistics
 from convert.planning.base import Plan
-from convert.planning.targets import GroupedTarget, LatentTarget
+from convert.planning.targets import GroupedTarget, LatentTarget, Target
 
 _UNEVEN = 0.02  # of the size of inputs behind their norm, which were one size but for its epsilon
 
@@ -50,7 +52,8 @@ class Pipeline:
 
 def grouped_pipeline(job: Job, target: GroupedTarget) -> Pipeline:
     """The steps to fewer KV heads."""
-    return Pipeline(partial(merged, target), _named(job.plan, {"refit": partial(refit, job)}))
+    steps: dict[str, Step] = {"balance": partial(rounding, job, target), "refit": partial(refit, job)}
+    return Pipeline(partial(merged, target), _named(job.plan, steps))
 
 
 def latent_pipeline(job: Job, target: LatentTarget, allocation: Allocation, ranks: Sequence[int]) -> Pipeline:
@@ -64,6 +67,7 @@ def latent_pipeline(job: Job, target: LatentTarget, allocation: Allocation, rank
     """
     steps: dict[str, Step] = {
         "constant norm": _constant_norm,
+        "balance": partial(rounding, job, target),
         "refit": partial(refit, job),
         "queries behind a norm": partial(_behind_norm, job),
         "latent of queries": partial(_query_latent, job, target.spec.q_lora_rank or 0),
@@ -100,6 +104,21 @@ def factored(
     """Keys and values of a layer, factored by the target's method, with the frequencies and ranks of all layers chosen."""
     own = replace(allocation, rank=ranks[layer]) if ranks else allocation
     return before, target.method.factor(before, own, statistics)
+
+
+def rounding(job: Job, target: Target, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
+    """Keys and values in balanced coordinates, and rounded from here on as the target's cache rounds them, if it does.
+
+    Where the class does more with them than records say, or nothing shows their sizes, those of heads are only rounded.
+    """
+    sample, form = statistics.sample, rounding_of(target.cache_dtype)
+    if form is None:
+        return after
+    if isinstance(after, FactoredAttention):
+        after = after if after.normalised else balanced(after, statistics)
+    elif sample is not None and job.shows_attention:
+        after = balanced_heads(after, sample.to(after.k.device))
+    return replace(after, rounding=form)
 
 
 def _constant_norm(before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:

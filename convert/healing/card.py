@@ -24,7 +24,8 @@ def card(plan: HealPlan, provenance: dict[str, Any]) -> str:
         command=_command(plan),
         provenance=provenance,
         healing=provenance["healing"],
-        bytes=provenance.get("kv_bytes_per_token"),
+        bytes=provenance["kv_bytes_per_token"],
+        rounding=plan.rounding,
         evaluation=provenance.get("evaluation"),
         loading=stated_loading(provenance),
     )

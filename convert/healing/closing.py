@@ -93,7 +93,7 @@ def _planned(plan: Plan, work: WorkDirectory, tokens: int, blocks: int, device: 
     assert plan.calibration is not None
     result = replace(Source.parse(str(work.path), plan.source.trust_remote_code), label="the result")
     context = plan.calibration.heal_context
-    options = HealOptions((), tokens=tokens, context=context)
+    options = HealOptions((), tokens=tokens, context=context, cache_dtype=plan.cache_dtype)
     found = sized(result, plan.source, options, plan.output, str(device), plan.seed)
     if found.batch > blocks // _LEAST_BLOCKS:
         options = replace(options, batch_tokens=blocks // _LEAST_BLOCKS * context)

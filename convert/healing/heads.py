@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 
@@ -22,9 +23,10 @@ class _Hidden(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
     router_logits: Any = None
 
 
-def hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The decoder's output for `ids [B, T]`: `[B, T, E]`."""
-    found: torch.Tensor = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+def hidden_states(model: Any, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+    """The decoder's output for `ids [B, T]`: `[B, T, E]`, without a cache or through one."""
+    kept = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+    found: torch.Tensor = model.get_decoder()(input_ids=ids, **kept).last_hidden_state
     return found
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from attention.errors import Failure
 from attention.padding import pad_values
+from attention.rounded import rounding_cache
 from convert.checkpoint.reader import Reader
 from convert.healing.batches import TrainingText
 from convert.healing.cache import Kept, TeacherCache
@@ -23,6 +26,13 @@ from convert.healing.training import Distillation, Schedule, Trainer
 from convert.healing.weights import held_parameters
 from eval.inputs.loading import load
 from eval.terminal.progress import Progress, stage
+
+
+def cache_of(plan: HealPlan) -> Callable[[], Cache] | None:
+    """Makes the student's cache of a pass; None where its cache is not rounded."""
+    if plan.rounding is None:
+        return None
+    return partial(rounding_cache, plan.rounding, plan.spec)
 
 
 @contextlib.contextmanager
@@ -104,5 +114,5 @@ def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teache
     if plan.options.checkpointing:
         compute_layers_again(student)
     schedule = Schedule(plan.steps, plan.batch, plan.micro_batch, plan.options.lr or 0.0, plan.seed)
-    module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary)
+    module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary, cache_of(plan))
     return Trainer(team.accelerator, module, text, schedule, what, team.autocast)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attention.encoded_forward import require_cache
 from attention.errors import Refusal
+from attention.formats import Format, rounding_of
 from attention.spec import AttentionSpec
 from convert.checkpoint.loading import empty_model
 from convert.checkpoint.reader import Reader
@@ -15,7 +17,7 @@ from convert.healing.student import of_part
 from convert.healing.tracking import require_tracker
 from convert.healing.trainable import require_peft
 from convert.healing.weights import held_parameters
-from convert.output.destination import Output, check_output, partial_path, read_provenance
+from convert.output.destination import Output, check_output, partial_path, read_provenance, stated_cache
 from convert.planning.base import readable
 from convert.planning.texts import Texts, as_options
 from eval.inputs.source import Source, require_contexts
@@ -65,6 +67,7 @@ class HealOptions:
         eval_every: Tokens from one point of the curve to the next.
         checkpointing: Whether layers are computed again in the backward pass, which saves memory.
         track: The tracker that figures go to; None for none.
+        cache_dtype: The format of the cache that the result is for; None for the one that CONVERTED was made for.
     """
 
     texts: Texts
@@ -82,6 +85,7 @@ class HealOptions:
     eval_every: int | None = None
     checkpointing: bool = False
     track: str | None = None
+    cache_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class HealPlan:
         every: Steps from one point of the curve to the next.
         device: As on the command line.
         seed: For the order of blocks.
+        cache_dtype: The format of the cache that the result is for, which a dtype is, too.
     """
 
     converted: Source
@@ -117,6 +122,17 @@ class HealPlan:
     every: int
     device: str
     seed: int
+    cache_dtype: str
+
+    @property
+    def rounding(self) -> Format | None:
+        """The format through whose rounding the result is trained; None for a dtype."""
+        return rounding_of(self.cache_dtype)
+
+    @property
+    def teacher_spec(self) -> AttentionSpec:
+        """The attention of the source."""
+        return AttentionSpec.from_config(self.teacher.config)
 
     @property
     def tokens(self) -> int:
@@ -184,6 +200,7 @@ class HealPlan:
             "top_k": o.top_k,
             "eval_every": self.every * self.batch * self.context,
             "seed": self.seed,
+            "cache_dtype": o.cache_dtype,
         }
         numbers = {name: value for name, value in every.items() if value is not None}
         trusted = {"trust_remote_code": True} if self.converted.trust_remote_code else {}
@@ -262,9 +279,37 @@ def sized(converted: Source, source: Source, options: HealOptions, output: Outpu
     spec = family.spec(converted.config)
     model = empty_model(converted.config, converted.trust_remote_code)
     held_parameters(model, Reader(converted.files), of_part(model, family, spec.num_layers, options.train))
-    return HealPlan(
-        converted, source, family, spec, output, options, context, batch, micro_batch, steps, max(1, every), device, seed
+    planned = HealPlan(
+        converted,
+        source,
+        family,
+        spec,
+        output,
+        options,
+        context,
+        batch,
+        micro_batch,
+        steps,
+        max(1, every),
+        device,
+        seed,
+        options.cache_dtype or stated_cache(read_provenance(converted.files)) or converted.dtype,
     )
+    _check_rounding(planned, model)
+    return planned
+
+
+def _check_rounding(plan: HealPlan, model: Any) -> None:
+    """Refuse a format that the cache cannot have, or that training cannot round to."""
+    plan.spec.bytes_per_token(plan.cache_dtype)
+    if plan.rounding is None:
+        return
+    require_cache(model, plan.rounding)
+    if plan.options.checkpointing:
+        raise Refusal(
+            f"--checkpointing computes layers again without a cache, and the result is for one in {plan.cache_dtype}",
+            hint="leave out --checkpointing, or give --cache-dtype " + plan.converted.dtype,
+        )
 
 
 def _require_apart(cache: Path, others: Sequence[Path]) -> None:

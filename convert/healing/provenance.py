@@ -36,6 +36,11 @@ def provenance_of(
         **{key: value for key, value in before.items() if key not in _OF_ONE_RUN + _OF_CONVERSION},
         "kvfold": version("kvfold"),
         "recipe": plan.recipe(),
+        "kv_bytes_per_token": {
+            "before": plan.teacher_spec.bytes_per_token(plan.teacher.dtype),
+            "after": plan.spec.bytes_per_token(plan.cache_dtype),
+            "cache_dtype": plan.cache_dtype,
+        },
         "healing": {
             "teacher": plan.teacher.reference,
             "converted": plan.converted.reference,

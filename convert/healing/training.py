@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from attention.errors import Failure
 from convert.healing.batches import TrainingText
@@ -62,11 +63,14 @@ class Distillation(nn.Module):
         teacher: What it learns from.
         ce: The weight of the cross-entropy beside the KL.
         vocabulary: Of both.
+        cache: Makes the student's cache of one pass, through whose rounding it trains; None for none.
     """
 
-    def __init__(self, student: Any, teacher: Teacher, ce: float, vocabulary: int) -> None:
+    def __init__(
+        self, student: Any, teacher: Teacher, ce: float, vocabulary: int, cache: Callable[[], Cache] | None = None
+    ) -> None:
         super().__init__()
-        self.student, self.teacher = student, teacher
+        self.student, self.teacher, self._cache = student, teacher, cache
         self._ce, self._vocabulary = ce, vocabulary
         # The classes of layers, which FSDP reads: it shards layer by layer.
         self._no_split_modules = sorted({*(student._no_split_modules or ()), *teacher.layer_classes})
@@ -81,7 +85,8 @@ class Distillation(nn.Module):
         """
         student, count = self.student, len(ids) if measured_blocks is None else measured_blocks
         expected = self.teacher.predictions(ids, indices, count)
-        hidden, targets = hidden_states(student, ids)[:count, :-1].flatten(0, 1), ids[:count, 1:].flatten()
+        states = hidden_states(student, ids, self._cache() if self._cache else None)
+        hidden, targets = states[:count, :-1].flatten(0, 1), ids[:count, 1:].flatten()
         if measured_blocks is not None:
             return measured(hidden, lambda h: logits_of(student, h), expected, targets, self._vocabulary)
         outputs = student.get_output_embeddings()

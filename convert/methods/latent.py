@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +18,9 @@ import torch
 from attention.record import Attention, FactoredAttention
 from attention.rope import Rotary
 from attention.spec import AttentionSpec
-from convert.methods.algebra import augmented, fix_signs, roots
+from convert.methods.algebra import fix_signs
 from convert.methods.statistics import Statistics
 from convert.methods.text import TextUse
-
-_PRIOR = 0.1  # how much directions count in which a text had nothing, as a share of the mean
 
 
 @dataclass(frozen=True)
@@ -246,61 +243,6 @@ def share_latent(
         projections=attention.projections,
         scoring=attention.scoring,
     )
-
-
-def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
-    """The same function in the basis of the latent c in which rounding what is cached costs least.
-
-    With C the second moment of c, and M the matrix by which an error of c counts, rounding A c to so many bits costs about
-    tr(A C Aᵀ) tr(A⁻ᵀ M A⁻¹). That is least where both matrices are equal (balanced coordinates: Moore 1981): A = Λ^-¼ Vᵀ M^½
-    with M^½ C M^½ = V Λ Vᵀ. A rotation then makes all channels alike, as formats in which several share a scale want them
-    (QuaRot, arXiv 2404.00456). Optimisers that move all weights alike, such as Adam, want the same of weights. Directions
-    that the text hardly shows count as if it did a little, so that A is well-conditioned.
-
-    Args:
-        a: There is no norm between its `down` and what reads it. Channels that nothing makes or reads stay apart.
-        statistics: Of the layer's input.
-    """
-    second, read = _moments(a, statistics)
-    alive = (second.diagonal() > 0) & (read.diagonal() > 0)
-    used = [channel for channel in range(len(alive)) if alive[channel]]
-    if not used:
-        return a
-    sizes = read.diagonal()[used].sqrt()
-    correlations = read[used][:, used] / sizes / sizes[:, None]
-    (weigh,), (unweigh,) = roots((correlations + _PRIOR * torch.eye(len(used)).to(correlations))[None], 0)
-    weigh, unweigh = weigh * sizes, unweigh / sizes[:, None]
-    energies, vectors = torch.linalg.eigh(weigh @ second[used][:, used] @ weigh.T)
-    scale = (energies.clamp_min(0) + _PRIOR * energies.mean())[:, None] ** 0.25
-    rotation = _rotation(len(used)).to(weigh)
-    there, back = rotation @ (vectors.T / scale) @ weigh, unweigh @ (vectors * scale.T) @ rotation.T
-    down, up_k, up_v = a.down.clone(), a.up_k.clone(), a.up_v.clone()
-    down[used] = (there @ a.down[used].double()).to(down)
-    up_k[..., used] = (a.up_k[..., used].double() @ back).to(up_k)
-    up_v[..., used] = (a.up_v[..., used].double() @ back).to(up_v)
-    return replace(a, down=down, up_k=up_k, up_v=up_v)
-
-
-def _moments(a: FactoredAttention, statistics: Statistics) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[R, R]` each, fp64: the second moment of the latent as attention sees it, and the weight of an error of it.
-
-    Errors of keys and of values count alike, each over its own share of C.
-    """
-    down, up_k, up_v = a.down.double(), a.up_k.double(), a.up_v.double()
-    second = down @ statistics.attended.seen.to(down) @ down.T
-    queries = a.q_nope.double() if a.q_down is None else a.q_nope.double() @ a.q_down.double()
-    queries, columns = augmented(queries, a.q_nope_bias), a.o.double().permute(1, 0, 2)
-    of_keys = up_k.mT @ (queries @ statistics.of_queries.to(down) @ queries.mT) @ up_k
-    of_values = up_v.mT @ (columns.mT @ columns) @ up_v
-    parts = [(part, float((part * second).sum())) for part in (of_keys.sum(0), of_values.sum(0))]
-    return second, sum((part / seen for part, seen in parts if seen > 0), torch.zeros_like(second))
-
-
-@cache
-def _rotation(size: int) -> torch.Tensor:
-    """A random orthogonal matrix `[size, size]`, fp64, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator)).Q
 
 
 def sized(a: FactoredAttention, second: torch.Tensor, size: float) -> FactoredAttention:

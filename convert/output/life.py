@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from attention.errors import Failure, Interrupted, Refusal
-from convert.output.destination import Output, check_output, read_provenance
+from attention.formats import rounding_of
+from convert.output.destination import Output, check_output, read_provenance, stated_cache
 from convert.output.lock import exclusive
 from convert.output.provenance import Clock, write_card, write_provenance
 from convert.output.workdir import WorkDirectory
@@ -179,14 +180,16 @@ def _evaluated(
     """The report on the models and the result in the work directory, whose name does not get into it."""
     work.keep()  # the weights are complete even if the evaluation fails
     result = Source.parse(str(work.path), models[0].trust_remote_code)
+    form = stated_cache(read_provenance(work.path))
+    settings = replace(held_out.settings, cache_dtypes=() if rounding_of(form) is None else (str(form),))
     labelled = [replace(one, label=label) for one, label in zip((*models, result), task.labels, strict=True)]
     try:
-        report = report_of(labelled, held_out.text, held_out.settings, seen, progress, foretold=True)
+        report = report_of(labelled, held_out.text, settings, seen, progress, foretold=True)
     except (Refusal, Failure) as error:
         raise Failure(
             f"the {task.noun} is done, its evaluation failed: {error}",
             hint="the same command with --resume and without --evaluate publishes it",
         ) from error
-    for entry, path in zip(report["models"], [*(one.reference for one in models), "OUTPUT"], strict=True):
-        entry["path"] = path
+    for entry in report["models"]:
+        entry["path"] = "OUTPUT" if entry["path"] == result.reference else entry["path"]
     return report

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
+from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.families.base import unmodelled_fields
 from convert.methods.text import TextUse
 
 if TYPE_CHECKING:
+    from attention.formats import Format
     from convert.families import Family
     from convert.families.base import Traits
     from convert.hosts import Host
@@ -74,7 +76,12 @@ class Plan:
     @property
     def cache_dtype(self) -> str:
         """The dtype by which the bytes of the result's cache are counted."""
-        return self.output.dtype or self.source.dtype
+        return self.target.cache_dtype or self.output.dtype or self.source.dtype
+
+    @property
+    def rounding(self) -> Format | None:
+        """The format through whose rounding the result is made; None for a dtype."""
+        return rounding_of(self.cache_dtype)
 
     @property
     def applied_method(self) -> str | None:
@@ -222,6 +229,15 @@ def stored_dtype(source: Source, output: Output) -> str:
             hint="give --dtype float32, bfloat16 or float16",
         )
     return dtype
+
+
+def require_stored(engine: Engine | None, cache_dtype: str | None) -> None:
+    """Refuse a format of the cache that an engine is not known to store."""
+    if engine and rounding_of(cache_dtype) is not None:
+        raise Refusal(
+            f"it is not known whether {engine.name} stores these caches in {cache_dtype}",
+            hint="leave out --engine or --cache-dtype",
+        )
 
 
 def host_of(

@@ -352,11 +352,14 @@ def _check_lines(provenance: Mapping[str, Any]) -> list[str]:
 def _quality_lines(provenance: Mapping[str, Any]) -> list[str]:
     if "evaluation" not in provenance:
         return []
-    source, converted = provenance["evaluation"]["models"]
+    source, *others = provenance["evaluation"]["models"]
     return [
         f"perplexity: {source['perplexity']:.4g} → {converted['perplexity']:.4g} ({converted['loss_nats']:+.4f} nats) on "
         f"{converted['tokens']} tokens of {provenance['evaluation']['protocol']['text']}, KL {converted['kl_to_source']:.4f}, "
         f"top-1 agreement {converted['top1_agreement']:.1%}"
+        + (f", with its cache in {form}" if (form := converted.get("cache_format")) else "")
+        for converted in others
+        if converted["path"] != source["path"]
     ]
 
 

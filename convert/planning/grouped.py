@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
+from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert import methods
 from convert.hosts import HOSTS
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import Output, check_output
-from convert.planning.base import Plan, host_of, readable, stored_dtype, text_notes, unfit
+from convert.planning.base import Plan, host_of, readable, require_stored, stored_dtype, text_notes, unfit
 from convert.planning.calibration import Calibration, CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.targets import GroupedTarget
@@ -37,6 +38,7 @@ def plan_grouped(
     calibration: CalibrationOptions | None = None,
     grouping: str = "contiguous",
     output_class: str | None = None,
+    cache_dtype: str | None = None,
 ) -> Plan:
     """Plan a conversion to `groups` KV heads.
 
@@ -51,6 +53,7 @@ def plan_grouped(
         calibration: The user's calibration options.
         grouping: One of GROUPINGS.
         output_class: One of CLASSES, or None for the first that can carry the result.
+        cache_dtype: The format of the cache that the result is for; None for the dtype of its weights.
 
     Raises:
         Refusal: The conversion is not possible; with the reason and the next step.
@@ -62,15 +65,21 @@ def plan_grouped(
     kind = "mqa" if groups == 1 else "gqa"
     stored_dtype(source, output)  # refuses what no engine serves
     hosts = [host for host in HOSTS[kind] if output_class in (None, host.kind)]
-    host = host_of(hosts, family, source, spec, engine_of(output.engine), "leave out --class" if output_class else None)
+    engine = engine_of(output.engine)
+    require_stored(engine, cache_dtype)
+    host = host_of(hosts, family, source, spec, engine, "leave out --class" if output_class else None)
     behind = host.reads_projections(family, source.config)
     _check_grouping(grouping, method, family.slopes(source.config))
-    if spec != before and not behind:
-        _check_clip(source, method, family.traits(source.config))
+    spec.bytes_per_token(cache_dtype or source.dtype)  # refuses sizes that the format does not take
+    changes = spec != before or rounding_of(cache_dtype) is not None
+    if changes and not behind:
+        _check_clip(source, method, family.traits(source.config), cache_dtype)
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
     notes, remarks = _notes(family, source, before, spec, output, method, text, behind)
-    notes += () if spec == before else host.notes(source.config)
+    if spec == before and changes:
+        notes, remarks = (f"its {before.num_kv_heads} KV heads stay; keys and values are balanced for {cache_dtype}",), ()
+    notes += host.notes(source.config) if changes else ()
     target = GroupedTarget(
         command,
         _options(command, groups, grouping, output_class),
@@ -82,6 +91,7 @@ def plan_grouped(
         seed,
         getattr(source.decoder, "initializer_range", 0.02),
         notes,
+        cache_dtype,
     )
     text = None if target.copies else text  # a copy needs no calibration
     require_room_to_write(source, text, compute_device(device))
@@ -96,8 +106,14 @@ def _options(command: str, groups: int, grouping: str, output_class: str | None)
     return {"groups": groups, **({"grouping": grouping} if grouping != "contiguous" else {}), **of_class}
 
 
-def _check_clip(source: Source, method: GroupedMethod, traits: Traits) -> None:
-    """Refuse a method that changes projections, and makes up for it later, where a clamp comes between."""
+def _check_clip(source: Source, method: GroupedMethod, traits: Traits, cache_dtype: str | None) -> None:
+    """Refuse what changes projections, and makes up for it later, where a clamp comes between."""
+    if traits.clip is not None and rounding_of(cache_dtype) is not None:
+        raise Refusal(
+            f"{source.reference} clamps queries, keys and values to {traits.clip} (clip_qkv), and --cache-dtype {cache_dtype} "
+            "changes their size before that",
+            hint="use --class kvfold, which does so behind the clamp, or leave out --cache-dtype",
+        )
     if traits.clip is None or method.text is TextUse.IGNORED:
         return
     able = [name for name in methods.GROUPED if methods.load_grouped(name).text is TextUse.IGNORED]

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
-from attention.spec import RANK_STEP, AttentionSpec, dtype_bytes
+from attention.formats import format_named
+from attention.spec import RANK_STEP, AttentionSpec
 from convert import methods
 from convert.hosts import HOSTS, PORTABLE
 from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import Output
-from convert.planning.base import Plan, host_of, readable, stored_dtype, text_notes
+from convert.planning.base import Plan, host_of, readable, require_stored, stored_dtype, text_notes
 from convert.planning.budget import check_fold, default_fold, layer_ranks, served_rank
 from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from eval.inputs.source import Source
 
 
+AUTO = "auto"
+_TRIED = ("fp8", "int8", "int4", "int3", "int2")  # formats that --cache-dtype auto tries beside the dtype of the weights
 _FEWEST_QUERY_CHANNELS = 8  # of a latent of queries: at most five are constants
 
 
@@ -47,6 +50,8 @@ class LatentRequest:
         q_lora_rank: The rank of a latent of queries; None for what the output class needs.
         portable: Whether engines' own DeepSeek classes have to run the result.
         per_layer_ranks: Whether the text chooses the rank of each layer; R is then their mean, at most.
+        cache_dtype: The format of the cache that the result is for; None for the dtype of its weights, and `AUTO` for the one
+            that keeps most at a budget.
     """
 
     kv_lora_rank: int | None = None
@@ -58,6 +63,7 @@ class LatentRequest:
     q_lora_rank: int | None = None
     portable: bool = False
     per_layer_ranks: bool = False
+    cache_dtype: str | None = None
 
 
 def plan_latent(
@@ -95,6 +101,7 @@ def plan_latent(
     dtype = stored_dtype(source, output)
     # Whether any latent fits the source comes first: it is what most users have to know.
     engine = engine_of(output.engine)
+    require_stored(engine, size.cache_dtype)
     hosts = PORTABLE if size.portable else HOSTS["mla"]
     smallest = smallest_latent(source, family, before)
     if size.per_layer_ranks:
@@ -102,10 +109,12 @@ def plan_latent(
     host = host_of(hosts, family, source, smallest, engine, portable_hint(family, source, smallest, engine))
     if engine and engine.query_latent(before) and size.q_lora_rank is None:
         size = replace(size, q_lora_rank=host.full_query_rank(source.decoder.hidden_size))
-    rank, rope_dim = _latent_size(source, family, before, size, host, dtype, engine)
     padded = size.pad_rank or (engine is not None and size.kv_lora_rank is None and bool(engine.latents))
-    whole = replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim, pad_rank=padded)
-    target = _target(source, family, method, host, before, whole, dtype)
+    targets = [
+        _target(source, family, method, host, before, replace(whole, pad_rank=padded), dtype)
+        for whole in _whole(source, family, before, size, host, dtype, engine)
+    ]
+    target = targets[0]
     if engine:
         _check_engine(engine, host, family, target.spec, source.config)
     if engine and (note := engine.note(before)):
@@ -121,12 +130,21 @@ def plan_latent(
     remarks = list(text_notes(method, text, traits))
     if target.copies:
         text, remarks = None, ["the calibration text is not used"] if text else []
-    elif text is not None and not method.folds and size.kv_lora_rank is None and rope_dim and not (engine and engine.latents):
-        sizes = _splits(source, family, before, target.spec, host)
-        sizes = [replace(split, q_lora_rank=size.q_lora_rank, per_layer_ranks=size.per_layer_ranks) for split in sizes]
-        splits = tuple(_target(source, family, method, host, before, split, dtype) for split in sizes)
+    elif targets[1:] and text is None:
+        raise Refusal(
+            "--cache-dtype auto needs calibration text, by which it chooses", hint="leave out --no-text, or name a format"
+        )
+    elif text is not None and not method.folds and size.kv_lora_rank is None and not (engine and engine.latents):
+        splits = tuple(
+            _target(source, family, method, host, before, split, dtype)
+            for start in targets
+            for split in _splits(source, family, before, start, size, host, dtype)
+        )
         note = "the search starts from this split of the cache; the text decides the split, one for all layers"
-        target = replace(target, splits=splits, notes=(*target.notes, note))
+        if targets[1:]:
+            note = f"the text decides the format, among {_listed(targets, dtype)}, and then the split of the cache"
+        if target.spec.qk_rope_head_dim or targets[1:]:
+            target = replace(target, splits=splits, notes=(*target.notes, note))
     require_room_to_write(source, text, compute_device(device))
     text = with_default_healing(source, text, compute_device(device))
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
@@ -187,7 +205,9 @@ def _target(
     fold = _freqfold(method, size.freqfold, rope_dim, rotary)
     used = min(channels, full)
     ranks = layer_ranks(rank, full) if size.per_layer_ranks else ()
-    target = LatentTarget(before, spec, method, host, used, fold, size.pad_rank, ranks)
+    form = size.cache_dtype or dtype
+    (spec if not ranks else replace(spec, layer_ranks=ranks)).bytes_per_token(form)  # refuses what the format does not take
+    target = LatentTarget(before, spec, method, host, used, fold, size.pad_rank, ranks, cache_dtype=size.cache_dtype)
     if target.copies:
         how = "is what the source has: every tensor is copied bit for bit, unchanged"
         return replace(
@@ -202,7 +222,7 @@ def _target(
     if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:
         which = f"rank {rank} is not a multiple" if odd == [rank] else "some of these ranks are not multiples"
         notes.append(f"{which} of {RANK_STEP}: on NVIDIA GPUs plain torch decodes such layers, not kvfold's kernel")
-    if spec.bytes_per_token(dtype) >= before.bytes_per_token(source.dtype):
+    if spec.bytes_per_token(form) >= before.bytes_per_token(source.dtype):
         notes.append("the cache is not smaller than the source's")
     return replace(target, notes=tuple(notes))
 
@@ -222,7 +242,7 @@ def _check_rotary(source: Source, family: Family, rope_dim: int) -> None:
         )
 
 
-def _latent_size(
+def _whole(
     source: Source,
     family: Family,
     before: AttentionSpec,
@@ -230,7 +250,36 @@ def _latent_size(
     host: Host,
     dtype: str,
     engine: Engine | None,
+) -> list[LatentRequest]:
+    """The request with both numbers; for `--cache-dtype auto`, one for each format of which the budget holds any."""
+    if size.cache_dtype != AUTO:
+        rank, rope_dim = _latent_size(source, family, before, size, host, size.cache_dtype or dtype, engine)
+        return [replace(size, kv_lora_rank=rank, qk_rope_head_dim=rope_dim)]
+    if size.kv_share is None and size.kv_bytes is None:
+        raise Refusal(
+            "--cache-dtype auto chooses the format of a budget", hint="give --kv-budget, or name a format with --cache-dtype"
+        )
+    found, refusals = [], []
+    for form in (None, *_TRIED):
+        try:
+            found += _whole(source, family, before, replace(size, cache_dtype=form), host, dtype, engine)
+        except Refusal as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise refusals[-1]
+    return found
+
+
+def _latent_size(
+    source: Source,
+    family: Family,
+    before: AttentionSpec,
+    size: LatentRequest,
+    host: Host,
+    form: str,
+    engine: Engine | None,
 ) -> tuple[int, int]:
+    """R and P, as given or of a budget for a cache in that format."""
     given = (size.kv_lora_rank, size.qk_rope_head_dim)
     rotates = rotary_dim(family, source) > 0
     if size.kv_share is None and size.kv_bytes is None:
@@ -248,29 +297,61 @@ def _latent_size(
     budget = int(share * whole) if size.kv_bytes is None else size.kv_bytes
     if budget > whole:
         raise Refusal(f"a budget of {budget} bytes per token exceeds the {whole} of {source.reference}: nothing to save")
-    values = budget // (before.num_layers * dtype_bytes(dtype))
+    values = budget * 8 // (before.num_layers * format_named(form).bits)
     if engine and engine.latents:
         return engine.fitting(values)
+    least = (with_reserved(host, 1) + 2 * rotates) * before.num_layers * format_named(form).bits // 8
     try:
-        return latent_for_budget(source, family, before, host, values)
+        while True:
+            rank, rope_dim = latent_for_budget(source, family, before, host, values)
+            if found := _within(before, rank, rope_dim, budget, form):
+                return found
+            values -= 1
     except Refusal as error:
-        least = (with_reserved(host, 1) + 2 * rotates) * before.num_layers * dtype_bytes(dtype)
         raise Refusal(
             f"a budget of {budget} bytes per token is too small for any rank: {error}",
-            hint=f"the least is {least} bytes per token in {dtype}, and little is left of a model there",
+            hint=f"the least is {least} bytes per token in {form}, and little is left of a model there",
         ) from None
 
 
-def _splits(source: Source, family: Family, before: AttentionSpec, target: AttentionSpec, host: Host) -> list[LatentRequest]:
-    """The target and its alternatives: as many values or a few less, with a quarter of to twice its rotary dims."""
+def _within(before: AttentionSpec, rank: int, rope_dim: int, budget: int, form: str) -> tuple[int, int] | None:
+    """R and P, rounded down to what the format takes, if their cache keeps to a budget of bytes per token."""
+    step = format_named(form).multiple
+    rank, rope_dim = rank // step * step, max(min(rope_dim, step), rope_dim // step * step)
+    return (rank, rope_dim) if rank and before.latent(rank, rope_dim).bytes_per_token(form) <= budget else None
+
+
+def _listed(targets: list[LatentTarget], dtype: str) -> str:
+    named = [f"{target.cache_dtype or dtype} at {target.spec.kind}" for target in targets]
+    return f"{', '.join(named[:-1])} and {named[-1]}"
+
+
+def _splits(
+    source: Source,
+    family: Family,
+    before: AttentionSpec,
+    start: LatentTarget,
+    size: LatentRequest,
+    host: Host,
+    dtype: str,
+) -> list[LatentRequest]:
+    """The target and its alternatives: as many bytes or a few less, with a quarter of to twice its rotary dims."""
+    target, form = replace(start.spec, layer_ranks=None), start.cache_dtype or dtype
     values, kept = (target.kv_lora_rank or 0) + target.qk_rope_head_dim, target.qk_rope_head_dim
-    found = []
+    found: list[tuple[int, int]] = []
+    budget, step = target.bytes_per_token(form), format_named(form).multiple
     for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
         rank, full = values - rope_dim, full_rank(source, family, rope_dim)
         channels = rank - host.reserved(rank) if rank > 0 else 0
-        if 2 <= rope_dim <= most_rotary_dims(source, family, before, host) and 1 <= channels <= full:
-            found.append(LatentRequest(served_rank(rank, with_reserved(host, full), values), rope_dim))
-    return found
+        most = most_rotary_dims(source, family, before, host)
+        if rope_dim % step == 0 and 2 <= rope_dim <= most and 1 <= channels <= full:
+            served = served_rank(rank, with_reserved(host, full), values)
+            # Groups of values that share a scale are filled differently by another split.
+            fitting = (_within(before, least, rope_dim, budget, form) for least in range(served, 0, -1))
+            found += next(([split] for split in fitting if split), [])
+    found = found or [(target.kv_lora_rank or 0, target.qk_rope_head_dim)]
+    request = replace(size, pad_rank=False, cache_dtype=start.cache_dtype)
+    return [replace(request, kv_lora_rank=rank, qk_rope_head_dim=rope_dim) for rank, rope_dim in found]
 
 
 def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, rotary_dim: int) -> int:

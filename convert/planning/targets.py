@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert.hosts import Host
 from convert.methods.grouped import GroupedMethod
@@ -30,6 +31,7 @@ class GroupedTarget:
         seed: For methods that draw numbers.
         initializer_range: The standard deviation of a fresh weight of this model.
         notes: Notes for the user.
+        cache_dtype: The format of the cache that the result is for; None for the dtype of its weights.
     """
 
     command: str
@@ -42,15 +44,16 @@ class GroupedTarget:
     seed: int
     initializer_range: float
     notes: tuple[str, ...] = ()
+    cache_dtype: str | None = None
 
     @property
     def copies(self) -> bool:
         """Whether nothing changes."""
-        return self.spec == self.before
+        return self.spec == self.before and rounding_of(self.cache_dtype) is None
 
     def recipe(self) -> dict[str, Any]:
         """The target's options, as on the command line."""
-        return dict(self.options)
+        return self.options | _of_cache(self.cache_dtype)
 
     def facts(self) -> dict[str, Any]:
         """The sizes of the result, for `--json`."""
@@ -67,7 +70,8 @@ class GroupedTarget:
 
     def layer_steps(self, refit: bool, width: int) -> tuple[str, ...]:
         """As of `LatentTarget`."""
-        return ("refit",) if refit else ()
+        steps = {"balance": rounding_of(self.cache_dtype) is not None, "refit": refit}
+        return tuple(name for name, taken in steps.items() if taken)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class LatentTarget:
         ranks: The ranks among which the text chooses one for each layer. Empty if all layers have one rank.
         splits: Targets with the same cache size, this one included, among which the text decides. Empty if there is no choice.
         notes: Notes for the user.
+        cache_dtype: As of `GroupedTarget`.
     """
 
     before: AttentionSpec
@@ -97,6 +102,7 @@ class LatentTarget:
     ranks: tuple[int, ...] = ()
     splits: tuple[LatentTarget, ...] = ()
     notes: tuple[str, ...] = ()
+    cache_dtype: str | None = None
 
     command = "mla"
     among = ""  # as of `GroupedTarget`: a method factors all heads
@@ -116,6 +122,7 @@ class LatentTarget:
             **({} if self.spec.q_lora_rank is None else {"q_lora_rank": self.spec.q_lora_rank}),
             **({"portable": True} if self.host.portable else {}),
             **({"per_layer_ranks": True} if self.ranks else {}),
+            **_of_cache(self.cache_dtype),
         }
 
     def facts(self) -> dict[str, Any]:
@@ -136,6 +143,7 @@ class LatentTarget:
         rank, full = self.spec.q_lora_rank, self.host.full_query_rank(width)
         steps = {
             "constant norm": self.host.portable,
+            "balance": rounding_of(self.cache_dtype) is not None,
             "refit": refit,
             "queries behind a norm": rank is not None and self.host.portable,
             "latent of queries": rank is not None and not self.host.portable and rank != full,
@@ -161,3 +169,7 @@ class LatentTarget:
 
 
 Target = GroupedTarget | LatentTarget
+
+
+def _of_cache(cache_dtype: str | None) -> dict[str, Any]:
+    return {} if cache_dtype is None else {"cache_dtype": cache_dtype}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from records import factored, factored_behind_latent, factored_behind_norms, inputs, loss, random, record, run
 
+from attention.formats import FORMATS
 from attention.forward import (
     attention_by_distance,
     attention_output,
@@ -80,9 +81,16 @@ RECORDS: dict[str, Record] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", RECORDS)
+ROUNDED: dict[str, Record] = {
+    "cached in int8": dataclasses.replace(record(2, 3, nope=2), rounding=FORMATS["int8"]),
+    "MLA cached in int4": dataclasses.replace(factored(rank=11), rounding=FORMATS["int4"]),
+    "MLA with a norm, cached in int8": dataclasses.replace(factored(), normalised=True, rounding=FORMATS["int8"]),
+}
+
+
+@pytest.mark.parametrize("case", [*RECORDS, *ROUNDED])
 def test_outputs_are_the_references(case: str) -> None:
-    a = RECORDS[case]
+    a = (RECORDS | ROUNDED)[case]
     for x in (inputs(20), inputs(20, tokens=7), inputs(20, tokens=1, blocks=3)):
         found = attention_output(a, x)
         assert found.dtype == torch.float32

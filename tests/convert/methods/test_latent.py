@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,16 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from records import factored, factored_behind_latent, inputs, loss, measured, measured_behind, random, record, run
 
-from attention.encoding import decode, encode
-from attention.formats import FORMATS
 from attention.forward import attention_output
 from attention.record import Attention, FactoredAttention
 from attention.rope import Pairing, Rotary
-from convert.methods import LATENT, latent, load_latent
+from convert.methods import LATENT, load_latent
 from convert.methods.atoms import RopeKeys
 from convert.methods.frequencies import pairs_by_loss, pairs_by_stride
-from convert.methods.latent import Allocation, balanced, keys_of, sized
-from convert.methods.statistics import Attended, Statistics
+from convert.methods.latent import Allocation, keys_of, sized
+from convert.methods.statistics import Statistics
 
 # ---- full size -------------------------------------------------------------------------------------------------------
 
@@ -333,67 +330,6 @@ def test_extreme_scales_are_as_good_as_any(method: str, scale: float) -> None:
     extreme = dataclasses.replace(a, k=a.k * scale, v=a.v * scale, q=a.q / scale, o=a.o / scale)
     size = Allocation(8, (0, 1, 2))
     assert loss(extreme, factor(method, extreme, size)) == pytest.approx(loss(a, factor(method, a, size)), rel=1e-2)
-
-
-def uneven(biased: bool = False) -> tuple[FactoredAttention, torch.Tensor, Statistics]:
-    """A latent whose channels differ much in size, as methods leave them; inputs, and their statistics."""
-    a, x = factored(biased=biased, rank=16), inputs(20)
-    scale = torch.exp(torch.linspace(-8, 8, len(a.down)))
-    rows = x.flatten(0, 1).double()
-    moments = rows.T @ rows / len(rows), rows.mean(0)
-    statistics = Statistics(*moments, len(rows), Attended.assumed(*moments))
-    return replace(a, down=scale[:, None] * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale), x, statistics
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_balanced_latent_gives_the_same_outputs(biased: bool) -> None:
-    a, x, statistics = uneven(biased)
-    expected = attention_output(a, x)
-    for size in (1, 1e-12, 1e12):
-        found = balanced(replace(a, down=a.down * size, up_k=a.up_k / size, up_v=a.up_v / size), statistics)
-        assert (attention_output(found, x) - expected).abs().max() < 1e-5 * expected.abs().max()
-
-
-def test_channels_are_as_large_as_they_count() -> None:
-    """In balanced coordinates the second moment of the latent is the weight of its errors; all channels are alike."""
-    a, _, statistics = uneven()
-    before, weight = latent._moments(replace(a), statistics)
-    values, vectors = torch.linalg.eigh(weight)
-    half = vectors * values.clamp_min(0).sqrt()
-    least = torch.linalg.eigvalsh(half.T @ before @ half).clamp_min(0).sqrt().sum() ** 2  # over all bases
-    found = balanced(a, statistics)
-    second, read = latent._moments(found, statistics)
-    assert float(least) < float(second.trace() * read.trace()) < 1.1 * float(least)
-    assert float(before.trace() * weight.trace()) > 10 * float(least)
-    for matrix in (second, read):
-        assert float(matrix.diagonal().max()) < 4 * float(matrix.diagonal().mean())
-
-
-@pytest.mark.parametrize("form", ["int8", "int4", "int3"])
-def test_rounding_a_balanced_latent_costs_less_than_in_other_bases(form: str) -> None:
-    a, x, statistics = uneven()
-
-    def cost(b: FactoredAttention) -> float:
-        cached = x @ b.down.T
-        error = (decode(encode(cached, FORMATS[form], 64), FORMATS[form], 64, torch.float32) - cached).flatten(0, 1).double()
-        _, weight = latent._moments(b, statistics)
-        return float(((error @ weight) * error).sum())
-
-    found = balanced(a, statistics)
-    turn = torch.linalg.qr(torch.randn(len(a.down), len(a.down), generator=torch.Generator().manual_seed(5))).Q
-    turned = replace(a, down=turn @ a.down, up_k=a.up_k @ turn.T, up_v=a.up_v @ turn.T)
-    assert cost(found) < cost(turned) / 2
-    assert cost(found) < cost(a) / 2
-
-
-def test_channels_that_are_empty_stay() -> None:
-    a, _, statistics = uneven()
-    a.down[0], a.up_k[..., 1], a.up_v[..., 1] = 0, 0, 0
-    found = balanced(a, statistics)
-    assert torch.equal(found.down[:2], a.down[:2])
-    assert torch.equal(found.up_v[..., :2], a.up_v[..., :2])
-    a.down.zero_()
-    assert balanced(a, statistics) is a
 
 
 @pytest.mark.parametrize("wanted", [0.25, 2.0**9])

@@ -311,3 +311,55 @@ def test_what_an_engine_does_not_take_is_refused(source: Sources, output: Output
     assert all(f"{name}: llama.cpp does not run it" in str(refusal) for name in ("deepseek_v3", "kvfold"))
     assert refusal.hint == "give --portable and --text FILE: llama.cpp runs a portable deepseek_v3"
     assert planned(made, replace(output, engine="transformers"), kv_share=0.25).target.spec.values_per_token == 256 * 3
+
+
+# ---- formats of the cache --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [None, "fp8", "int8", "int4", "int3", "int2"])
+@pytest.mark.parametrize("share", [0.2, 0.35])
+def test_a_budget_is_counted_in_the_format(form: str | None, share: float, source: Sources, output: Output) -> None:
+    made = source(num_hidden_layers=2, head_dim=32)
+    plan = planned(made, output, kv_share=share, cache_dtype=form)
+    spec, budget = plan.target.spec, share * plan.before.bytes_per_token(made.dtype)
+    held = spec.bytes_per_token(plan.cache_dtype)
+    assert plan.cache_dtype == (form or made.dtype)
+    assert held <= budget
+    assert held > 0.7 * budget or spec.qk_rope_head_dim == 4 * 32  # all that the source has
+    assert plan.as_dict()["kv_bytes_per_token_after"] == held
+    assert plan.recipe()["mla"].get("cache_dtype") == form
+
+
+def test_sizes_that_a_format_does_not_take_are_refused(source: Sources, output: Output) -> None:
+    refusal = refused(source(), output, kv_lora_rank=15, qk_rope_head_dim=8, cache_dtype="int4")
+    assert str(refusal) == "a latent of 15 values cannot be cached in int4: it must be a multiple of 8"
+
+
+def test_the_text_chooses_among_formats(source: Sources, output: Output) -> None:
+    plan = planned(source(head_dim=32), output, "weighted", TEXT, kv_share=0.125, cache_dtype="auto")
+    found = plan.target
+    assert isinstance(found, LatentTarget)
+    assert {split.cache_dtype for split in found.splits} == {None, "fp8", "int8", "int4", "int3", "int2"}
+    budget = plan.before.bytes_per_token(plan.source.dtype) / 8
+    for split in found.splits:
+        assert split.spec.bytes_per_token(split.cache_dtype or plan.source.dtype) <= budget
+    assert any("the text decides the format" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "message"),
+    [
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 8}, TEXT, "--cache-dtype auto chooses the format of a budget"),
+        ({"kv_share": 0.25}, CalibrationOptions(no_text=True), "--cache-dtype auto needs calibration text"),
+        ({"kv_bytes": 3}, TEXT, "a budget of 3 bytes per token is too small for any rank"),
+    ],
+)
+def test_auto_needs_a_budget_and_a_text(
+    size: dict[str, Any], text: CalibrationOptions, message: str, source: Sources, output: Output
+) -> None:
+    assert message in str(refused(source(), output, "weighted", text, cache_dtype="auto", **size))
+
+
+def test_an_engine_that_is_not_known_to_store_a_format_is_refused(source: Sources, output: Output) -> None:
+    refusal = refused(source(), replace(output, engine="vllm"), kv_share=0.5, cache_dtype="int4")
+    assert "it is not known whether vllm stores these caches in int4" in str(refusal)

@@ -1,0 +1,165 @@
+"""Balanced coordinates: the basis of what is cached in which rounding it costs least, and all channels are alike.
+
+With C the second moment of what is cached, and M the matrix by which an error of it counts, rounding A c to so many bits
+costs about tr(A C Aᵀ) tr(A⁻ᵀ M A⁻¹). That is least where both are equal (Moore 1981): A = Λ^-¼ Vᵀ M^½ with M^½ C M^½ = V Λ Vᵀ.
+A rotation then makes all channels alike, as formats in which several share a scale want them (QuaRot, arXiv 2404.00456). What
+makes the cached numbers and what reads them absorb A. Latents and values may have any A, keys with RoPE one factor for each
+pair of dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from attention.forward import Heads, heads_of, values_of
+from attention.qk_norm import QKNorm
+from attention.record import Attention, FactoredAttention
+from convert.methods.algebra import augmented, roots
+from convert.methods.blocks import Blocks
+from convert.methods.statistics import Statistics, excerpt
+
+_PRIOR = 0.1  # how much directions count in which a text had nothing, as a share of the mean
+
+
+def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
+    """The same function in balanced coordinates of the latent, which optimisers that move all weights alike (Adam) want, too.
+
+    Args:
+        a: There is no norm between its `down` and what reads it. Channels that nothing makes or reads stay apart.
+        statistics: Of the layer's input.
+    """
+    second, read = _moments(a, statistics)
+    alive = (second.diagonal() > 0) & (read.diagonal() > 0)
+    used = [channel for channel in range(len(alive)) if alive[channel]]
+    if not used:
+        return a
+    there, back = _coordinates(second[used][:, used], read[used][:, used])
+    down, up_k, up_v = a.down.clone(), a.up_k.clone(), a.up_v.clone()
+    down[used] = (there @ a.down[used].double()).to(down)
+    up_k[..., used] = (a.up_k[..., used].double() @ back).to(up_k)
+    up_v[..., used] = (a.up_v[..., used].double() @ back).to(up_v)
+    return replace(a, down=down, up_k=up_k, up_v=up_v)
+
+
+def balanced_heads(a: Attention, sample: Blocks) -> Attention:
+    """The same function with balanced keys and values, each of a root mean square of about one.
+
+    A pair of rotary dims, or a nope dim, of all keys of a KV head has one factor, a power of two, so that keys and queries keep
+    their bits. Where a norm's gains are the same for all heads, so are the factors.
+
+    Args:
+        a: No clamp is behind its projections.
+        sample: The layer's inputs.
+    """
+    heads = [heads_of(a, block.float()) for block in excerpt(sample).blocks]
+    a = _balanced_keys(a, heads)
+    values = torch.cat([values_of(a, each) for each in heads], 1).double()
+    repeats = len(a.q) // len(a.v)
+    outputs = a.o.double().permute(1, 2, 0).unflatten(0, (-1, repeats))  # [G, n, D, E]
+    read = (outputs @ outputs.mT).sum(1)
+    second = values.mT @ values / values.shape[1]
+    v, bias, o = a.v.float().clone(), None if a.v_bias is None else a.v_bias.float().clone(), a.o.float().clone()
+    for head in range(len(v)):
+        if not (second[head].diagonal() > 0).any() or not (read[head].diagonal() > 0).any():
+            continue
+        there, back = _coordinates(second[head], read[head])
+        size = _power_of_two((there @ second[head] @ there.T).diagonal().mean().sqrt())
+        v[head] = (there @ v[head].double() / size).to(v)
+        if bias is not None:
+            bias[head] = (there @ bias[head].double() / size).to(bias)
+        own = slice(head * repeats, (head + 1) * repeats)
+        o[:, own] = (o[:, own].double() @ back * size).to(o)
+    return replace(a, v=v, v_bias=bias, o=o)
+
+
+def _balanced_keys(a: Attention, heads: list[Heads]) -> Attention:
+    """The same function with one factor for each pair of dims of a KV head's keys, and its inverse in the queries'."""
+    groups = len(a.k)
+    of_keys = _energies([torch.cat((each.kept_rope, each.kept_nope), -1) for each in heads])
+    of_queries = _energies([torch.cat((each.rope, each.nope), -1) for each in heads]).unflatten(0, (groups, -1)).sum(1)
+    if any(norm is not None and not norm.per_head_gains for norm in (a.k_norm, a.q_norm)):
+        of_keys, of_queries = (part.mean(0, keepdim=True).expand(groups, -1) for part in (of_keys, of_queries))
+    if a.rotary is not None:
+        of_keys, of_queries = (_by_pair(a, part) for part in (of_keys, of_queries))
+    least = torch.finfo(torch.float64).tiny
+    factors = (of_queries.clamp_min(least) / of_keys.clamp_min(least)) ** 0.25
+    factors = factors.where((of_queries > 0) & (of_keys > 0), 1.0)
+    size = (of_keys * factors.square()).mean(-1, keepdim=True).sqrt()
+    factors = _power_of_two(factors / size.where(size > 0, 1.0))
+    inverse = (1 / factors).repeat_interleave(len(a.q) // groups, 0)
+    k, k_bias, k_norm = _scaled(a.k, a.k_bias, a.k_norm, factors)
+    q, q_bias, q_norm = _scaled(a.q, a.q_bias, a.q_norm, inverse)
+    return replace(a, k=k, k_bias=k_bias, k_norm=k_norm, q=q, q_bias=q_bias, q_norm=q_norm)
+
+
+def _energies(states: list[torch.Tensor]) -> torch.Tensor:
+    """`[heads, D]`, fp64: the mean squares of `[heads, T, D]` each."""
+    return torch.cat(states, 1).double().square().mean(1)
+
+
+def _by_pair(a: Attention, energies: torch.Tensor) -> torch.Tensor:
+    """`[heads, D]` with the mean of each rotary pair in both of its dims."""
+    assert a.rotary is not None
+    pairs, nope = a.rotary.to_complex(energies)
+    mean = (pairs.real + pairs.imag) / 2
+    return a.rotary.from_complex(torch.complex(mean, mean), nope)
+
+
+def _scaled(
+    weight: torch.Tensor, bias: torch.Tensor | None, norm: QKNorm | None, factors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, QKNorm | None]:
+    """Projections, or the gains of the norm behind them, with each dim `[heads, D]` of a head times its factor."""
+    if norm is None:
+        return weight * factors[..., None].to(weight), None if bias is None else bias * factors.to(bias), None
+    own = (factors if norm.per_head_gains else factors[:1]).to(norm.gain)
+    gain = (norm.gain + norm.gain_offset) * own - norm.gain_offset
+    return weight, bias, replace(norm, gain=gain, bias=None if norm.bias is None else norm.bias * own)
+
+
+def _power_of_two(values: torch.Tensor) -> torch.Tensor:
+    """The nearest powers of two."""
+    return values.log2().round().exp2()
+
+
+def _moments(a: FactoredAttention, statistics: Statistics) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[R, R]` each, fp64: the second moment of the latent as attention sees it, and the weight of an error of it.
+
+    Errors of keys and of values count alike, each over its own share of C.
+    """
+    down, up_k, up_v = a.down.double(), a.up_k.double(), a.up_v.double()
+    second = down @ statistics.attended.seen.to(down) @ down.T
+    queries = a.q_nope.double() if a.q_down is None else a.q_nope.double() @ a.q_down.double()
+    queries, columns = augmented(queries, a.q_nope_bias), a.o.double().permute(1, 0, 2)
+    of_keys = up_k.mT @ (queries @ statistics.of_queries.to(down) @ queries.mT) @ up_k
+    of_values = up_v.mT @ (columns.mT @ columns) @ up_v
+    parts = [(part, float((part * second).sum())) for part in (of_keys.sum(0), of_values.sum(0))]
+    return second, sum((part / seen for part, seen in parts if seen > 0), torch.zeros_like(second))
+
+
+def _coordinates(second: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The map A to balanced coordinates, and its inverse, `[n, n]` each, fp64.
+
+    Directions that the text hardly shows count as if it did a little, so that A is well-conditioned.
+
+    Args:
+        second: C, with a diagonal above zero.
+        read: M, with a diagonal above zero.
+    """
+    sizes = read.diagonal().sqrt()
+    correlations = read / sizes / sizes[:, None]
+    (weigh,), (unweigh,) = roots((correlations + _PRIOR * torch.eye(len(read)).to(correlations))[None], 0)
+    weigh, unweigh = weigh * sizes, unweigh / sizes[:, None]
+    energies, vectors = torch.linalg.eigh(weigh @ second @ weigh.T)
+    scale = (energies.clamp_min(0) + _PRIOR * energies.mean())[:, None] ** 0.25
+    rotation = _rotation(len(read)).to(weigh)
+    return rotation @ (vectors.T / scale) @ weigh, unweigh @ (vectors * scale.T) @ rotation.T
+
+
+@cache
+def _rotation(size: int) -> torch.Tensor:
+    """A random orthogonal matrix `[size, size]`, fp64, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator)).Q

@@ -1,0 +1,148 @@
+"""Balanced coordinates: the same function, in the basis in which rounding costs least, of latents and of heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from records import factored, inputs, loss, record
+
+from attention.encoding import decode, encode
+from attention.formats import FORMATS
+from attention.forward import attention_output, heads_of, output_error, values_of
+from attention.record import Attention, FactoredAttention
+from convert.methods import balanced as balancing
+from convert.methods.balanced import balanced, balanced_heads
+from convert.methods.blocks import Blocks
+from convert.methods.statistics import Attended, Statistics
+
+# ---- latents ---------------------------------------------------------------------------------------------------------
+
+
+def uneven(biased: bool = False) -> tuple[FactoredAttention, torch.Tensor, Statistics]:
+    """A latent whose channels differ much in size, as methods leave them; inputs, and their statistics."""
+    a, x = factored(biased=biased, rank=16), inputs(20)
+    scale = torch.exp(torch.linspace(-8, 8, len(a.down)))
+    rows = x.flatten(0, 1).double()
+    moments = rows.T @ rows / len(rows), rows.mean(0)
+    statistics = Statistics(*moments, len(rows), Attended.assumed(*moments))
+    return replace(a, down=scale[:, None] * a.down, up_k=a.up_k / scale, up_v=a.up_v / scale), x, statistics
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_balanced_latent_gives_the_same_outputs(biased: bool) -> None:
+    a, x, statistics = uneven(biased)
+    expected = attention_output(a, x)
+    for size in (1, 1e-12, 1e12):
+        found = balanced(replace(a, down=a.down * size, up_k=a.up_k / size, up_v=a.up_v / size), statistics)
+        assert (attention_output(found, x) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_channels_are_as_large_as_they_count() -> None:
+    """In balanced coordinates the second moment of the latent is the weight of its errors; all channels are alike."""
+    a, _, statistics = uneven()
+    before, weight = balancing._moments(replace(a), statistics)
+    values, vectors = torch.linalg.eigh(weight)
+    half = vectors * values.clamp_min(0).sqrt()
+    least = torch.linalg.eigvalsh(half.T @ before @ half).clamp_min(0).sqrt().sum() ** 2  # over all bases
+    found = balanced(a, statistics)
+    second, read = balancing._moments(found, statistics)
+    assert float(least) < float(second.trace() * read.trace()) < 1.1 * float(least)
+    assert float(before.trace() * weight.trace()) > 10 * float(least)
+    for matrix in (second, read):
+        assert float(matrix.diagonal().max()) < 4 * float(matrix.diagonal().mean())
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "int3"])
+def test_rounding_a_balanced_latent_costs_less_than_in_other_bases(form: str) -> None:
+    a, x, statistics = uneven()
+
+    def cost(b: FactoredAttention) -> float:
+        cached = x @ b.down.T
+        error = (decode(encode(cached, FORMATS[form], 64), FORMATS[form], 64, torch.float32) - cached).flatten(0, 1).double()
+        _, weight = balancing._moments(b, statistics)
+        return float(((error @ weight) * error).sum())
+
+    found = balanced(a, statistics)
+    turn = torch.linalg.qr(torch.randn(len(a.down), len(a.down), generator=torch.Generator().manual_seed(5))).Q
+    turned = replace(a, down=turn @ a.down, up_k=a.up_k @ turn.T, up_v=a.up_v @ turn.T)
+    assert cost(found) < cost(turned) / 2
+    assert cost(found) < cost(a) / 2
+
+
+def test_channels_that_are_empty_stay() -> None:
+    a, _, statistics = uneven()
+    a.down[0], a.up_k[..., 1], a.up_v[..., 1] = 0, 0, 0
+    found = balanced(a, statistics)
+    assert torch.equal(found.down[:2], a.down[:2])
+    assert torch.equal(found.up_v[..., :2], a.up_v[..., :2])
+    a.down.zero_()
+    assert balanced(a, statistics) is a
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
+def lopsided(**kind: object) -> Attention:
+    """Heads with one key pair, and one value channel, a hundred times larger than the others, as real models have them."""
+    a = record(groups=2, share=2, pairs=3, nope=2, **kind)  # type: ignore[arg-type]
+    size = torch.ones(8)
+    size[[1, 4]] = 100.0  # a pair: dims 1 and 4 of half-split RoPE
+    large = torch.ones(8)
+    large[5] = 100.0
+    keys = {"k": a.k * size[:, None], "q": a.q / size[:, None]}
+    for name, by in (("k_bias", size), ("q_bias", 1 / size)):
+        if (bias := getattr(a, name)) is not None:
+            keys[name] = bias * by
+    if a.k_norm is not None:
+        assert a.q_norm is not None
+        gains = replace(a.k_norm, gain=a.k_norm.gain * size), replace(a.q_norm, gain=a.q_norm.gain / size)
+        keys = {"k_norm": gains[0], "q_norm": gains[1]}  # type: ignore[dict-item]
+    bias = None if a.v_bias is None else a.v_bias * large
+    return replace(a, **keys, v=a.v * large[:, None], v_bias=bias, o=a.o / large)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [{}, {"biased": False}, {"pairing": "interleaved"}, {"norm": "shared"}, {"norm": "head"},
+                                  {"norm": "all"}, {"norm": "after"}, {"norm": "layer"}, {"alibi": True}], ids=str)  # fmt: skip
+def test_balanced_heads_are_the_same_function(kind: dict[str, object]) -> None:
+    a, x = lopsided(**kind), inputs(20)
+    found = balanced_heads(a, Blocks.whole(x))
+    assert loss(a, found) < 1e-4
+    assert not torch.equal(found.v, a.v)
+    moved = (found.k, a.k) if a.k_norm is None else (found.k_norm.gain, a.k_norm.gain)  # type: ignore[union-attr]
+    assert not torch.equal(*moved)
+
+
+def test_factors_of_keys_are_powers_of_two_of_whole_pairs() -> None:
+    a, x = lopsided(biased=False), inputs(20)
+    found = balanced_heads(a, Blocks.whole(x))
+    factors = (found.k / a.k).amax(-1)
+    assert torch.equal(factors.log2(), factors.log2().round())
+    assert torch.equal(factors[:, :3], factors[:, 3:6])
+    assert torch.equal(found.q, a.q / factors.repeat_interleave(2, 0)[..., None])
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_rounding_balanced_heads_costs_less(form: str) -> None:
+    a, x = lopsided(), inputs(20)
+    sample = Blocks.whole(x)
+    plain, found = (replace(one, rounding=FORMATS[form]) for one in (a, balanced_heads(a, sample)))
+    assert output_error(a, found, sample.blocks) < output_error(a, plain, sample.blocks) / 2
+
+
+def test_cached_heads_have_a_size_of_about_one() -> None:
+    a, x = lopsided(), inputs(20)
+    a = replace(a, k=1e3 * a.k, k_bias=1e3 * a.k_bias, v=1e-3 * a.v)  # type: ignore[operator]
+    found = heads_of(balanced := balanced_heads(a, Blocks.whole(x)), x[0])
+    for cached in (found.kept_rope, values_of(balanced, found)):
+        assert 0.3 < float(cached.square().mean().sqrt()) < 3
+
+
+def test_heads_that_are_empty_stay() -> None:
+    a, x = lopsided(biased=False), inputs(20)
+    a.v[0], a.k[1] = 0, 0
+    found = balanced_heads(a, Blocks.whole(x))
+    assert loss(a, found) < 1e-4
+    assert not found.v[0].any()
+    assert not found.k[1].any()
