@@ -40,7 +40,13 @@ def spoil(path: Path) -> None:
 def plan_of(source: Path, **changes: Any) -> Any:
     """As much of a plan as the check reads."""
     method = SimpleNamespace(text="used")
-    given = {"calibration": None, "accepts_any_loss": False, "seed": 0, "target": SimpleNamespace(method=method)}
+    given = {
+        "calibration": None,
+        "accepts_any_loss": False,
+        "seed": 0,
+        "target": SimpleNamespace(method=method),
+        "rounding": None,
+    }
     return SimpleNamespace(source=Source.parse(str(source)), **(given | changes))
 
 

@@ -18,12 +18,15 @@ import torch
 from forked import run_forked, run_without_kvfold
 from latents import SMALL, WAYS, full_size, method_options
 from rows import rows
+from transformers import AutoConfig
 from written import damage, edit, left_nothing, ok, same_but_for_the_run
 
+from attention.spec import AttentionSpec
 from convert.calibration.stream import LayerStream
 from convert.checkpoint.shelf import Shelf
 from convert.execute.layer import Layer
 from convert.output.workdir import WorkDirectory
+from eval import evaluate
 
 Make = Callable[..., Path]
 Convert = Callable[..., Any]
@@ -661,3 +664,60 @@ def test_an_evaluation_without_memory_is_one_line(
     result = convert("gqa", checkpoint(), tmp_path / "out", "--groups", 2, "--evaluate", words)
     assert result.exit_code == 1
     assert "not enough memory for the evaluation: CUDA out of memory" in result.stderr
+
+
+# ---- formats of the cache --------------------------------------------------------------------------------------------
+
+FORMATTED: dict[str, list[Any]] = {
+    "all heads": ["gqa", "--groups", 4],
+    "mqa": ["mqa"],
+    "mla": ["mla", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8],
+    "portable": ["mla", "--kv-lora-rank", 24, "--qk-rope-head-dim", 8, "--portable"],
+}
+
+
+@pytest.mark.parametrize("kind", FORMATTED)
+def test_a_result_for_a_format_is_an_ordinary_checkpoint_that_says_so(
+    kind: str, checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path, logits: Logits
+) -> None:
+    (command, *size), source, out = FORMATTED[kind], checkpoint(), tmp_path / "out"
+    done = convert(command, source, out, *size, "--cache-dtype", "int4", *on, "--heal", 0, "--evaluate", letters)
+    assert done.exit_code == 0, done.output
+    provenance = json.loads((out / "conversion.json").read_text())
+    spec = AttentionSpec.from_config(AutoConfig.from_pretrained(out))
+    held = {"before": 768, "after": spec.bytes_per_token("int4"), "cache_dtype": "int4"}
+    assert provenance["kv_bytes_per_token"] == held
+    assert provenance["recipe"][command]["cache_dtype"] == "int4"
+    forms = [(entry["name"], entry["cache_format"]) for entry in provenance["evaluation"]["models"]]
+    assert forms == [("source", None), ("source (int4 cache)", "int4"), ("converted", None), ("converted (int4 cache)", "int4")]
+    card = (out / "README.md").read_text()
+    assert f"{held['after']} ({100 * held['after'] / 768:.1f} %, in int4)" in card
+    assert "perplexity with its cache in int4 |" in card
+    assert "with its cache in int4" in done.output
+    if kind == "all heads":  # keys and values are only balanced
+        torch.testing.assert_close(logits(out), logits(source), rtol=1e-3, atol=1e-3)
+        assert not torch.equal(logits(out), logits(source))
+
+
+def test_fits_for_a_format_are_better_in_it(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    """Over a cache of two bits, what was fitted through its rounding loses less than what was not."""
+    source, losses = checkpoint(), []
+    for name, form in (("plain", []), ("fitted", ["--cache-dtype", "int2"])):
+        ok(convert(*FORMATTED["mqa"], source, tmp_path / name, *form, *on, "--heal", 0))
+        report = evaluate([source, tmp_path / name], text=str(on[1]), context=32, cache_dtype=["int2"])
+        losses.append(report["models"][-1]["kl_to_source"])
+    assert losses[1] < losses[0]
+
+
+def test_the_text_chooses_the_format(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    ok(convert("mla", source, out, "--kv-budget", "20%", "--cache-dtype", "auto", *on, "--heal", 0))
+    provenance = json.loads((out / "conversion.json").read_text())
+    tried, chosen = provenance["rotary_frequencies_tried"], provenance["recipe"]["mla"].get("cache_dtype")
+    assert len({row.get("cache_dtype") for row in tried}) > 3
+    best = min(tried, key=lambda row: float(row["output_error"]))
+    assert best.get("cache_dtype") == chosen
+    assert provenance["kv_bytes_per_token"]["cache_dtype"] == (chosen or "float32")
+    assert provenance["kv_bytes_per_token"]["after"] <= 0.2 * 768
+    again = convert("mla", source, out, "--kv-budget", "20%", "--cache-dtype", "auto", *on, "--heal", 0, "--resume")
+    assert "is finished already" in ok(again).output

@@ -110,3 +110,10 @@ def test_a_latent_is_made_in_this_order(host: Any, queries: int | None, names: l
     target = target if host is None else dataclasses.replace(target, host=host)
     job: Any = SimpleNamespace(plan=SimpleNamespace(layer_steps=target.layer_steps(refit=True, width=20)))
     assert list(latent_pipeline(job, target, None, ()).steps) == names  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_for_a_format_keys_and_values_are_balanced_before_they_are_fitted(form: str) -> None:
+    target = dataclasses.replace(latent(), cache_dtype=form)
+    assert target.layer_steps(refit=True, width=20) == ("balance", "refit", "scale")
+    assert dataclasses.replace(target, cache_dtype="bfloat16").layer_steps(refit=True, width=20) == ("refit", "scale")

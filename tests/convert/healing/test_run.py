@@ -718,3 +718,35 @@ def test_command_line(converted: Path, text: Path, tmp_path: Path, convert: Call
     assert again.exit_code == 0, again.output
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert convert("heal", converted, tmp_path / "x", "--text", text, "--lr", "fast").exit_code == 2
+
+
+# ---- formats of the cache --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def latent(checkpoint: Make, text: Path, tmp_path: Path) -> Path:
+    """A latent that a cache in few bits can hold, made for one, far from its source."""
+    options: dict[str, Any] = {"method": "svd", "no_text": True, "cache_dtype": "int2"}
+    mla(checkpoint(), tmp_path / "latent", kv_lora_rank=24, qk_rope_head_dim=8, **options)
+    return tmp_path / "latent"
+
+
+def test_training_goes_through_the_rounding_of_the_cache(latent: Path, text: Path, tmp_path: Path) -> None:
+    """By default for the format that the conversion was made for; over such a cache, the result is closer to its source."""
+    through, plain = heal(latent, tmp_path / "through", text=text, **SIZES), tmp_path / "plain"
+    heal(latent, plain, text=text, cache_dtype="float32", **SIZES)
+    found = through.provenance
+    assert found["kv_bytes_per_token"]["cache_dtype"] == "int2"
+    assert found["healing"]["after"]["kl"] < found["healing"]["before"]["kl"]
+    assert "through its rounding" in (through.output / "README.md").read_text()
+    assert json.loads((plain / "conversion.json").read_text())["kv_bytes_per_token"]["cache_dtype"] == "float32"
+    report = evaluate([tmp_path / "source", through.output, plain], text=text, context=16, cache_dtype=["int2"])
+    kl = {model["name"]: model["kl_to_source"] for model in report["models"] if model["cache_format"]}
+    assert kl["through (int2 cache)"] < kl["plain (int2 cache)"]
+
+
+def test_what_cannot_be_trained_through_a_cache_is_refused(latent: Path, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="--checkpointing computes layers again without a cache"):
+        heal(latent, tmp_path / "out", text=text, checkpointing=True, **SIZES)
+    with pytest.raises(Refusal, match="no KV cache is kept in 'int5'"):
+        heal(latent, tmp_path / "out", text=text, cache_dtype="int5", **SIZES)
