@@ -1,11 +1,14 @@
 """Encodes and decodes tensors in the formats of `attention.formats`, on any device.
 
-Integers are asymmetric: x ≈ offset + scale · code, with code in 0 … 2^bits − 1, offset the smallest value of a group and scale
-its range over 2^bits − 1, both rounded to float16. So an error is at most half a scale, plus what that rounding adds.
+Integers are codes in 0 … 2^bits − 1. With an offset, x ≈ offset + scale · code: offset is the smallest value of a group and
+scale its range over 2^bits − 1, both rounded to float16. So an error is at most half a scale, plus what that rounding adds.
+Without one, x ≈ scale · (code − 2^(bits−1)): the value of largest magnitude over the scale is 127, or −8 of −8 … 7, as in
+llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +19,7 @@ _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Encoded(NamedTuple):
-    """Encoded values `[…, n]`: codes `[…, bytes]`, and scales and offsets `[…, groups]`, which plain dtypes have none of."""
+    """Encoded values `[…, n]`: codes `[…, bytes]`, and scales and offsets `[…, groups]`, where the format has them."""
 
     codes: torch.Tensor
     scales: torch.Tensor | None = None
@@ -45,6 +48,12 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
             values = torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan)
         return Encoded(values.to(_dtype(form)))
     given, size, top = values.float(), values.shape[-1], 2**form.bits - 1
+    if form.steps:
+        parts = _each_group(given if seen is None else given.where(seen, 0), group, 0)
+        exact = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))[..., 0] / form.steps
+        inverse = (1 / exact).masked_fill(exact == 0, 0)  # of the scale before it is rounded, as llama.cpp has it
+        codes = (given * _spread(inverse, group, size) + (2 ** (form.bits - 1) + 0.5)).floor()
+        return Encoded(_packed(codes.nan_to_num(0).clamp(0, top).to(torch.uint8), form.bits), exact.half())
     low, high = given, given
     if seen is not None:
         low, high = given.where(seen, torch.inf), given.where(seen, -torch.inf)
@@ -61,12 +70,25 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
 
 def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., n]` of what `encode` returned with the same format and group."""
-    if stored.scales is None or stored.offsets is None:
+    if stored.scales is None:
         return stored.codes.to(dtype)
     codes = _unpacked(stored.codes, form.bits)
-    size = codes.shape[-1]
-    offsets, scales = (_spread(part.float(), group, size) for part in (stored.offsets, stored.scales))
-    return torch.addcmul(offsets, codes.float(), scales).to(dtype)
+    scales = _spread(stored.scales.float(), group, codes.shape[-1])
+    if stored.offsets is None:
+        return ((codes.float() - 2 ** (form.bits - 1)) * scales).to(dtype)
+    return torch.addcmul(_spread(stored.offsets.float(), group, codes.shape[-1]), codes.float(), scales).to(dtype)
+
+
+def rotated(values: torch.Tensor, size: int) -> torch.Tensor:
+    """`values [..., n]` with each `size` of them multiplied by a Hadamard matrix, which is its own inverse, in fp32.
+
+    In additions, whose order does not depend on how many tokens there are. `size` is a power of two that divides n.
+    """
+    found, half = values.float() * (1 / math.sqrt(size)), 1
+    while half < size:
+        one, other = found.unflatten(-1, (-1, 2, half)).unbind(-2)
+        found, half = torch.stack((one + other, one - other), -2).flatten(-3), 2 * half
+    return found
 
 
 def _dtype(form: Format) -> torch.dtype:
