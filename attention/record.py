@@ -233,6 +233,7 @@ class FactoredAttention:
         q_down: `[Q, E]`, makes a latent that queries read in place of the input: E is then Q for `q_nope` and `q_rope`. None
             without one.
         normalised: Whether the latent is divided by its norm, which is nearly one.
+        gain: `[R]`, what a normalised latent is multiplied by; None for ones.
     """
 
     q_nope: torch.Tensor
@@ -252,11 +253,13 @@ class FactoredAttention:
     scoring: Scoring = PLAIN
     q_down: torch.Tensor | None = None
     normalised: bool = False
+    gain: torch.Tensor | None = None
 
     def latent(self, x: torch.Tensor) -> torch.Tensor:
         """The latent `[…, T, R]` of inputs `[…, T, E]`, fp32."""
         latent = x @ self.down.float().T
-        return latent / latent.norm(dim=-1, keepdim=True).clamp_min(_TINY) if self.normalised else latent
+        latent = latent / latent.norm(dim=-1, keepdim=True).clamp_min(_TINY) if self.normalised else latent
+        return latent if self.gain is None else latent * self.gain.float()
 
     def paired(self, pairing: Pairing) -> FactoredAttention:
         """As in `Attention`, of the RoPE key and its queries."""

@@ -95,6 +95,7 @@ def latent_attention(
     scoring: Scoring = PLAIN,
     q_down: torch.Tensor | None = None,
     normalised: bool = False,
+    gain: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434), without a latent norm.
 
@@ -120,6 +121,7 @@ def latent_attention(
         scoring: As in `grouped_attention`.
         q_down: `[Q, E]`, makes the latent that queries read, or None: E is then Q for `q_nope` and `q_rope`.
         normalised: Whether the latent is divided by its norm.
+        gain: `[R]`, what it is then multiplied by, or None.
 
     Returns:
         `[B, T, E]`.
@@ -134,6 +136,7 @@ def latent_attention(
     latent = torch.einsum("bse,re->bsr", x, down)
     if normalised:
         latent = latent / torch.linalg.vector_norm(latent, dim=-1, keepdim=True).clamp_min(1e-30)
+    latent = latent if gain is None else latent * gain
     nope = torch.einsum("bhtd,hdr,bsr->bhts", _of_heads(read, q_nope, q_nope_bias), up_k, latent)
     weights = _attention((nope + rope) * scale, scoring)
     context = torch.einsum("bhts,hdr,bsr->bhtd", weights, up_v, latent)

@@ -254,10 +254,11 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
             raise Refusal(f"memory of {name} is {gigabytes}; it must be at least 1e-06 and at most 1e+09")
     context = source.max_positions or 2048 if given["context"] is None else given["context"]
     dtype, engine = given["dtype"] or source.dtype, engine_of(given["engine"])
-    if engine and given["cache_dtype"] not in (None, dtype):
+    stored = [dtype, *(cache.form for cache in engine.caches)] if engine else []
+    if engine and given["cache_dtype"] not in (None, *stored):
         raise Refusal(
-            f"it is not known whether {engine.name} stores these caches in {given['cache_dtype']}",
-            hint="leave out --engine or --cache-dtype",
+            f"it is not known whether {engine.name} stores caches in {given['cache_dtype']}",
+            hint=f"choose {', '.join(stored)}, or leave out --engine",
         )
     return capacity(source, dtype, given["batch"], context, gpus, given["gpu_share"], engine, given["cache_dtype"])
 

@@ -138,7 +138,6 @@ def _behind_norm(job: Job, before: Attention, after: Record, layer: int, statist
 def _scaled(size: float | None, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """A latent whose channels are balanced, at the size that the class's norm needs."""
     assert isinstance(after, FactoredAttention)
-    if after.normalised:  # the norm divides it by its size, so that scales cancel
-        return after
     after = balanced(after, statistics)
-    return after if size is None else sized(after, statistics.second, size)
+    # A norm that divides it by its size lets scales cancel.
+    return after if size is None or after.normalised else sized(after, statistics.second, size)

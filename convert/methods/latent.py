@@ -257,8 +257,11 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     (QuaRot, arXiv 2404.00456). Optimisers that move all weights alike, such as Adam, want the same of weights. Directions
     that the text hardly shows count as if it did a little, so that A is well-conditioned.
 
+    Of a latent that is divided by its norm, orthogonal maps are free, and gains behind the norm: with A = U S Vᵀ, Vᵀ and S are
+    as good as A. So the channel that makes the norm constant is cached no larger than it has to be.
+
     Args:
-        a: There is no norm between its `down` and what reads it. Channels that nothing makes or reads stay apart.
+        a: Nothing but such a norm is between its `down` and what reads it. Channels that nothing makes or reads stay apart.
         statistics: Of the layer's input.
     """
     second, read = _moments(a, statistics)
@@ -272,13 +275,23 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     weigh, unweigh = weigh * sizes, unweigh / sizes[:, None]
     energies, vectors = torch.linalg.eigh(weigh @ second[used][:, used] @ weigh.T)
     scale = (energies.clamp_min(0) + _PRIOR * energies.mean())[:, None] ** 0.25
-    rotation = _rotation(len(used)).to(weigh)
-    there, back = rotation @ (vectors.T / scale) @ weigh, unweigh @ (vectors * scale.T) @ rotation.T
+    there, back = (vectors.T / scale) @ weigh, unweigh @ (vectors * scale.T)
+    gain = None
+    if a.normalised:
+        _, sizes, there = torch.linalg.svd(there)
+        turned = there @ second[used][:, used] @ there.T
+        gain = a.down.new_full((len(a.down),), len(a.down) ** -0.5)
+        # A root mean square of one. What bfloat16 holds, the other dtypes hold, too; what reads it makes up for the rounding.
+        gain[used] = (sizes / (turned.diagonal() @ sizes**2).sqrt()).to(gain).bfloat16().to(gain)
+        back = there.T / gain[used].double()
+    else:
+        rotation = _rotation(len(used)).to(weigh)
+        there, back = rotation @ there, back @ rotation.T
     down, up_k, up_v = a.down.clone(), a.up_k.clone(), a.up_v.clone()
     down[used] = (there @ a.down[used].double()).to(down)
     up_k[..., used] = (a.up_k[..., used].double() @ back).to(up_k)
     up_v[..., used] = (a.up_v[..., used].double() @ back).to(up_v)
-    return replace(a, down=down, up_k=up_k, up_v=up_v)
+    return replace(a, down=down, up_k=up_k, up_v=up_v, gain=gain)
 
 
 def _moments(a: FactoredAttention, statistics: Statistics) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ int main(int argc, char ** argv) {
     if (!model) return 3;
     llama_context_params params = llama_context_default_params();
     params.n_ctx = params.n_batch = params.n_ubatch = 512;
+    params.n_threads = params.n_threads_batch = 1;  // several would wait in loops, also for other programs
     if (!strcmp(argv[4], "exact")) {
         params.type_k = params.type_v = GGML_TYPE_F32;
         params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
