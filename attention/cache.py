@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from attention.encoding import Encoded, decode, encode
+from attention.encoding import Encoded, decode, encode, rotated
 from attention.errors import Refusal
 from attention.formats import Format
 
@@ -26,11 +26,13 @@ class _Rows:
     """Cached `[B, heads, S, n]`, each token encoded by itself.
 
     Attributes:
+        latent: Whether these are latents or their RoPE keys.
+        keys: Whether these are keys of heads.
         stored: What is cached; None before the first token.
     """
 
-    def __init__(self, form: Format, group: int) -> None:
-        self.form, self.group = form, group
+    def __init__(self, form: Format, latent: bool, keys: bool) -> None:
+        self.form, self.latent, self.keys = form, latent, keys
         self.stored: Encoded | None = None
 
     @property
@@ -44,9 +46,13 @@ class _Rows:
 
     def append(self, new: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
         """Cache further tokens `[B, heads, T, n]`; return all as they are read."""
-        added = encode(new, self.form, self.group)
+        form, group = self.form, self.form.latent_group if self.latent else self.form.group
+        rotation = 1 if self.latent else form.rotation(new.shape[-1], self.keys)
+        added = encode(new if rotation == 1 else rotated(new, rotation), form, group)
         self.stored = added if self.stored is None else _joined(self.stored, added)
-        return decode(self.stored, self.form, self.group, new.dtype)
+        if rotation == 1:
+            return decode(self.stored, form, group, new.dtype)
+        return rotated(decode(self.stored, form, group, torch.float32), rotation).to(new.dtype)
 
     def change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change all that is stored by a function that leaves its dims in their order."""
@@ -124,9 +130,8 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         self.reset()
 
     def reset(self) -> None:
-        group = self.form.latent_group if self.latent else self.form.group
-        rows = _Rows(self.form, group)
-        self.parts: tuple[_Rows | _Groups, _Rows] = (rows if self.is_croppable else _Groups(self.form), _Rows(self.form, group))
+        first = _Rows(self.form, self.latent, keys=True) if self.is_croppable else _Groups(self.form)
+        self.parts: tuple[_Rows | _Groups, _Rows] = (first, _Rows(self.form, self.latent, keys=False))
         self.is_initialized = False
 
     def stored_bytes(self, full: int) -> int:

@@ -1,11 +1,14 @@
 """Encodes and decodes tensors in the formats of `attention.formats`, on any device.
 
-Integers are asymmetric: x ≈ offset + scale · code, with code in 0 … 2^bits − 1, offset the smallest value of a group and scale
-its range over 2^bits − 1, both rounded to float16. So an error is at most half a scale, plus what that rounding adds.
+Integers are codes in 0 … 2^bits − 1. With an offset, x ≈ offset + scale · code: offset is the smallest value of a group and
+scale its range over 2^bits − 1, both rounded to float16. So an error is at most half a scale, plus what that rounding adds.
+Without one, x ≈ scale · (code − 2^(bits−1)): the value of largest magnitude over the scale is 127, or −8 of −8 … 7, as in
+llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +19,7 @@ _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Encoded(NamedTuple):
-    """Encoded values `[…, n]`: codes `[…, bytes]`, and scales and offsets `[…, groups]`, which plain dtypes have none of."""
+    """Encoded values `[…, n]`: codes `[…, bytes]`, and scales and offsets `[…, groups]`, where the format has them."""
 
     codes: torch.Tensor
     scales: torch.Tensor | None = None
@@ -50,9 +53,15 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
 
 def _quantised(
     given: torch.Tensor, form: Format, group: int, seen: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes `[..., n]` in uint8, scales and offsets; arguments as of `encode`, n is any."""
     size, top = given.shape[-1], 2**form.bits - 1
+    if form.steps:
+        parts = _each_group(given if seen is None else given.where(seen, 0), group, 0)
+        exact = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))[..., 0] / form.steps
+        inverse = (1 / exact).masked_fill(exact == 0, 0)  # of the scale before it is rounded, as llama.cpp has it
+        codes = (given * _spread(inverse, group, size) + (2 ** (form.bits - 1) + 0.5)).floor()
+        return codes.nan_to_num(0).clamp(0, top).to(torch.uint8), exact.half(), None
     low, high = given, given
     if seen is not None:
         low, high = given.where(seen, torch.inf), given.where(seen, -torch.inf)
@@ -69,15 +78,30 @@ def _quantised(
 
 def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., n]` of what `encode` returned with the same format and group."""
-    if stored.scales is None or stored.offsets is None:
+    if stored.scales is None:
         return stored.codes.to(dtype)
-    return _read(_unpacked(stored.codes, form.bits), stored.scales, stored.offsets, group, dtype)
+    return _read(_unpacked(stored.codes, form.bits), stored.scales, stored.offsets, form, group).to(dtype)
 
 
-def _read(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+def _read(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, form: Format, group: int) -> torch.Tensor:
+    """The values of what `_quantised` returned, in fp32."""
     size = codes.shape[-1]
-    offsets, scales = (_spread(part.float(), group, size) for part in (offsets, scales))
-    return torch.addcmul(offsets, codes.float(), scales).to(dtype)
+    scales = _spread(scales.float(), group, size)
+    if offsets is None:
+        return (codes.float() - 2 ** (form.bits - 1)) * scales
+    return torch.addcmul(_spread(offsets.float(), group, size), codes.float(), scales)
+
+
+def rotated(values: torch.Tensor, size: int) -> torch.Tensor:
+    """`values [..., n]` with each `size` of them multiplied by a Hadamard matrix, which is its own inverse, in fp32.
+
+    In additions, whose order does not depend on how many tokens there are. `size` is a power of two that divides n.
+    """
+    found, half = values.float() * (1 / math.sqrt(size)), 1
+    while half < size:
+        one, other = found.unflatten(-1, (-1, 2, half)).unbind(-2)
+        found, half = torch.stack((one + other, one - other), -2).flatten(-3), 2 * half
+    return found
 
 
 def rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
@@ -87,22 +111,25 @@ def rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
     """
     with torch.no_grad():
         if form.group:
-            read = _read(*_quantised(values.float(), form, group), group, values.dtype)
+            read = _read(*_quantised(values.float(), form, group), form, group).to(values.dtype)
         else:
             read = decode(encode(values, form, group), form, group, values.dtype)
     return values + (read - values).detach() if values.requires_grad else read
 
 
-def rounded_keys(keys: torch.Tensor, form: Format) -> torch.Tensor:
-    """Keys of heads `[..., T, n]` as they are read: where they are grouped along time, those of all full groups rounded.
+def rounded_heads(states: torch.Tensor, form: Format, keys: bool) -> torch.Tensor:
+    """Keys or values of heads `[..., T, n]` as they are read; differentiable.
 
-    A query of `attention.cache` reads its own group, at most the newest 32 tokens, in full precision.
+    Of keys that are grouped along time, all full groups are rounded; a query of `attention.cache` reads its own group, at most
+    the newest 32 tokens, in full precision.
     """
-    if not form.tokens:
-        return rounded(keys, form, form.group)
-    full = keys.shape[-2] // form.tokens * form.tokens
-    closed = rounded(keys[..., :full, :].mT.contiguous(), form, form.tokens).mT
-    return torch.cat((closed, keys[..., full:, :]), -2)
+    if keys and form.tokens:
+        full = states.shape[-2] // form.tokens * form.tokens
+        closed = rounded(states[..., :full, :].mT.contiguous(), form, form.tokens).mT
+        return torch.cat((closed, states[..., full:, :]), -2)
+    if (turn := form.rotation(states.shape[-1], keys)) == 1:
+        return rounded(states, form, form.group)
+    return rotated(rounded(rotated(states, turn), form, form.group), turn).to(states.dtype)
 
 
 def _dtype(form: Format) -> torch.dtype:

@@ -1,8 +1,10 @@
 """Formats of cached numbers: how many bytes they take, scales included. `attention.encoding` encodes and decodes them.
 
-A format is a plain dtype, or integers of a few bits with a scale and an offset in float16 for each group of values (KIVI,
-arXiv 2402.02750). Values of heads and latents are grouped within one token. Keys of heads are grouped along time, per channel:
-a group is as many consecutive tokens as share a scale, and stays in full precision while a token of it is the newest.
+A format is a plain dtype, or integers of a few bits with a scale, and mostly an offset, in float16 for each group of values.
+Values of heads and latents are grouped within one token. In `int4` to `int2` (KIVI, arXiv 2402.02750), keys of heads are
+grouped along time, per channel: a group is as many consecutive tokens as share a scale, and stays in full precision while a
+token of it is the newest. `q8_0` and `q4_0` are what llama.cpp stores: no offsets, and heads of 64 n dims behind a Hadamard
+matrix (its pull request 21038). It has none for latents.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from attention.errors import Refusal
 
 PLAIN = ("float32", "float16", "bfloat16", "float64")  # dtypes that checkpoints have, too
-_SCALES = 4  # bytes of a scale and an offset, in float16
+_SCALE = 2  # bytes of a scale or an offset, in float16
 _PACKED = 8  # integers that are packed together: as many bytes as an integer has bits
 
 
@@ -26,6 +28,9 @@ class Format:
         group: Values of one token that share a scale; 0 for a plain dtype.
         latent_group: The same for a latent and its RoPE key.
         tokens: Tokens whose keys share a scale per channel; 0 where keys of heads are grouped as values are.
+        steps: The integer that a group's value of largest magnitude is: the scale is that value over it, and there is no
+            offset. 0 where groups have one.
+        hadamard: Heads whose dims are a multiple of it are multiplied by a Hadamard matrix; 0 for none.
     """
 
     name: str
@@ -33,11 +38,24 @@ class Format:
     group: int = 0
     latent_group: int = 0
     tokens: int = 0
+    steps: int = 0
+    hadamard: int = 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a group's scale and its offset, if it has one."""
+        return _SCALE if self.steps else 2 * _SCALE
+
+    def rotation(self, size: int, keys: bool) -> int:
+        """Dims of the Hadamard matrix that heads of so many are multiplied by, part by part; 1 for none."""
+        if not self.hadamard or size % self.hadamard:
+            return 1
+        return size & -size if keys else self.hadamard  # of keys, the largest power of two that divides it
 
     def row_bytes(self, size: int, latent: bool = False) -> int:
         """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key."""
         group = self.latent_group if latent else self.group
-        return size * self.bits // 8 + (_SCALES * -(-size // group) if group else 0)
+        return size * self.bits // 8 + (self.scale_bytes * -(-size // group) if group else 0)
 
     def tokens_encoded(self, cached: int) -> int:
         """How many of so many cached tokens have encoded keys of heads: all but the group of the newest token."""
@@ -48,13 +66,13 @@ class Format:
         if not self.tokens:
             return cached * self.row_bytes(size)
         encoded = self.tokens_encoded(cached)
-        group = size * (self.tokens * self.bits // 8 + _SCALES)
+        group = size * (self.tokens * self.bits // 8 + self.scale_bytes)
         return encoded // self.tokens * group + (cached - encoded) * size * full
 
     @property
     def multiple(self) -> int:
-        """What the size of a head, a latent or a RoPE key has to be a multiple of, so that its integers fill bytes."""
-        return _PACKED if self.bits < 8 else 1
+        """What the size of a head, a latent or a RoPE key has to be a multiple of, to fill bytes, or blocks of llama.cpp."""
+        return self.group if self.steps else _PACKED if self.bits < 8 else 1
 
     def require(self, what: str, *sizes: int) -> None:
         """Refuse sizes of `what`, such as "head", that the format does not take."""
@@ -78,6 +96,8 @@ FORMATS = {
         Format("int4", 4, 32, 64, 32),
         Format("int3", 3, 32, 64, 32),
         Format("int2", 2, 32, 64, 32),
+        Format("q8_0", 8, 32, 32, steps=127, hadamard=64),
+        Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
     )
 }
 

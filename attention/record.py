@@ -237,6 +237,7 @@ class FactoredAttention:
             without one.
         normalised: Whether the latent is divided by its norm, which is nearly one.
         rounding: The format that its latent and its RoPE key are cached in; None for no rounding.
+        gain: `[R]`, what a normalised latent is multiplied by; None for ones.
     """
 
     q_nope: torch.Tensor
@@ -257,11 +258,13 @@ class FactoredAttention:
     q_down: torch.Tensor | None = None
     normalised: bool = False
     rounding: Format | None = None
+    gain: torch.Tensor | None = None
 
     def latent(self, x: torch.Tensor) -> torch.Tensor:
         """The latent `[…, T, R]` of inputs `[…, T, E]`, fp32."""
         latent = x @ self.down.float().T
-        return latent / latent.norm(dim=-1, keepdim=True).clamp_min(_TINY) if self.normalised else latent
+        latent = latent / latent.norm(dim=-1, keepdim=True).clamp_min(_TINY) if self.normalised else latent
+        return latent if self.gain is None else latent * self.gain.float()
 
     def paired(self, pairing: Pairing) -> FactoredAttention:
         """As in `Attention`, of the RoPE key and its queries."""

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from attention.encoding import rounded, rounded_keys
+from attention.encoding import rounded, rounded_heads
 from attention.formats import Format
 from attention.qk_norm import QKNorm
 from attention.record import LatentProjections, Projections
@@ -74,7 +74,7 @@ def grouped_attention(
     repeats = q.shape[0] // k.shape[0]
     queries, keys = encode(queries, q_norm), encode(keys, k_norm)
     if rounding is not None:
-        keys, values = rounded_keys(keys, rounding), rounded(values, rounding, rounding.group)
+        keys, values = rounded_heads(keys, rounding, keys=True), rounded_heads(values, rounding, keys=False)
     keys = keys.repeat_interleave(repeats, 1)
     weights = _attention(torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale, scoring)
     context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(repeats, 1))
@@ -103,6 +103,7 @@ def latent_attention(
     q_down: torch.Tensor | None = None,
     normalised: bool = False,
     rounding: Format | None = None,
+    gain: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal multi-head latent attention over one full sequence (DeepSeek-V2, arXiv 2405.04434), without a latent norm.
 
@@ -129,6 +130,7 @@ def latent_attention(
         q_down: `[Q, E]`, makes the latent that queries read, or None: E is then Q for `q_nope` and `q_rope`.
         normalised: Whether the latent is divided by its norm.
         rounding: The format that the latent and the RoPE key are cached in, or None.
+        gain: `[R]`, what it is then multiplied by, or None.
 
     Returns:
         `[B, T, E]`.
@@ -140,6 +142,7 @@ def latent_attention(
     key, latent = rotary.rotate(key, positions)[:, 0], torch.einsum("bse,re->bsr", x, down)
     if normalised:
         latent = latent / torch.linalg.vector_norm(latent, dim=-1, keepdim=True).clamp_min(1e-30)
+    latent = latent if gain is None else latent * gain
     if rounding is not None:
         key, latent = (rounded(part, rounding, rounding.latent_group) for part in (key, latent))
     rope = torch.einsum("bhtp,bsp->bhts", rotary.rotate(_of_heads(read, q_rope, q_rope_bias), positions), key)

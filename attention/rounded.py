@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from attention.encoding import rounded, rounded_keys
+from attention.encoding import rounded, rounded_heads
 from attention.formats import Format
 from attention.spec import AttentionSpec
 
@@ -26,7 +26,7 @@ class RoundedLayer(DynamicLayer):  # type: ignore[misc]
         if self.latent:
             group = self.form.latent_group
             return rounded(key_states, self.form, group), rounded(value_states, self.form, group)
-        return rounded_keys(key_states, self.form), rounded(value_states, self.form, self.form.group)
+        return rounded_heads(key_states, self.form, keys=True), rounded_heads(value_states, self.form, keys=False)
 
     def get_seq_length(self) -> int:
         return 0

@@ -163,6 +163,14 @@ class AttentionSpec:
         rope = stored.row_bytes(self.qk_rope_head_dim, latent=True)
         return cached * sum(stored.row_bytes(rank, latent=True) + rope for rank in self.ranks)
 
+    def takes(self, form: str) -> bool:
+        """Whether a cache of these sizes can be stored in that format."""
+        try:
+            self.cache_bytes(form, 1, 0)
+        except Refusal:
+            return False
+        return True
+
     def grouped(self, groups: int) -> AttentionSpec:
         """The same attention with its KV heads merged into `groups`.
 

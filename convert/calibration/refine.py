@@ -142,7 +142,8 @@ class _Weights:
         self._start = record
         found = {field.name: getattr(record, field.name) for field in fields(record)}
         if isinstance(record, FactoredAttention) and record.normalised:
-            del found["q_down"]  # the norm behind it changes nothing only as it is (`convert.methods.query_latent.behind_norm`)
+            # A norm like the others; and that behind `q_down` changes nothing only as it is (`query_latent.behind_norm`).
+            del found["gain"], found["q_down"]
         self._values = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         self.parameters = {name: _stacked(name, value) for name, value in self._values.items()}
         self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters.values()]

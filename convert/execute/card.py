@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from convert.hosts.engines import ENGINES
+from convert.hosts.engines import ENGINES, Engine
 from convert.output.card import command_line, render
 from convert.planning.base import Plan
 from convert.planning.texts import as_options
@@ -67,8 +67,18 @@ def loading_of(plan: Plan) -> dict[str, Any]:
             }
             for engine, objection in objections.items()
         ],
-        "remarks": list(host.remarks),
+        "remarks": [*host.remarks, *_cache_remarks(plan, [engine for engine in objections if objections[engine] is None])],
     }
+
+
+def _cache_remarks(plan: Plan, engines: list[Engine]) -> list[str]:
+    """In which formats these engines store the result's cache, and with what option."""
+    found = []
+    for engine in engines:
+        caches = engine.stores(plan.target.host, plan.target.spec)
+        said = [f"{cache.form} with `{cache.option}`{'' if cache.tried else ' (not tried)'}" for cache in caches]
+        found += [f"{engine.name} stores the cache in {', or in '.join(said)}."] if said else []
+    return found
 
 
 def _summary(plan: Plan, provenance: dict[str, Any]) -> str:

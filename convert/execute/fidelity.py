@@ -43,10 +43,11 @@ def _head_error(before: torch.Tensor, after: torch.Tensor) -> float:
 def _maps(a: Record, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One head's queries and keys `[n, E]`, outputs and values `[m, E]`; its bilinear forms are qᵀ k and oᵀ v."""
     if isinstance(a, FactoredAttention):
-        keys = torch.cat((a.up_k[head] @ a.down, a.k_rope))  # a norm of the latent is nearly one
+        down = a.down if a.gain is None else a.down * a.gain[:, None]  # a norm of the latent is nearly one
+        keys = torch.cat((a.up_k[head] @ down, a.k_rope))
         queries = torch.cat((a.q_nope[head], a.q_rope[head]))
         queries = queries if a.q_down is None else queries @ a.q_down
-        return queries, keys, a.o[:, head].T, a.up_v[head] @ a.down
+        return queries, keys, a.o[:, head].T, a.up_v[head] @ down
     group = head // (a.q.shape[0] // a.num_kv_heads)
     keys = a.k[group].float()
     if a.rotary is not None:

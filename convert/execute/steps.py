@@ -115,7 +115,7 @@ def rounding(job: Job, target: Target, before: Attention, after: Record, layer: 
     if form is None:
         return after
     if isinstance(after, FactoredAttention):
-        after = after if after.normalised else balanced(after, statistics)
+        after = balanced(after, statistics)
     elif sample is not None and job.shows_attention:
         after = balanced_heads(after, sample.to(after.k.device))
     return replace(after, rounding=form)
@@ -157,7 +157,6 @@ def _behind_norm(job: Job, before: Attention, after: Record, layer: int, statist
 def _scaled(size: float | None, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """A latent whose channels are balanced, at the size that the class's norm needs."""
     assert isinstance(after, FactoredAttention)
-    if after.normalised:  # the norm divides it by its size, so that scales cancel
-        return after
     after = balanced(after, statistics)
-    return after if size is None else sized(after, statistics.second, size)
+    # A norm that divides it by its size lets scales cancel.
+    return after if size is None or after.normalised else sized(after, statistics.second, size)

@@ -146,7 +146,7 @@ class NormalisedLatent(Family):
         return {f"{self.module(layer)}.{_renamed(name, to_own=False)}": tensor for name, tensor in local.items()}
 
     def _normalised(self, a: FactoredAttention, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
-        """The tensors of a latent that is divided by its norm: RMSNorm times 1 / √R. Larger latents hide the norm's epsilon."""
+        """The tensors of a latent that is divided by its norm: `up` undoes RMSNorm's √R. Larger latents hide its epsilon."""
         import torch
 
         assert spec.kv_lora_rank is not None, "a latent has a rank"
@@ -154,7 +154,8 @@ class NormalisedLatent(Family):
         assert a.k_rope_bias is None, "nor for this one"
         scale, missing = a.scale * math.sqrt(spec.key_dim), spec.kv_lora_rank - len(a.down)
         down = torch.nn.functional.pad(_SIZE * a.down, (0, 0, 0, missing))
-        up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, missing))
+        up = torch.nn.functional.pad(torch.cat((a.up_k, a.up_v), 1), (0, missing)) / math.sqrt(spec.kv_lora_rank)
+        kv_gain = a.down.new_ones(len(a.down)) if a.gain is None else a.gain
         queries = (torch.cat((a.q_nope, a.q_rope), 1) * scale).flatten(0, 1)
         of_queries = {"q_proj.weight": queries}
         if a.q_down is not None:  # its root mean square is one (`convert.methods.query_latent.behind_norm`)
@@ -162,7 +163,7 @@ class NormalisedLatent(Family):
             of_queries = {"q_a_proj.weight": a.q_down, "q_a_layernorm.weight": gain, "q_b_proj.weight": queries}
         local = of_queries | {
             "kv_a_proj_with_mqa.weight": torch.cat((down, a.k_rope)),
-            "kv_a_layernorm.weight": a.down.new_full((spec.kv_lora_rank,), 1 / math.sqrt(spec.kv_lora_rank)),
+            "kv_a_layernorm.weight": torch.nn.functional.pad(kv_gain, (0, missing)),
             "kv_b_proj.weight": up.flatten(0, 1),
             "o_proj.weight": a.o.flatten(1),
         }

@@ -10,11 +10,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
+from attention.formats import FORMATS
 
 if TYPE_CHECKING:
     from attention.spec import AttentionSpec
     from convert.families import Family
     from convert.hosts import Host
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A format in which an engine stores its cache.
+
+    Attributes:
+        form: Its name in `attention.formats`.
+        option: What tells the engine.
+        tried: Whether a result was run so. If not, nothing is known of what it loses there.
+    """
+
+    form: str
+    option: str
+    tried: bool = True
 
 
 @dataclass(frozen=True)
@@ -27,12 +43,14 @@ class Engine:
         plain_queries: Beside a latent of keys and values, queries must have one too, except in models of so many layers, whose
             queries must have none. None if it runs either.
         serve: The command that serves a checkpoint, with `{path}` for its directory; "" if it is a library.
+        caches: The formats in which it stores its cache, besides that of its default.
     """
 
     name: str
     latents: tuple[tuple[int, int], ...]
     plain_queries: tuple[int, ...] | None
     serve: str
+    caches: tuple[Stored, ...] = ()
 
     def objection(self, host: Host, family: Family, spec: AttentionSpec, config: Any = None) -> str | None:
         """Why it does not run an attention of these sizes in an output class, or None if it does; `config` is the source's."""
@@ -47,6 +65,12 @@ class Engine:
         if spec.kv_lora_rank and self.latents and size not in self.latents:
             return f"{self.name} takes latents of {_listed(map(_sum, self.latents))}, not of {_sum(size)}"
         return None
+
+    def stores(self, host: Host, spec: AttentionSpec) -> list[Stored]:
+        """The formats in which it stores the cache of an attention of these sizes in an output class that it runs."""
+        if self.serve and host.code and spec.kv_lora_rank:  # `attention.models.vllm` refuses them
+            return []
+        return [cache for cache in self.caches if spec.takes(cache.form)]
 
     def query_latent(self, spec: AttentionSpec) -> bool:
         """Whether an attention with a latent has to have one of queries; what it has, if the engine runs either."""
@@ -78,9 +102,27 @@ class Engine:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("transformers", (), None, ""),
-        Engine("vllm", ((256, 64), (448, 64), (512, 64)), None, "vllm serve {path}"),
-        Engine("llama.cpp", (), (26, 27), "convert_hf_to_gguf.py {path} && llama-server -m {path}/*.gguf"),
+        Engine(
+            "transformers",
+            (),
+            None,
+            "",
+            tuple(Stored(name, f'attention.load(…, cache_dtype="{name}")') for name, form in FORMATS.items() if form.bits < 16),
+        ),
+        Engine(
+            "vllm",
+            ((256, 64), (448, 64), (512, 64)),
+            None,
+            "vllm serve {path}",
+            (Stored("fp8", "--kv-cache-dtype fp8", tried=False),),
+        ),
+        Engine(
+            "llama.cpp",
+            (),
+            (26, 27),
+            "convert_hf_to_gguf.py {path} && llama-server -m {path}/*.gguf",
+            tuple(Stored(name, f"-fa on -ctk {name} -ctv {name}") for name in ("q8_0", "q4_0")),
+        ),
     )
 }
 
@@ -88,6 +130,12 @@ ENGINES = {
 def running(host: Host, family: Family, spec: AttentionSpec, config: Any = None) -> list[str]:
     """The engines that run an attention of these sizes in an output class; `config` is the source's."""
     return [name for name, engine in ENGINES.items() if engine.objection(host, family, spec, config) is None]
+
+
+def storing(host: Host, family: Family, spec: AttentionSpec, form: str, config: Any = None) -> list[str]:
+    """The engines that run it and store its cache in that format; of those where nobody tried, that is said."""
+    found = [(name, cache) for name in running(host, family, spec, config) for cache in ENGINES[name].stores(host, spec)]
+    return [name if cache.tried else f"{name} (not tried)" for name, cache in found if cache.form == form]
 
 
 def engine_of(name: str | None) -> Engine | None:

@@ -27,21 +27,34 @@ _PRIOR = 0.1  # how much directions count in which a text had nothing, as a shar
 def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     """The same function in balanced coordinates of the latent, which optimisers that move all weights alike (Adam) want, too.
 
+    Of a latent that is divided by its norm, orthogonal maps are free, and gains behind the norm: with A = U S Vᵀ, Vᵀ and S are
+    as good as A. So the channel that makes the norm constant is cached no larger than it has to be.
+
     Args:
-        a: There is no norm between its `down` and what reads it. Channels that nothing makes or reads stay apart.
+        a: Nothing but such a norm is between its `down` and what reads it. Channels that nothing makes or reads stay apart.
         statistics: Of the layer's input.
     """
+    if a.gain is not None:
+        a = replace(a, up_k=a.up_k * a.gain, up_v=a.up_v * a.gain, gain=None)
     second, read = _moments(a, statistics)
     alive = (second.diagonal() > 0) & (read.diagonal() > 0)
     used = [channel for channel in range(len(alive)) if alive[channel]]
     if not used:
         return a
     there, back = _coordinates(second[used][:, used], read[used][:, used])
+    gain = None
+    if a.normalised:
+        _, sizes, there = torch.linalg.svd(there)
+        turned = there @ second[used][:, used] @ there.T
+        gain = a.down.new_full((len(a.down),), len(a.down) ** -0.5)
+        # A root mean square of one. What bfloat16 holds, the other dtypes hold, too; what reads it makes up for the rounding.
+        gain[used] = (sizes / (turned.diagonal() @ sizes**2).sqrt()).to(gain).bfloat16().to(gain)
+        back = there.T / gain[used].double()
     down, up_k, up_v = a.down.clone(), a.up_k.clone(), a.up_v.clone()
     down[used] = (there @ a.down[used].double()).to(down)
     up_k[..., used] = (a.up_k[..., used].double() @ back).to(up_k)
     up_v[..., used] = (a.up_v[..., used].double() @ back).to(up_v)
-    return replace(a, down=down, up_k=up_k, up_v=up_v)
+    return replace(a, down=down, up_k=up_k, up_v=up_v, gain=gain)
 
 
 def balanced_heads(a: Attention, sample: Blocks) -> Attention:

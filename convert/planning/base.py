@@ -233,10 +233,11 @@ def stored_dtype(source: Source, output: Output) -> str:
 
 def require_stored(engine: Engine | None, cache_dtype: str | None) -> None:
     """Refuse a format of the cache that an engine is not known to store."""
-    if engine and rounding_of(cache_dtype) is not None:
+    stored = [cache.form for cache in engine.caches] if engine else []
+    if engine and rounding_of(cache_dtype) is not None and cache_dtype not in stored:
         raise Refusal(
-            f"it is not known whether {engine.name} stores these caches in {cache_dtype}",
-            hint="leave out --engine or --cache-dtype",
+            f"it is not known whether {engine.name} stores caches in {cache_dtype}",
+            hint=f"choose {', '.join(stored)}, or leave out --engine" if stored else "leave out --engine or --cache-dtype",
         )
 
 

@@ -13,7 +13,7 @@ from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
-from convert.hosts.engines import running
+from convert.hosts.engines import running, storing
 from convert.planning.base import Plan, host_of, readable
 from convert.planning.room import full_rank, latent_for_budget, smallest_latent
 from eval.machine.forecast import duration
@@ -120,7 +120,7 @@ def capacity(
         gpus: Gigabytes by name.
         share: The share of a GPU's memory that weights and cache may take.
         engine: What has to run the targets; None for nothing in particular.
-        cache_dtype: The format of the cache; None for `dtype`. Of what engines store in fewer bits, nothing is known here.
+        cache_dtype: The format of the cache; None for `dtype`.
     """
     from eval.machine.capacity import count_parameters, fit
 
@@ -132,20 +132,22 @@ def capacity(
     def add(target: AttentionSpec, shapes: Callable[[int], dict[str, tuple[int, ...]]], engines: list[str] | None) -> None:
         parameters = whole - own + _parameters(shapes, spec)
         row = asdict(fit(target, parameters, dtype, batch, context, gpus, share, cache_dtype))
-        rows.append(row | {"parameters": parameters, "engines": engines if cache_dtype in (None, dtype) else None})
+        rows.append(row | {"parameters": parameters, "engines": engines})
 
     hosts = {kind: _carrier(source, family, spec, kind, engine) for kind in HOSTS}
     targets = [("gqa", target) for target in grouped_targets(spec)] or [("mla", spec)]
     host, reason = hosts["mla"]
     if host:
         sizes = latent_targets(source, family, spec, host, engine)
-        targets += [("mla", target) for target in sizes if _stored(target, cache_dtype or dtype)]
+        targets += [("mla", target) for target in sizes if target.takes(cache_dtype or dtype)]
     for kind, target in targets:
         if target == spec:
             add(target, partial(family.shapes, config), None)
         elif carrier := hosts[kind][0]:
             sized = carrier.sized(source.raw, config, target)
-            add(target, partial(carrier.layout(family).shapes, sized), running(carrier, family, target, config))
+            made = (carrier, family, target)
+            engines = running(*made, config) if cache_dtype in (None, dtype) else storing(*made, cache_dtype, config)
+            add(target, partial(carrier.layout(family).shapes, sized), engines)
     facts = {
         "model": source.reference,
         "dtype": dtype,
@@ -159,14 +161,6 @@ def capacity(
         "mla": None if host else f"none: {reason}",
     }
     return Facts(facts, _capacity_text(facts))
-
-
-def _stored(target: AttentionSpec, form: str) -> bool:
-    """Whether a cache of these sizes can be stored in that format."""
-    with suppress(Refusal):
-        target.bytes_per_token(form)
-        return True
-    return False
 
 
 def latent_targets(

@@ -78,7 +78,7 @@ def plan_grouped(
     check_output(output.path, source.directory, output.overwrite, output.resume)
     notes, remarks = _notes(family, source, before, spec, output, method, text, behind)
     if spec == before and changes:
-        notes, remarks = (f"its {before.num_kv_heads} KV heads stay; keys and values are balanced for {cache_dtype}",), ()
+        notes, remarks = (f"its {before.num_kv_heads} KV heads stay, balanced and fitted for {cache_dtype}",), ()
     notes += host.notes(source.config) if changes else ()
     target = GroupedTarget(
         command,

@@ -22,21 +22,21 @@ from attention.formats import FORMATS
 from attention.spec import AttentionSpec
 
 GROUPED = [name for name, form in FORMATS.items() if form.tokens]
-LOSSY = ["fp8", "int8", *GROUPED]
+LOSSY = ["fp8", "int8", "q8_0", "q4_0", *GROUPED]
 LONG = 75  # tokens: two full groups of keys and a part of one
-# Latents whose sizes fill bytes.
-SIZES = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+# Sizes that all formats take.
+SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
 def grouped_model(dtype: torch.dtype = torch.float64, model_type: str = "llama") -> Any:
     """In float64, where no rounding of the model decides how a cached number is rounded."""
-    model = tiny_model(tiny_config(model_type, num_key_value_heads=2))
+    model = tiny_model(tiny_config(model_type, num_key_value_heads=2, head_dim=64))
     model.set_attn_implementation("sdpa")
     return model.to(dtype)
 
 
 def latent_model(dtype: torch.dtype = torch.float64) -> Any:
-    return mla_model(dtype=dtype, **SIZES)
+    return mla_model(dtype=dtype, neutral=(8.0,), head_dim=32, **SIZES)
 
 
 MODELS = {"heads": grouped_model, "latent": latent_model}

@@ -21,6 +21,8 @@ LATENT = HEADS.latent(160, 32)
         ("int4", 0.3125, 7 / 48),  # heads: 4 bits, and 32 for every 32
         ("int3", 0.25, 5.5 / 48),
         ("int2", 0.1875, 4 / 48),
+        ("q8_0", 34 / 64, 34 / 64 / 2),  # blocks of 32 values in 34 bytes
+        ("q4_0", 18 / 64, 18 / 64 / 2),
     ],
 )
 def test_shares_of_a_long_cache_in_bfloat16_with_scales(form: str, of_heads: float, of_latent: float) -> None:
@@ -38,7 +40,7 @@ def test_the_keys_of_the_newest_group_are_counted_in_full_precision(cached: int,
 
 
 def test_formats_without_groups_of_tokens_cost_the_same_at_every_length() -> None:
-    for form in ("float32", "fp8", "int8"):
+    for form in ("float32", "fp8", "int8", "q8_0", "q4_0"):
         assert HEADS.cache_bytes(form, 77, 2) == 77 * HEADS.bytes_per_token(form)
     assert LATENT.cache_bytes("int4", 77, 2) == 77 * LATENT.bytes_per_token("int4")
 
@@ -59,5 +61,25 @@ def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
 
 
 def test_an_unknown_format_is_refused_with_all_that_there_are() -> None:
-    with pytest.raises(Refusal, match=r"no KV cache is kept in 'int5' \(choose float64, .*bfloat16.*int2\)"):
+    with pytest.raises(Refusal, match=r"no KV cache is kept in 'int5' \(choose float64, .*bfloat16.*int2.*q4_0\)"):
         format_named("int5")
+
+
+def test_blocks_that_llama_cpp_does_not_store_are_refused() -> None:
+    """It takes heads, and latents and RoPE keys in one row, whose sizes are multiples of 32."""
+    for size in (48, 80):
+        with pytest.raises(Refusal, match=f"a head of {size} values cannot be cached in q8_0: it must be a multiple of 32"):
+            AttentionSpec(2, 4, 2, size).bytes_per_token("q8_0")
+    with pytest.raises(Refusal, match="a latent of 48 values cannot be cached in q4_0"):
+        HEADS.latent(48, 16).bytes_per_token("q4_0")
+    with pytest.raises(Refusal, match="a RoPE key of 16 values cannot be cached in q4_0"):
+        HEADS.latent(96, 16).bytes_per_token("q4_0")
+
+
+@pytest.mark.parametrize(
+    ("size", "of_keys", "of_values"), [(32, 1, 1), (64, 64, 64), (96, 1, 1), (128, 128, 64), (192, 64, 64), (256, 256, 64)]
+)
+def test_heads_are_rotated_where_llama_cpp_rotates_them(size: int, of_keys: int, of_values: int) -> None:
+    for name, form in FORMATS.items():
+        found = form.rotation(size, keys=True), form.rotation(size, keys=False)
+        assert found == ((of_keys, of_values) if name in ("q8_0", "q4_0") else (1, 1))

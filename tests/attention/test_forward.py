@@ -63,7 +63,7 @@ RECORDS: dict[str, Record] = {
     "behind a clamp": record(nope=2).on_projected_inputs(0.7),
     "behind a norm and a clamp": record(norm="all", nope=2).on_projected_inputs(0.7),
     "MLA": factored(),
-    "MLA, normalised": dataclasses.replace(factored(), normalised=True),
+    "MLA, normalised": dataclasses.replace(factored(), normalised=True, gain=torch.linspace(0.3, 2, 9)),
     "MLA behind a norm": factored_behind_norms(),
     "MLA behind a latent": factored_behind_latent(),
     "MLA behind a latent, whose queries have none": factored_behind_latent(None, biased=False),
@@ -151,6 +151,7 @@ def naive_logits(a: Record, x: torch.Tensor) -> torch.Tensor:
         for h in range(len(a.q_nope)):
             latent = a.down.double() @ x.T
             latent = latent / latent.norm(dim=0) if a.normalised else latent
+            latent = latent if a.gain is None else latent * a.gain[:, None].double()
             nope = project(a.q_nope, a.q_nope_bias, h, of_queries[h]) @ (a.up_k[h].double() @ latent)
             logits.append(nope + a.rotary.rotate(project(a.q_rope, a.q_rope_bias, h, of_queries[h]), positions) @ key.T)
     return a.scale * torch.stack(logits) + slopes[:, None, None] * positions
@@ -199,6 +200,7 @@ def test_what_is_kept_makes_the_logits(case: str) -> None:
         if isinstance(a, FactoredAttention):
             latent = (a.projections(x[None])[1][0] if a.projections else x) @ a.down.T
             latent = latent / latent.norm(dim=1, keepdim=True) if a.normalised else latent
+            latent = latent if a.gain is None else latent * a.gain
             assert heads.lift is not None
             torch.testing.assert_close(nope, latent, rtol=1e-5, atol=1e-5)
             logits = plain @ heads.lift[head] @ nope.T + heads.rope[head] @ rope.T

@@ -1,6 +1,7 @@
-// Writes the logits that llama.cpp computes: llama_logits MODEL.gguf IDS OUTPUT exact|default
+// Writes the logits that llama.cpp computes: llama_logits MODEL.gguf IDS OUTPUT exact|default|q8_0|q4_0
 // IDS are int32, OUTPUT gets float32 [tokens, words]. "exact" has a cache in float32 and no flash attention; "default" has what
-// llama.cpp chooses, a cache in float16 and flash attention where it can. The exit status says what failed.
+// llama.cpp chooses, a cache in float16 and flash attention where it can; the others have a cache in that format and flash
+// attention, without which it does not start. The exit status says what failed.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -21,9 +22,13 @@ int main(int argc, char ** argv) {
     if (!model) return 3;
     llama_context_params params = llama_context_default_params();
     params.n_ctx = params.n_batch = params.n_ubatch = 512;
+    params.n_threads = params.n_threads_batch = 1;  // several would wait in loops, also for other programs
     if (!strcmp(argv[4], "exact")) {
         params.type_k = params.type_v = GGML_TYPE_F32;
         params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    } else if (strcmp(argv[4], "default")) {
+        params.type_k = params.type_v = strcmp(argv[4], "q8_0") ? GGML_TYPE_Q4_0 : GGML_TYPE_Q8_0;
+        params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     }
     llama_context * context = llama_init_from_model(model, params);
     if (!context) return 4;

@@ -62,6 +62,15 @@ def test_plain_names_are_written_plainly(checkpoint: Make, convert: Convert, tmp
     assert shlex.split(command)[:4] == ["convert", "gqa", str(source), "OUTPUT"]
 
 
+def test_the_card_says_which_engines_store_its_cache_in_fewer_bits(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:
+    stored = (
+        "llama.cpp stores the cache in q8_0 with `-fa on -ctk q8_0 -ctv q8_0`, or in q4_0 with `-fa on -ctk q4_0 -ctv q4_0`."
+    )
+    for head_dim, expected in ((32, [True, True]), (16, [True, False])):
+        card = card_of(checkpoint(name=f"heads-{head_dim}", head_dim=head_dim), convert, tmp_path / f"out-{head_dim}")
+        assert ["vllm stores the cache in fp8 with `--kv-cache-dtype fp8` (not tried)." in card, stored in card] == expected
+
+
 def test_a_model_that_looks_like_an_option_is_a_path_in_the_command(
     checkpoint: Make, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,8 @@ from tiny import tiny_config
 from attention.errors import Refusal
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES
-from convert.hosts import HOSTS
-from convert.hosts.engines import ENGINES, engine_of, running
+from convert.hosts import HOSTS, PORTABLE
+from convert.hosts.engines import ENGINES, engine_of, running, storing
 from convert.hosts.kvfold import HOST, LATENT_HOST
 
 BEFORE = AttentionSpec(2, 32, 32, 128)
@@ -93,6 +93,30 @@ def test_a_note_says_what_each_size_would_hold() -> None:
     assert ENGINES["transformers"].note(BEFORE) is None
     shares = "256+64 (3.9%), 448+64 (6.2%) or 512+64 (7.0%)"
     assert ENGINES["vllm"].note(BEFORE) == f"vllm takes latents of {shares} of the source's cache"
+
+
+@pytest.mark.parametrize(
+    ("host", "spec", "form", "expected"),
+    [
+        ("its own class", BEFORE.grouped(8), "q4_0", ["transformers", "llama.cpp"]),
+        ("its own class", BEFORE.grouped(8), "fp8", ["transformers", "vllm (not tried)"]),
+        ("its own class", BEFORE.grouped(8), "int4", ["transformers"]),
+        ("portable deepseek_v3", BEFORE.latent(160, 32), "q8_0", ["transformers", "llama.cpp"]),
+        ("portable deepseek_v3", BEFORE.latent(160, 16), "q8_0", []),  # blocks of 32
+        ("portable deepseek_v3", BEFORE.latent(176, 32), "q8_0", []),
+        ("deepseek_v3", BEFORE.latent(512, 64), "fp8", ["transformers", "vllm (not tried)"]),
+    ],
+)
+def test_which_engines_store_a_cache(host: str, spec: AttentionSpec, form: str, expected: list[str]) -> None:
+    found = {**CLASSES, PORTABLE[0].name: PORTABLE[0]}[host]
+    spec = replace(spec, q_lora_rank=4096) if found.portable else spec
+    assert storing(found, FAMILIES["llama"], spec, form) == expected
+
+
+def test_latents_of_kvfolds_class_are_stored_in_few_bits_by_transformers_alone() -> None:
+    spec = BEFORE.latent(512, 64)
+    assert [name for name, engine in ENGINES.items() if engine.stores(LATENT_HOST, spec)] == ["transformers"]
+    assert [cache.option for cache in ENGINES["vllm"].stores(HOST, BEFORE.grouped(8))] == ["--kv-cache-dtype fp8"]
 
 
 def test_unknown_engines_are_refused() -> None:

@@ -33,7 +33,8 @@ PREFIX = "model.layers.0.self_attn."
 def normalised(channels: int) -> FactoredAttention:
     a = factored(4, 6, 4, channels, 20, biased=False)
     ladder = Rotary(0.3 ** torch.arange(4, dtype=torch.float64), "interleaved")
-    return dataclasses.replace(a, normalised=True, rotary=ladder)
+    gain = 2 * torch.rand(channels, generator=torch.Generator().manual_seed(5)) + 0.1
+    return dataclasses.replace(a, normalised=True, gain=gain, rotary=ladder)
 
 
 @pytest.mark.parametrize(("rank", "channels"), [(16, 16), (16, 9)])
@@ -52,11 +53,11 @@ def test_the_stock_module_computes_the_record(rank: int, channels: int) -> None:
 def test_latents_are_so_large_that_the_norms_epsilon_does_not_matter(eps: float) -> None:
     """Engines take it from the config, and transformers does not."""
     a, x = normalised(9), torch.randn(50, 20, generator=torch.Generator().manual_seed(1))
-    a = dataclasses.replace(a, down=a.down / a.latent(x).norm(dim=-1).mean())
+    a = dataclasses.replace(a, down=a.down / (x @ a.down.T).norm(dim=-1).mean())
     tensors = V3.join(a, AttentionSpec(1, 4, 4, 6, 16, 8, 6), 0)
     down, gain = tensors[f"{PREFIX}kv_a_proj_with_mqa.weight"][:16], tensors[f"{PREFIX}kv_a_layernorm.weight"]
     made = torch.nn.functional.rms_norm(x @ down.T, (16,), gain, eps)
-    torch.testing.assert_close(made[:, :9], a.latent(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made[:, :9], 4 * a.latent(x), rtol=1e-5, atol=1e-5)  # √16, which the reader divides by
 
 
 @pytest.mark.parametrize("theta", [1e4, 5e5])

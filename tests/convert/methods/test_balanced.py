@@ -71,6 +71,45 @@ def test_rounding_a_balanced_latent_costs_less_than_in_other_bases(form: str) ->
     assert cost(found) < cost(a) / 2
 
 
+def divided(biased: bool = False) -> tuple[FactoredAttention, torch.Tensor, Statistics]:
+    """A latent that its norm divides, which one channel makes nearly constant. The others count more, the smaller they are."""
+    a, x = factored(biased=biased, rank=16), inputs(20)
+    x[..., 0] = 1 + x[..., 0] / 50
+    sizes = torch.exp(torch.linspace(-6, -2, 16)) / 8
+    down, (up_k, up_v) = a.down * sizes[:, None], (up / sizes for up in (a.up_k, a.up_v))
+    down[0] = torch.nn.functional.one_hot(torch.tensor(0), 20)
+    up_k[..., 0], up_v[..., 0] = 0, 0.1 * up_v[..., 0] * sizes[0]
+    rows = x.flatten(0, 1).double()
+    moments = rows.T @ rows / len(rows), rows.mean(0)
+    statistics = Statistics(*moments, len(rows), Attended.assumed(*moments))
+    return replace(a, down=down, up_k=up_k, up_v=up_v, normalised=True), x, statistics
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_latent_that_its_norm_divides_is_balanced_by_turns_and_gains(biased: bool) -> None:
+    a, x, statistics = divided(biased)
+    found, expected = balanced(a, statistics), attention_output(a, x)
+    assert (attention_output(found, x) - expected).abs().max() < 1e-5 * expected.abs().max()
+    torch.testing.assert_close(found.down.T @ found.down, a.down.T @ a.down, rtol=0, atol=1e-6)  # of one size, for all x
+    assert (attention_output(balanced(found, statistics), x) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert found.gain is not None
+    assert torch.equal(found.gain.bfloat16().float(), found.gain)
+
+
+@pytest.mark.parametrize("form", ["q8_0", "q4_0", "int4"])
+def test_rounding_a_balanced_latent_behind_its_norm_costs_less(form: str) -> None:
+    a, x, statistics = divided()
+    _, weight = balancing._moments(a, statistics)
+
+    def cost(b: FactoredAttention) -> float:
+        cached = b.latent(x).flatten(0, 1)
+        error = decode(encode(cached, FORMATS[form], 32), FORMATS[form], 32, torch.float32) - cached
+        error = (error / (1 if b.gain is None else b.gain) @ (b.down @ torch.linalg.pinv(a.down))).double()
+        return float(((error @ weight) * error).sum())
+
+    assert cost(balanced(a, statistics)) < cost(a) / 5
+
+
 def test_channels_that_are_empty_stay() -> None:
     a, _, statistics = uneven()
     a.down[0], a.up_k[..., 1], a.up_v[..., 1] = 0, 0, 0

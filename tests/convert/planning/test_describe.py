@@ -88,19 +88,32 @@ def test_what_each_target_takes(model_type: str, source: Sources) -> None:
     assert f"{first['kind']} (source)" in str(found)
 
 
-def test_a_cache_in_another_format_says_so_and_names_no_engines(source: Sources) -> None:
+def test_a_cache_in_another_format_says_so_and_names_what_stores_it(source: Sources) -> None:
     found = capacity(source(), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int8")
     assert (found["dtype"], found["cache_dtype"]) == ("bfloat16", "int8")
     assert found["targets"][0]["kv_bytes_per_token"] == 3 * 2 * 4 * (8 + 4)
-    assert {row["engines"] for row in found["targets"]} == {None}
+    assert [row["engines"] for row in found["targets"]] == [None] + [["transformers"]] * (len(found["targets"]) - 1)
     assert " in bfloat16 with a cache in int8, batch 2" in str(found)
     kinds = [row["kind"] for row in found["targets"]]
     in_four = [row["kind"] for row in capacity(source(), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int4")["targets"]]
     assert set(kinds) - set(in_four) == {"MLA-12+4", "MLA-6+2"}  # their numbers fill no bytes
-    with pytest.raises(Refusal, match="it is not known whether vllm stores these caches in int8"):
+    with pytest.raises(Refusal, match="it is not known whether vllm stores caches in int8") as caught:
         plan(source().reference, engine="vllm", cache_dtype="int8")
+    assert "fp8" in str(caught.value.hint)
     with pytest.raises(Refusal, match="a head of 4 values cannot be cached in int4"):
         capacity(source(head_dim=4), "bfloat16", 2, 100, ROOM, 0.9, cache_dtype="int4")
+
+
+def test_engines_that_store_a_format_are_named_with_what_nobody_tried(source: Sources) -> None:
+    made = source(hidden_size=512, num_attention_heads=8, num_key_value_heads=8, head_dim=64)
+    for form, of_heads in (("q4_0", ["transformers", "llama.cpp"]), ("fp8", ["transformers", "vllm (not tried)"])):
+        rows = capacity(made, "bfloat16", 1, 10, ROOM, 0.9, cache_dtype=form)["targets"]
+        found = {row["kind"]: row["engines"] for row in rows}
+        assert (found["MHA"], found["MQA"], found["MLA-192+64"]) == (None, of_heads, ["transformers"])
+    assert capacity(made, "bfloat16", 1, 10, ROOM, 0.9, engine_of("llama.cpp"), "q8_0")["targets"]
+    plain = source()  # heads of 8
+    with pytest.raises(Refusal, match="a head of 8 values cannot be cached in q4_0: it must be a multiple of 32"):
+        capacity(plain, "bfloat16", 1, 10, ROOM, 0.9, cache_dtype="q4_0")
 
 
 def test_an_engine_sees_what_it_runs(source: Sources) -> None:
