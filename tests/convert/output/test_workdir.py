@@ -174,7 +174,7 @@ def stopped(directory: Path, *command: object) -> Stopped:
     from convert.execute import weights as module
 
     source, out, write, count = directory / "source", directory / "stopped", module.write_shard, [0]
-    tiny_model(tiny_config("llama")).save_pretrained(source)
+    tiny_model(tiny_config("llama", num_hidden_layers=2)).save_pretrained(source)
     save_tokenizer(source)
     (directory / "text.txt").write_text("a line of text, and another\n" * 60)
 
