@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ import pytest
 import torch
 from rows import rows
 from tiny import save_tokenizer, tiny_config
-from written import ok
+from written import Convert, ok
 
 from attention import load
-
-Convert = Callable[..., Any]
 
 NOUNS = ("cat", "moon", "tree", "king", "boat", "river", "stone", "child")
 VERBS = ("saw", "led to", "met", "hid", "was")

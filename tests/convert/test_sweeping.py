@@ -14,16 +14,13 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
-from written import ok, refused, same_but_for_the_run
+from written import Convert, Make, ok, refused, same_but_for_the_run
 
 from attention.errors import Refusal
 from convert import sweeping as module
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
 from convert.output.workdir import WorkDirectory
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
 
 NAMES = [
     *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from latents import stock_module_computes
 from records import factored
 from rows import rows
 from tiny import tiny_config
-from written import ok, weights
+from written import Make, ok, weights
 
 import attention
 from attention.record import FactoredAttention
@@ -26,7 +25,6 @@ from convert.families.deepseek import V3
 from convert.hosts.engines import ENGINES, running
 from convert.hosts.portable import HOST, ladder_ratio
 
-Make = Callable[..., Path]
 PREFIX = "model.layers.0.self_attn."
 
 

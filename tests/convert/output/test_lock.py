@@ -18,12 +18,10 @@ from typing import Any
 
 import filelock
 import pytest
+from written import Convert, Make
 
 from attention.errors import Failure
 from convert.output.lock import exclusive, lock_path
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
 
 HOLDER = """
 import sys, time

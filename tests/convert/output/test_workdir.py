@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from tiny import save_tokenizer, tiny_config, tiny_model
-from written import ok, same_but_for_the_run
+from written import Convert, Make, ok, same_but_for_the_run
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.writer import write_shard
@@ -24,8 +24,6 @@ from convert.output.destination import check_output, finished, partial_path, rea
 from convert.output.workdir import WorkDirectory
 from eval.inputs.sealed import checksum
 
-Make = Callable[..., Path]
-Convert = Callable[..., Result]
 PLAN = {"command": "gqa", "groups": 2}
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
