@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,31 +59,40 @@ def shared() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Tiny random checkpoints that tests have asked for: each is made once, and none is to be changed."""
+    directory, made = tmp_path_factory.mktemp("checkpoints"), dict[str, Path]()
+
+    def find(
+        model_type: str = "llama", duplicated: int = 1, shard: str = "5GB", as_published: bool = False, **changes: Any
+    ) -> Path:
+        asked = repr((model_type, duplicated, shard, as_published, changes))
+        path = made.setdefault(asked, directory / str(len(made)) / "source")
+        if not path.exists():
+            model = tiny_model(tiny_config(model_type, **(published(model_type) if as_published else {}), **changes))
+            if duplicated > 1:
+                duplicate_kv_heads(model, duplicated)
+            if as_published:
+                save_published(model, path)
+            else:
+                model.save_pretrained(path, max_shard_size=shard)
+            save_tokenizer(path)
+        return path
+
+    return find
+
+
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """Save a tiny random checkpoint: `checkpoint("llama", duplicated=2, shard="20KB", num_attention_heads=4)`.
+def checkpoint(shelf: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of one: `checkpoint("llama", name="source", duplicated=2, shard="20KB", num_attention_heads=4)`.
 
     `as_published` gives it the config and the files that models on the Hub have.
     """
 
-    def make(
-        model_type: str = "llama",
-        name: str = "source",
-        duplicated: int = 1,
-        shard: str = "5GB",
-        as_published: bool = False,
-        **changes: Any,
-    ) -> Path:
-        model = tiny_model(tiny_config(model_type, **(published(model_type) if as_published else {}), **changes))
-        if duplicated > 1:
-            duplicate_kv_heads(model, duplicated)
-        path = tmp_path / name
-        if as_published:
-            save_published(model, path)
-        else:
-            model.save_pretrained(path, max_shard_size=shard)
-        save_tokenizer(path)
-        return path
+    def make(model_type: str = "llama", name: str = "source", **how: Any) -> Path:
+        found = shelf(model_type, **how)
+        return Path(shutil.copytree(found, tmp_path / name, copy_function=shutil.copyfile, dirs_exist_ok=True))
 
     return make
 
@@ -112,7 +122,7 @@ def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     return lambda: [record.getMessage() for record in caplog.records if record.name == "kvfold"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def convert() -> Callable[..., Result]:
     """Run the command line in this process: `convert("gqa", path, out, "--groups", 2)`."""
     from convert.command.cli import main

@@ -253,6 +253,13 @@ def pair(request: pytest.FixtureRequest) -> tuple[Attention, Record]:
     return request.param
 
 
+@pytest.fixture
+def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of the refit begins with what the one before has made, which is seen to lie on the GPU."""
+    monkeypatch.setattr("convert.calibration.refit._ROUNDS", 1)
+
+
+@pytest.mark.usefixtures("one_round")
 def test_records_are_refitted_on_the_gpu(pair: tuple[Attention, Record], monkeypatch: pytest.MonkeyPatch) -> None:
     # Fake tensors have no values to choose a share of the change by: the last one tried is taken.
     monkeypatch.setattr("convert.calibration.refit._ROUNDING", float("nan"))

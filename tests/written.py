@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+# Fixtures of conftest.py: `checkpoint`, `convert` and `logits`.
+Make = Callable[..., Path]
+Convert = Callable[..., Any]
+Logits = Callable[..., torch.Tensor]
+
 
 def ok(result: Any) -> Any:
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""Texts to calibrate on."""
+"""Texts to calibrate on, and what shortens conversions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from convert.execute import deciding
 
 WORDS = ("cat", "mat", "sat", "flat", "once", "upon", "a", "time", "there", "was", "the", "and", "of", "moon", "tree", "ran")
 
@@ -33,3 +35,10 @@ def letters(tmp_path: Path) -> Path:
 def on(letters: Path) -> list[Any]:
     """The options that name it, for a few short blocks."""
     return ["--text", letters, "--calibration-tokens", 256, "--calibration-context", 32]
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A latent has the first frequencies that its method offers: to try all takes half of a conversion."""
+    offers = deciding._offers
+    monkeypatch.setattr(deciding, "_offers", lambda *given: offers(*given)[:1])

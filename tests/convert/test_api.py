@@ -14,7 +14,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from written import same_but_for_the_run, weights
+from written import Convert, Make, same_but_for_the_run, weights
 
 from attention.errors import Failure, Refusal
 from convert import PlannedConversion, PlannedSweep, api, gqa, inspect, mla, mqa, plan, sweep
@@ -27,8 +27,6 @@ from eval import api as eval_api
 from eval import options as measured
 from eval.arguments import options_of
 
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
 Told = list[tuple[str, int, int, str]]
 
 CALIBRATION: dict[str, Any] = {"calibration_tokens": 256, "calibration_context": 32}

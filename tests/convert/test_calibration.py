@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,15 @@ import pytest
 import torch
 from rows import rows
 from tiny import save_tokenizer, tiny_config
-from written import ok
+from written import Convert, ok
 
 from attention import load
-
-Convert = Callable[..., Any]
 
 NOUNS = ("cat", "moon", "tree", "king", "boat", "river", "stone", "child")
 VERBS = ("saw", "led to", "met", "hid", "was")
 STEPS, BATCH, LENGTH = 150, 8, 64
 TYPES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 8},
+    "llama": {"num_key_value_heads": 8, "num_hidden_layers": 2},
     "gpt2": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 16},
 }
@@ -69,6 +66,7 @@ def loss(path: Path, ids: torch.Tensor) -> float:
         return float(load(path)(rows, labels=rows).loss)
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("model_type", rows(TYPES, ["llama"]))
 def test_text_makes_conversions_of_a_trained_model_lose_less(model_type: str, convert: Convert, tmp_path: Path) -> None:
     source = trained(model_type, tmp_path / "source")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from written import Make
 
 import convert as api
 from attention.errors import Refusal
 
-Make = Callable[..., Path]
 LAUNCHED = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SHARING = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "yes"}
 

@@ -7,22 +7,20 @@ import json
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forked import run_forked
-from written import ok, refused, same_but_for_the_run
+from written import Convert, Make, ok, refused, same_but_for_the_run
 
 from attention.errors import Refusal
 from convert import sweeping as module
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
 from convert.output.workdir import WorkDirectory
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
 
 NAMES = [
     *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")),
@@ -48,17 +46,57 @@ def drawings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def on(tmp_path: Path) -> list[Any]:
     """What is calibrated on."""
-    return ["--text", written_text(tmp_path / "text.txt", 0), "--calibration-tokens", 256, "--calibration-context", 64]
+    return calibrated_on(tmp_path)
 
 
 @pytest.fixture
 def held_out(tmp_path: Path) -> list[Any]:
     """What is measured on."""
-    return ["--evaluate", written_text(tmp_path / "held-out.txt", 1), "--max-tokens", 256, "--json", "-q"]
+    return measured_on(tmp_path)
+
+
+def calibrated_on(directory: Path, tokens: int = 256) -> list[Any]:
+    return ["--text", written_text(directory / "text.txt", 0), "--calibration-tokens", tokens, "--calibration-context", 64]
+
+
+def measured_on(directory: Path) -> list[Any]:
+    return ["--evaluate", written_text(directory / "held-out.txt", 1), "--max-tokens", 256, "--json", "-q"]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A sweep that is finished. Tests change copies of its results."""
+
+    source: Path
+    command: list[Any]
+    out: Path
+    stdout: str
+
+    def again(self, directory: Path) -> Path:
+        return Path(shutil.copytree(self.out, directory / "out"))
+
+    def said_of(self, out: Path) -> str:
+        """What it would have said of an OUTPUT elsewhere."""
+        return self.stdout.replace(str(self.out), str(out))
+
+
+@pytest.fixture(scope="module")
+def swept(shelf: Callable[..., Path], convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Swept:
+    source, directory = shelf(), tmp_path_factory.mktemp("swept")
+    command = [*FEW, *calibrated_on(directory), *measured_on(directory)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eval.report.curve.draw", lambda *_: "")
+        said = ok(convert("sweep", source, directory / "out", *command)).stdout
+    return Swept(source, command, directory / "out", said)
 
 
 def results(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.suffix not in (".json", ".lock"))
+
+
+def planned(result: Any) -> list[str]:
+    """The results that a dry run names."""
+    return [Path(plan["output"]).name for plan in json.loads(ok(result).stdout)]
 
 
 def test_all_targets_come_from_one_survey_into_one_report(
@@ -93,7 +131,7 @@ def test_each_result_is_what_its_own_command_makes(
     checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
 ) -> None:
     source, out = checkpoint(), tmp_path / "out"
-    ok(convert("sweep", source, out, *TARGETS, *on, "--refine", 2, *held_out))
+    ok(convert("sweep", source, out, *TARGETS, "--methods", "aligned,mean,weighted,pca", *on, "--refine", 2, *held_out))
     commands: dict[str, list[Any]] = {
         "gqa-2-aligned": ["gqa", "--groups", 2, *on, "--refine", 2],
         "gqa-1-mean": ["gqa", "--groups", 1, "--method", "mean"],
@@ -105,27 +143,20 @@ def test_each_result_is_what_its_own_command_makes(
         same_but_for_the_run(out / name, tmp_path / name)
 
 
-def test_two_sweeps_write_the_same_bytes(
-    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
-) -> None:
-    source = checkpoint()
-    a, b = (ok(convert("sweep", source, tmp_path / name, *FEW, *on, *held_out)).stdout for name in "ab")
-    assert a.replace(str(tmp_path / "a"), "") == b.replace(str(tmp_path / "b"), "")
+def test_two_sweeps_write_the_same_bytes(swept: Swept, convert: Convert, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert ok(convert("sweep", swept.source, out, *swept.command)).stdout == swept.said_of(out)
     for name in ("gqa-2-aligned", "gqa-1-mean"):
-        same_but_for_the_run(tmp_path / "a" / name, tmp_path / "b" / name)
+        same_but_for_the_run(out / name, swept.out / name)
 
 
 def test_without_targets_heads_are_halved_and_caches_shared_out(
     checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path
 ) -> None:
-    ok(convert("sweep", checkpoint(), tmp_path / "out", *held_out))
-    assert results(tmp_path / "out") == sorted(
-        [
-            "report",
-            *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")),
-            *(f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "svd")),
-        ]
-    ), "pca needs text, and random is only made where it is asked for"
+    assert planned(convert("sweep", checkpoint(), tmp_path / "out", *held_out, "--dry-run")) == [
+        *(f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")),
+        *(f"mla-{share}%-{method}" for share in ("25", "12.5") for method in ("weighted", "svd")),
+    ], "pca needs text, and random is only made where it is asked for"
 
 
 def test_a_source_that_cannot_become_mla_is_swept_without(
@@ -133,8 +164,8 @@ def test_a_source_that_cannot_become_mla_is_swept_without(
 ) -> None:
     ok(convert("sweep", checkpoint("hunyuan_v1_dense"), tmp_path / "out", "--methods", "mean", *held_out))
     assert results(tmp_path / "out") == ["gqa-1-mean", "gqa-2-mean", "report"]
-    ok(convert("sweep", tmp_path / "source", tmp_path / "all", *held_out))
-    assert not list((tmp_path / "all").glob("mla*"))
+    every = planned(convert("sweep", tmp_path / "source", tmp_path / "all", *held_out, "--dry-run"))
+    assert every == [f"gqa-{groups}-{method}" for groups in (2, 1) for method in ("aligned", "mean", "first")]
     named = convert("sweep", tmp_path / "source", tmp_path / "no", "--mla", "16+8", *held_out)
     refused(named, 2, "no output class carries MLA of")
 
@@ -162,9 +193,8 @@ def times_of(directory: Path) -> dict[str, int]:
     ("place", "how"), [("between conversions", STOP), ("within one", FULL), ("while it evaluates", STOP)], ids=str
 )
 def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
-    place: str, how: BaseException, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    place: str, how: BaseException, swept: Swept, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import convert.execute.weights as execute
 
     owner, name, count = {
@@ -180,7 +210,7 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
             raise how
         return function(*args, **kwargs)
 
-    source, out, command = checkpoint(), tmp_path / "out", [*FEW, *on, *held_out]
+    source, out, command = swept.source, tmp_path / "out", swept.command
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
         stopped = convert("sweep", source, out, *command)
@@ -191,27 +221,24 @@ def test_an_interrupted_sweep_goes_on_and_makes_nothing_twice(
     assert len(finished) == (4 if place == "while it evaluates" else 2)
     assert not (out / "report").exists()
     refused(convert("sweep", source, out, *command), 2, "exists already")
-    found = ok(convert("sweep", source, out, *command, "--resume")).stdout
+    assert ok(convert("sweep", source, out, *command, "--resume")).stdout == swept.said_of(out)
     after = times_of(out)
     assert len(after) == 4
     assert all(after[name] == when for name, when in finished.items()), "made again"
-    whole = ok(convert("sweep", source, tmp_path / "whole", *command)).stdout
-    assert found.replace(str(out), "") == whole.replace(str(tmp_path / "whole"), "")
     for name in after:
-        same_but_for_the_run(out / name, tmp_path / "whole" / name)
-    assert results(out) == results(tmp_path / "whole")
+        same_but_for_the_run(out / name, swept.out / name)
+    assert results(out) == results(swept.out)
 
 
 @pytest.mark.parametrize(("owner", "name"), [(module._Ledger, "note"), (WorkDirectory, "discard")], ids=["noted", "cleaned"])
 def test_a_result_that_is_whole_is_not_made_again(
-    owner: type, name: str, checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    owner: type, name: str, swept: Swept, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(self: Any, *given: Any) -> None:
         if list((tmp_path / "out").glob("*.partial")):
             raise KeyboardInterrupt
 
-    source, out, command = checkpoint(), tmp_path / "out", [*FEW, *on, *held_out]
+    source, out, command = swept.source, tmp_path / "out", swept.command
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
         assert convert("sweep", source, out, *command).exit_code == 130
@@ -267,35 +294,29 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(
     assert [row[0] for row in rows] == NAMES
     # The source caches 3 layers × 64 values × 4 bytes.
     assert {(row[1], row[3], row[4]) for row in rows if "gqa-2" in row[0]} == {("GQA-2", "384", "50.0%")}
-    plans = json.loads(ok(convert(*command, "--json")).stdout)
-    assert [Path(plan["output"]).name for plan in plans] == NAMES
+    assert planned(convert(*command, "--json")) == NAMES
     assert not (tmp_path / "out").exists()
 
 
 def test_a_finished_sweep_is_resumed_without_work_and_grows(
-    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    swept: Swept, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out = checkpoint(), tmp_path / "out"
-    first = ok(convert("sweep", source, out, *FEW, *on, *held_out)).stdout
+    out = swept.again(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(module, "execute", lambda *_: pytest.fail("made again"))
-        assert ok(convert("sweep", source, out, *FEW, *on, *held_out, "--resume")).stdout == first
+        assert ok(convert("sweep", swept.source, out, *swept.command, "--resume")).stdout == swept.said_of(out)
     times = times_of(out)
-    more = ["--groups", "2,1", "--mla", "16+8", "--methods", "mean,aligned,svd"]
-    report = json.loads(ok(convert("sweep", source, out, *more, *on, *held_out, "--resume")).stdout)
+    more = ["--groups", "2,1", "--mla", "16+8", "--methods", "mean,aligned,svd", *swept.command[len(FEW) :]]
+    report = json.loads(ok(convert("sweep", swept.source, out, *more, "--resume")).stdout)
     assert len(report["models"]) == 1 + 5
     after = times_of(out)
     assert all(after[name] == when for name, when in times.items())
 
 
-def test_results_of_other_settings_are_made_again(
-    checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
-) -> None:
-    source, out = checkpoint(), tmp_path / "out"
-    ok(convert("sweep", source, out, *FEW, *on, *held_out))
+def test_results_of_other_settings_are_made_again(swept: Swept, convert: Convert, held_out: list[Any], tmp_path: Path) -> None:
+    out = swept.again(tmp_path)
     before = times_of(out)
-    ok(convert("sweep", source, out, *FEW, *on[:2], "--calibration-tokens", 128, "--calibration-context", 64, *held_out,
-               "--resume"))  # fmt: skip
+    ok(convert("sweep", swept.source, out, *FEW, *calibrated_on(tmp_path, 128), *held_out, "--resume"))
     changed = {name for name, when in times_of(out).items() if when != before[name]}
     assert changed == {"gqa-2-aligned", "gqa-1-aligned"}
 
@@ -327,13 +348,12 @@ def test_results_of_another_source_under_the_same_name_are_made_again(
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def test_results_that_are_there_are_left_alone(checkpoint: Make, convert: Convert, held_out: list[Any], tmp_path: Path) -> None:
-    source, out = checkpoint(), tmp_path / "out"
-    ok(convert("sweep", source, out, *FEW, *held_out))
+def test_results_that_are_there_are_left_alone(swept: Swept, convert: Convert, held_out: list[Any], tmp_path: Path) -> None:
+    out = swept.again(tmp_path)
     before = times_of(out)
-    refused(convert("sweep", source, out, *FEW, *held_out), 2, "exists already")
+    refused(convert("sweep", swept.source, out, *FEW, *held_out), 2, "exists already")
     assert times_of(out) == before
-    ok(convert("sweep", source, out, *FEW, *held_out, "--overwrite"))
+    ok(convert("sweep", swept.source, out, *FEW, *held_out, "--overwrite"))
     after = times_of(out)
     assert after.keys() == before.keys()
     assert all(after[name] != before[name] for name in after)
@@ -390,10 +410,8 @@ def test_a_text_of_less_than_a_block_is_seen_before_any_work(
 def test_a_source_of_experts_is_swept_like_any_other(
     checkpoint: Make, convert: Convert, on: list[Any], held_out: list[Any], tmp_path: Path
 ) -> None:
-    ok(convert("sweep", checkpoint("qwen3_moe"), tmp_path / "out", "--groups", "2,1", *on, *held_out))
-    assert results(tmp_path / "out") == sorted(
-        ["report", *(f"gqa-{n}-{m}" for n in (2, 1) for m in ("aligned", "mean", "first"))]
-    )
+    ok(convert("sweep", checkpoint("qwen3_moe"), tmp_path / "out", *FEW, *on, *held_out))
+    assert results(tmp_path / "out") == sorted(["report", *(f"gqa-{n}-{m}" for n in (2, 1) for m in ("aligned", "mean"))])
 
 
 def test_the_report_of_an_earlier_sweep_is_left_alone(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from written import Make
 
 from attention.errors import Failure, GateMissed, Refusal
 from eval import bench, evaluate
@@ -16,13 +17,11 @@ from eval.inputs.text import Text
 from eval.quality.evaluation import report_of
 from eval.quality.settings import EvaluationSettings
 
-Checkpoint = Callable[..., Path]
-
 WORDS = "It was a bright cold day in April, and the clocks were striking thirteen. " * 5
 
 
 @pytest.fixture
-def pair(checkpoint: Checkpoint) -> list[Path]:
+def pair(checkpoint: Make) -> list[Path]:
     return [checkpoint(), checkpoint(name="small", num_key_value_heads=2)]
 
 
@@ -114,7 +113,7 @@ def test_there_is_one_text_and_a_model(pair: list[Path], text: Path) -> None:
         evaluate([], text=text)
 
 
-def test_what_a_model_has_no_use_for_is_warned_of(checkpoint: Checkpoint, text: Path, warned: Callable[[], list[str]]) -> None:
+def test_what_a_model_has_no_use_for_is_warned_of(checkpoint: Make, text: Path, warned: Callable[[], list[str]]) -> None:
     from safetensors.torch import load_file, save_file
 
     path = checkpoint() / "model.safetensors"

@@ -45,7 +45,8 @@ from tiny import save_tokenizer, tiny_config, tiny_model
 from attention.errors import Interrupted
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 40
-CALIBRATION = ("--calibration-tokens", "1024", "--calibration-context", "32", "--device", "cpu", "-q")
+CALIBRATION = ("--calibration-tokens", "512", "--calibration-context", "32", "--device", "cpu", "-q")
+MEASURED = ("--max-tokens", "256", "--device", "cpu", "-q")
 HEALING = ("--tokens", "384", "--context", "32", "--batch-tokens", "64", "--lr", "3e-3", "--device", "cpu", "-q")
 
 
@@ -177,14 +178,14 @@ def everything(within: str) -> Callable[[Path], list[Path]]:
 
 def prepared(kind: str, root: Path) -> Work:
     """What a kind of damage needs, in the current directory, which is `root`."""
-    tiny_model(tiny_config("llama")).save_pretrained("source")
+    tiny_model(tiny_config("llama", num_hidden_layers=2)).save_pretrained("source")
     save_tokenizer(Path("source"))
     Path("text.txt").write_text(TEXT)
     if kind in ("state", "cache", "provenance"):
         done("mqa", "source", "mqa", "--method", "mean", "-q")
     heal = ("heal", "mqa", "out", "--teacher", "source", "--text", "text.txt", *HEALING)
     mqa = ("mqa", "source", "out", "--text", "text.txt", "--text", "self", "--heal", "256", *CALIBRATION)
-    sweep = ("sweep", "source", "out", "--groups", "2,1", "--methods", "mean", "--no-text", "--evaluate", "text.txt", "-q")
+    sweep = ("sweep", "source", "out", "--groups", "2,1", "--methods", "mean", "--no-text", "--evaluate", "text.txt", *MEASURED)
     cached = (*heal, "--top-k", "8", "--teacher-cache", "said")
     if kind == "state":
         stopped("convert.healing.training.Trainer.step", 5, *heal)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import VOCABULARY, tiny_config
-from written import damage, edit, left_nothing, ok, weights
+from written import Convert, Make, damage, edit, left_nothing, ok, weights
 
 from attention.errors import Failure
 from convert.checkpoint.loadable import require_loadable
@@ -17,8 +17,6 @@ from convert.checkpoint.reader import TensorInfo
 from convert.output.workdir import WorkDirectory
 from convert.planning.targets import GroupedTarget
 
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
 Tensors = dict[str, torch.Tensor]
 Infos = dict[str, TensorInfo]
 

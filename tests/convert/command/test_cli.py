@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ import click
 import pytest
 from click.testing import CliRunner
 from latents import SMALL
-from written import edit, left_nothing, ok, refused
+from written import Convert, Make, edit, left_nothing, ok, refused
 
 from convert.command.cli import main
 from convert.methods import GROUPED, LATENT
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
 
 TEXT = "Once there was a cat. It sat on the mat, and the mat was flat.\n" * 60
 
@@ -410,11 +406,11 @@ def test_names_never_steer_the_terminal(checkpoint: Make, convert: Convert, tmp_
         ("plan", source, "--gpu", f"{HOSTILE}=3"),
         ("plan", source, "--gpu", HOSTILE),
         ("gqa", source, out, "--groups", 2, "--dry-run"),
-        ("gqa", source, out, "--groups", 2, "--text", text, "--evaluate", text),
+        ("gqa", source, out, "--groups", 2, "--text", text, "--evaluate", text, "--calibration-tokens", 256),
         ("gqa", source, out, "--groups", 2),
         ("gqa", source, tmp_path / "new", "--groups", 2, "--text", f"{text}.none"),
         ("gqa", source, tmp_path / "new", "--groups", HOSTILE),
-        ("eval", source, out, "--text", text, "--output", tmp_path / f"report{HOSTILE}"),
+        ("eval", source, out, "--text", text, "--max-tokens", 256, "--output", tmp_path / f"report{HOSTILE}"),
         ("run", recipe),
         ("run", recipe, "--set", f"{HOSTILE}=1"),
         ("inspect", tmp_path / f"none{HOSTILE}"),

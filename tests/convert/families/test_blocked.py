@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from alike import comes_back
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config, tiny_model
@@ -21,12 +22,8 @@ CODEGEN = FAMILIES["codegen"]
 )
 def test_join_is_the_inverse_of_split(share: int, dim: int, layer: int, dtype: torch.dtype) -> None:
     config = tiny_config("codegen", num_attention_heads=4 * share, hidden_size=4 * share * dim, rotary_dim=2)
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape in CODEGEN.shapes(config, layer).items()}
-    record = CODEGEN.split(tensors, config, layer)
+    record = comes_back(CODEGEN, config, layer, dtype)
     assert record.q.shape == record.k.shape == record.v.shape == (4 * share, dim, 4 * share * dim)
-    back = CODEGEN.join(record, CODEGEN.spec(config), layer)
-    assert back.keys() == tensors.keys()
-    assert all(back[name].dtype == dtype and torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_block_has_queries_then_values_then_keys() -> None:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from alike import comes_back, decodes_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import layer_tensors, tiny_config, tiny_model
+from latents import tokens
+from tiny import tiny_config
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
-from written import edit, left_nothing, ok
+from written import Convert, Make, edit, left_nothing, ok
 
 from attention import load, pack
 from attention.errors import Refusal
-from attention.record import Attention
-from attention.reference import grouped_attention
 from convert.families import FAMILIES
 
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
 ALIBI = ("bloom", "mpt")
 
 
@@ -31,11 +27,7 @@ ALIBI = ("bloom", "mpt")
 @given(heads=st.integers(1, 9), head_dim=st.integers(1, 6), half=st.booleans(), model_type=st.sampled_from(ALIBI))
 def test_join_is_the_inverse_of_split(heads: int, head_dim: int, half: bool, model_type: str) -> None:
     config = tiny_config(model_type, num_attention_heads=heads, hidden_size=heads * head_dim)
-    family, dtype = FAMILIES[model_type], torch.bfloat16 if half else torch.float32
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape in family.shapes(config, 1).items()}
-    back = family.join(family.split(tensors, config, 1), family.spec(config), 1)
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[name], tensor) and back[name].dtype == dtype for name, tensor in tensors.items())
+    comes_back(FAMILIES[model_type], config, dtype=torch.bfloat16 if half else torch.float32)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 112])
@@ -44,28 +36,6 @@ def test_slopes_are_those_of_the_class(heads: int) -> None:
     torch.testing.assert_close(torch.tensor(FAMILIES["bloom"].slopes(config)), _get_alibi_slopes(heads, torch.device("cpu")))
     config = tiny_config("mpt", num_attention_heads=heads, hidden_size=heads)
     torch.testing.assert_close(torch.tensor(FAMILIES["mpt"].slopes(config)), -build_mpt_alibi_tensor(heads, 2)[:, 0, 0])
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("bloom", {"apply_residual_connection_post_layernorm": True}),
-        ("bloom", {"num_attention_heads": 6, "hidden_size": 48}),
-        ("mpt", {"num_attention_heads": 6, "hidden_size": 48, "attn_config": {"softmax_scale": 0.7}}),
-    ],
-)
-def test_the_record_computes_what_the_class_computes(model_type: str, changes: dict[str, Any]) -> None:
-    model, family = tiny_model(tiny_config(model_type, **changes)), FAMILIES[model_type]
-    seen: list[torch.Tensor] = []
-    model.get_submodule(family.module(1)).register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(args[0]), with_kwargs=True
-    )
-    model.get_submodule(family.output(1)).register_forward_hook(lambda module, args, out: seen.append(out))
-    with torch.inference_mode():
-        model(torch.arange(4, 44)[None])
-        record = family.split(layer_tensors(model, family, 1), model.config, 1)
-        assert isinstance(record, Attention)
-        torch.testing.assert_close(grouped_attention(seen[0], **vars(record)), seen[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -101,17 +71,10 @@ def test_lossy_results_run_alike_in_every_way(
     """BLOOM's positions count what is not padding."""
     size = ["--groups", 2, "--method", "mean"] if kind == "gqa" else ["--kv-lora-rank", 16, "--method", "svd"]
     ok(convert(kind, checkpoint(model_type, num_attention_heads=6, hidden_size=48), tmp_path / "out", *size))
-    model, ids = (
-        load(tmp_path / "out", when="always"),
-        torch.randint(4, 96, (2, 12), generator=torch.Generator().manual_seed(0)),
-    )
-    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    model, ids = load(tmp_path / "out", when="always"), tokens(12)
+    decodes_alike(model, ids)
     padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
     with torch.inference_mode():
-        whole = model.generate(ids, use_cache=False, **asked)
-        assert torch.equal(model.generate(ids, **asked), whole)
-        assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
-        assert torch.equal(model.generate(padded, attention_mask=mask, **asked)[:, 3:], whole)
         expected = model(ids).logits
         torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 3:], expected, rtol=1e-4, atol=1e-4)
         model.save_pretrained(tmp_path / "again")

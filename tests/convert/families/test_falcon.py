@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from alike import comes_back, decodes_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import layer_tensors, tiny_config, tiny_model
-from written import edit, ok, weights
+from written import Convert, Logits, Make, edit, ok, weights
 
 from attention import load
 from attention.reference import grouped_attention
 from attention.spec import AttentionSpec
 from convert.families import family_of
 from eval.quality.cost import measured_bytes_per_token
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "one KV head": {"multi_query": True},
@@ -43,10 +39,7 @@ def test_join_is_the_inverse_of_split(data: st.DataObject) -> None:
     config = tiny_config("falcon", num_attention_heads=heads, hidden_size=heads * head_dim, bias=bias, **layout)
     family, dtype = family_of("falcon").for_config(config), data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     assert family.spec(config).num_kv_heads == groups
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape in family.shapes(config, 1).items()}
-    back = family.join(family.split(tensors, config, 1), family.spec(config), 1)
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[name], tensor) and back[name].dtype == dtype for name, tensor in tensors.items())
+    comes_back(family, config, dtype=dtype)
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES)
@@ -122,14 +115,10 @@ def test_one_head_is_held_by_its_own_class_if_that_has_the_norms(
     ok(convert("mqa", source, tmp_path / "out", "--method", "mean"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == ("kvfold" if case == "some, two norms" else "falcon")
-    model, ids = load(tmp_path / "out"), torch.arange(4, 16)[None]
+    model = load(tmp_path / "out")
     assert measured_bytes_per_token(model, "float32") == AttentionSpec.from_config(model.config).bytes_per_token("float32")
     assert AttentionSpec.from_config(model.config).kind == "MQA"
-    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
-    whole = model.generate(ids, use_cache=False, **asked)
-    assert torch.equal(model.generate(ids, **asked), whole)
-    assert torch.equal(model.generate(padded, attention_mask=mask, **asked)[:, 3:], whole)
+    decodes_alike(model, torch.arange(4, 16)[None], static=False)
 
 
 def test_equal_heads_of_the_grouped_architectures_merge_without_loss(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from alike import comes_back
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import SWITCHES, layer_tensors, switched, tiny_config, tiny_model
@@ -35,12 +36,7 @@ def test_join_is_the_inverse_of_split(family: SeparateProjections, data: st.Data
     )
     layer = data.draw(st.integers(0, config.num_hidden_layers - 1), "layer")
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape in family.shapes(config, layer).items()}
-    back = family.join(family.split(tensors, config, layer), family.spec(config), layer)
-    assert back.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert back[name].dtype == dtype
-        assert torch.equal(back[name], tensor), name
+    comes_back(family, config, layer, dtype)
 
 
 @pytest.mark.parametrize("family", ROWS, ids=lambda row: row.model_type)

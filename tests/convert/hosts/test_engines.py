@@ -79,6 +79,23 @@ def test_the_sources_own_class_runs_where_its_kv_heads_are_read() -> None:
     assert running(own, FAMILIES["falcon"], BEFORE.grouped(1)) == ["transformers"]
 
 
+@pytest.mark.parametrize(
+    ("host", "model_type", "changes", "key", "known", "architecture"),
+    [
+        ("falcon", "gpt_neox", {"use_parallel_residual": False}, "hidden_act", "gelu", "FalconForCausalLM"),
+        ("gpt_bigcode", "gpt2", {}, "activation_function", "gelu_new", "GPTBigCodeForCausalLM"),
+        ("phi", "gptj", {}, "activation_function", "gelu_new", "PhiForCausalLM"),
+    ],
+)
+def test_engines_that_do_not_read_the_activation_do_not_know_the_architecture(
+    host: str, model_type: str, changes: dict[str, Any], key: str, known: str, architecture: str
+) -> None:
+    for activation, name in (("relu", "TransformersForCausalLM"), (known, architecture)):
+        config = tiny_config(model_type, **changes, **{key: activation})
+        target = FAMILIES[model_type].spec(config).grouped(1)
+        assert CLASSES[host].config({}, config, target, None)["architectures"] == [name]
+
+
 @given(values=st.integers(0, 5000))
 def test_the_largest_size_that_fits(values: int) -> None:
     engine = ENGINES["vllm"]

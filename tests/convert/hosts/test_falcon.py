@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from forked import run_without_kvfold
 from tiny import tiny_config
-from written import ok
+from written import Convert, Logits, Make, ok
 
 from convert.families import family_of
 from convert.hosts.falcon import HOST
 from eval.inputs.source import Source
 from eval.quality.cost import cache_figures
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
 
 ONE_AFTER_THE_OTHER: dict[str, Any] = {"use_parallel_residual": False}
 ROPE: dict[str, dict[str, Any]] = {
@@ -50,19 +44,10 @@ def test_equal_heads_become_one_without_loss(
 
 
 RUN = """
-import json, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
-assert not any(info.values()), info
-ids = AutoTokenizer.from_pretrained(sys.argv[1])("once upon", return_tensors="pt")["input_ids"]
-asked = {"max_new_tokens": 12, "do_sample": False}
-padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
-ways = ({}, {"use_cache": False}, {"cache_implementation": "static"})
-said = [model.generate(ids, **asked, **way) for way in ways] + [model.generate(padded, attention_mask=mask, **asked)[:, 3:]]
-eager = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="eager")
-said += [eager.generate(ids, **asked)]
-assert all(torch.equal(one, said[0]) for one in said), said
-print(json.dumps([type(model).__name__, model(ids).past_key_values.layers[0].keys.shape[1]]))
+import json
+from alike import cached_by
+model, cache = cached_by(sys.argv[1])
+print(json.dumps([type(model).__name__, cache.keys.shape[1]]))
 """
 
 
@@ -117,10 +102,3 @@ def test_what_it_refuses_has_kvfolds_class(checkpoint: Make, convert: Convert, t
     assert "opt does not have Falcon's decoder blocks" in str(
         HOST.refuses(family_of("opt"), tiny_config("opt"), family_of("opt").spec(tiny_config("opt")).grouped(1))
     )
-
-
-def test_engines_that_do_not_read_the_activation_do_not_know_the_architecture() -> None:
-    for activation, name in (("relu", "TransformersForCausalLM"), ("gelu", "FalconForCausalLM")):
-        config = tiny_config("gpt_neox", hidden_act=activation, use_parallel_residual=False)
-        target = family_of("gpt_neox").spec(config).grouped(1)
-        assert HOST.config({}, config, target, None)["architectures"] == [name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,13 @@ import torch
 from forked import run_without_kvfold
 from latents import logits_of, same_logits, tokens
 from tiny import VOCABULARY, tiny_config
-from written import ok, weights
+from written import Convert, Make, ok, weights
 
 from attention import load
 from convert.families import FAMILIES
 from convert.hosts import HOSTS, kvfold
 from convert.hosts.gpt_bigcode import HOST
 from eval.quality.cost import measured_bytes_per_token
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
 
 GLOBAL = {"attention_types": [[["global"], 3]]}
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -149,13 +145,6 @@ def test_positions_that_only_padding_reads_are_dropped(checkpoint: Make, convert
     assert "the first 2 rows of model.decoder.embed_positions.weight are dropped: only padding reads them" in said
     before, after = weights(source)["model.decoder.embed_positions.weight"], weights(tmp_path / "out")["transformer.wpe.weight"]
     assert torch.equal(after, before[2:])
-
-
-def test_engines_that_do_not_read_the_activation_do_not_know_the_architecture() -> None:
-    for activation, name in (("relu", "TransformersForCausalLM"), ("gelu_new", "GPTBigCodeForCausalLM")):
-        config = tiny_config("gpt2", activation_function=activation)
-        target = FAMILIES["gpt2"].spec(config).grouped(1)
-        assert HOST.config({}, config, target, None)["architectures"] == [name]
 
 
 def test_settings_are_carried() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from alike import decodes_alike
 from forked import run_without_kvfold
+from latents import tokens
 from rows import rows
 from tiny import NORMED, SWITCHES, switched, tiny_config
-from written import damage, edit, left_nothing, ok, weights
+from written import Convert, Logits, Make, damage, edit, left_nothing, ok, weights
 
 from attention.models import CODE, MODEL_TYPE
 from attention.qk_norm import NormForm
@@ -23,10 +24,6 @@ from convert.hosts.phi import HOST as PHI
 from convert.hosts.source_class import HOST as SOURCE
 
 FEW = ["--calibration-tokens", 384, "--calibration-context", 48]
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
 
 
 # Families whose own class cannot share heads, and those that it shares before a norm or a clamp.
@@ -270,11 +267,7 @@ def test_windows_inside_attention_are_kept(
     again = json.loads((tmp_path / "one" / "config.json").read_text())
     assert (again["model_type"], again["inner_windows"]) == (MODEL_TYPE, [7, None, None])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
-    ids = torch.randint(4, 96, (2, 20), generator=torch.Generator().manual_seed(0))
-    asked = {"max_new_tokens": 8, "do_sample": False}
-    whole = model.generate(ids, use_cache=False, **asked)
-    assert torch.equal(model.generate(ids, **asked), whole)
-    assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
+    decodes_alike(model, tokens(20))
 
 
 @pytest.mark.parametrize("model_type", sorted({*IGNORING, *PHI.families}))
@@ -333,12 +326,8 @@ def test_heads_are_shared_behind_a_norm_or_a_clamp(
     expected = logits(source)
     torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ids = torch.randint(4, 96, (2, 20), generator=torch.Generator().manual_seed(0))
-    assert model(ids).past_key_values.layers[0].keys.shape[1] == count
-    asked = {"max_new_tokens": 8, "do_sample": False}
-    whole = model.generate(ids, use_cache=False, **asked)
-    assert torch.equal(model.generate(ids, **asked), whole)
-    assert torch.equal(model.generate(ids, cache_implementation="static", **asked), whole)
+    assert model(tokens(20)).past_key_values.layers[0].keys.shape[1] == count
+    decodes_alike(model, tokens(20))
     ok(convert("mqa", tmp_path / "out", tmp_path / "one", "--method", "mean"))
     assert torch.isfinite(logits(tmp_path / "one")).all()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from forked import run_without_kvfold
 from latents import full_size, logits_of, method_options, same_logits, tokens, tolerance
 from rows import rows
 from tiny import tiny_config
-from written import ok, weights
+from written import Convert, Logits, Make, ok, weights
 
 from attention import load
 from attention.latent import HalfSplitLatentAttention
@@ -24,10 +23,6 @@ from convert.families.deepseek import MINICPM3
 from convert.hosts.minicpm3 import HOST
 from eval.inputs.source import Source
 from eval.quality.cost import cache_figures
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
 
 SMALL = ["--kv-lora-rank", 16, "--qk-rope-head-dim", 8]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -88,20 +83,10 @@ def test_bfloat16_loses_little_more_than_the_source_does_in_it(checkpoint: Make,
 
 
 RUN = """
-import json, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
-assert not any(info.values()), info
-ids = AutoTokenizer.from_pretrained(sys.argv[1])("once upon", return_tensors="pt")["input_ids"]
-asked = {"max_new_tokens": 12, "do_sample": False}
-padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
-ways = ({}, {"use_cache": False}, {"cache_implementation": "static"})
-said = [model.generate(ids, **asked, **way) for way in ways] + [model.generate(padded, attention_mask=mask, **asked)[:, 3:]]
-eager = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="eager")
-said += [eager.generate(ids, **asked)]
-assert all(torch.equal(one, said[0]) for one in said), said
-layer = model(ids).past_key_values.layers[0]
-print(json.dumps([type(model).__name__, layer.keys.shape[1:], layer.values.shape[1:]]))
+import json
+from alike import cached_by
+model, cache = cached_by(sys.argv[1])
+print(json.dumps([type(model).__name__, cache.keys.shape[1:], cache.values.shape[1:]]))
 """
 
 

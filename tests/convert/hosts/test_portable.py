@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from latents import stock_module_computes
 from records import factored
 from rows import rows
 from tiny import tiny_config
-from written import ok, weights
+from written import Make, ok, weights
 
 import attention
 from attention.record import FactoredAttention
@@ -26,7 +25,6 @@ from convert.families.deepseek import V3
 from convert.hosts.engines import ENGINES, running
 from convert.hosts.portable import HOST, ladder_ratio
 
-Make = Callable[..., Path]
 PREFIX = "model.layers.0.self_attn."
 
 
@@ -147,7 +145,8 @@ def test_a_result_is_deepseeks_own_and_close_to_the_source(
     tied: bool, checkpoint: Make, convert: Any, words: Path, tmp_path: Path
 ) -> None:
     """A latent of all of the input can have a constant norm, because the input has."""
-    source = checkpoint("llama", tie_word_embeddings=tied, num_attention_heads=1, num_key_value_heads=1, head_dim=64)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    source = checkpoint("llama", tie_word_embeddings=tied, **sizes)
     size = ("--kv-lora-rank", 65, "--qk-rope-head-dim", 64)
     said = ok(
         convert("mla", source, tmp_path / "out", "--portable", *size, "--text", words, "--calibration-tokens", 1024)
@@ -180,6 +179,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("model_type", rows((name for name in HOST.like if name not in ("llama", "qwen2", "deepseek_v3")), FEW))
 def test_every_family_is_carried(model_type: str, checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
@@ -190,6 +190,7 @@ def test_every_family_is_carried(model_type: str, checkpoint: Make, convert: Any
     assert (expected - found).square().mean() < 1e-3 * expected.var()
 
 
+@pytest.mark.usefixtures("untried")
 def test_it_decodes_with_the_latent_alone_and_is_saved_again(
     checkpoint: Make, convert: Any, logits: Any, words: Path, tmp_path: Path
 ) -> None:
@@ -231,6 +232,7 @@ def test_what_cannot_be_is_refused(
     assert message in " ".join(result.output.split())
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("dtype", rows(["float32", "bfloat16"], ["float32"]))
 def test_queries_behind_a_norm_of_their_own_are_the_same(
     dtype: str, checkpoint: Make, convert: Any, logits: Any, words: Path, tmp_path: Path
@@ -261,6 +263,7 @@ def test_queries_behind_a_norm_of_their_own_are_the_same(
     assert "convert_hf_to_gguf.py" not in (tmp_path / "plain" / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("untried")
 def test_what_another_norm_of_queries_would_undo_is_refused(
     checkpoint: Make, convert: Any, logits: Any, words: Path, tmp_path: Path
 ) -> None:
@@ -290,6 +293,7 @@ def test_what_another_norm_of_queries_would_undo_is_refused(
     assert (logits(tmp_path / "with") - expected).square().mean() < 1e-3 * expected.var()
 
 
+@pytest.mark.usefixtures("untried")
 def test_refinement_leaves_queries_behind_their_norm(checkpoint: Make, convert: Any, words: Path, tmp_path: Path) -> None:
     options = ("--portable", *SIZE, "--text", words, "--calibration-tokens", 1024, "--refine", 5, "-q")
     ok(convert("mla", checkpoint(num_hidden_layers=2), tmp_path / "out", *options, "--engine", "llama.cpp"))
@@ -301,7 +305,7 @@ def test_a_ladder_between_the_sources_frequencies_is_written_as_it_was_made(
     checkpoint: Make, convert: Any, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The result's attention outputs differ from the source's as much as the conversion measured, and no more."""
-    source = checkpoint("llama", num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, head_dim=64)
+    source = checkpoint("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=64)
     options = ("--kv-lora-rank", 65, "--qk-rope-head-dim", 32, "--text", words, "--calibration-tokens", 1024, "-q")
     found = {}
     for name, step in (("halves", 0.5), ("whole", 2)):

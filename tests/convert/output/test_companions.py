@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from written import ok, weights
-
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
-Logits = Callable[..., torch.Tensor]
+from written import Convert, Make, ok, weights
 
 
 def test_companions_are_copied_byte_for_byte_and_the_rest_is_not(checkpoint: Make, convert: Convert, tmp_path: Path) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from latents import SMALL
-from written import left_nothing, ok
+from written import Convert, Make, left_nothing, ok
 
-Make = Callable[..., Path]
-Convert = Callable[..., Any]
 SAID = "Once upon a  time, there was\nthe end. "
 
 

@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from tiny import save_tokenizer, tiny_config, tiny_model
-from written import ok, same_but_for_the_run
+from written import Convert, Make, ok, same_but_for_the_run
 
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.checkpoint.writer import write_shard
@@ -24,8 +24,6 @@ from convert.output.destination import check_output, finished, partial_path, rea
 from convert.output.workdir import WorkDirectory
 from eval.inputs.sealed import checksum
 
-Make = Callable[..., Path]
-Convert = Callable[..., Result]
 PLAN = {"command": "gqa", "groups": 2}
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -174,7 +172,7 @@ def stopped(directory: Path, *command: object) -> Stopped:
     from convert.execute import weights as module
 
     source, out, write, count = directory / "source", directory / "stopped", module.write_shard, [0]
-    tiny_model(tiny_config("llama")).save_pretrained(source)
+    tiny_model(tiny_config("llama", num_hidden_layers=2)).save_pretrained(source)
     save_tokenizer(source)
     (directory / "text.txt").write_text("a line of text, and another\n" * 60)
 

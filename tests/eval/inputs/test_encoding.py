@@ -102,19 +102,25 @@ def test_no_more_pieces_are_taken_than_the_first_tokens_need() -> None:
     assert len(taken) < 8
 
 
+@pytest.fixture(scope="module")
+def many_lines() -> bytes:
+    return "".join(f"{i} {drawn(i, 8)}\n".replace("\r", "") for i in range(20_000)).encode()
+
+
 @pytest.fixture
-def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def large(many_lines: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that counts as large, with a number on each line."""
     monkeypatch.setattr(large_file, "LARGE", 2**16)
     for module in ("large_file", "text"):
         monkeypatch.setattr(f"eval.inputs.{module}.PIECE", 2**14)
     path = tmp_path / "large.txt"
-    path.write_bytes("".join(f"{i} {drawn(i, 8)}\n".replace("\r", "") for i in range(20_000)).encode())
+    path.write_bytes(many_lines)
     return path
 
 
 def test_of_a_large_file_the_start_is_read_alone(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, read = TOKENIZERS["byte level"], []
+    large.write_bytes(b"\n".join(large.read_bytes().split(b"\n")[:5000]))  # several times what counts as large
     whole = tokenizer(large.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     decoded = large_file._decoded
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ import pytest
 import torch
 from gguf_files import NAMES, model_of, write
 from tiny import save_tokenizer
-from written import left_nothing, ok, refused
+from written import Convert, left_nothing, ok, refused
 
 from eval.inputs.source import Source
 from eval.inputs.unpacked import unpacked
-
-Convert = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY
+from written import Make
 
 from attention.errors import Failure, GateMissed, Refusal
 from eval.inputs.loading import load, tokens_of
@@ -27,14 +28,12 @@ from eval.quality import lockstep
 from eval.quality.evaluation import check, report_of, require_ratio
 from eval.quality.settings import EvaluationSettings
 
-Checkpoint = Callable[..., Path]
-
 TEXT = Text("novel.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
 SHORT = EvaluationSettings(contexts=(32,), device="cpu")
 
 
 @pytest.fixture
-def pair(checkpoint: Checkpoint) -> list[Source]:
+def pair(checkpoint: Make) -> list[Source]:
     """A source of 4 KV heads kept in fp32, and a model of 2 kept in bf16."""
     small = checkpoint(name="small", num_key_value_heads=2)
     rewrite(small, dtype="bfloat16")
@@ -160,7 +159,7 @@ def test_what_is_required_of_models_is_not_required_of_their_caches(pair: list[S
     ("form", "message"),
     [("int5", "no KV cache is kept in 'int5'"), ("int4", "narrow: a head of 4 values cannot be cached in int4")],
 )
-def test_formats_are_refused_before_weights_are_read(form: str, message: str, checkpoint: Checkpoint) -> None:
+def test_formats_are_refused_before_weights_are_read(form: str, message: str, checkpoint: Make) -> None:
     narrow = Source.parse(str(checkpoint(name="narrow", head_dim=4)))
     forget_weights(narrow)
     with pytest.raises(Refusal, match=message):
@@ -172,7 +171,7 @@ def test_a_source_alone_scores_as_it_does_in_company(pair: list[Source]) -> None
     assert alone == report_of(pair, TEXT, SHORT)["models"][0]
 
 
-def test_every_model_is_compared_with_the_first(pair: list[Source], checkpoint: Checkpoint) -> None:
+def test_every_model_is_compared_with_the_first(pair: list[Source], checkpoint: Make) -> None:
     third = Source.parse(str(checkpoint(name="third", num_key_value_heads=1)))
     report = report_of([*pair, third], TEXT, SHORT)
     assert [entry["name"] for entry in report["models"]] == ["source", "small", "third"]
@@ -180,7 +179,7 @@ def test_every_model_is_compared_with_the_first(pair: list[Source], checkpoint: 
     assert report["models"][2] == report_of([pair[0], third], TEXT, SHORT)["models"][1]
 
 
-def test_a_copy_of_the_source_is_at_no_distance(pair: list[Source], checkpoint: Checkpoint) -> None:
+def test_a_copy_of_the_source_is_at_no_distance(pair: list[Source], checkpoint: Make) -> None:
     source, copy = report_of([pair[0], Source.parse(str(checkpoint(name="copy")))], TEXT, SHORT)["models"]
     assert (copy["kl_to_source"], copy["top1_agreement"], copy["perplexity"]) == (0, 1, source["perplexity"])
 
@@ -336,7 +335,7 @@ def test_a_checkpoint_without_a_tokenizer_fails_with_its_model(pair: list[Source
         report_of(pair, TEXT, SHORT)
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_has_fails(checkpoint: Checkpoint) -> None:
+def test_a_tokenizer_with_more_ids_than_the_model_has_fails(checkpoint: Make) -> None:
     source = Source.parse(str(checkpoint(vocab_size=50)))
     with pytest.raises(Failure, match=r"the tokenizer of .*source makes ids up to \d+, its model knows 50"):
         report_of([source], TEXT, SHORT)
@@ -426,7 +425,7 @@ PLACEMENTS: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_model_spread_by_a_device_map_scores_as_one_in_memory(
-    checkpoint: Checkpoint, placement: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Make, placement: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import VOCABULARY
+from written import Make
 
 from attention.errors import Failure
 from eval.inputs.loading import load
@@ -22,15 +23,13 @@ from eval.quality.lockstep import Job, KeptLogits, portions
 from eval.quality.perplexity import Batch, Score
 from eval.quality.settings import EvaluationSettings
 
-Checkpoint = Callable[..., Path]
-
 TEXT = Text("novel.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
 SHORT = EvaluationSettings(contexts=(32, 16), device="cpu")
 SCORED = 370 // 32 * 31 + 370 // 16 * 15  # at both contexts
 
 
 @pytest.fixture
-def models(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+def models(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     """A source and five others; temporary files are in a directory of their own."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))

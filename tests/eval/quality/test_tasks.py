@@ -15,14 +15,13 @@ from safetensors.torch import load_file, save_file
 from scoring import compare
 from tiny import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from written import Make
 
 from attention.errors import Failure, Refusal
 from eval import evaluate
 from eval.quality import tasks
 from eval.quality.protocol import Block
 from eval.quality.tasks import _figures
-
-Checkpoint = Callable[..., Path]
 
 WORDS = "It was a bright cold day in April, and the clocks were striking thirteen. " * 5
 TASK = """
@@ -65,7 +64,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_tasks_are_run_side_by_side_with_standard_errors(
-    checkpoint: Checkpoint, own: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], warned: Callable[[], list[str]]
+    checkpoint: Make, own: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], warned: Callable[[], list[str]]
 ) -> None:
     latent = tmp_path / "latent"
     tiny_model(tiny_config("deepseek_v3")).save_pretrained(latent)
@@ -92,7 +91,7 @@ def test_tasks_are_run_side_by_side_with_standard_errors(
 
 
 def test_a_model_whose_logits_are_not_finite_gets_no_score(
-    checkpoint: Checkpoint, own: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Make, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint()
     tensors = load_file(path / "model.safetensors")
@@ -124,7 +123,7 @@ def test_metrics_after_filters_keep_their_names() -> None:
     }
 
 
-def test_missing_data_and_wrong_limits_end_before_models_are_loaded(checkpoint: Checkpoint, own: Path) -> None:
+def test_missing_data_and_wrong_limits_end_before_models_are_loaded(checkpoint: Make, own: Path) -> None:
     path = checkpoint()
     (path / "model.safetensors").write_bytes(b"no weights")
 
@@ -140,7 +139,7 @@ def test_missing_data_and_wrong_limits_end_before_models_are_loaded(checkpoint: 
         run("away", limit=0, task_path=own)
 
 
-def test_bits_per_byte_are_those_of_lm_eval_on_the_same_windows(checkpoint: Checkpoint) -> None:
+def test_bits_per_byte_are_those_of_lm_eval_on_the_same_windows(checkpoint: Make) -> None:
     """lm-eval cuts a text into windows of so many tokens to predict, each after the last token of the window before."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -164,7 +163,7 @@ def test_a_name_for_several_tasks_gives_an_entry_for_each() -> None:
         tasks._results("x", {"x": {"alias": "x"}}, "m")
 
 
-def test_an_error_within_lm_eval_is_one_line(checkpoint: Checkpoint, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_within_lm_eval_is_one_line(checkpoint: Make, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = TASK.format(name="broken", data=own / "data.jsonl", kind="generate_until", more='doc_to_target: "{{nothing}}"')
     (own / "broken.yaml").write_text(text.replace("question", "no such column"), encoding="utf-8")
     with pytest.raises(Failure, match=r"cannot (run|load) the task broken of lm-eval"):
@@ -177,7 +176,7 @@ def test_a_name_that_nobody_knows_is_refused(own: Path) -> None:
         tasks._manager(known, tasks.TaskSettings(("arc", "nix"), None, own))
 
 
-def test_without_lm_eval_the_extra_is_named(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lm_eval_the_extra_is_named(checkpoint: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(Failure, match="--tasks needs the package lm-eval") as caught:
         evaluate(checkpoint(), text=[WORDS], device="cpu", tasks=["arc_easy"])

@@ -110,6 +110,14 @@ def table_of(markdown: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without their charts, which take nearly all of the time, for tests that look at something else."""
+    monkeypatch.setattr(reports, "_drawings", lambda *_: [])
+    monkeypatch.setattr(curve, "draw", lambda *_: "")
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_text_that_calibration_saw_is_warned_of() -> None:
     report = a_report(2)
     report["models"][1]["calibration_overlap"] = 0.25
@@ -238,6 +246,7 @@ def test_html_is_one_well_formed_page(count: int) -> None:
         assert all(label in labels for label in ["MHA (source)", *(m["kind"] for m in report["models"][1:])])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_html_and_markdown_show_the_same_cells() -> None:
     report = a_report(5)
     header, _, *rows = table_of(reports.to_markdown(report))
@@ -254,20 +263,15 @@ def test_html_refers_to_nothing_outside() -> None:
         assert all(str(value).startswith("#") for key, value in attrs.items() if key.endswith("href"))
 
 
-@pytest.mark.parametrize("key", ["name", "path", "kind", "method"])
 @pytest.mark.parametrize("index", [0, 1])
-def test_html_escapes_hostile_text(key: str, index: int) -> None:
-    report = a_report(2)
-    report["models"][index][key] = HOSTILE + "\x1b"
+def test_html_escapes_hostile_text(index: int) -> None:
+    report, keys = a_report(2), ("name", "path", "kind", "method")
+    report["models"][index] |= {key: f"{HOSTILE}{key}\x1b" for key in keys}
     text = reports.to_html(report)
-    assert HOSTILE not in text
-    assert "&lt;script&gt;" in text
+    assert "<script" not in text
+    assert all(f"&lt;/script&gt;{key}" in text for key in keys)
     assert "\x1b" not in text
     drawings(text)
-
-
-def test_html_is_byte_identical_for_the_same_report() -> None:
-    assert reports.to_html(a_report(4)) == reports.to_html(a_report(4))
 
 
 def test_html_does_not_heed_or_touch_the_readers_matplotlib() -> None:
@@ -335,6 +339,7 @@ def summary(report: dict[str, Any]) -> str:
     return found[1].replace("\N{NO-BREAK SPACE}", " ")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_summary_of_one_two_and_many() -> None:
     report = a_report(1)
     assert summary(report) == "llama has perplexity 30.10 at 24,576 KV bytes per token; nothing is compared with it."
@@ -360,6 +365,7 @@ def with_formats(report: dict[str, Any]) -> dict[str, Any]:
     return report | {"models": [source, *stored[:2], gqa, stored[2], mqa]}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_summary_names_what_the_source_in_another_format_does_better() -> None:
     report = with_formats(a_report(1))
     assert summary(report) == (
@@ -414,6 +420,7 @@ def test_the_curve_alone_is_an_image_with_colours_of_its_own() -> None:
     assert "http" not in svg.replace("http://www.w3.org", ""), "it refers to nothing outside"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_write_of_a_bad_report_leaves_the_old_one(tmp_path: Path) -> None:
     paths = reports.write(a_report(2), tmp_path)
     before = {path: path.read_bytes() for path in paths.values()}
@@ -424,6 +431,7 @@ def test_write_of_a_bad_report_leaves_the_old_one(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_failed_replace_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "report.md").mkdir()  # a directory in the way
     with pytest.raises(OSError, match=r"report\.md"):
@@ -462,6 +470,7 @@ def test_a_method_with_an_underscore_in_front_is_in_the_legend() -> None:
         assert " _svd" in [text.text for text in svg.iter(f"{SVG}text")]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_loss_by_position_is_a_table_of_its_own() -> None:
     report = a_report(3)
     for number, model in enumerate(report["models"]):
@@ -487,6 +496,7 @@ def test_loss_by_position_is_a_table_of_its_own() -> None:
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_model_that_was_calibrated_on_shorter_blocks_is_named() -> None:
     report = a_report(3)
     report["models"][1]["calibration_context"], report["models"][2]["calibration_context"] = 256, 512

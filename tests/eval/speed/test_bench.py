@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import weakref
@@ -17,6 +18,7 @@ import pytest
 import torch
 from tiny import VOCABULARY, tiny_config, tiny_model
 from tiny_mla import error, mla_model
+from written import Make
 
 from attention import absorb
 from attention.errors import Failure, Refusal
@@ -32,14 +34,12 @@ from eval.speed.bench import BenchSettings, Case, check, run
 from eval.speed.largest import largest_batch, most
 from eval.speed.workload import Workload
 
-Checkpoint = Callable[..., Path]
-
 CPU = torch.device("cpu")
 SHORT = BenchSettings(contexts=(16,), steps=2, rounds=3, device="cpu")
 
 
 @pytest.fixture
-def pair(checkpoint: Checkpoint, tmp_path: Path) -> list[Source]:
+def pair(checkpoint: Make, tmp_path: Path) -> list[Source]:
     """An MHA source and an MLA model of the same layers: 3 × 2 × 8 heads × 8, and 3 × (16 + 8) values per token."""
     mla_model().save_pretrained(tmp_path / "latent")
     return [Source.parse(str(checkpoint(num_key_value_heads=8))), Source.parse(str(tmp_path / "latent"))]
@@ -479,7 +479,7 @@ def test_the_report_keeps_its_contract(pair: list[Source]) -> None:
 
 
 @pytest.mark.parametrize("compile_steps", [False, True])
-def test_grouped_attention_runs_packed_and_as_transformers_has_it(checkpoint: Checkpoint, compile_steps: bool) -> None:
+def test_grouped_attention_runs_packed_and_as_transformers_has_it(checkpoint: Make, compile_steps: bool) -> None:
     source = Source.parse(str(checkpoint(num_key_value_heads=2)))
     settings = replace(SHORT, stock=True, compile=compile_steps, backend="aot_eager")
     report = run([source], settings)
@@ -487,7 +487,7 @@ def test_grouped_attention_runs_packed_and_as_transformers_has_it(checkpoint: Ch
     assert [row["backend"] for model in report["models"] for row in model["cases"]] == ["torch", None]
 
 
-def test_what_cannot_be_packed_runs_as_it_is(checkpoint: Checkpoint, warned: Callable[[], list[str]]) -> None:
+def test_what_cannot_be_packed_runs_as_it_is(checkpoint: Make, warned: Callable[[], list[str]]) -> None:
     report = run([Source.parse(str(checkpoint("gemma2")))], SHORT)
     assert report["models"][0]["runtime"] == "transformers"
     said = "source runs as transformers has it: cannot pack model.layers.0.self_attn of Gemma2ForCausalLM: it attends"
@@ -573,14 +573,14 @@ def test_weights_that_a_step_reads() -> None:
         ({"stock": True}, "none of these models has latent or grouped attention"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: str, checkpoint: Checkpoint) -> None:
+def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: str, checkpoint: Make) -> None:
     source = checkpoint(num_key_value_heads=8)
     (source / "model.safetensors").write_bytes(b"no weights")  # and none are read
     with pytest.raises(Refusal, match=message):
         run([Source.parse(str(source))], replace(SHORT, **changes))
 
 
-def test_the_context_defaults_to_the_smallest_limit(checkpoint: Checkpoint) -> None:
+def test_the_context_defaults_to_the_smallest_limit(checkpoint: Make) -> None:
     sources = [Source.parse(str(checkpoint(name=str(n), max_position_embeddings=n))) for n in (64, 4096)]
     assert check(sources, replace(SHORT, contexts=()))[1] == [Case(1, 64)]
     assert check(sources[1:], replace(SHORT, contexts=()))[1] == [Case(1, 2048)]
@@ -610,10 +610,19 @@ def test_memory_that_runs_out_names_batch_and_context(pair: list[Source], monkey
 # ---- the report ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def measured(shelf: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    latent = tmp_path_factory.mktemp("measured") / "latent"
+    mla_model().save_pretrained(latent)
+    with pytest.MonkeyPatch.context() as patch:
+        FakeClock(patch, llama_prefill=0.5, llama_step=0.002, deepseek_v3_prefill=0.25, deepseek_v3_step=0.001)
+        sources = [Source.parse(str(path)) for path in (shelf(num_key_value_heads=8), latent)]
+        return run(sources, replace(SHORT, batches=(1, 4), contexts=(8, 64)))
+
+
 @pytest.fixture
-def report(pair: list[Source], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    FakeClock(monkeypatch, llama_prefill=0.5, llama_step=0.002, deepseek_v3_prefill=0.25, deepseek_v3_step=0.001)
-    return run(pair, replace(SHORT, batches=(1, 4), contexts=(8, 64)))
+def report(measured: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy(measured)
 
 
 def cells(line: str) -> list[str]:
