@@ -42,18 +42,12 @@ def attention_calls(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 WINDOWED: dict[str, Any] = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1, "window_size": 7}
 STRAY: dict[str, Any] = WINDOWED | {"layer_types": ["full_attention"] * 3}
-BOTH = (False, True)
 CAPPED: dict[str, Any] = {"attn_logit_softcapping": 0.4, "sliding_window": 7}
 SETTINGS = [
     *((model_type, on, {}) for model_type in FAMILIES for on in (False, True)),
     *((model_type, True, WINDOWED) for model_type in FAMILIES),  # classes without windows ignore the fields
     *((model_type, True, STRAY) for model_type in ("mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2")),
     *((model_type, True, CAPPED) for model_type in ("gemma2", "vaultgemma")),
-    *(
-        ("gpt_bigcode", scaled, {"multi_query": one, "scale_attn_weights": scaled})
-        for one in (False, True)
-        for scaled in (False, True)
-    ),
     ("bloom", True, {"apply_residual_connection_post_layernorm": True}),
     ("bloom", True, {"num_attention_heads": 6, "hidden_size": 48}),
     ("mpt", True, {"num_attention_heads": 6, "hidden_size": 48, "attn_config": {"softmax_scale": 0.7}}),
