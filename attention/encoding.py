@@ -6,6 +6,7 @@ its range over 2^bits − 1, both rounded to float16. So an error is at most hal
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -62,11 +63,13 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
 def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., n]` of what `encode` returned with the same format and group."""
     if stored.scales is None or stored.offsets is None:
-        return stored.codes.to(dtype)
-    codes = _unpacked(stored.codes, form.bits)
+        fp8 = stored.codes.dtype == torch.float8_e4m3fn
+        return (_from_fp8(stored.codes) if fp8 else stored.codes).to(dtype)
+    codes = _unpacked(stored.codes, form.bits).float()
     size = codes.shape[-1]
-    offsets, scales = (_spread(part.float(), group, size) for part in (stored.offsets, stored.scales))
-    return torch.addcmul(offsets, codes.float(), scales).to(dtype)
+    width = math.gcd(group, size)  # the last group of a token may be a part of one
+    offsets, scales = (_spread(part.float(), group // width, size // width) for part in (stored.offsets, stored.scales))
+    return codes.unflatten(-1, (-1, width)).mul_(scales[..., None]).add_(offsets[..., None]).flatten(-2).to(dtype)
 
 
 def _dtype(form: Format) -> torch.dtype:
@@ -97,13 +100,29 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `_packed`."""
+    """The inverse of `_packed`: the upper half of a word's integers moves to the upper half of its bytes, and so on within
+    halves, until each integer has a byte.
+    """
     if bits == 8:
         return codes
     if bits == 3:  # crosses bytes
-        parts = codes.unflatten(-1, (-1, 3)).int()
+        parts = codes.unflatten(-1, (-1, 3)).long()
         word = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
-        shifts = 3 * torch.arange(8, device=codes.device, dtype=torch.int32)
-        return (word[..., None] >> shifts & 7).flatten(-2)
-    shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.uint8)
-    return (codes[..., None] >> shifts & 2**bits - 1).flatten(-2)
+    else:
+        word = codes.to(torch.int16 if bits == 4 else torch.int32)
+    size = part = word.element_size()  # integers of a word, and of the parts that it is divided into
+    while part > 1:
+        part //= 2
+        lower = sum((1 << bits * part) - 1 << at for at in range(0, 8 * size, 8 * part))
+        word = (word | word << (8 - bits) * part) & lower
+    return word.contiguous().view(torch.uint8)
+
+
+def _from_fp8(codes: torch.Tensor) -> torch.Tensor:
+    """e4m3 in float32. On a CPU, where torch converts one value at a time, by way of float16, whose bits are the same further
+    left, but for 8 more in the exponent's bias, and NaN.
+    """
+    if codes.device.type != "cpu" or not codes.numel() or bool((codes.view(torch.uint8) & 127).amax() == 127):
+        return codes.float()
+    half = (codes.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)  # of the sign's copies, one is left
+    return half.view(torch.float16).float() * 2**8

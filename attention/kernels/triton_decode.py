@@ -50,6 +50,11 @@ def grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
     return _machine_objection(*_constants(query.shape[1] // groups, rank, dim, groups), *_kinds(values, mask))
 
 
+def stored_objection(*_: torch.Tensor | None) -> str | None:
+    """Why Triton cannot decode over a cache that is stored encoded."""
+    return "its kernels do not read encoded caches"
+
+
 def _objection(
     tensors: tuple[torch.Tensor, ...], values: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None
 ) -> str | None:

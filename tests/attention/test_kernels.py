@@ -521,7 +521,7 @@ def test_projections_around_a_step_copy_no_weight(monkeypatch: pytest.MonkeyPatc
     queries = module.queries(torch.randn(3, 1, 64))
     q_nope, q_rope = queries.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
     with torch.no_grad():
-        module._absorbed(q_nope, q_rope, torch.randn(3, 5, 16), torch.randn(3, 5, 8), None)
+        module._absorbed(q_nope, q_rope, torch.randn(3, 1, 5, 16), torch.randn(3, 1, 5, 8), None)
     (queries, up_k), (_, up_v) = products
     weight = module.kv_b_proj.weight
     assert queries.untyped_storage().data_ptr() == q_nope.untyped_storage().data_ptr()
