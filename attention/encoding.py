@@ -65,11 +65,16 @@ def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> tor
     if stored.scales is None or stored.offsets is None:
         fp8 = stored.codes.dtype == torch.float8_e4m3fn
         return (_from_fp8(stored.codes) if fp8 else stored.codes).to(dtype)
-    codes = _unpacked(stored.codes, form.bits).float()
+    codes = integers(stored, form, torch.promote_types(dtype, torch.float32))
     size = codes.shape[-1]
     width = math.gcd(group, size)  # the last group of a token may be a part of one
-    offsets, scales = (_spread(part.float(), group // width, size // width) for part in (stored.offsets, stored.scales))
+    offsets, scales = (_spread(part, group // width, size // width) for part in (stored.offsets, stored.scales))
     return codes.unflatten(-1, (-1, width)).mul_(scales[..., None]).add_(offsets[..., None]).flatten(-2).to(dtype)
+
+
+def integers(stored: Encoded, form: Format, dtype: torch.dtype) -> torch.Tensor:
+    """The codes `[..., n]` of integers of a few bits, as numbers of `dtype` in a new tensor."""
+    return _unpacked(stored.codes, form.bits).to(dtype)
 
 
 def _dtype(form: Format) -> torch.dtype:
@@ -79,7 +84,7 @@ def _dtype(form: Format) -> torch.dtype:
 
 def _spread(parts: torch.Tensor, group: int, size: int) -> torch.Tensor:
     """One number per group, `[..., groups]`, for each of its values: `[..., size]`."""
-    return parts.repeat_interleave(group, -1)[..., :size]
+    return parts[..., None].expand(*parts.shape, group).flatten(-2)[..., :size]
 
 
 def _each_group(values: torch.Tensor, group: int, filler: float) -> torch.Tensor:
@@ -114,7 +119,7 @@ def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
     while part > 1:
         part //= 2
         lower = sum((1 << bits * part) - 1 << at for at in range(0, 8 * size, 8 * part))
-        word = (word | word << (8 - bits) * part) & lower
+        word = word.bitwise_or_(word << (8 - bits) * part).bitwise_and_(lower)
     return word.contiguous().view(torch.uint8)
 
 

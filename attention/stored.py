@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from attention.encoding import Encoded, decode
+from attention.encoding import Encoded, decode, integers
 from attention.formats import Format
 
 
@@ -62,26 +62,32 @@ class Groups(NamedTuple):
 
     def block(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Tokens `start` … `end` - 1, decoded; both are bounds of groups, or the end is that of all tokens."""
-        closed, opened = self._cut(start, end, dtype)
-        blocks = [opened.to(dtype)] if closed is None else [closed.transpose(3, 4).flatten(2, 3), opened.to(dtype)]
-        return torch.cat(blocks, 2) if len(blocks) > 1 else blocks[0]
+        closed, opened = self._cut(start, end)
+        if closed is None:
+            return opened.to(dtype)
+        read = decode(closed, self.form, self.form.tokens, dtype).transpose(3, 4).flatten(2, 3)
+        return torch.cat([read, opened.to(dtype)], 2)
 
     def scores(self, queries: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """As of `Rows`, without laying keys out token by token."""
-        closed, opened = self._cut(start, end, queries.dtype)
+        """As of `Rows`; q · (o + s k) = q·o + (q s) · k, and the scales of channels are multiplied by queries, which are fewer."""
+        closed, opened = self._cut(start, end)
         scores = queries @ opened.to(queries.dtype).mT
         if closed is None:
             return scores
-        return torch.cat([(queries[:, :, None] @ closed).transpose(2, 3).flatten(3), scores], 3)
+        assert closed.scales is not None
+        assert closed.offsets is not None
+        scales, offsets = (part[..., 0].to(queries.dtype) for part in (closed.scales, closed.offsets))  # [B, heads, groups, n]
+        products = (queries[:, :, None] * scales[:, :, :, None]) @ integers(closed, self.form, queries.dtype)
+        products += (queries @ offsets.mT).mT[..., None]
+        return torch.cat([products.transpose(2, 3).flatten(3), scores], 3)
 
-    def _cut(self, start: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The groups in a range of tokens, decoded, `[B, heads, groups, n, tokens]`, and what is in it of `opened`."""
+    def _cut(self, start: int, end: int) -> tuple[Encoded | None, torch.Tensor]:
+        """What is in a range of tokens of `closed` and of `opened`."""
         encoded, tokens = self._encoded, self.form.tokens
         opened = self.opened[:, :, max(0, start - encoded) : max(0, end - encoded)]
         if self.closed is None or start >= encoded:
             return None, opened
-        part = sliced(self.closed, start // tokens, min(end, encoded) // tokens)
-        return decode(part, self.form, tokens, dtype), opened
+        return sliced(self.closed, start // tokens, min(end, encoded) // tokens), opened
 
 
 class Stored(torch.Tensor):
@@ -107,7 +113,7 @@ class Stored(torch.Tensor):
             self._whole = self.cached.block(0, self.shape[2], self.dtype).contiguous()  # as its strides say
         return self._whole
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"Stored({list(self.shape)}, {self.cached.form.name})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

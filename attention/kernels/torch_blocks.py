@@ -71,7 +71,7 @@ def _attend(
         scores = scores if mask is None else _masked(scores, mask[..., start:end])
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         base = higher.masked_fill(higher == -torch.inf, 0)  # −∞ − −∞ is NaN
-        fade, p = (top - base).exp(), (scores - base).exp()
+        fade, p = (top - base).exp_(), (scores - base).exp_()
         weight = weight * fade + p.sum(-1, keepdim=True)
         total = total * fade + p @ read
         top = higher

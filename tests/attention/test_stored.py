@@ -13,9 +13,9 @@ FORMS = [name for name, form in FORMATS.items() if form.bits < 32]
 LONG = 75  # tokens: two full groups of keys and a part of one
 
 
-def stored(form: str, latent: bool = False, batch: int = 2) -> tuple[Stored, Stored]:
+def stored(form: str, latent: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Stored, Stored]:
     layer = EncodedLayer(FORMATS[form], latent)
-    keys, values = torch.randn(2, batch, 1 if latent else 3, LONG, 16, generator=torch.Generator().manual_seed(0))
+    keys, values = torch.randn(2, 2, 1 if latent else 3, LONG, 16, generator=torch.Generator().manual_seed(0), dtype=dtype)
     for one, other in zip(keys.split(32, 2), values.split(32, 2), strict=True):
         read = layer.update(one, other)
     return read
@@ -45,12 +45,12 @@ def sdpa(whole: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_and_scores_are_those_of_the_whole(form: str) -> None:
-    query = torch.randn(2, 3, 4, 16, generator=torch.Generator().manual_seed(1))
-    for part in stored(form):
+    query = torch.randn(2, 3, 4, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for part in stored(form, dtype=torch.float64):
         for start, end in ((0, 32), (32, 64), (64, LONG), (32, LONG), (0, LONG)):
             expected = part.whole()[:, :, start:end]
-            assert torch.equal(part.cached.block(start, end, torch.float32), expected)
-            torch.testing.assert_close(part.cached.scores(query, start, end), query @ expected.mT, rtol=1e-6, atol=1e-6)
+            assert torch.equal(part.cached.block(start, end, torch.float64), expected)
+            torch.testing.assert_close(part.cached.scores(query, start, end), query @ expected.mT, rtol=0, atol=1e-12)
 
 
 def test_it_is_decoded_once_and_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
