@@ -50,13 +50,15 @@ class _Growing:
         """Add tokens, or groups; return all."""
         parts = [part for part in new if part is not None]
         start, end = self.length, self.length + parts[0].shape[2]
-        if self._has_room(parts, end):
-            for held, part in zip(self._held, parts, strict=True):
-                held[:, :, start:end] = part
-        else:
-            old = [[held[:, :, :start]] for held in self._held] or [[] for _ in parts]
-            room = [part.new_empty((*part.shape[:2], self._spare, *part.shape[3:])) for part in parts]
-            self._held = [torch.cat([*one, part, more], 2) for one, part, more in zip(old, parts, room, strict=True)]
+        if not self._has_room(parts, end):
+            grown = [
+                part.new_empty((*part.shape[:2], (end // self._spare + 1) * self._spare, *part.shape[3:])) for part in parts
+            ]
+            for held, more in zip(self._held, grown, strict=bool(self._held)):
+                more[:, :, :start] = held[:, :, :start]
+            self._held = grown
+        for held, part in zip(self._held, parts, strict=True):
+            held[:, :, start:end] = part
         self.length = end
         return Encoded(*(held[:, :, :end] for held in self._held))
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from attention.encoding import Encoded, decode, integers
+from attention.encoding import Encoded, decode, encode, integers
 from attention.formats import Format
 
 
@@ -69,7 +69,7 @@ class Groups(NamedTuple):
         return torch.cat([read, opened.to(dtype)], 2)
 
     def scores(self, queries: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """As of `Rows`; q · (o + s k) = q·o + (q s) · k, and the scales of channels are multiplied by queries, which are fewer."""
+        """As of `Rows`; q · (o + s k) = q·o + (q s) · k, since queries, which the scales then multiply, are fewer than keys."""
         closed, opened = self._cut(start, end)
         scores = queries @ opened.to(queries.dtype).mT
         if closed is None:
@@ -113,7 +113,7 @@ class Stored(torch.Tensor):
             self._whole = self.cached.block(0, self.shape[2], self.dtype).contiguous()  # as its strides say
         return self._whole
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Stored({list(self.shape)}, {self.cached.form.name})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -133,6 +133,21 @@ def as_read(cached: Rows | Groups, dtype: torch.dtype) -> torch.Tensor:
         return cached.encoded.codes
     stored = Stored(cached, dtype)
     return stored.whole() if torch.compiler.is_compiling() else stored
+
+
+def stored_pair(
+    values: torch.Tensor, keys: torch.Tensor, form: Format | None, latent: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`values` and `keys` `[B, heads, S, n]`, or a latent and its RoPE key, as a cache of a format has them."""
+    if form is None:
+        return values, keys
+    group = form.latent_group if latent else form.group
+    held: Rows | Groups = Rows(encode(keys, form, group), form, group)
+    if form.tokens and not latent:
+        encoded = form.tokens_encoded(keys.shape[2])
+        grouped = keys[:, :, :encoded].unflatten(2, (-1, form.tokens)).transpose(3, 4)
+        held = Groups(encode(grouped, form, form.tokens) if encoded else None, keys[:, :, encoded:], form)
+    return as_read(Rows(encode(values, form, group), form, group), values.dtype), as_read(held, keys.dtype)
 
 
 def sliced(encoded: Encoded, start: int, end: int) -> Encoded:

@@ -192,10 +192,10 @@ GROUPED: dict[str, Entry] = {
     "torch": Entry(torch_decode.decode_grouped, _nothing),
 }
 LATENT_STORED: dict[str, Entry] = {
-    "triton": Entry(triton_decode.mla, triton_decode.stored_objection),
+    "triton": Entry(triton_decode.mla_stored, triton_decode.latent_objection),
     "torch": Entry(torch_blocks.decode, _nothing),
 }
 GROUPED_STORED: dict[str, Entry] = {
-    "triton": Entry(triton_decode.gqa, triton_decode.stored_objection),
+    "triton": Entry(triton_decode.gqa_stored, triton_decode.grouped_objection),
     "torch": Entry(torch_blocks.decode_grouped, _nothing),
 }
