@@ -103,7 +103,7 @@ class Stored(torch.Tensor):
     @staticmethod
     def __new__(cls, cached: Rows | Groups, dtype: torch.dtype) -> Stored:
         held = cached.encoded.codes if isinstance(cached, Rows) else cached.opened
-        made: Stored = torch.Tensor._make_wrapper_subclass(cls, cached.shape, dtype=dtype, device=held.device)  # type: ignore[attr-defined]
+        made: Stored = torch.Tensor._make_wrapper_subclass(cls, cached.shape, dtype=dtype, device=held.device)
         made.cached, made._whole = cached, None
         return made
 

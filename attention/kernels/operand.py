@@ -61,18 +61,23 @@ def operand(cached: torch.Tensor) -> Operand:
         return Operand(_joined(cached))
     held = cached.cached
     if isinstance(held, Groups):
-        if held.closed is None:
-            return Operand(_newest(held))
-        codes, scales, offsets = (None if part is None else _joined(part) for part in held.closed)
-        assert codes is not None
-        assert scales is not None
-        assert offsets is not None
-        return Operand(codes, scales.flatten(2), offsets.flatten(2), _newest(held), held.form.bits, span=held.form.tokens)
+        return _of_groups(held)
     codes, scales, offsets = (None if part is None else _joined(part) for part in held.encoded)
     assert codes is not None
     if scales is None:
         return Operand(codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes)
     return Operand(codes, scales, offsets, bits=held.form.bits, group=held.group)
+
+
+def _of_groups(held: Groups) -> Operand:
+    opened, form = held.opened.contiguous().flatten(0, 1), held.form
+    if held.closed is None:
+        codes = opened.new_empty((len(opened), 0, opened.shape[2], form.tokens * form.bits // 8), dtype=torch.uint8)
+        scales = offsets = opened.new_empty((len(opened), 0, opened.shape[2]), dtype=torch.float16)
+    else:
+        codes, scales, offsets = (_joined(part) for part in held.closed if part is not None)
+        scales, offsets = scales.flatten(2), offsets.flatten(2)
+    return Operand(codes, scales, offsets, opened, form.bits, span=form.tokens)
 
 
 def parts(cached: torch.Tensor) -> list[torch.Tensor]:
@@ -86,7 +91,3 @@ def parts(cached: torch.Tensor) -> list[torch.Tensor]:
 
 def _joined(part: torch.Tensor) -> torch.Tensor:
     return part.view(-1, *part.shape[2:])
-
-
-def _newest(held: Groups) -> torch.Tensor:
-    return held.opened.contiguous().flatten(0, 1)

@@ -473,9 +473,8 @@ def build(shape: Shape, tiling: Tiling) -> None:
     for batch in 1, _ROWS:
         queries = torch.empty(batch * groups, shape.heads, 1, shape.rank + shape.rope, dtype=shape.dtype, device="meta")
         q_latent, q_rope = (part.contiguous() for part in queries.split((shape.rank, shape.rope), -1))
-        cached = (
-            torch.empty(batch, groups, _BUILT, size, dtype=shape.dtype, device="meta") for size in (shape.rank, shape.rope)
-        )
-        latent, k_rope = (operand(part) for part in stored_pair(*cached, shape.form, shape.groups is None))
+        cached = torch.empty(batch, groups, _BUILT, shape.rank + shape.rope, dtype=shape.dtype, device="meta")
+        values, keys = (part.contiguous() for part in cached.split((shape.rank, shape.rope), -1))
+        latent, k_rope = map(operand, stored_pair(values, keys, shape.form, shape.groups is None))
         mask = None if shape.mask is None else torch.empty(batch, 1, 1, _BUILT, dtype=shape.mask, device="meta")
         decode(None if shape.groups else q_latent, q_rope, latent, k_rope, mask, 1.0, tiling, groups, launch=_load)

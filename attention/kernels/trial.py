@@ -29,8 +29,7 @@ def deviation(shape: Shape, device: str) -> float:
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device).to(shape.dtype)
 
-    heads, rank, rope, groups = shape[:4]
-    form = shape.form
+    heads, rank, rope, groups, form = *shape[:4], shape.form
     tiling = choose(heads, rank, rope, shape.dtype.itemsize, machine(torch.device(device)))
     assert tiling is not None
     tiling = replace(tiling, programs=_PROGRAMS)
@@ -42,8 +41,7 @@ def deviation(shape: Shape, device: str) -> float:
         if groups is None:
             q, r = draw(_BATCH, heads, 1, rank), draw(_BATCH, heads, 1, rope)
             c, k = stored_pair(draw(_BATCH, 1, _CACHED, rank), draw(_BATCH, 1, _CACHED, rope), form, True)
-            lone = (part if form else part[:, 0] for part in (c, k))
-            found = mla_decode(q, r, *lone, mask, scaling, tiling)
+            found = mla_decode(q, r, c, k, mask, scaling, tiling)
             expected = torch_decode.decode(q.double(), r.double(), c[:, 0].double(), k[:, 0].double(), wide, scaling)
         else:
             q = draw(_BATCH, groups * heads, 1, rope)
