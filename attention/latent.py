@@ -219,7 +219,7 @@ class LatentAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention over `latent [B, 1, S, R]` and `k_rope [B, 1, S, P]`: `[B, T, H, Dv]`, and probabilities if eager."""
         returned = self.config._attn_implementation == "eager"  # the one that returns probabilities
-        if returned or q_nope.shape[2] > 1 or not isinstance(latent, Stored):
+        if returned or not isinstance(latent, Stored):
             latent, k_rope = latent[:, 0], k_rope[:, 0]
         up_k, up_v = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(
             (self.qk_nope_head_dim, self.v_head_dim), 1

@@ -125,14 +125,15 @@ class Stored(torch.Tensor):
 
 
 def as_read(cached: Rows | Groups, dtype: torch.dtype) -> torch.Tensor:
-    """What is cached as a tensor of `dtype`: itself where it is one, not decoded yet otherwise.
-
-    Code that is compiled gets it decoded: it knows no `Stored`.
-    """
+    """What is cached as a tensor of `dtype`: itself where it is one, not decoded yet otherwise."""
     if isinstance(cached, Rows) and cached.encoded.codes.dtype == dtype:
         return cached.encoded.codes
-    stored = Stored(cached, dtype)
-    return stored.whole() if torch.compiler.is_compiling() else stored
+    return Stored(cached, dtype)
+
+
+def decoded(read: torch.Tensor) -> torch.Tensor:
+    """`read`, decoded if it is not."""
+    return read.whole() if isinstance(read, Stored) else read
 
 
 def stored_pair(

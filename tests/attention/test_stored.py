@@ -7,7 +7,7 @@ import torch
 
 from attention.cache import EncodedLayer
 from attention.formats import FORMATS
-from attention.stored import Stored, as_read
+from attention.stored import Stored, decoded
 
 FORMS = [name for name, form in FORMATS.items() if form.bits < 32]
 LONG = 75  # tokens: two full groups of keys and a part of one
@@ -16,7 +16,7 @@ LONG = 75  # tokens: two full groups of keys and a part of one
 def stored(form: str, latent: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Stored, Stored]:
     layer = EncodedLayer(FORMATS[form], latent)
     keys, values = torch.randn(2, 2, 1 if latent else 3, LONG, 16, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    for one, other in zip(keys.split(32, 2), values.split(32, 2), strict=True):
+    for one, other in zip(keys.split([32, 32, 10, 1], 2), values.split([32, 32, 10, 1], 2), strict=True):
         read = layer.update(one, other)
     return read
 
@@ -64,22 +64,24 @@ def test_it_is_decoded_once_and_only_if_needed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_needs_no_decoding_is_the_tensor_itself() -> None:
-    layer, given = EncodedLayer(FORMATS["float32"], latent=False), torch.randn(2, 1, 3, 5, 16)
+    layer, given = EncodedLayer(FORMATS["float32"], latent=False), torch.randn(2, 1, 3, 1, 16)
     for read, expected in zip(layer.update(*given), given, strict=True):
         assert type(read) is torch.Tensor
         assert torch.equal(read, expected)
 
 
-def test_compiled_code_gets_it_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = stored("int4")[0]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    read = as_read(part.cached, part.dtype)
-    assert type(read) is torch.Tensor
-    assert torch.equal(read, part.whole())
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_compiled_code_and_several_queries_get_it_decoded(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: tokens == 1)
+    layer = EncodedLayer(FORMATS["int4"], latent=False)
+    for read in layer.update(*torch.randn(2, 1, 3, tokens, 16)):
+        assert type(read) is torch.Tensor
+        assert decoded(read) is read
 
 
 def test_inference_mode_reads_it_as_well() -> None:
     with torch.inference_mode():
         first = stored("int4")[0]
+        assert decoded(first) is first.whole()
         found = first @ first.mT
     assert torch.equal(found, first.whole() @ first.whole().mT)

@@ -17,8 +17,8 @@ FORMS = [name for name, form in FORMATS.items() if form.bits < 32]
 def stored(form: str, latent: bool, length: int) -> tuple[Stored, Stored]:
     layer = EncodedLayer(FORMATS[form], latent)
     given = torch.randn(2, 2, 1 if latent else 3, length, 16, generator=torch.Generator().manual_seed(0))
-    for start in range(0, length, 32):
-        read = layer.update(*given[:, :, :, start : start + 32])
+    for token in given.split(1, 3):
+        read = layer.update(*token)
     return read
 
 

@@ -23,9 +23,9 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torc
 
 
 def stored(form: str, keys: torch.Tensor, values: torch.Tensor, latent: bool) -> tuple[Stored, Stored]:
-    """Both as a cache has them after tokens came in groups."""
+    """Both as a cache has them after groups of tokens, a part of one, and one token."""
     layer = EncodedLayer(FORMATS[form], latent)
-    for one, other in zip(keys.split(32, 2), values.split(32, 2), strict=True):
+    for one, other in zip(keys.split([32, 32, 10, 1], 2), values.split([32, 32, 10, 1], 2), strict=True):
         read = layer.update(one, other)
     assert all(isinstance(part, Stored) for part in read)
     return read
