@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from attention.encoding import Encoded, encode
 from attention.errors import Refusal
 from attention.formats import Format
-from attention.stored import Groups, Rows, as_read, decoded
+from attention.stored import Groups, Rows, as_read
 
 _SPARE = 256  # tokens that there is room for whenever a cache grows: a copy of all that seldom costs nothing
 
@@ -183,11 +183,7 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         first, second = self.parts
         keys, values = first.append(key_states, self.seen), second.append(value_states, self.seen)
-        read = as_read(keys, key_states.dtype), as_read(values, value_states.dtype)
-        # Only what decodes one token reads what is not decoded; code that is compiled knows no `Stored`.
-        if key_states.shape[2] == 1 and not torch.compiler.is_compiling():
-            return read
-        return decoded(read[0]), decoded(read[1])
+        return as_read(keys, key_states), as_read(values, value_states)
 
     def get_seq_length(self) -> int:
         return self.parts[0].length

@@ -124,16 +124,16 @@ class Stored(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def as_read(cached: Rows | Groups, dtype: torch.dtype) -> torch.Tensor:
-    """What is cached as a tensor of `dtype`: itself where it is one, not decoded yet otherwise."""
-    if isinstance(cached, Rows) and cached.encoded.codes.dtype == dtype:
+def as_read(cached: Rows | Groups, new: torch.Tensor) -> torch.Tensor:
+    """What is cached, as attention reads it that has just cached `new [B, heads, T, n]`: a tensor of the same dtype.
+
+    Only what attends with one query reads what is not decoded; code that is compiled knows no `Stored`.
+    """
+    if isinstance(cached, Rows) and cached.encoded.codes.dtype == new.dtype:
         return cached.encoded.codes
-    return Stored(cached, dtype)
-
-
-def decoded(read: torch.Tensor) -> torch.Tensor:
-    """`read`, decoded if it is not."""
-    return read.whole() if isinstance(read, Stored) else read
+    if new.shape[2] > 1 or torch.compiler.is_compiling():
+        return cached.block(0, cached.shape[2], new.dtype)
+    return Stored(cached, new.dtype)
 
 
 def stored_pair(
@@ -148,7 +148,7 @@ def stored_pair(
         encoded = form.tokens_encoded(keys.shape[2])
         grouped = keys[:, :, :encoded].unflatten(2, (-1, form.tokens)).transpose(3, 4)
         held = Groups(encode(grouped, form, form.tokens) if encoded else None, keys[:, :, encoded:], form)
-    return as_read(Rows(encode(values, form, group), form, group), values.dtype), as_read(held, keys.dtype)
+    return Stored(Rows(encode(values, form, group), form, group), values.dtype), Stored(held, keys.dtype)
 
 
 def sliced(encoded: Encoded, start: int, end: int) -> Encoded:

@@ -7,7 +7,7 @@ import torch
 
 from attention.cache import EncodedLayer
 from attention.formats import FORMATS
-from attention.stored import Stored, decoded
+from attention.stored import Stored
 
 FORMS = [name for name, form in FORMATS.items() if form.bits < 32]
 LONG = 75  # tokens: two full groups of keys and a part of one
@@ -76,12 +76,11 @@ def test_compiled_code_and_several_queries_get_it_decoded(tokens: int, monkeypat
     layer = EncodedLayer(FORMATS["int4"], latent=False)
     for read in layer.update(*torch.randn(2, 1, 3, tokens, 16)):
         assert type(read) is torch.Tensor
-        assert decoded(read) is read
+        assert read.shape == (1, 3, tokens, 16)
 
 
 def test_inference_mode_reads_it_as_well() -> None:
     with torch.inference_mode():
         first = stored("int4")[0]
-        assert decoded(first) is first.whole()
         found = first @ first.mT
     assert torch.equal(found, first.whole() @ first.whole().mT)
