@@ -17,103 +17,134 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from attention.encoding import Encoded, decode, encode, rotated
+from attention.encoding import Encoded, encode, rotated
 from attention.errors import Refusal
 from attention.formats import Format
+from attention.stored import Groups, Rows, as_read
+
+_SPARE = 256  # tokens that there is room for whenever a cache grows: a copy of all that seldom costs nothing
 
 
-class _Rows:
-    """Cached `[B, heads, S, n]`, each token encoded by itself.
+class _Growing:
+    """What is encoded of tokens, or of groups of them (dim 2), with room for more: a step writes what is new, no more.
 
     Attributes:
-        latent: Whether these are latents or their RoPE keys.
-        keys: Whether these are keys of heads.
-        stored: What is cached; None before the first token.
+        length: How many there are.
     """
 
-    def __init__(self, form: Format, latent: bool, keys: bool) -> None:
-        self.form, self.latent, self.keys = form, latent, keys
-        self.stored: Encoded | None = None
+    def __init__(self, spare: int) -> None:
+        self.length, self._spare = 0, spare
+        self._held: list[torch.Tensor] = []
 
     @property
-    def length(self) -> int:
-        """S."""
-        return 0 if self.stored is None else self.stored.codes.shape[2]
+    def stored(self) -> Encoded | None:
+        """Without the room; None before the first."""
+        return Encoded(*(held[:, :, : self.length] for held in self._held)) if self._held else None
 
-    def stored_bytes(self, full: int) -> int:
+    @property
+    def nbytes(self) -> int:
         """Bytes of what is stored."""
         return 0 if self.stored is None else self.stored.nbytes
 
-    def append(self, new: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """Cache further tokens `[B, heads, T, n]`; return all as they are read."""
-        form, group = self.form, self.form.latent_group if self.latent else self.form.group
-        rotation = 1 if self.latent else form.rotation(new.shape[-1], self.keys)
-        added = encode(new if rotation == 1 else rotated(new, rotation), form, group)
-        self.stored = added if self.stored is None else _joined(self.stored, added)
-        if rotation == 1:
-            return decode(self.stored, form, group, new.dtype)
-        return rotated(decode(self.stored, form, group, torch.float32), rotation).to(new.dtype)
+    def append(self, new: Encoded) -> Encoded:
+        """Add tokens, or groups; return all."""
+        parts = [part for part in new if part is not None]
+        start, end = self.length, self.length + parts[0].shape[2]
+        if not self._has_room(parts, end):
+            grown = [
+                part.new_empty((*part.shape[:2], (end // self._spare + 1) * self._spare, *part.shape[3:])) for part in parts
+            ]
+            for held, more in zip(self._held, grown, strict=bool(self._held)):
+                more[:, :, :start] = held[:, :, :start]
+            self._held = grown
+        for held, part in zip(self._held, parts, strict=True):
+            held[:, :, start:end] = part
+        self.length = end
+        return Encoded(*(held[:, :, :end] for held in self._held))
+
+    def _has_room(self, parts: list[torch.Tensor], end: int) -> bool:
+        """Whether what is new can be written in place: not into tensors that inference or gradients forbid to change."""
+        if not self._held or end > self._held[0].shape[2]:
+            return False
+        graph = torch.is_grad_enabled() and any(part.requires_grad for part in (*self._held, *parts))
+        return not graph and self._held[0].is_inference() <= torch.is_inference_mode_enabled()
 
     def change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change all that is stored by a function that leaves its dims in their order."""
-        if self.stored is not None:
-            self.stored = _changed(self.stored, how)
+        self._held = [how(held[:, :, : self.length]) for held in self._held]
+        self.length = self._held[0].shape[2] if self._held else 0
 
 
-class _Groups:
-    """Cached keys `[B, heads, S, n]`, encoded per channel in groups of consecutive tokens.
+class _HeldRows:
+    """Cached `[B, heads, S, n]`, each token encoded by itself: latents, their RoPE keys, or keys or values of heads."""
 
-    Attributes:
-        closed: `[B, heads, groups, n, tokens]` of the groups before the newest token's; None if there are none.
-        opened: `[B, heads, 1 … tokens, n]`, those of the newest token's group, in full precision; None before the first token.
-    """
-
-    def __init__(self, form: Format) -> None:
-        self.form = form
-        self.closed: Encoded | None = None
-        self.opened: torch.Tensor | None = None
+    def __init__(self, form: Format, latent: bool, keys: bool) -> None:
+        self.form, self._latent, self._keys = form, latent, keys
+        self._encoded = _Growing(_SPARE)
 
     @property
     def length(self) -> int:
         """S."""
-        encoded = 0 if self.closed is None else self.closed.codes.shape[2] * self.form.tokens
-        return encoded + (0 if self.opened is None else self.opened.shape[2])
+        return self._encoded.length
+
+    def stored_bytes(self, full: int) -> int:
+        """Bytes of what is stored."""
+        return self._encoded.nbytes
+
+    def append(self, new: torch.Tensor, seen: torch.Tensor | None) -> Rows:
+        """Cache further tokens `[B, heads, T, n]`; return all."""
+        group = self.form.latent_group if self._latent else self.form.group
+        rotation = 1 if self._latent else self.form.rotation(new.shape[-1], self._keys)
+        added = encode(new if rotation == 1 else rotated(new, rotation), self.form, group)
+        return Rows(self._encoded.append(added), self.form, group, rotation)
+
+    def change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Change all that is stored by a function that leaves its dims in their order."""
+        self._encoded.change(how)
+
+
+class _HeldGroups:
+    """Cached keys `[B, heads, S, n]`, encoded per channel in groups of consecutive tokens: see `Groups`."""
+
+    def __init__(self, form: Format) -> None:
+        self.form = form
+        self._closed = _Growing(_SPARE // form.tokens)
+        self._opened: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """S."""
+        return self._closed.length * self.form.tokens + (0 if self._opened is None else self._opened.shape[2])
 
     def stored_bytes(self, full: int) -> int:
         """Bytes of what is stored, if a value in full precision takes `full` of them."""
-        encoded = 0 if self.closed is None else self.closed.nbytes
-        return encoded + (0 if self.opened is None else self.opened.numel() * full)
+        return self._closed.nbytes + (0 if self._opened is None else self._opened.numel() * full)
 
-    def append(self, new: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """Cache further tokens `[B, heads, T, n]` of one group; return all as they are read.
+    def append(self, new: torch.Tensor, seen: torch.Tensor | None) -> Groups:
+        """Cache further tokens `[B, heads, T, n]` of one group; return all.
 
         `seen` `[B, S]` is false for padding, which no scale counts; None if there is none.
         """
         tokens = self.form.tokens
-        if self.opened is not None and self.opened.shape[2] == tokens:
+        if self._opened is not None and self._opened.shape[2] == tokens:
             first = self.length - tokens
             counted = None if seen is None else seen[:, None, None, first : first + tokens].to(new.device)
-            group = encode(self.opened.transpose(2, 3), self.form, tokens, counted)
-            closed = _changed(group, lambda part: part.unsqueeze(2))
-            self.closed = closed if self.closed is None else _joined(self.closed, closed)
-            self.opened = None
-        self.opened = new if self.opened is None else torch.cat([self.opened, new], 2)
-        if self.opened.shape[2] > tokens:
+            group = encode(self._opened.transpose(2, 3), self.form, tokens, counted)
+            self._closed.append(Encoded(*(part.unsqueeze(2) for part in group if part is not None)))
+            self._opened = None
+        self._opened = new if self._opened is None else torch.cat([self._opened, new], 2)
+        if self._opened.shape[2] > tokens:
             raise Refusal(
                 f"a cache in {self.form.name} takes tokens of one group of {tokens} at a time",
                 hint="call the model that attention.load(…, cache_dtype=…) returns, which cuts its input",
             )
-        if self.closed is None:
-            return self.opened
-        read = decode(self.closed, self.form, tokens, new.dtype).transpose(3, 4).flatten(2, 3)
-        return torch.cat([read, self.opened], 2)
+        return Groups(self._closed.stored, self._opened, self.form)
 
     def change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """As of `_Rows`; of the groups, the third dim are groups, not tokens."""
-        if self.closed is not None:
-            self.closed = _changed(self.closed, how)
-        if self.opened is not None:
-            self.opened = how(self.opened)
+        """As of `_HeldRows`; of the groups, the third dim are groups, not tokens."""
+        self._closed.change(how)
+        if self._opened is not None:
+            self._opened = how(self._opened)
 
 
 class EncodedLayer(DynamicLayer):  # type: ignore[misc]
@@ -130,8 +161,8 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         self.reset()
 
     def reset(self) -> None:
-        first = _Rows(self.form, self.latent, keys=True) if self.is_croppable else _Groups(self.form)
-        self.parts: tuple[_Rows | _Groups, _Rows] = (first, _Rows(self.form, self.latent, keys=False))
+        keys = _HeldRows(self.form, self.latent, keys=True) if self.is_croppable else _HeldGroups(self.form)
+        self.parts: tuple[_HeldRows | _HeldGroups, _HeldRows] = (keys, _HeldRows(self.form, self.latent, keys=False))
         self.is_initialized = False
 
     def stored_bytes(self, full: int) -> int:
@@ -153,7 +184,8 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first, second = self.parts
-        return first.append(key_states, self.seen), second.append(value_states, self.seen)
+        keys, values = first.append(key_states, self.seen), second.append(value_states, self.seen)
+        return as_read(keys, key_states), as_read(values, value_states)
 
     def get_seq_length(self) -> int:
         return self.parts[0].length
@@ -191,14 +223,3 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
     def _change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for part in self.parts:
             part.change(how)
-
-
-def _joined(one: Encoded, other: Encoded) -> Encoded:
-    """The tokens of both, or their groups."""
-    return Encoded(
-        *(torch.cat([old, new], 2) for old, new in zip(one, other, strict=True) if old is not None and new is not None)
-    )
-
-
-def _changed(stored: Encoded, how: Callable[[torch.Tensor], torch.Tensor]) -> Encoded:
-    return Encoded(*(how(part) for part in stored if part is not None))

@@ -79,17 +79,26 @@ def _quantised(
 def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., n]` of what `encode` returned with the same format and group."""
     if stored.scales is None:
-        return stored.codes.to(dtype)
-    return _read(_unpacked(stored.codes, form.bits), stored.scales, stored.offsets, form, group).to(dtype)
+        fp8 = stored.codes.dtype == torch.float8_e4m3fn
+        return (_from_fp8(stored.codes) if fp8 else stored.codes).to(dtype)
+    codes = integers(stored, form, torch.promote_types(dtype, torch.float32))
+    return _read(codes, stored.scales, stored.offsets, form, group).to(dtype)
+
+
+def integers(stored: Encoded, form: Format, dtype: torch.dtype) -> torch.Tensor:
+    """The codes `[..., n]` of integers of a few bits, as numbers of `dtype` in a new tensor."""
+    return _unpacked(stored.codes, form.bits).to(dtype)
 
 
 def _read(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, form: Format, group: int) -> torch.Tensor:
-    """The values of what `_quantised` returned, in fp32."""
+    """The values of codes `[..., n]` in a floating dtype, which change."""
     size = codes.shape[-1]
-    scales = _spread(scales.float(), group, size)
+    width = math.gcd(group, size)  # the last group of a token may be a part of one
+    of_group = codes.unflatten(-1, (-1, width))
+    scales = _spread(scales, group // width, size // width)[..., None]
     if offsets is None:
-        return (codes.float() - 2 ** (form.bits - 1)) * scales
-    return torch.addcmul(_spread(offsets.float(), group, size), codes.float(), scales)
+        return of_group.sub_(2 ** (form.bits - 1)).mul_(scales).flatten(-2)
+    return of_group.mul_(scales).add_(_spread(offsets, group // width, size // width)[..., None]).flatten(-2)
 
 
 def rotated(values: torch.Tensor, size: int) -> torch.Tensor:
@@ -111,7 +120,9 @@ def rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
     """
     with torch.no_grad():
         if form.group:
-            read = _read(*_quantised(values.float(), form, group), form, group).to(values.dtype)
+            codes, scales, offsets = _quantised(values.float(), form, group)
+            wide = torch.promote_types(values.dtype, torch.float32)
+            read = _read(codes.to(wide), scales, offsets, form, group).to(values.dtype)
         else:
             read = decode(encode(values, form, group), form, group, values.dtype)
     return values + (read - values).detach() if values.requires_grad else read
@@ -139,7 +150,7 @@ def _dtype(form: Format) -> torch.dtype:
 
 def _spread(parts: torch.Tensor, group: int, size: int) -> torch.Tensor:
     """One number per group, `[..., groups]`, for each of its values: `[..., size]`."""
-    return parts.repeat_interleave(group, -1)[..., :size]
+    return parts[..., None].expand(*parts.shape, group).flatten(-2)[..., :size]
 
 
 def _each_group(values: torch.Tensor, group: int, filler: float) -> torch.Tensor:
@@ -160,13 +171,29 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `_packed`."""
+    """The inverse of `_packed`: the upper half of a word's integers moves to the upper half of its bytes, and so on within
+    halves, until each integer has a byte.
+    """
     if bits == 8:
         return codes
     if bits == 3:  # crosses bytes
-        parts = codes.unflatten(-1, (-1, 3)).int()
+        parts = codes.unflatten(-1, (-1, 3)).long()
         word = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
-        shifts = 3 * torch.arange(8, device=codes.device, dtype=torch.int32)
-        return (word[..., None] >> shifts & 7).flatten(-2)
-    shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.uint8)
-    return (codes[..., None] >> shifts & 2**bits - 1).flatten(-2)
+    else:
+        word = codes.to(torch.int16 if bits == 4 else torch.int32)
+    size = part = word.element_size()  # integers of a word, and of the parts that it is divided into
+    while part > 1:
+        part //= 2
+        lower = sum((1 << bits * part) - 1 << at for at in range(0, 8 * size, 8 * part))
+        word = word.bitwise_or_(word << (8 - bits) * part).bitwise_and_(lower)
+    return word.contiguous().view(torch.uint8)
+
+
+def _from_fp8(codes: torch.Tensor) -> torch.Tensor:
+    """e4m3 in float32. On a CPU, where torch converts one value at a time, by way of float16, whose bits are the same further
+    left, but for 8 more in the exponent's bias, and NaN.
+    """
+    if codes.device.type != "cpu" or not codes.numel() or bool((codes.view(torch.uint8) & 127).amax() == 127):
+        return codes.float()
+    half = (codes.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)  # of the sign's copies, one is left
+    return half.view(torch.float16).float() * 2**8

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.errors import Refusal
 from attention.kernels import Backend, decode_grouped, triton_decode
+from attention.stored import Stored
 
 # The name of the attention function of each backend.
 NAMES: dict[Backend, str] = {"auto": "kvfold_auto", "triton": "kvfold_triton", "torch": "kvfold_torch"}
@@ -175,7 +176,7 @@ def _unlike(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, o
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether torch's flash attention serves a call without a mask; it packs groups itself and splits the cache."""
     half = key.dtype in (torch.float16, torch.bfloat16)
-    return triton_decode.on_gpu(key) and half and query.shape[-1] == value.shape[-1] <= 256
+    return not isinstance(key, Stored) and triton_decode.on_gpu(key) and half and query.shape[-1] == value.shape[-1] <= 256
 
 
 for _backend, _name in NAMES.items():

@@ -30,6 +30,7 @@ from attention.forward import widened
 from attention.kernels import Backend, decode, torch_decode
 from attention.models.modeling_kvfold import eager
 from attention.neutral import constant_channels, is_size, undone
+from attention.stored import Stored
 
 # (queries T, cached S, rank R, nope N, rope P, value Dv) -> whether to absorb
 Rule = Callable[[int, int, int, int, int, int], bool]
@@ -162,7 +163,7 @@ class LatentAttention(nn.Module):
         if "cache" in kwargs or late or not self._absorbs(hidden_states.shape[1], latent.shape[2], attention_mask):
             out, probabilities = self._expanded(q_nope, q_rope, latent, k_rope, attention_mask, **kwargs)
         else:
-            out, probabilities = self._absorbed(q_nope, q_rope, latent[:, 0], k_rope[:, 0], attention_mask)
+            out, probabilities = self._absorbed(q_nope, q_rope, latent, k_rope, attention_mask)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), probabilities
 
     def _absorbs(self, queries: int, cached: int, mask: torch.Tensor | BlockMask | None) -> bool:
@@ -216,14 +217,17 @@ class LatentAttention(nn.Module):
         k_rope: torch.Tensor,
         mask: torch.Tensor | BlockMask | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention over `latent [B, S, R]` and `k_rope [B, S, P]`: `[B, T, H, Dv]`, and probabilities if eager."""
+        """Attention over `latent [B, 1, S, R]` and `k_rope [B, 1, S, P]`: `[B, T, H, Dv]`, and probabilities if eager."""
+        returned = self.config._attn_implementation == "eager"  # the one that returns probabilities
+        if returned or not isinstance(latent, Stored):
+            latent, k_rope = latent[:, 0], k_rope[:, 0]
         up_k, up_v = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(
             (self.qk_nope_head_dim, self.v_head_dim), 1
         )  # [H, N, R], [H, Dv, R]
         q_latent = per_head(q_nope, up_k)  # [B, H, T, R]
         dense = dense_mask(mask, q_nope.shape[2], latent)
         probabilities = None
-        if self.config._attn_implementation == "eager":  # the one that returns probabilities
+        if returned:
             probabilities = torch_decode.probabilities(
                 q_latent, q_rope, latent, k_rope, dense, self.scaling, self.attention_arguments().get("softcap")
             )
@@ -370,7 +374,7 @@ def dense_mask(mask: torch.Tensor | BlockMask | None, queries: int, latent: torc
             token is seen; for flash attention `[B, S']`, nonzero where one of the first S' ≤ S tokens is not padding, the
             queries being the last T of them; for flex attention a block mask, which is evaluated here.
         queries: T.
-        latent: `[B, S, R]`.
+        latent: `[B, S, R]` or `[B, 1, S, R]`.
 
     Returns:
         None, or a mask as for eager and sdpa.
@@ -378,7 +382,7 @@ def dense_mask(mask: torch.Tensor | BlockMask | None, queries: int, latent: torc
     Raises:
         Refusal: A padding mask is longer than the cache.
     """
-    cached, device = latent.shape[1], latent.device
+    cached, device = latent.shape[-2], latent.device
     if isinstance(mask, BlockMask):
         return create_mask(mask.mask_mod, mask.shape[0], mask.shape[1], queries, cached, device)
     if mask is None or mask.ndim == 4:

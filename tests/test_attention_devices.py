@@ -15,6 +15,8 @@ from tiny_mla import RANK, ROPE, mla_model, tokens
 from transformers import DynamicCache
 
 from attention import absorb, pack
+from attention.cache import EncodedLayer
+from attention.formats import FORMATS
 from attention.forward import attention_by_distance, attention_output, output_error
 from attention.latent import dense_mask, neutral_constants
 from attention.qk_norm import QKNorm
@@ -211,3 +213,21 @@ def test_masks_of_flash_attention_become_dense_on_the_gpu(queries: int) -> None:
     with fake_gpu():
         mask = dense_mask(torch.ones(2, 5, dtype=torch.long).to(GPU), queries, torch.ones(2, 8, 16).to(GPU))
         assert devices(mask) == {"cuda"}
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4", "int3", "int2", "float16"])
+@pytest.mark.parametrize("kind", ["absorbed", "packed"])
+def test_encoded_caches_are_decoded_on_the_gpu(kind: str, form: str) -> None:
+    sizes = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    model = (
+        absorb(latent_model(**sizes), when="always", backend="torch")
+        if kind == "absorbed"
+        else pack(grouped_model(), backend="torch")
+    )
+    with fake_gpu():
+        moved = OnGpu(model)
+        moved.cache.layers = [EncodedLayer(FORMATS[form], kind == "absorbed")]
+        moved.cache.layer_class_to_replicate = None
+        found = [moved(tokens(2, size)) for size in (4, 1, 1)]
+        assert devices(found) == {"cuda"}
+        assert moved.cache.get_seq_length() == 6

@@ -108,6 +108,17 @@ def test_grouped_decoding_is_measured_both_ways() -> None:
     assert all(float(cell.removesuffix(" ms")) > 0 for cell in rows[1])
 
 
+def test_encoded_decoding_is_measured_beside_float32(tmp_path: Path) -> None:
+    tiny_model(tiny_config("llama", num_key_value_heads=1)).save_pretrained(tmp_path / "mqa")
+    given = ["--length", "70", "--rounds", "1", "--formats", "int8", "int4"]
+    done = run_file(BENCHMARKS / "decode_encoded.py", str(tmp_path / "mqa"), *given)
+    assert done.returncode == 0, done.stderr
+    milliseconds, of_none, of_float32 = table(done.stdout)
+    assert [row[0] for row in (milliseconds, of_none, of_float32)] == ["mqa: ms", "mqa: of none", "mqa: of float32"]
+    assert all(float(cell) > 0 for cell in milliseconds[1:])
+    assert (of_none[1], of_float32[2], len(of_none)) == ("1.00", "1.00", 5)
+
+
 LOOP = """
         /*0010*/                   MOV R1, c[0x0][0x28] ;
         /*0020*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;

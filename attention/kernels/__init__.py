@@ -1,7 +1,8 @@
 """Attention of one new token over its cache, by the fastest backend that can serve the call. Only this module chooses.
 
 `decode` attends to a latent (MLA), `decode_grouped` to keys and values that query heads share (GQA, MQA). A backend
-has a function of the same signature, one that says why it cannot serve a call, and an entry in `LATENT` or `GROUPED`.
+has a function of the same signature, one that says why it cannot serve a call, and an entry in `LATENT` or `GROUPED`; for
+caches that are stored encoded (`attention.stored`), in `LATENT_STORED` or `GROUPED_STORED`.
 
 FlashMLA and FlashInfer are not backends. FlashMLA wants latent and rotary key joined, in pages of 64 tokens, and lengths in
 place of a mask: the first would copy the cache of transformers, the second cannot express that a prompt is padded on the left.
@@ -20,7 +21,8 @@ from typing import Literal
 import torch
 
 from attention.errors import Refusal
-from attention.kernels import torch_decode, triton_decode
+from attention.kernels import torch_blocks, torch_decode, triton_decode
+from attention.stored import Stored
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -52,7 +54,7 @@ def decode(
         q_rope: `[B, H, T, P]`, rotated.
         latent: `[B, S, R]`; read from the cache in place, like `k_rope`. Masked tokens are multiplied by 0, so they must be
             finite; Triton only does not read tokens before the first or after the last that a request sees.
-        k_rope: `[B, S, P]`, rotated.
+        k_rope: `[B, S, P]`, rotated. With one query, both may be `Stored` `[B, 1, S, …]`.
         mask: `[B or 1, 1, T, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
         backend: A name in `LATENT`, or "auto" for the first that can serve the call.
@@ -63,13 +65,13 @@ def decode(
     Raises:
         Refusal: `backend` is unknown or cannot serve this call, or the mask has another number of tokens.
     """
-    _check_mask(mask, latent.shape[1])
+    _check_mask(mask, latent.shape[-2])
     check(backend)
     tensors = q_latent, q_rope, latent, k_rope, mask
     if q_latent.shape[2] != 1:
         _note("torch", None)
         return LATENT["torch"].run(*tensors, scaling)
-    return _serve(LATENT, tensors, scaling, backend)
+    return _serve(LATENT_STORED if isinstance(latent, Stored) else LATENT, tensors, scaling, backend)
 
 
 def decode_grouped(
@@ -84,7 +86,8 @@ def decode_grouped(
 
     Args:
         query: `[B, H, 1, D]`.
-        keys: `[B, G, S, D]`; read from the cache in place, like `values`. Masked tokens must be finite, as in `decode`.
+        keys: `[B, G, S, D]`; read from the cache in place, like `values`; both may be `Stored`. Masked tokens must be finite,
+            as in `decode`.
         values: `[B, G, S, Dv]`.
         mask: `[B or 1, 1 or H, 1, S]`: true where a token is seen, or a number added to the scores; or None.
         scaling: What scores are multiplied by.
@@ -98,7 +101,8 @@ def decode_grouped(
     """
     _check_mask(mask, keys.shape[2])
     check(backend)
-    return _serve(GROUPED, (query, keys, values, mask), scaling, backend)
+    entries = GROUPED_STORED if isinstance(keys, Stored) else GROUPED
+    return _serve(entries, (query, keys, values, mask), scaling, backend)
 
 
 def _check_mask(mask: torch.Tensor | None, cached: int) -> None:
@@ -186,4 +190,12 @@ LATENT: dict[str, Entry] = {
 GROUPED: dict[str, Entry] = {
     "triton": Entry(triton_decode.gqa, triton_decode.grouped_objection),
     "torch": Entry(torch_decode.decode_grouped, _nothing),
+}
+LATENT_STORED: dict[str, Entry] = {
+    "triton": Entry(triton_decode.mla_stored, triton_decode.latent_objection),
+    "torch": Entry(torch_blocks.decode, _nothing),
+}
+GROUPED_STORED: dict[str, Entry] = {
+    "triton": Entry(triton_decode.gqa_stored, triton_decode.grouped_objection),
+    "torch": Entry(torch_blocks.decode_grouped, _nothing),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attention.kernels import split_kv
+from attention.kernels.operand import operand
 from attention.kernels.tiling import Tiling, choose, machine
 
 
@@ -20,7 +21,7 @@ def gqa_decode(
 
     Args:
         query: `[B, H, 1, D]`.
-        keys: `[B, G, S, D]`; its strides let B and G be one dim, and the last is 1.
+        keys: `[B, G, S, D]`; its strides let B and G be one dim, and the last is 1; or `Stored` of such tensors, like `values`.
         values: `[B, G, S, Dv]`, likewise; Dv a multiple of 16.
         mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
         scaling: The factor of the scores.
@@ -29,12 +30,11 @@ def gqa_decode(
     Returns:
         `[B, H, 1, Dv]`, contiguous.
     """
-    batch, groups, cached, dim = keys.shape
+    batch, groups, _, dim = keys.shape
     shared, rank = query.shape[1] // groups, values.shape[3]
-    tiling = tiling or choose(shared, rank, dim, values.element_size(), machine(values.device))
+    tiling = tiling or choose(shared, rank, dim, query.element_size(), machine(query.device))
     assert tiling is not None
     rows = query.reshape(batch * groups, shared, 1, dim)
-    stacked, means = keys.view(batch * groups, cached, dim), values.view(batch * groups, cached, rank)
-    with torch.cuda.device_of(values):
-        out = split_kv.decode(None, rows, means, stacked, mask, scaling, tiling, groups)
+    with torch.cuda.device_of(query):
+        out = split_kv.decode(None, rows, operand(values), operand(keys), mask, scaling, tiling, groups)
     return out.view(batch, groups * shared, 1, rank)

@@ -32,12 +32,15 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.operand import Operand, operand
 from attention.kernels.tiling import Shape, Tiling, padded, power_of_two
+from attention.stored import stored_pair
 
 _LOG2E = 1.4426950408889634
 # The fewest mask rows per program of `_bounds`: as many rows as a warp has lanes cost as much as one row, and up to so
 # many rows share one compiled kernel.
 _ROWS = 32
+_BUILT = 48  # tokens of the calls that kernels are built for: one group of keys, and newer ones
 _FEW = 8  # with so few requests each has a dozen partials or more
 
 
@@ -86,6 +89,89 @@ def _product(a, b, sums, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(tl.trans(b) if SWAP else a, tl.trans(a) if SWAP else b, sums, input_precision=PRECISION)
 
 
+@triton.jit
+def _from_fp8(bits):
+    """e4m3 as fp16 has it further left, but for 8 more in the exponent's bias, and NaN."""
+    signed = bits.to(tl.int8, bitcast=True).to(tl.int16)
+    half = ((signed << 7) & -0x4001).to(tl.float16, bitcast=True)
+    return tl.where((bits & 127) == 127, float("nan"), half.to(tl.float32) * 256)
+
+
+@triton.jit
+def _integers(codes, known, R: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Integers START … START + WIDTH - 1 of each row of packed bytes; `codes [n, 1]` point at the rows."""
+    if BITS == 3:  # crosses bytes
+        bit = (START + tl.arange(0, WIDTH)) * 3
+        there = known & (bit < 3 * R)
+        found = tl.load(codes + bit // 8, mask=there, other=0).to(tl.int32)
+        found |= tl.load(codes + bit // 8 + 1, mask=there & (bit % 8 > 5), other=0).to(tl.int32) << 8
+        found = (found >> (bit % 8)) & 7
+    else:
+        at = (START * BITS) // 8 + tl.arange(0, (WIDTH * BITS) // 8)
+        found = tl.load(codes + at, mask=known & (at < (R * BITS) // 8), other=0)
+        if BITS == 4:
+            found = tl.interleave(found & 15, found >> 4)
+        elif BITS == 2:
+            even, odd = tl.interleave(found & 3, (found >> 4) & 3), tl.interleave((found >> 2) & 3, found >> 6)
+            found = tl.interleave(even, odd)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _of_groups(parts, known, R: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """The number of each channel's group, `[n, 1]` or `[n, WIDTH]`; `parts [n, 1]` point at that of a token's first group."""
+    if WIDTH <= GROUP:
+        found = tl.load(parts + START // GROUP, mask=known, other=0.0).to(tl.float32)
+    else:
+        groups = START // GROUP + tl.arange(0, WIDTH // GROUP)
+        found = tl.load(parts + groups, mask=known & (groups * GROUP < R), other=0.0).to(tl.float32)
+        wide = tl.broadcast_to(found[:, :, None], [found.shape[0], WIDTH // GROUP, GROUP])
+        found = tl.reshape(wide, [found.shape[0], WIDTH])
+    return found
+
+
+@triton.jit
+def _row_tile(
+    codes, scales, offsets, place, known, R: tl.constexpr, BLOCK_R: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Channels from START on of tokens that are cached each by itself, `[n, WIDTH]`.
+
+    `codes [n, 1]` point at the tokens, and `place [n, 1]` says where among scales and offsets theirs begin.
+    """
+    columns = START + tl.arange(0, WIDTH)
+    if KIND == "rows":
+        scale = _of_groups(scales + place, known, R, START, WIDTH, GROUP)
+        offset = _of_groups(offsets + place, known, R, START, WIDTH, GROUP)
+        found = offset + scale * _integers(codes, known, R, START, WIDTH, BITS)
+        found = found if BLOCK_R == R else tl.where(columns < R, found, 0.0)  # the offset of a group is that of padding, too
+    else:
+        found = tl.load(codes + columns, mask=_within(known, columns, R, BLOCK_R), other=0)
+        found = _from_fp8(found) if KIND == "fp8" else found
+    return found
+
+
+@triton.jit
+def _group_tile(
+    codes, scales, offsets, opened, token, known, closed, codes_g, scales_g, opened_s,
+    P: tl.constexpr, BLOCK_P: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Keys of the tokens `[n, 1]` that are cached in groups of SPAN per channel but for those from `closed` on."""
+    columns = tl.arange(0, BLOCK_P)
+    there = known & (columns < P)
+    behind = there & (token < closed)
+    group, bit = (token // SPAN).to(tl.int64), token % SPAN * BITS
+    pointer = codes + group * codes_g + columns * (SPAN * BITS // 8) + bit // 8
+    word = tl.load(pointer, mask=behind, other=0).to(tl.int32)
+    if BITS == 3:  # crosses bytes
+        word |= tl.load(pointer + 1, mask=behind & (bit % 8 > 5), other=0).to(tl.int32) << 8
+    integers = ((word >> (bit % 8)) & ((1 << BITS) - 1)).to(tl.float32)
+    scale = tl.load(scales + group * scales_g + columns, mask=behind, other=0.0).to(tl.float32)
+    offset = tl.load(offsets + group * scales_g + columns, mask=behind, other=0.0).to(tl.float32)
+    newest = tl.load(opened + (token - closed) * opened_s + columns, mask=there & (token >= closed), other=0.0)
+    return tl.where(token < closed, offset + scale * integers, newest.to(tl.float32))
+
+
 # Arguments derived from B and S change from call to call: their divisibility by 16 must not trigger a new compilation.
 @triton.jit(do_not_specialize=["mask_b", "B", "S"])
 def _bounds(mask, bounds, slots, mask_b, mask_s, B, S, GROUPS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):
@@ -131,13 +217,17 @@ def _stand(tile, ends, bounds, B, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, B
     return seer, seer * GROUPS + GROUPS - 1 - later, first, end, after - each, after
 
 
-@triton.jit(do_not_specialize=["mask_b", "B", "PROGRAMS"])
+@triton.jit(do_not_specialize=["mask_b", "B", "PROGRAMS", "c_scales_b", "k_scales_b", "k_opened_b", "closed"])
 def _attend(
-    q_latent, q_rope, latent, k_rope, mask, bounds, slots, partial, tops, weights, scale,
+    q_latent, q_rope, latent, c_scales, c_offsets, k_rope, k_scales, k_offsets, k_opened, mask, bounds, slots,
+    partial, tops, weights, scale,
     q_latent_b, q_latent_h, q_rope_b, q_rope_h, latent_b, latent_s: tl.constexpr, k_rope_b, k_rope_s: tl.constexpr,
+    c_scales_b, c_scales_s: tl.constexpr, k_scales_b, k_scales_s: tl.constexpr, k_opened_b, k_opened_s: tl.constexpr, closed,
     mask_b, mask_s, B, H, PROGRAMS, R: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr,
     GROUPS: tl.constexpr, SHARED: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    C_KIND: tl.constexpr, C_BITS: tl.constexpr, C_GROUP: tl.constexpr,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """One program's walk; partials are Σ p c `[slots, H, R]`, Σ p and what p is relative to, the highest score, `[slots, H]`.
 
@@ -187,7 +277,8 @@ def _attend(
         weight = tl.zeros([BLOCK_H], tl.float32)
         for start in range(first + (tile - before) * BLOCK_N, first + (until - before) * BLOCK_N, BLOCK_N):
             left = end - start
-            cached = latent + wide * latent_b + tl.cast(start, tl.int64) * latent_s
+            at = tl.cast(start, tl.int64)
+            cached, c_place = latent + wide * latent_b + at * latent_s, wide * c_scales_b + at * c_scales_s
             known = tokens[:, None] < left
             seen = tokens < left
             # Asked for first, because single bytes are not prefetched as tiles are, and needed only after the scores.
@@ -198,15 +289,27 @@ def _attend(
             scores = tl.zeros([BLOCK_N, BLOCK_H] if SWAP else [BLOCK_H, BLOCK_N], tl.float32)
             values = ()
             for i in tl.static_range(_chunks(BLOCK_R)):
-                columns = _start(BLOCK_R, i) + tl.arange(0, _width(BLOCK_R, i))
-                c = tl.load(cached + tokens[:, None] * latent_s + columns, mask=_within(known, columns, R, BLOCK_R), other=0.0)
-                c = c.to(tl.float32) if UPCAST else c
+                c = _row_tile(
+                    cached + tokens[:, None] * latent_s, c_scales, c_offsets, c_place + tokens[:, None] * c_scales_s, known,
+                    R, BLOCK_R, _start(BLOCK_R, i), _width(BLOCK_R, i), C_KIND, C_BITS, C_GROUP,
+                )  # fmt: skip
+                c = c.to(tl.float32 if UPCAST else q_rope.dtype.element_ty)
                 if SHARED:
                     scores = _product(queries[i], tl.trans(c), scores, SWAP, PRECISION)
                 values = values + (c,)
-            rope_keys = k_rope + wide * k_rope_b + tl.cast(start, tl.int64) * k_rope_s
-            k = tl.load(rope_keys + tokens[:, None] * k_rope_s + rope_dims, mask=known & (rope_dims < P), other=0.0)
-            k = k.to(tl.float32) if UPCAST else k
+            rope_keys = k_rope + wide * k_rope_b
+            if K_KIND == "groups":
+                k = _group_tile(
+                    rope_keys, k_scales + wide * k_scales_b, k_offsets + wide * k_scales_b, k_opened + wide * k_opened_b,
+                    start + tokens[:, None], known, closed, k_rope_s, k_scales_s, k_opened_s, P, BLOCK_P, K_BITS, SPAN,
+                )  # fmt: skip
+            else:
+                k_place = wide * k_scales_b + at * k_scales_s
+                k = _row_tile(
+                    rope_keys + at * k_rope_s + tokens[:, None] * k_rope_s, k_scales, k_offsets,
+                    k_place + tokens[:, None] * k_scales_s, known, P, BLOCK_P, 0, BLOCK_P, K_KIND, K_BITS, K_GROUP,
+                )  # fmt: skip
+            k = k.to(tl.float32 if UPCAST else q_rope.dtype.element_ty)
             scores = _product(q, tl.trans(k), scores, SWAP, PRECISION)
             scores = (tl.trans(scores) if SWAP else scores) * scale
             if MASK == "additive":
@@ -218,7 +321,7 @@ def _attend(
             rescale = tl.exp2(top - base)
             p = tl.exp2(scores - base[:, None])
             weight = weight * rescale + tl.sum(p, 1)
-            p = p if UPCAST else p.to(latent.dtype.element_ty)
+            p = p if UPCAST else p.to(q_rope.dtype.element_ty)
             grown = ()
             for i in tl.static_range(_chunks(BLOCK_R)):
                 faded = sums[i] * (rescale[None, :] if SWAP else rescale[:, None])
@@ -284,8 +387,8 @@ def _load(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -
 def decode(
     q_latent: torch.Tensor | None,
     q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
+    latent: Operand,
+    k_rope: Operand,
     mask: torch.Tensor | None,
     scaling: float,
     tiling: Tiling,
@@ -297,7 +400,7 @@ def decode(
     Args:
         q_latent: `[B · GROUPS, H, 1, R]`, or None if the latent is only the value.
         q_rope: `[B · GROUPS, H, 1, P]`.
-        latent: `[B · GROUPS, S, R]`, any strides but 1 in the last dim; R a multiple of 16.
+        latent: `[B · GROUPS, S, R]`, any strides but 1 in the last dim; R a multiple of 16. Without a span.
         k_rope: `[B · GROUPS, S, P]`, likewise.
         mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
         scaling: The factor of the scores.
@@ -309,15 +412,15 @@ def decode(
         `[B · GROUPS, H, 1, R]`, contiguous.
     """
     requests, heads, _, rope = q_rope.shape
-    batch, (_, cached, rank) = requests // groups, latent.shape
+    batch, cached, rank, device = requests // groups, k_rope.tokens, latent.size, q_rope.device
     q_rope = q_rope if q_rope.stride(-1) == 1 else q_rope.contiguous()
     q_mixed = q_rope if q_latent is None else q_latent if q_latent.stride(-1) == 1 else q_latent.contiguous()
-    out = torch.empty(requests, heads, 1, rank, dtype=latent.dtype, device=latent.device)
+    out = torch.empty(requests, heads, 1, rank, dtype=q_rope.dtype, device=device)
     # The most partials there can be: all programs together walk from the first request to the last.
     count = tiling.programs + requests - 1
-    partial = torch.empty(count, heads, rank, dtype=torch.float32, device=latent.device)
-    tops, weights = (torch.empty(count, heads, dtype=torch.float32, device=latent.device) for _ in range(2))
-    bounds, slots = (torch.empty(2, rows, dtype=torch.int32, device=latent.device) for rows in (batch, requests))
+    partial = torch.empty(count, heads, rank, dtype=torch.float32, device=device)
+    tops, weights = (torch.empty(count, heads, dtype=torch.float32, device=device) for _ in range(2))
+    bounds, slots = (torch.empty(2, rows, dtype=torch.int32, device=device) for rows in (batch, requests))
     kind, mask_b, mask_s = "none", 0, 0
     if mask is not None:
         kind = "bool" if mask.dtype == torch.bool else "additive"
@@ -330,14 +433,17 @@ def decode(
     )  # fmt: skip
     launch(
         _attend, (tiling.programs, triton.cdiv(heads, tiling.block_h)),
-        q_mixed, q_rope, latent, k_rope, mask, bounds, slots, partial, tops, weights, scaling * _LOG2E,
+        q_mixed, q_rope, *latent[:3], *k_rope[:4], mask, bounds, slots, partial, tops, weights, scaling * _LOG2E,
         q_mixed.stride(0), q_mixed.stride(1), q_rope.stride(0), q_rope.stride(1),
-        latent.stride(0), latent.stride(1), k_rope.stride(0), k_rope.stride(1), mask_b, mask_s,
+        *_strides(latent.codes), *_strides(k_rope.codes), *_strides(latent.scales), *_strides(k_rope.scales),
+        *_strides(k_rope.opened), k_rope.closed, mask_b, mask_s,
         batch, heads, tiling.programs, R=rank, P=rope, MASK=kind, LEAST=tiling.least,
         BLOCK_H=tiling.block_h, BLOCK_N=tiling.block_n, BLOCK_R=padded(rank), BLOCK_P=max(16, power_of_two(rope)),
         BLOCK_B=max(_ROWS, power_of_two(batch)), GROUPS=groups, SHARED=q_latent is not None, SWAP=tiling.swap,
         UPCAST=not isinstance(_attend, triton.JITFunction),  # the interpreter stores bf16 as bits and would multiply these
-        PRECISION="ieee" if latent.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if q_rope.dtype == torch.float32 else "tf32",
+        C_KIND=latent.kind, C_BITS=latent.bits, C_GROUP=latent.group,
+        K_KIND=k_rope.kind, K_BITS=k_rope.bits, K_GROUP=k_rope.group, SPAN=k_rope.span,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     # Many partials of few requests, or few partials of many: either way enough programs read them in one or two rounds.
@@ -348,6 +454,10 @@ def decode(
         _combine, grid, partial, tops, weights, slots, out, requests, heads, R=rank, BLOCK_R=block_r, BLOCK_SLOTS=block_slots
     )
     return out
+
+
+def _strides(part: torch.Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if part is None else part.stride()[:2]
 
 
 def build(shape: Shape, tiling: Tiling) -> None:
@@ -361,9 +471,10 @@ def build(shape: Shape, tiling: Tiling) -> None:
     """
     groups = shape.groups or 1
     for batch in 1, _ROWS:
-        rows = batch * groups
-        sizes = (shape.heads, 1, shape.rank), (shape.heads, 1, shape.rope), (16, shape.rank), (16, shape.rope)
-        q_latent, q_rope, latent, k_rope = (torch.empty(rows, *size, dtype=shape.dtype, device="meta") for size in sizes)
-        mask = None if shape.mask is None else torch.empty(batch, 1, 1, 16, dtype=shape.mask, device="meta")
-        queries = None if shape.groups else q_latent
-        decode(queries, q_rope, latent, k_rope, mask, 1.0, tiling, groups, launch=_load)
+        queries = torch.empty(batch * groups, shape.heads, 1, shape.rank + shape.rope, dtype=shape.dtype, device="meta")
+        q_latent, q_rope = (part.contiguous() for part in queries.split((shape.rank, shape.rope), -1))
+        cached = torch.empty(batch, groups, _BUILT, shape.rank + shape.rope, dtype=shape.dtype, device="meta")
+        values, keys = (part.contiguous() for part in cached.split((shape.rank, shape.rope), -1))
+        latent, k_rope = map(operand, stored_pair(values, keys, shape.form, shape.groups is None))
+        mask = None if shape.mask is None else torch.empty(batch, 1, 1, _BUILT, dtype=shape.mask, device="meta")
+        decode(None if shape.groups else q_latent, q_rope, latent, k_rope, mask, 1.0, tiling, groups, launch=_load)

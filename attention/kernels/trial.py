@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attention.kernels import torch_decode
 from attention.kernels.tiling import Shape, choose, machine
+from attention.stored import stored_pair
 
 _BATCH, _CACHED, _PROGRAMS = 3, 700, 4  # each program gets several tiles, and each sequence several programs
 
@@ -28,7 +29,7 @@ def deviation(shape: Shape, device: str) -> float:
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device).to(shape.dtype)
 
-    heads, rank, rope, groups = shape[:4]
+    heads, rank, rope, groups, form = *shape[:4], shape.form
     tiling = choose(heads, rank, rope, shape.dtype.itemsize, machine(torch.device(device)))
     assert tiling is not None
     tiling = replace(tiling, programs=_PROGRAMS)
@@ -39,12 +40,12 @@ def deviation(shape: Shape, device: str) -> float:
         wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
         if groups is None:
             q, r = draw(_BATCH, heads, 1, rank), draw(_BATCH, heads, 1, rope)
-            c, k = draw(_BATCH, _CACHED, rank), draw(_BATCH, _CACHED, rope)
+            c, k = stored_pair(draw(_BATCH, 1, _CACHED, rank), draw(_BATCH, 1, _CACHED, rope), form, True)
             found = mla_decode(q, r, c, k, mask, scaling, tiling)
-            expected = torch_decode.decode(q.double(), r.double(), c.double(), k.double(), wide, scaling)
+            expected = torch_decode.decode(q.double(), r.double(), c[:, 0].double(), k[:, 0].double(), wide, scaling)
         else:
             q = draw(_BATCH, groups * heads, 1, rope)
-            k, v = draw(_BATCH, groups, _CACHED, rope), draw(_BATCH, groups, _CACHED, rank)
+            v, k = stored_pair(draw(_BATCH, groups, _CACHED, rank), draw(_BATCH, groups, _CACHED, rope), form, False)
             found = gqa_decode(q, k, v, mask, scaling, tiling)
             expected = torch_decode.decode_grouped(q.double(), k.double(), v.double(), wide, scaling)
         return float((found.double() - expected).norm() / expected.norm())

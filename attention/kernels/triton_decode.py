@@ -8,8 +8,11 @@ from importlib.util import find_spec
 
 import torch
 
+from attention.formats import Format
+from attention.kernels.operand import parts
 from attention.kernels.tiling import Shape, Tiling, choose, machine
 from attention.spec import RANK_STEP
+from attention.stored import Stored
 
 # The first call that Triton serves imports it. It reads its environment then, in the same way.
 _TRITON = find_spec("triton") is not None
@@ -30,7 +33,7 @@ def latent_objection(
     mask: torch.Tensor | None,
 ) -> str | None:
     """Why Triton cannot serve `attention.kernels.decode` with one query and these tensors, or None."""
-    heads, rank, rope = q_latent.shape[1], latent.shape[2], k_rope.shape[2]
+    heads, rank, rope = q_latent.shape[1], latent.shape[-1], k_rope.shape[-1]
     if reason := _objection((q_latent, q_rope, latent, k_rope), latent, k_rope, mask):
         return reason
     if rank % RANK_STEP or not rank or not rope:
@@ -45,7 +48,8 @@ def grouped_objection(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
         return reason
     if rank % RANK_STEP or not rank or not dim:
         return f"it takes heads whose values are a multiple of {RANK_STEP}, not {rank}"
-    if batch > 1 and groups > 1 and any(cached.stride(0) != groups * cached.stride(1) for cached in (keys, values)):
+    held = [*parts(keys), *parts(values)]
+    if batch > 1 and groups > 1 and any(part.stride(0) != groups * part.stride(1) for part in held):
         return "the KV heads of a sequence do not lie next to those of the one before"
     return _machine_objection(*_constants(query.shape[1] // groups, rank, dim, groups), *_kinds(values, mask))
 
@@ -61,6 +65,9 @@ def _objection(
     if any(tensor.device != values.device for tensor in (*tensors, *(() if mask is None else (mask,)))):
         devices = ", ".join(str(tensor.device) for tensor in tensors) + ("" if mask is None else f" and {mask.device}")
         return f"it takes tensors on one device, and these are on {devices}"
+    form = _form(values)
+    if form is not None and (form.name == "float64" or form.steps):
+        return f"it does not read a cache in {form.name}"
     if values.dtype not in _DTYPES or any(tensor.dtype != values.dtype for tensor in tensors):
         return f"it takes float16, bfloat16 or float32, all alike, not {', '.join(str(t.dtype)[6:] for t in tensors)}"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -79,8 +86,12 @@ def _constants(*sizes: int) -> tuple[int, ...]:
     return tuple(len(range(size)) for size in sizes)
 
 
-def _kinds(cached: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype | None, bool, str]:
-    return cached.dtype, None if mask is None else mask.dtype, on_gpu(cached), str(cached.device)
+def _kinds(cached: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype | None, Format | None, bool, str]:
+    return cached.dtype, None if mask is None else mask.dtype, _form(cached), on_gpu(cached), str(cached.device)
+
+
+def _form(cached: torch.Tensor) -> Format | None:
+    return cached.cached.form if isinstance(cached, Stored) else None
 
 
 # Facts about this machine: compiled code need not look them up again.
@@ -92,6 +103,7 @@ def _machine_objection(
     groups: int | None,
     dtype: torch.dtype,
     mask: torch.dtype | None,
+    form: Format | None,
     cuda: bool,
     device: str,
 ) -> str | None:
@@ -103,7 +115,7 @@ def _machine_objection(
         return f"two tiles of rank {rank} + {rope}, {size} bytes a value, do not fit into the shared memory of this GPU"
     if _INTERPRETED:
         return None
-    shape = Shape(heads, rank, rope, groups, dtype, mask)
+    shape = Shape(heads, rank, rope, groups, dtype, mask, form)
     # No trial during the capture of a CUDA graph, where no value can be read: a capture follows an ordinary call.
     capturing = cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return _failure(shape, tiling, device) or (None if capturing else _mistake(shape, device))
@@ -181,3 +193,20 @@ def gqa(
 @gqa.register_fake
 def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], values.shape[3]))
+
+
+# Compiled code gets caches decoded: over those that are not, no operator is needed.
+def mla_stored(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, latent: Stored, k_rope: Stored, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """`mla` over an encoded cache."""
+    from attention.kernels.mla_decode import mla_decode
+
+    return mla_decode(q_latent, q_rope, latent, k_rope, mask, scaling)
+
+
+def gqa_stored(query: torch.Tensor, keys: Stored, values: Stored, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    """`gqa` over an encoded cache."""
+    from attention.kernels.gqa_decode import gqa_decode
+
+    return gqa_decode(query, keys, values, mask, scaling)

@@ -521,7 +521,7 @@ def test_projections_around_a_step_copy_no_weight(monkeypatch: pytest.MonkeyPatc
     queries = module.queries(torch.randn(3, 1, 64))
     q_nope, q_rope = queries.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
     with torch.no_grad():
-        module._absorbed(q_nope, q_rope, torch.randn(3, 5, 16), torch.randn(3, 5, 8), None)
+        module._absorbed(q_nope, q_rope, torch.randn(3, 1, 5, 16), torch.randn(3, 1, 5, 8), None)
     (queries, up_k), (_, up_v) = products
     weight = module.kv_b_proj.weight
     assert queries.untyped_storage().data_ptr() == q_nope.untyped_storage().data_ptr()
@@ -574,8 +574,11 @@ COMPILE = """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
+    from attention.formats import FORMATS
     from attention.kernels import split_kv
+    from attention.kernels.operand import operand
     from attention.kernels.tiling import Machine, Shape, Tiling, choose, padded, shared_bytes
+    from attention.stored import stored_pair
 
     class Gpu:
         get_current_target = lambda self: GPUTarget("cuda", capability, 32)
@@ -587,11 +590,11 @@ COMPILE = """
     loaded, compiled = {}, []
     triton.knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["repr"])
     CompiledKernel.__getitem__ = lambda self, grid: loaded.__setitem__(self.name, self)
-    for capability, machine, heads, rank, rope, mask, dtype, tiling, groups in CASES:
-        size = dtype.itemsize
+    for capability, machine, heads, rank, rope, mask, dtype, tiling, groups, *stored in CASES:
+        size, form = dtype.itemsize, FORMATS[stored[0]] if stored else None
         tiling = tiling or choose(heads, rank, rope, size, machine)
         before = len(compiled)
-        split_kv.build(Shape(heads, rank, rope, groups, dtype, mask), tiling)
+        split_kv.build(Shape(heads, rank, rope, groups, dtype, mask, form), tiling)
         assert sum("_attend" in name for name in compiled[before:]) == 1, "one for every number of sequences up to 32"
         attend = loaded["_attend"]
         needed, code = attend.metadata.shared, attend.asm["ttgir"]
@@ -600,30 +603,42 @@ COMPILE = """
         loop = code[code.index("scf.for"):]
         loop = loop[:loop.index("scf.yield")]
         # one asynchronous copy a chunk, one of the rotary key, one of numbers to add: nothing is fetched twice
-        assert loop.count("async_copy_global_to_local") == padded(rank).bit_count() + 1 + (mask == torch.float32), loop
+        copies = padded(rank).bit_count() + 1 + (mask == torch.float32)
+        assert form or loop.count("async_copy_global_to_local") == copies, loop
         wgmma = capability == 90 and size == 2
         assert ("wgmma" in attend.asm["ptx"]) == wgmma
-        assert not wgmma or "ldmatrix" not in attend.asm["ptx"]  # which reads tiles where they lie
+        # wgmma reads tiles where they lie, but for those that are decoded in registers
+        assert form or not wgmma or "ldmatrix" not in attend.asm["ptx"]
         so_far = list(compiled)
         for batch in 3, 32:
-            seen = None if mask is None else torch.zeros(batch, 1, 1, 33, dtype=mask)
+            kept = 256 if form else 33  # encoded caches have room for multiples of that
+            seen = None if mask is None else torch.zeros(batch, 1, 1, kept, dtype=mask)
             rows = batch * (groups or 1)
-            shapes = (rows, heads, 1, rank), (rows, heads, 1, rope), (rows, 33, rank), (rows, 33, rope)
-            q_latent, *cached = (torch.zeros(shape, dtype=dtype) for shape in shapes)
-            split_kv.decode(None if groups else q_latent, *cached, seen, 0.5, tiling, groups or 1, launch=split_kv._load)
+            shapes = (rows, heads, 1, rank), (rows, heads, 1, rope), (rows, 1, kept, rank), (rows, 1, kept, rope)
+            q_latent, q_rope, *cached = (torch.zeros(shape, dtype=dtype) for shape in shapes)
+            held = map(operand, stored_pair(*cached, form, groups is None))
+            split_kv.decode(
+                None if groups else q_latent, q_rope, *held, seen, 0.5, tiling, groups or 1, launch=split_kv._load
+            )
         assert compiled == so_far, "what is built ahead is not what calls look for"
     print(len(compiled), *sorted(loaded))
 """
 
 
 CASES = {
-    80: "(8, 512, 64, torch.float32, torch.float32, None, None),",
+    80: "(8, 512, 64, torch.float32, torch.float32, None, None),"
+        "(16, 512, 64, torch.bool, torch.bfloat16, None, None, 'fp8'),",
     # The last but one: after loops that hold little, sums need more.
     90: "(16, 512, 64, None, torch.bfloat16, None, None),"
         "(64, 512, 64, None, torch.bfloat16, Tiling(64, 16, 2, 8, 132, 1), None),"
-        "(32, 80, 80, torch.bool, torch.float16, None, 1)",
-    100: "(8, 128, 128, torch.bool, torch.bfloat16, None, 4),",
-    120: "(16, 256, 256, torch.bool, torch.bfloat16, None, 2),",
+        "(32, 80, 80, torch.bool, torch.float16, None, 1),"
+        "(9, 160, 32, torch.bool, torch.bfloat16, None, None, 'int8'),"
+        "(16, 512, 64, None, torch.bfloat16, None, None, 'int4'),"
+        "(8, 128, 128, torch.bool, torch.bfloat16, None, 4, 'int4')",
+    100: "(8, 128, 128, torch.bool, torch.bfloat16, None, 4),"
+        "(8, 128, 128, torch.bool, torch.bfloat16, None, 4, 'int3'),",
+    120: "(16, 256, 256, torch.bool, torch.bfloat16, None, 2),"
+        "(9, 160, 32, torch.bool, torch.float16, None, None, 'int2'),",
 }  # fmt: skip
 
 

@@ -1,0 +1,167 @@
+"""Cached numbers as an encoded cache hands them to attention: a tensor that is decoded by whoever computes with it.
+
+`attention.kernels` knows a `Stored` and reads it as it is stored, a block of tokens at a time. Any other operation decodes all
+of it first, and computes with that; the copy lives as long as the `Stored` does, which is one layer's attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from attention.encoding import Encoded, decode, encode, integers, rotated
+from attention.formats import Format
+
+
+class Rows(NamedTuple):
+    """Cached `[B, heads, S, n]`, each token encoded by itself, in groups of consecutive values.
+
+    Attributes:
+        encoded: What is cached.
+        form: Its format.
+        group: Values that share a scale.
+        rotation: Values that were multiplied by a Hadamard matrix together; 1 for none.
+    """
+
+    encoded: Encoded
+    form: Format
+    group: int
+    rotation: int = 1
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what is decoded."""
+        codes = self.encoded.codes
+        return torch.Size((*codes.shape[:3], codes.shape[3] * codes.element_size() * 8 // self.form.bits))
+
+    def block(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Tokens `start` … `end` - 1, decoded."""
+        part = sliced(self.encoded, start, end)
+        if self.rotation == 1:
+            return decode(part, self.form, self.group, dtype)
+        return rotated(decode(part, self.form, self.group, torch.float32), self.rotation).to(dtype)
+
+    def scores(self, queries: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """`queries [B, heads, T, n]` times these tokens is `[B, heads, T, end - start]`."""
+        return queries @ self.block(start, end, queries.dtype).mT
+
+
+class Groups(NamedTuple):
+    """Cached keys `[B, heads, S, n]`, encoded per channel in groups of consecutive tokens.
+
+    Attributes:
+        closed: `[B, heads, groups, n, tokens]` of the groups before the newest token's; None if there are none.
+        opened: `[B, heads, 1 … tokens, n]`, those of the newest token's group, in full precision.
+        form: Where `tokens` is that of a group.
+    """
+
+    closed: Encoded | None
+    opened: torch.Tensor
+    form: Format
+
+    @property
+    def _encoded(self) -> int:
+        return 0 if self.closed is None else self.closed.codes.shape[2] * self.form.tokens
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what is decoded."""
+        batch, heads, tokens, size = self.opened.shape
+        return torch.Size((batch, heads, self._encoded + tokens, size))
+
+    def block(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Tokens `start` … `end` - 1, decoded; both are bounds of groups, or the end is that of all tokens."""
+        closed, opened = self._cut(start, end)
+        if closed is None:
+            return opened.to(dtype)
+        read = decode(closed, self.form, self.form.tokens, dtype).transpose(3, 4).flatten(2, 3)
+        return torch.cat([read, opened.to(dtype)], 2)
+
+    def scores(self, queries: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """As of `Rows`; q · (o + s k) = q·o + (q s) · k, since queries, which the scales then multiply, are fewer than keys."""
+        closed, opened = self._cut(start, end)
+        scores = queries @ opened.to(queries.dtype).mT
+        if closed is None:
+            return scores
+        assert closed.scales is not None
+        assert closed.offsets is not None
+        scales, offsets = (part[..., 0].to(queries.dtype) for part in (closed.scales, closed.offsets))  # [B, heads, groups, n]
+        products = (queries[:, :, None] * scales[:, :, :, None]) @ integers(closed, self.form, queries.dtype)
+        products += (queries @ offsets.mT).mT[..., None]
+        return torch.cat([products.transpose(2, 3).flatten(3), scores], 3)
+
+    def _cut(self, start: int, end: int) -> tuple[Encoded | None, torch.Tensor]:
+        """What is in a range of tokens of `closed` and of `opened`."""
+        encoded, tokens = self._encoded, self.form.tokens
+        opened = self.opened[:, :, max(0, start - encoded) : max(0, end - encoded)]
+        if self.closed is None or start >= encoded:
+            return None, opened
+        return sliced(self.closed, start // tokens, min(end, encoded) // tokens), opened
+
+
+class Stored(torch.Tensor):
+    """Cached `[B, heads, S, n]` as `cached` holds it, which passes for the tensor that `whole` returns.
+
+    Attributes:
+        cached: What is stored.
+    """
+
+    cached: Rows | Groups
+    _whole: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, cached: Rows | Groups, dtype: torch.dtype) -> Stored:
+        held = cached.encoded.codes if isinstance(cached, Rows) else cached.opened
+        made: Stored = torch.Tensor._make_wrapper_subclass(cls, cached.shape, dtype=dtype, device=held.device)
+        made.cached, made._whole = cached, None
+        return made
+
+    def whole(self) -> torch.Tensor:
+        """All of it, decoded."""
+        if self._whole is None:
+            self._whole = self.cached.block(0, self.shape[2], self.dtype).contiguous()  # as its strides say
+        return self._whole
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Stored({list(self.shape)}, {self.cached.form.name})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Stored, Stored.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def as_read(cached: Rows | Groups, new: torch.Tensor) -> torch.Tensor:
+    """What is cached, as attention reads it that has just cached `new [B, heads, T, n]`: a tensor of the same dtype.
+
+    Only what attends with one query reads what is not decoded; code that is compiled knows no `Stored`.
+    """
+    if isinstance(cached, Rows) and cached.encoded.codes.dtype == new.dtype:
+        return cached.encoded.codes
+    if new.shape[2] > 1 or torch.compiler.is_compiling():
+        return cached.block(0, cached.shape[2], new.dtype)
+    return Stored(cached, new.dtype)
+
+
+def stored_pair(
+    values: torch.Tensor, keys: torch.Tensor, form: Format | None, latent: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`values` and `keys` `[B, heads, S, n]`, or a latent and its RoPE key, as a cache of a format has them."""
+    if form is None:
+        return values, keys
+    group = form.latent_group if latent else form.group
+    held: Rows | Groups = Rows(encode(keys, form, group), form, group)
+    if form.tokens and not latent:
+        encoded = form.tokens_encoded(keys.shape[2])
+        grouped = keys[:, :, :encoded].unflatten(2, (-1, form.tokens)).transpose(3, 4)
+        held = Groups(encode(grouped, form, form.tokens) if encoded else None, keys[:, :, encoded:], form)
+    return Stored(Rows(encode(values, form, group), form, group), values.dtype), Stored(held, keys.dtype)
+
+
+def sliced(encoded: Encoded, start: int, end: int) -> Encoded:
+    """What is encoded of a range of tokens, or of groups of them."""
+    return Encoded(*(part[:, :, start:end] for part in encoded if part is not None))

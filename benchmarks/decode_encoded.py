@@ -1,0 +1,99 @@
+"""What a decode step of a checkpoint costs over a cache in fewer bits, relative to a float32 cache.
+
+    python benchmarks/decode_encoded.py MODEL … [--length 16384] [--formats int8 int4 …] [--rounds 9] [--threads 2]
+
+The other benchmarks of decoding run random models over static caches; formats are for dynamic caches, of any model. Weights are
+float32, caches hold random numbers, and a step over each takes turns in one process, who is first changing; medians. There are
+two float32 caches: transformers' own, which copies all of itself at every step, and the format float32, which does not.
+Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from eval.machine.threads import wait_wisely
+
+wait_wisely()
+
+import torch
+import transformers
+from transformers import DynamicCache
+
+from attention import load
+from attention.encoded_forward import store_encoded, store_plain
+
+_PIECE = 32  # tokens of one group of keys
+_OWN = "none"
+
+
+def stored(model: Any, form: str) -> Any:
+    """`model` over caches of a format, or over transformers' own."""
+    return store_plain(model) if form == _OWN else store_encoded(model, form)
+
+
+def filled(model: Any, length: int, shapes: list[tuple[int, int]]) -> DynamicCache:
+    """A cache of `length` tokens: one that the model reads, and random numbers for keys and values of `shapes`."""
+    cache: DynamicCache = model(torch.tensor([[7]]), use_cache=True).past_key_values
+    for layer in cache.layers:
+        keys, values = (torch.randn(1, heads, length - 1, size) for heads, size in shapes)
+        if getattr(layer, "is_croppable", True):
+            layer.update(keys, values)
+        else:  # group by group, and not read in between
+            for piece in (keys[:, :, : _PIECE - 1], *keys[:, :, _PIECE - 1 :].split(_PIECE, 2)):
+                layer.parts[0].append(piece, None)
+            layer.parts[1].append(values, None)
+    return cache
+
+
+def step(model: Any, cache: DynamicCache) -> float:
+    """Milliseconds of one new token."""
+    start = time.perf_counter()
+    model(torch.tensor([[7]]), past_key_values=cache, use_cache=True)
+    return (time.perf_counter() - start) * 1e3
+
+
+@torch.inference_mode()
+def measured(model: Any, forms: list[str], length: int, rounds: int) -> dict[str, float]:
+    """Median milliseconds of a step over a cache of each format, in turns; two turns warm up."""
+    first = stored(model, _OWN)(torch.tensor([[7]]), use_cache=True).past_key_values.layers[0]
+    shapes = [(part.shape[1], part.shape[3]) for part in (first.keys, first.values)]
+    caches = {form: filled(stored(model, form), length, shapes) for form in forms}
+    times: dict[str, list[float]] = {form: [] for form in forms}
+    for turn in range(2 + rounds):
+        for form in forms[:: -1 if turn % 2 else 1]:
+            taken = step(stored(model, form), caches[form])
+            if turn >= 2:
+                times[form].append(taken)
+    return {form: statistics.median(each) for form, each in times.items()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
+    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--formats", nargs="+", default=["bfloat16", "fp8", "int8", "int4", "int3", "int2"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
+          f"transformers {transformers.__version__}, {args.threads} threads, {args.length} tokens\n")  # fmt: skip
+    forms = [_OWN, "float32", *args.formats]
+    print("| " + " | ".join(["model", *forms]) + " |\n" + "| --: " * (1 + len(forms)) + "|")
+    for path in args.models:
+        found = measured(load(path, dtype="float32"), forms, args.length, args.rounds)
+        for title, base in (("ms", 1.0), ("of none", found[_OWN]), ("of float32", found["float32"])):
+            figures = (f"{found[form] / base:.{1 if base == 1 else 2}f}" for form in forms)
+            print(f"| {path.name}: {title} | " + " | ".join(figures) + " |", flush=True)
+    print(f"\nload at the end {os.getloadavg()[0]:.1f}: with more than {args.threads}, threads waited for other processes")
+
+
+if __name__ == "__main__":
+    main()
