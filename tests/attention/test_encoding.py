@@ -70,7 +70,7 @@ def test_known_answers_of_blocks_without_an_offset(sign: int) -> None:
     assert read[0, :7].tolist() == [sign * value for value in (-4, 3.5, 0.5, 0, 1, -1, 0)]
     assert back(torch.tensor([[-4, 0.25] + [0.0] * 30]), FORMATS["q4_0"])[0, 1] == 0.5
     assert back(torch.tensor([[4, 0.25] + [0.0] * 30]), FORMATS["q4_0"])[0, 1] == 0
-    values[0, :6] = sign * torch.tensor([-254, 253, 1.1, 0.9, 3, 0])  # over 127
+    values[0, :6] = sign * torch.tensor([-254, 253.2, 1.1, 0.9, 3.1, 0])  # a scale of 2
     stored = encode(values, FORMATS["q8_0"], 32)
     assert (stored.codes.shape, stored.nbytes) == ((1, 32), 34)
     expected = [sign * value for value in (-254, 254, 2, 0)]
