@@ -139,9 +139,9 @@ def _by_position(models: list[Model], context: int) -> Iterator[Section]:
 
 
 def _healing(index: int, model: Model) -> Iterator[Section]:
-    """The curve of the healing that made a model; nothing for others."""
+    """The curve of the healing that made a model; nothing for others, nor again for its rows with caches in formats."""
     points = model.get("healing") or []
-    if len(points) < 2:
+    if len(points) < 2 or cache_format(model):
         return
     points = points[:: -(-len(points) // _POINTS)]
     name, tokens = printable(model["name"]), [int(point["tokens"]) for point in points]

@@ -11,6 +11,7 @@ from decoding import SCALE, added, ragged
 from attention.cache import EncodedLayer
 from attention.formats import FORMATS
 from attention.kernels import torch_blocks, torch_decode
+from attention.kernels.triton_decode import grouped_objection
 from attention.stored import Stored
 
 FORMS = [name for name, form in FORMATS.items() if form.bits < 64]
@@ -133,3 +134,11 @@ def test_blocks_are_whole_groups_and_fit_a_cache() -> None:
         assert tokens % 32 == 0
         assert tokens == 32 or tokens * values <= 2**18
     assert torch_blocks._tokens(160, torch.device("meta")) > torch_blocks._tokens(160, CPU)
+
+
+@pytest.mark.parametrize("form", ["q8_0", "q4_0", "float64"])
+def test_what_triton_does_not_read_is_left_to_torch(form: str) -> None:
+    layer = EncodedLayer(FORMATS[form], latent=False)
+    layer.update(torch.randn(1, 1, 20, 64), torch.randn(1, 1, 20, 64))
+    keys, values = layer.update(torch.randn(1, 1, 1, 64), torch.randn(1, 1, 1, 64))
+    assert grouped_objection(torch.randn(1, 4, 1, 64), keys, values, None) == f"it does not read a cache in {form}"

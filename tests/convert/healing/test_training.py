@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 from accelerate import Accelerator
 from tiny import VOCABULARY, tiny_config, tiny_model
 
+from attention.encoded_forward import store_encoded
+from attention.formats import FORMATS
+from attention.rounded import rounding_cache
+from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.healing.batches import TrainingText
 from convert.healing.student import fixed, trained
@@ -53,6 +58,20 @@ def test_gradients_of_all_weights_are_those_of_plain_logits(tied: bool, ce: floa
         assert parameter.grad is not None
         largest = float(parameter.grad.abs().max())
         torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-4 * largest, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_the_students_cache_is_read_rounded(form: str) -> None:
+    config = tiny_config("llama")
+    student, teacher = tiny_model(config, 1), tiny_model(config, 2).requires_grad_(False)
+    indices, spec = text().batch(0, 4, 0), AttentionSpec.from_config(config)
+    ids = text().blocks[indices]
+    through = Distillation(student, Running(teacher, None), 0.0, VOCABULARY, partial(rounding_cache, FORMATS[form], spec))
+    found = through(ids, indices, measured_blocks=4)
+    expected = teacher(ids).logits[:, :-1].log_softmax(-1)
+    with torch.no_grad():
+        logits = store_encoded(student.eval(), form)(ids).logits[:, :-1].log_softmax(-1)
+    assert found.kl == pytest.approx(float((expected.exp() * (expected - logits)).sum()), rel=1e-5)
 
 
 def test_a_step_is_one_of_adamw_on_the_mean_of_all_tokens() -> None:
