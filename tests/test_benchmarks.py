@@ -169,7 +169,7 @@ def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     command = [
         *(str(tmp_path / "out"), "--model", str(model), "--text", str(tmp_path / "calibrate")),
         *("--evaluate", str(tmp_path / "evaluate"), "--calibration-tokens", "256", "--calibration-context", "32"),
-        *("--shares", "50", "--folds", "2,4", "--heal", "256"),
+        *("--shares", "50", "--folds", "2,4", "--heal", "256", "--formats", "int8"),
     ]
     stopped = benchmark.evaluate
 
@@ -190,6 +190,7 @@ def test_the_real_model_benchmark_goes_on_where_it_was_stopped(
     assert (tmp_path / "out" / "report" / "report.html").is_file()
     for name in ("gqa-1-aligned", "mla-28+4-weighted"):
         assert f"| {name}-healed-256 " in out
+    assert "| mla-28+4-weighted-for-int8 (int8 cache) " in out
 
 
 @pytest.mark.slow

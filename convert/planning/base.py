@@ -231,9 +231,9 @@ def stored_dtype(source: Source, output: Output) -> str:
     return dtype
 
 
-def require_stored(engine: Engine | None, cache_dtype: str | None) -> None:
-    """Refuse a format of the cache that an engine is not known to store."""
-    stored = [cache.form for cache in engine.caches] if engine else []
+def require_stored(engine: Engine | None, cache_dtype: str | None, untried: bool = False) -> None:
+    """Refuse a format of the cache that an engine is not known to store; with `untried`, not one that only nobody tried."""
+    stored = [cache.form for cache in engine.caches if cache.tried or untried] if engine else []
     if engine and rounding_of(cache_dtype) is not None and cache_dtype not in stored:
         raise Refusal(
             f"it is not known whether {engine.name} stores caches in {cache_dtype}",
