@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from attention.encoding import Encoded, encode, rotated
 from attention.errors import Refusal
 from attention.formats import Format
-from attention.stored import Groups, Rows, as_read
+from attention.stored import Groups, Rows, Stored, as_read
 
 _SPARE = 256  # tokens that there is room for whenever a cache grows: a copy of all that seldom costs nothing
 
@@ -50,7 +50,7 @@ class _Growing:
         """Add tokens, or groups; return all."""
         parts = [part for part in new if part is not None]
         start, end = self.length, self.length + parts[0].shape[2]
-        if not self._has_room(parts, end):
+        if not self._has_room(end):
             grown = [
                 part.new_empty((*part.shape[:2], (end // self._spare + 1) * self._spare, *part.shape[3:])) for part in parts
             ]
@@ -62,12 +62,11 @@ class _Growing:
         self.length = end
         return Encoded(*(held[:, :, :end] for held in self._held))
 
-    def _has_room(self, parts: list[torch.Tensor], end: int) -> bool:
-        """Whether what is new can be written in place: not into tensors that inference or gradients forbid to change."""
-        if not self._held or end > self._held[0].shape[2]:
+    def _has_room(self, end: int) -> bool:
+        """Whether what is new can be written in place: not into tensors that autograd may have saved, or of inference alone."""
+        if not self._held or end > self._held[0].shape[2] or torch.is_grad_enabled():
             return False
-        graph = torch.is_grad_enabled() and any(part.requires_grad for part in (*self._held, *parts))
-        return not graph and self._held[0].is_inference() <= torch.is_inference_mode_enabled()
+        return self._held[0].is_inference() <= torch.is_inference_mode_enabled()
 
     def change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change all that is stored by a function that leaves its dims in their order."""
@@ -185,7 +184,12 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         first, second = self.parts
         keys, values = first.append(key_states, self.seen), second.append(value_states, self.seen)
-        return as_read(keys, key_states), as_read(values, value_states)
+        read = as_read(keys, key_states), as_read(values, value_states)
+        if isinstance(read[0], Stored) == isinstance(read[1], Stored):
+            return read
+        # Of two dtypes (autocast), one may be stored as it is read: kernels take both encoded, or none.
+        whole = [part.whole() if isinstance(part, Stored) else part for part in read]
+        return whole[0], whole[1]
 
     def get_seq_length(self) -> int:
         return self.parts[0].length

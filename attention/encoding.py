@@ -193,7 +193,12 @@ def _from_fp8(codes: torch.Tensor) -> torch.Tensor:
     """e4m3 in float32. On a CPU, where torch converts one value at a time, by way of float16, whose bits are the same further
     left, but for 8 more in the exponent's bias, and NaN.
     """
-    if codes.device.type != "cpu" or not codes.numel() or bool((codes.view(torch.uint8) & 127).amax() == 127):
+    if (
+        codes.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or not codes.numel()
+        or bool((codes.view(torch.uint8) & 127).amax() == 127)
+    ):
         return codes.float()
     half = (codes.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)  # of the sign's copies, one is left
     return half.view(torch.float16).float() * 2**8

@@ -256,7 +256,8 @@ def plan(model: str | Path, **given: Unpack[options.Plan]) -> Facts:
             raise Refusal(f"memory of {name} is {gigabytes}; it must be at least 1e-06 and at most 1e+09")
     context = source.max_positions or 2048 if given["context"] is None else given["context"]
     dtype, engine = given["dtype"] or source.dtype, engine_of(given["engine"])
-    require_stored(engine, given["cache_dtype"], untried=True)
+    if engine:
+        require_stored(engine, given["cache_dtype"], engine.caches, untried=True)
     return capacity(source, dtype, given["batch"], context, gpus, given["gpu_share"], engine, given["cache_dtype"])
 
 

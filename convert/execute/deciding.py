@@ -17,7 +17,7 @@ from attention.forward import attention_output, output_error
 from attention.rope import Rotary, no_rotary
 from attention.spread import evenly_spread
 from convert.execute.job import Job
-from convert.execute.steps import Pipeline, grouped_pipeline, latent_pipeline, refit, rounding
+from convert.execute.steps import Pipeline, balance, grouped_pipeline, latent_pipeline, refit
 from convert.methods.latent import Allocation, LatentMethod
 from convert.methods.ranks import interpolated, measured_ranks, shared_out
 from convert.methods.statistics import Statistics, excerpt
@@ -198,7 +198,7 @@ def _errors(job: Job, offers: Sequence[tuple[LatentTarget, Allocation]], statist
             tried, other = measured.sample.of(rows[::2]), measured.sample.of(rows[1::2] or rows)
             fitted = replace(measured, sample=other)
             for i, (split, offer) in enumerate(offers):
-                after = rounding(job, split, before, split.method.factor(before, offer, measured), layer, fitted)
+                after = balance(job, split, before, split.method.factor(before, offer, measured), layer, fitted)
                 after = refit(job, before, after, layer, fitted)
                 errors[i] += output_error(before, after, tried.blocks) / count
                 done(1)

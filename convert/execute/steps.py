@@ -52,7 +52,7 @@ class Pipeline:
 
 def grouped_pipeline(job: Job, target: GroupedTarget) -> Pipeline:
     """The steps to fewer KV heads."""
-    steps: dict[str, Step] = {"balance": partial(rounding, job, target), "refit": partial(refit, job)}
+    steps: dict[str, Step] = {"balance": partial(balance, job, target), "refit": partial(refit, job)}
     return Pipeline(partial(merged, target), _named(job.plan, steps))
 
 
@@ -67,13 +67,13 @@ def latent_pipeline(job: Job, target: LatentTarget, allocation: Allocation, rank
     """
     steps: dict[str, Step] = {
         "constant norm": _constant_norm,
-        "balance": partial(rounding, job, target),
+        "balance": partial(balance, job, target),
         "refit": partial(refit, job),
         "queries behind a norm": partial(_behind_norm, job),
         "latent of queries": partial(_query_latent, job, target.spec.q_lora_rank or 0),
         "scale": partial(_scaled, target.host.latent_size(target.spec.kv_lora_rank or 0)),
     }
-    return Pipeline(partial(factored, target, allocation, ranks), _named(job.plan, steps))
+    return Pipeline(partial(factored, target, allocation, ranks), _named(job.plan.choosing(target), steps))
 
 
 def _named(plan: Plan, steps: Mapping[str, Step]) -> dict[str, Step]:
@@ -84,6 +84,8 @@ def _named(plan: Plan, steps: Mapping[str, Step]) -> dict[str, Step]:
 def merged(target: GroupedTarget, before: Attention, layer: int, statistics: Statistics) -> tuple[Attention, Record]:
     """The KV heads of a layer, merged by the target's method."""
     groups, method = target.spec.num_kv_heads, target.method
+    if groups == before.num_kv_heads:
+        return before, before
     if target.grouping == "similar" and method.partition:
         order = method.partition(before, groups, statistics)
         statistics = statistics.with_queries(queries_of(before, order))
@@ -106,7 +108,7 @@ def factored(
     return before, target.method.factor(before, own, statistics)
 
 
-def rounding(job: Job, target: Target, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
+def balance(job: Job, target: Target, before: Attention, after: Record, layer: int, statistics: Statistics) -> Record:
     """Keys and values in balanced coordinates, and rounded from here on as the target's cache rounds them, if it does.
 
     Where the class does more with them than records say, or nothing shows their sizes, those of heads are only rounded.

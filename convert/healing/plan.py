@@ -200,7 +200,7 @@ class HealPlan:
             "top_k": o.top_k,
             "eval_every": self.every * self.batch * self.context,
             "seed": self.seed,
-            "cache_dtype": o.cache_dtype,
+            "cache_dtype": o.cache_dtype if self.rounding is None else self.cache_dtype,
         }
         numbers = {name: value for name, value in every.items() if value is not None}
         trusted = {"trust_remote_code": True} if self.converted.trust_remote_code else {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Stored:
+class CacheOption:
     """A format in which an engine stores its cache.
 
     Attributes:
@@ -50,7 +50,7 @@ class Engine:
     latents: tuple[tuple[int, int], ...]
     plain_queries: tuple[int, ...] | None
     serve: str
-    caches: tuple[Stored, ...] = ()
+    caches: tuple[CacheOption, ...] = ()
 
     def objection(self, host: Host, family: Family, spec: AttentionSpec, config: Any = None) -> str | None:
         """Why it does not run an attention of these sizes in an output class, or None if it does; `config` is the source's."""
@@ -66,7 +66,7 @@ class Engine:
             return f"{self.name} takes latents of {_listed(map(_sum, self.latents))}, not of {_sum(size)}"
         return None
 
-    def stores(self, host: Host, spec: AttentionSpec) -> list[Stored]:
+    def stores(self, host: Host, spec: AttentionSpec) -> list[CacheOption]:
         """The formats in which it stores the cache of an attention of these sizes in an output class that it runs."""
         if self.serve and host.code and spec.kv_lora_rank:  # `attention.models.vllm` refuses them
             return []
@@ -107,21 +107,25 @@ ENGINES = {
             (),
             None,
             "",
-            tuple(Stored(name, f'attention.load(…, cache_dtype="{name}")') for name, form in FORMATS.items() if form.bits < 16),
+            tuple(
+                CacheOption(name, f'attention.load(…, cache_dtype="{name}")')
+                for name, form in FORMATS.items()
+                if form.bits < 16
+            ),
         ),
         Engine(
             "vllm",
             ((256, 64), (448, 64), (512, 64)),
             None,
             "vllm serve {path}",
-            (Stored("fp8", "--kv-cache-dtype fp8", tried=False),),
+            (CacheOption("fp8", "--kv-cache-dtype fp8", tried=False),),
         ),
         Engine(
             "llama.cpp",
             (),
             (26, 27),
             "convert_hf_to_gguf.py {path} && llama-server -m {path}/*.gguf",
-            tuple(Stored(name, f"-fa on -ctk {name} -ctv {name}") for name in ("q8_0", "q4_0")),
+            tuple(CacheOption(name, f"-fa on -ctk {name} -ctv {name}") for name in ("q8_0", "q4_0")),
         ),
     )
 }

@@ -76,10 +76,14 @@ def balanced_heads(a: Attention, sample: Blocks) -> Attention:
     second = values.mT @ values / values.shape[1]
     v, bias, o = a.v.float().clone(), None if a.v_bias is None else a.v_bias.float().clone(), a.o.float().clone()
     for head in range(len(v)):
-        if not (second[head].diagonal() > 0).any() or not (read[head].diagonal() > 0).any():
+        alive = (second[head].diagonal() > 0) & (read[head].diagonal() > 0)
+        if not (live := [dim for dim in range(len(alive)) if alive[dim]]):
             continue
-        there, back = _coordinates(second[head], read[head])
-        size = _power_of_two((there @ second[head] @ there.T).diagonal().mean().sqrt())
+        used = torch.tensor(live, device=alive.device)
+        there, back = torch.eye(len(alive)).to(second), torch.eye(len(alive)).to(second)
+        found = _coordinates(second[head][used][:, used], read[head][used][:, used])
+        there[used[:, None], used], back[used[:, None], used] = found
+        size = _power_of_two((there @ second[head] @ there.T).diagonal()[used].mean().sqrt())
         v[head] = (there @ v[head].double() / size).to(v)
         if bias is not None:
             bias[head] = (there @ bias[head].double() / size).to(bias)
@@ -89,7 +93,12 @@ def balanced_heads(a: Attention, sample: Blocks) -> Attention:
 
 
 def _balanced_keys(a: Attention, heads: list[Heads]) -> Attention:
-    """The same function with one factor for each pair of dims of a KV head's keys, and its inverse in the queries'."""
+    """The same function with one factor for each pair of dims of a KV head's keys, and its inverse in the queries'.
+
+    Gains that are stored less one (Gemma) would lose bits, so that these keys stay as they are.
+    """
+    if any(norm is not None and norm.gain_offset for norm in (a.k_norm, a.q_norm)):
+        return a
     groups = len(a.k)
     of_keys = _energies([torch.cat((each.kept_rope, each.kept_nope), -1) for each in heads])
     of_queries = _energies([torch.cat((each.rope, each.nope), -1) for each in heads]).unflatten(0, (groups, -1)).sum(1)
@@ -128,8 +137,7 @@ def _scaled(
     if norm is None:
         return weight * factors[..., None].to(weight), None if bias is None else bias * factors.to(bias), None
     own = (factors if norm.per_head_gains else factors[:1]).to(norm.gain)
-    gain = (norm.gain + norm.gain_offset) * own - norm.gain_offset
-    return weight, bias, replace(norm, gain=gain, bias=None if norm.bias is None else norm.bias * own)
+    return weight, bias, replace(norm, gain=norm.gain * own, bias=None if norm.bias is None else norm.bias * own)
 
 
 def _power_of_two(values: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def stated_cache(provenance: Mapping[str, Any]) -> str | None:
     """The format of the cache that conversion.json says a checkpoint was made for; None if it names none that there is."""
     found = provenance.get("kv_bytes_per_token")
     named = found.get("cache_dtype") if isinstance(found, dict) else None
-    return named if named in FORMATS else None
+    return named if isinstance(named, str) and named in FORMATS else None
 
 
 def partial_path(output: Path) -> Path:

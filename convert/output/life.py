@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from attention.errors import Failure, Interrupted, Refusal
 from attention.formats import rounding_of
+from attention.spec import AttentionSpec
 from convert.output.destination import Output, check_output, read_provenance, stated_cache
 from convert.output.lock import exclusive
 from convert.output.provenance import Clock, write_card, write_provenance
@@ -174,14 +175,25 @@ def explained(noun: str, path: Path) -> Iterator[None]:
         raise Failure(f"the {noun} to {path} stopped: {error}", hint="fix the cause and rerun with --resume") from None
 
 
+def _formats(provenance: dict[str, Any], models: tuple[Source, ...]) -> tuple[str, ...]:
+    """The format of the cache that the result was made for, if it was, and if the caches of all models can have it."""
+    form = stated_cache(provenance)
+    if form is None or rounding_of(form) is None:
+        return ()
+    for model in models:
+        if not AttentionSpec.from_config(model.config).takes(form):
+            _log.warning("evaluated without caches in %s, which %s cannot have", form, model.reference)
+            return ()
+    return (form,)
+
+
 def _evaluated(
     task: Task, models: tuple[Source, ...], work: WorkDirectory, held_out: Held, seen: Tokens | None, progress: Progress
 ) -> dict[str, Any]:
     """The report on the models and the result in the work directory, whose name does not get into it."""
     work.keep()  # the weights are complete even if the evaluation fails
     result = Source.parse(str(work.path), models[0].trust_remote_code)
-    form = stated_cache(read_provenance(work.path))
-    settings = replace(held_out.settings, cache_dtypes=() if rounding_of(form) is None else (str(form),))
+    settings = replace(held_out.settings, cache_dtypes=_formats(read_provenance(work.path), (*models, result)))
     labelled = [replace(one, label=label) for one, label in zip((*models, result), task.labels, strict=True)]
     try:
         report = report_of(labelled, held_out.text, settings, seen, progress, foretold=True)

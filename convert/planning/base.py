@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from convert.families import Family
     from convert.families.base import Traits
     from convert.hosts import Host
-    from convert.hosts.engines import Engine
+    from convert.hosts.engines import CacheOption, Engine
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
     from convert.output.destination import Output
@@ -231,10 +231,10 @@ def stored_dtype(source: Source, output: Output) -> str:
     return dtype
 
 
-def require_stored(engine: Engine | None, cache_dtype: str | None, untried: bool = False) -> None:
-    """Refuse a format of the cache that an engine is not known to store; with `untried`, not one that only nobody tried."""
-    stored = [cache.form for cache in engine.caches if cache.tried or untried] if engine else []
-    if engine and rounding_of(cache_dtype) is not None and cache_dtype not in stored:
+def require_stored(engine: Engine, cache_dtype: str | None, caches: Sequence[CacheOption], untried: bool = False) -> None:
+    """Refuse a format of the cache that is not among those that an engine stores, or that was not tried."""
+    stored = [cache.form for cache in caches if cache.tried or untried]
+    if rounding_of(cache_dtype) is not None and cache_dtype not in stored:
         raise Refusal(
             f"it is not known whether {engine.name} stores caches in {cache_dtype}",
             hint=f"choose {', '.join(stored)}, or leave out --engine" if stored else "leave out --engine or --cache-dtype",

@@ -27,19 +27,20 @@ def check_fold(fold: int, rope_dim: int, rotary_dim: int) -> None:
         )
 
 
-def layer_ranks(mean: int, full: int) -> tuple[int, ...]:
+def layer_ranks(mean: int, full: int, multiple: int = 1) -> tuple[int, ...]:
     """The ranks that a layer may have where layers share `mean` ranks each: even steps from a quarter to five halves of
     it, and full size if that is less.
 
     Args:
         mean: R.
         full: The rank beyond which nothing is gained.
+        multiple: What each has to be a multiple of.
     """
-    step = RANK_STEP if mean >= 4 * RANK_STEP else max(1, mean // 12)
+    step = math.lcm(multiple, RANK_STEP if mean >= 4 * RANK_STEP else max(1, mean // 12))
     first = max(1, mean // 4 // step) * step
     most = max(first, min(full, 5 * mean // 2))
     ranks = range(first, most + 1, step)
-    return (*ranks, full) if most == full > ranks[-1] else tuple(ranks)
+    return (*ranks, full) if most == full > ranks[-1] and full % multiple == 0 else tuple(ranks)
 
 
 def split_budget(values: int, rotary_dim: int, groups: int, full_rank: Callable[[int], int], least: int) -> tuple[int, int]:

@@ -66,8 +66,9 @@ def plan_grouped(
     stored_dtype(source, output)  # refuses what no engine serves
     hosts = [host for host in HOSTS[kind] if output_class in (None, host.kind)]
     engine = engine_of(output.engine)
-    require_stored(engine, cache_dtype)
     host = host_of(hosts, family, source, spec, engine, "leave out --class" if output_class else None)
+    if engine:
+        require_stored(engine, cache_dtype, engine.stores(host, spec))
     behind = host.reads_projections(family, source.config)
     _check_grouping(grouping, method, family.slopes(source.config))
     spec.bytes_per_token(cache_dtype or source.dtype)  # refuses sizes that the format does not take
@@ -78,7 +79,13 @@ def plan_grouped(
     check_output(output.path, source.directory, output.overwrite, output.resume)
     notes, remarks = _notes(family, source, before, spec, output, method, text, behind)
     if spec == before and changes:
-        notes, remarks = (f"its {before.num_kv_heads} KV heads stay, balanced and fitted for {cache_dtype}",), ()
+        if text is None:
+            raise Refusal(
+                f"{source.reference} has {before.num_kv_heads} KV heads: without text, nothing of it changes for {cache_dtype}",
+                hint="leave out --no-text, and give a --method that uses text",
+            )
+        notes = (f"its {before.num_kv_heads} KV heads stay, and are only made fit for a cache in {cache_dtype}",)
+        remarks = tuple(text_notes(method, text, family.traits(source.config)))
     notes += host.notes(source.config) if changes else ()
     target = GroupedTarget(
         command,

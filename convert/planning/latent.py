@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
-from attention.formats import format_named
+from attention.formats import format_named, rounding_of
 from attention.spec import RANK_STEP, AttentionSpec
 from convert import methods
 from convert.hosts import HOSTS, PORTABLE
@@ -101,7 +101,6 @@ def plan_latent(
     dtype = stored_dtype(source, output)
     # Whether any latent fits the source comes first: it is what most users have to know.
     engine = engine_of(output.engine)
-    require_stored(engine, size.cache_dtype)
     hosts = PORTABLE if size.portable else HOSTS["mla"]
     smallest = smallest_latent(source, family, before)
     if size.per_layer_ranks:
@@ -109,12 +108,24 @@ def plan_latent(
     host = host_of(hosts, family, source, smallest, engine, portable_hint(family, source, smallest, engine))
     if engine and engine.query_latent(before) and size.q_lora_rank is None:
         size = replace(size, q_lora_rank=host.full_query_rank(source.decoder.hidden_size))
+    if engine and size.cache_dtype != AUTO:
+        require_stored(engine, size.cache_dtype, engine.caches)
     padded = size.pad_rank or (engine is not None and size.kv_lora_rank is None and bool(engine.latents))
     targets = [
         _target(source, family, method, host, before, replace(whole, pad_rank=padded), dtype)
         for whole in _whole(source, family, before, size, host, dtype, engine)
     ]
+    targets = [one for one in targets if not targets[1:] or not _is_unchanged(one)]
     target = targets[0]
+    if _is_unchanged(target):
+        raise Refusal(
+            f"{source.reference} is {target.spec.kind} already: a conversion to that size copies it, for any cache",
+            hint=f"train it for such a cache with `convert heal --teacher MODEL --cache-dtype {target.cache_dtype}`, or give a "
+            "smaller size",
+        )
+    for one in targets:
+        if engine:
+            require_stored(engine, one.cache_dtype, engine.stores(host, one.spec))
     if engine:
         _check_engine(engine, host, family, target.spec, source.config)
     if engine and (note := engine.note(before)):
@@ -140,6 +151,7 @@ def plan_latent(
             for start in targets
             for split in _splits(source, family, before, start, size, host, dtype)
         )
+        splits = tuple(split for split in splits if not _is_unchanged(split))
         note = "the search starts from this split of the cache; the text decides the split, one for all layers"
         if targets[1:]:
             note = f"the text decides the format, among {_listed(targets, dtype)}, and then the split of the cache"
@@ -148,6 +160,11 @@ def plan_latent(
     require_room_to_write(source, text, compute_device(device))
     text = with_default_healing(source, text, compute_device(device))
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
+
+
+def _is_unchanged(target: LatentTarget) -> bool:
+    """Whether a latent for a format has the source's own size, so that nothing is made for it."""
+    return target.copies and rounding_of(target.cache_dtype) is not None
 
 
 def _check_engine(engine: Engine, host: Host, family: Family, spec: AttentionSpec, config: Any) -> None:
@@ -204,8 +221,8 @@ def _target(
         )
     fold = _freqfold(method, size.freqfold, rope_dim, rotary)
     used = min(channels, full)
-    ranks = layer_ranks(rank, full) if size.per_layer_ranks else ()
     form = size.cache_dtype or dtype
+    ranks = layer_ranks(rank, full, format_named(form).multiple) if size.per_layer_ranks else ()
     (spec if not ranks else replace(spec, layer_ranks=ranks)).bytes_per_token(form)  # refuses what the format does not take
     target = LatentTarget(before, spec, method, host, used, fold, size.pad_rank, ranks, cache_dtype=size.cache_dtype)
     if target.copies:
@@ -260,7 +277,8 @@ def _whole(
             "--cache-dtype auto chooses the format of a budget", hint="give --kv-budget, or name a format with --cache-dtype"
         )
     found, refusals = [], []
-    for form in (None, *_TRIED):
+    stored = _TRIED if engine is None else [cache.form for cache in engine.caches if cache.tried]
+    for form in (None, *stored):
         try:
             found += _whole(source, family, before, replace(size, cache_dtype=form), host, dtype, engine)
         except Refusal as refusal:
@@ -300,11 +318,13 @@ def _latent_size(
     values = budget * 8 // (before.num_layers * format_named(form).bits)
     if engine and engine.latents:
         return engine.fitting(values)
-    least = (with_reserved(host, 1) + 2 * rotates) * before.num_layers * format_named(form).bits // 8
+    step, most = format_named(form).multiple, most_rotary_dims(source, family, before, host)
+    smallest = before.latent(-(-with_reserved(host, 1) // step) * step, min(most, max(2, step)) if rotates else 0)
+    least = smallest.bytes_per_token(form)  # refuses a model whose rotary dims are too few for the format
     try:
         while True:
             rank, rope_dim = latent_for_budget(source, family, before, host, values)
-            if found := _within(before, rank, rope_dim, budget, form):
+            if found := _within(before, rank, rope_dim, most, budget, form):
                 return found
             values -= 1
     except Refusal as error:
@@ -314,11 +334,18 @@ def _latent_size(
         ) from None
 
 
-def _within(before: AttentionSpec, rank: int, rope_dim: int, budget: int, form: str) -> tuple[int, int] | None:
-    """R and P, rounded down to what the format takes, if their cache keeps to a budget of bytes per token."""
+def _within(before: AttentionSpec, rank: int, rope_dim: int, most: int, budget: int, form: str) -> tuple[int, int] | None:
+    """R and P of as many numbers or less that the format takes, if their cache keeps to a budget of bytes per token.
+
+    P is rounded up, as far as `most`.
+    """
     step = format_named(form).multiple
-    rank, rope_dim = rank // step * step, max(min(rope_dim, step), rope_dim // step * step)
-    return (rank, rope_dim) if rank and before.latent(rank, rope_dim).bytes_per_token(form) <= budget else None
+    kept = -(-rope_dim // step) * step
+    kept = kept if kept <= most else rope_dim // step * step
+    rank = (rank + rope_dim - kept) // step * step
+    if rank < 1 or (rope_dim and not kept):
+        return None
+    return (rank, kept) if before.latent(rank, kept).bytes_per_token(form) <= budget else None
 
 
 def _listed(targets: list[LatentTarget], dtype: str) -> str:
@@ -345,9 +372,9 @@ def _splits(
         channels = rank - host.reserved(rank) if rank > 0 else 0
         most = most_rotary_dims(source, family, before, host)
         if rope_dim % step == 0 and 2 <= rope_dim <= most and 1 <= channels <= full:
-            served = served_rank(rank, with_reserved(host, full), values)
             # Groups of values that share a scale are filled differently by another split.
-            fitting = (_within(before, least, rope_dim, budget, form) for least in range(served, 0, -1))
+            served = (served_rank(most_rank, with_reserved(host, full), values) for most_rank in range(rank, 0, -1))
+            fitting = (_within(before, one, rope_dim, most, budget, form) for one in served)
             found += next(([split] for split in fitting if split), [])
     found = found or [(target.kv_lora_rank or 0, target.qk_rope_head_dim)]
     request = replace(size, pad_rank=False, cache_dtype=start.cache_dtype)

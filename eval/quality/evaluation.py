@@ -115,8 +115,9 @@ def report_of(
 
 
 def _with_formats(sources: Sequence[Source], forms: Sequence[str]) -> tuple[list[Source], list[str | None]]:
-    """Each model as it is, and once for each format of the cache that its checkpoint's dtype is not; formats beside them."""
-    rows = [(source, form) for source in sources for form in (None, *forms) if form != source.dtype]
+    """Each model as it is, then each once for each format of the cache that its dtype is not; formats beside them."""
+    rows: list[tuple[Source, str | None]] = [(source, None) for source in sources]
+    rows += [(source, form) for source in sources for form in forms if form != source.dtype]
     named = [source if form is None else replace(source, label=f"{source.name} ({form} cache)") for source, form in rows]
     return named, [form for _, form in rows]
 

@@ -290,3 +290,23 @@ def test_what_pieces_do_not_make_up_is_refused_wherever_it_is_asked_for() -> Non
     both = tiny_model(tiny_config("gemma3_text", use_bidirectional_attention=True))
     with pytest.raises(Refusal, match="tokens of Gemma3ForCausalLM see later ones"):
         store_encoded(both, "int4")
+
+
+@pytest.mark.parametrize(("kind", "form"), [("heads", "bfloat16"), ("latent", "float32")])
+def test_dtypes_may_differ_under_autocast(kind: str, form: str) -> None:
+    """Of keys and values in two dtypes, one is stored as it is read: nothing then reads the other one encoded."""
+    model, ids = MODELS[kind](torch.float32), tokens(1, 8)
+    model = store_encoded(pack(model) if kind == "heads" else absorb(model, when="always"), form)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = model(ids, use_cache=True).past_key_values
+        assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+
+
+def test_a_cache_may_be_trained_through() -> None:
+    """Nothing that autograd has saved is written over."""
+    model, ids = store_encoded(grouped_model(torch.float32), "float32"), tokens(1, 8)
+    model.requires_grad_(False)
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+    first = model(ids, use_cache=True)
+    (first.logits.sum() + model(ids[:, :1], past_key_values=first.past_key_values).logits.sum()).backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.isfinite().all()

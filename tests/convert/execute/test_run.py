@@ -689,7 +689,7 @@ def test_a_result_for_a_format_is_an_ordinary_checkpoint_that_says_so(
     assert provenance["kv_bytes_per_token"] == held
     assert provenance["recipe"][command]["cache_dtype"] == "int4"
     forms = [(entry["name"], entry["cache_format"]) for entry in provenance["evaluation"]["models"]]
-    assert forms == [("source", None), ("source (int4 cache)", "int4"), ("converted", None), ("converted (int4 cache)", "int4")]
+    assert forms == [("source", None), ("converted", None), ("source (int4 cache)", "int4"), ("converted (int4 cache)", "int4")]
     card = (out / "README.md").read_text()
     assert f"{held['after']} ({100 * held['after'] / 768:.1f} %, in int4)" in card
     assert "perplexity with its cache in int4 |" in card
@@ -728,3 +728,16 @@ def test_the_text_chooses_the_format(checkpoint: Make, convert: Convert, on: lis
     assert provenance["kv_bytes_per_token"]["after"] <= 0.2 * 768
     again = convert("mla", source, out, "--kv-budget", "20%", "--cache-dtype", "auto", *on, "--heal", 0, "--resume")
     assert "is finished already" in ok(again).output
+    assert chosen is not None
+    ok(convert("run", out / "conversion.json", "--set", f"output={tmp_path / 'same'}"))  # the same sizes, the same bytes
+    assert (tmp_path / "same" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_a_format_that_the_sources_heads_do_not_take_is_left_out_of_the_evaluation(
+    checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
+) -> None:
+    size = ["--kv-lora-rank", 32, "--qk-rope-head-dim", 32, "--cache-dtype", "q8_0"]  # the source's heads have 8 dims
+    done = ok(convert("mla", checkpoint(), tmp_path / "out", *size, *on, "--heal", 0, "--evaluate", letters))
+    assert "evaluated without caches in q8_0" in done.output
+    found = json.loads((tmp_path / "out" / "conversion.json").read_text())["evaluation"]["models"]
+    assert [model["cache_format"] for model in found] == [None, None]

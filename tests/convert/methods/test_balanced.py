@@ -178,6 +178,24 @@ def test_cached_heads_have_a_size_of_about_one() -> None:
         assert 0.3 < float(cached.square().mean().sqrt()) < 3
 
 
+def test_value_dims_that_nothing_reads_stay() -> None:
+    a, x = lopsided(biased=False), inputs(20)
+    a.o[:, :2, 3], a.v[1, 6:], a.o[:, 2:, 6:] = 0, 0, 0
+    found = balanced_heads(a, Blocks.whole(x))
+    assert loss(a, found) < 1e-4
+    assert not torch.equal(found.v, a.v)
+    assert not found.v[1, 6:].any()
+
+
+def test_gains_that_are_stored_less_one_stay() -> None:
+    a, x = lopsided(norm="shared"), inputs(20)
+    norms = {name: replace(getattr(a, name), gain_offset=1.0) for name in ("q_norm", "k_norm")}
+    a = replace(a, **norms)
+    found = balanced_heads(a, Blocks.whole(x))
+    assert found.k_norm is a.k_norm
+    assert loss(a, found) < 1e-4
+
+
 def test_heads_that_are_empty_stay() -> None:
     a, x = lopsided(biased=False), inputs(20)
     a.v[0], a.k[1] = 0, 0

@@ -330,6 +330,35 @@ def test_a_budget_is_counted_in_the_format(form: str | None, share: float, sourc
     assert plan.recipe()["mla"].get("cache_dtype") == form
 
 
+@pytest.mark.parametrize(("form", "kept"), [("q8_0", 320), ("q4_0", 200), ("int4", 60)])
+def test_a_small_budget_gets_the_rope_key_that_the_format_takes(form: str, kept: int, source: Sources, output: Output) -> None:
+    spec = planned(source(head_dim=32), output, kv_bytes=kept, cache_dtype=form).target.spec
+    assert spec.bytes_per_token(form) <= kept
+    refusal = refused(source(head_dim=32), output, kv_bytes=30, cache_dtype=form)
+    least = int(str(refusal.hint).split()[3])
+    assert 30 < least <= spec.bytes_per_token(form)
+    planned(source(head_dim=32), output, kv_bytes=least, cache_dtype=form)
+
+
+def test_ranks_of_layers_are_those_that_the_format_takes(source: Sources, output: Output) -> None:
+    size: dict[str, Any] = {"kv_share": 0.3, "per_layer_ranks": True}
+    found = target(source(hidden_size=256, head_dim=32), output, "weighted", TEXT, cache_dtype="int4", **size)
+    assert len(found.ranks) > 2
+    assert all(rank % 8 == 0 for rank in found.ranks)
+
+
+def test_a_latent_of_the_sources_size_is_not_made_for_a_format(source: Sources, output: Output) -> None:
+    refusal = refused(source("deepseek_v3"), output, kv_lora_rank=16, qk_rope_head_dim=8, cache_dtype="int8")
+    assert "is MLA-16+8 already" in str(refusal)
+    assert "convert heal" in str(refusal.hint)
+
+
+def test_for_an_engine_only_formats_that_it_stores_are_tried(source: Sources, output: Output) -> None:
+    made, where = source(hidden_size=256, head_dim=64), replace(output, engine="llama.cpp")
+    found = target(made, where, "weighted", TEXT, kv_share=0.4, cache_dtype="auto", portable=True)
+    assert {split.cache_dtype for split in found.splits} == {None, "q8_0", "q4_0"}
+
+
 def test_sizes_that_a_format_does_not_take_are_refused(source: Sources, output: Output) -> None:
     refusal = refused(source(), output, kv_lora_rank=15, qk_rope_head_dim=8, cache_dtype="int4")
     assert str(refusal) == "a latent of 15 values cannot be cached in int4: it must be a multiple of 8"
