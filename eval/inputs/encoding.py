@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 PIECE = 2**20  # characters that are encoded at a time
 _OVERLAP = 2**13  # characters that two pieces share
-_SURE = 0.75  # share of these, beyond which tokens of the first piece may be wrong, and of the second, too, if it is short
+_SURE = 0.75  # share of these; in the others, before a cut, tokens of both may be wrong
 _ALIKE = 32  # tokens in a row that are the same in both
 UNSURE = 256  # tokens before a cut that do not count
 
@@ -38,7 +38,8 @@ def encoded(pieces: Iterator[str], tokenizer: Any, first: int | None = None) -> 
         size += len(following.encode())
         tail = text[-_OVERLAP:]
         after = _encoded(tail + following, tokenizer)
-        joint = _joint(ids[skipped:], [start - (len(text) - len(tail)) for start in starts[skipped:]], *after)
+        sure = len(tail) - round((1 - _SURE) * _OVERLAP)
+        joint = _joint(ids[skipped:], [start - (len(text) - len(tail)) for start in starts[skipped:]], *after, sure)
         if joint is None:  # begin this text again, with both pieces in it
             text += following
             ids, starts = _encoded(text, tokenizer)
@@ -78,7 +79,7 @@ def _encoded(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
     return found["input_ids"], [start for start, _ in found["offset_mapping"]]
 
 
-def _joint(ids: list[int], starts: list[int], after: list[int], after_starts: list[int]) -> tuple[int, int] | None:
+def _joint(ids: list[int], starts: list[int], after: list[int], after_starts: list[int], sure: int) -> tuple[int, int] | None:
     """Behind how many tokens of each the second piece takes over; None where they never agree for long enough.
 
     Args:
@@ -86,9 +87,10 @@ def _joint(ids: list[int], starts: list[int], after: list[int], after_starts: li
         starts: Where they begin, counted from the start of the second piece.
         after: Of the second one.
         after_starts: Where these begin.
+        sure: Of what both share, the characters that are far enough from the end.
     """
     every = enumerate(zip(after_starts, after, strict=True))
-    indices = {(start, token): i for i, (start, token) in every if start < _SURE * _OVERLAP}
+    indices = {(start, token): i for i, (start, token) in every if start < sure}
     run, last = 0, -1
     for i, (start, token) in enumerate(zip(starts, ids, strict=True)):
         if (index := indices.get((start, token))) is None:

@@ -65,6 +65,7 @@ def places(layer: EncodedLayer) -> list[int]:
 
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("form", LOSSY)
+@torch.no_grad()
 def test_a_step_copies_nothing_but_its_token(form: str, latent: bool) -> None:
     layer, token = EncodedLayer(FORMATS[form], latent), torch.zeros(2, 1, 2, 1, 16)
     for _ in range(40):

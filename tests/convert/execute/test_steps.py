@@ -108,7 +108,8 @@ def test_a_latent_is_made_in_this_order(host: Any, queries: int | None, names: l
     target = latent()
     target = dataclasses.replace(target, spec=dataclasses.replace(target.spec, q_lora_rank=queries))
     target = target if host is None else dataclasses.replace(target, host=host)
-    job: Any = SimpleNamespace(plan=SimpleNamespace(layer_steps=target.layer_steps(refit=True, width=20)))
+    plan = SimpleNamespace(choosing=lambda chosen: SimpleNamespace(layer_steps=chosen.layer_steps(refit=True, width=20)))
+    job: Any = SimpleNamespace(plan=plan)
     assert list(latent_pipeline(job, target, None, ()).steps) == names  # type: ignore[arg-type]
 
 

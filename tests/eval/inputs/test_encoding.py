@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import sentencepiece_style
 
@@ -70,6 +70,7 @@ def cut(text: str, *places: int) -> list[str]:
 @given(
     st.integers(0, 10**6), st.integers(1, 2000), st.lists(st.integers(0, 10**6), max_size=6), st.sampled_from([40, 400, 2**13])
 )
+@example(65536, 11, [80, 80], 400)  # a piece shorter than what two share
 def test_wherever_a_text_is_cut_its_tokens_are_the_same(
     kind: str, seed: int, words: int, places: list[int], overlap: int
 ) -> None:
