@@ -132,12 +132,10 @@ def _choose(job: Job, splits: Sequence[LatentTarget], rotary: Rotary, statistics
         return offers[min(range(len(offers)), key=lambda i: errors[i] * (_TIE if offers[i][1].pursued else 1))]
 
     by_format = {split.cache_dtype: [other for other in splits if other.cache_dtype == split.cache_dtype] for split in splits}
-    if by_format.keys() - {splits[0].cache_dtype}:  # the format first, by the middle one of its splits
+    chosen = splits[0]
+    if len(by_format) > 1:  # the format first, by the middle one of its splits
         chosen, _ = best_of([some[len(some) // 2] for some in by_format.values()])
-        splits_of_format = by_format[chosen.cache_dtype]
-    else:
-        splits_of_format = list(splits)
-    split, offer = best_of(splits_of_format)
+    split, offer = best_of(by_format[chosen.cache_dtype])
     ranks = _ranks(job, split, offer, statistics) if split.ranks else ()
     return _Choice(list(splits).index(split), offer.pairs, offer.pursued, tried, ranks)
 

@@ -77,15 +77,12 @@ def plan_grouped(
         _check_clip(source, method, family.traits(source.config), cache_dtype)
     text = calibration_for(source, method, calibration or CalibrationOptions(), methods.GROUPED)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    notes, remarks = _notes(family, source, before, spec, output, method, text, behind)
-    if spec == before and changes:
-        if text is None:
-            raise Refusal(
-                f"{source.reference} has {before.num_kv_heads} KV heads: without text, nothing of it changes for {cache_dtype}",
-                hint="leave out --no-text, and give a --method that uses text",
-            )
-        notes = (f"its {before.num_kv_heads} KV heads stay, and are only made fit for a cache in {cache_dtype}",)
-        remarks = tuple(text_notes(method, text, family.traits(source.config)))
+    if spec == before and changes and text is None:
+        raise Refusal(
+            f"{source.reference} has {before.num_kv_heads} KV heads: without text, nothing of it changes for {cache_dtype}",
+            hint="leave out --no-text, and give a --method that uses text",
+        )
+    notes, remarks = _notes(family, source, before, spec, output, method, text, behind, cache_dtype)
     notes += host.notes(source.config) if changes else ()
     target = GroupedTarget(
         command,
@@ -154,14 +151,18 @@ def _notes(
     method: GroupedMethod,
     text: Calibration | None,
     behind: bool,
+    cache_dtype: str | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The notes of the target, and the remarks on the text."""
+    traits = family.traits(source.config)
+    traits = traits.behind_projections if behind else traits
+    if target == before and rounding_of(cache_dtype) is not None:
+        stay = f"its {before.num_kv_heads} KV heads stay, and are only made fit for a cache in {cache_dtype}"
+        return (stay,), tuple(text_notes(method, text, traits))
     if target == before:
         how = f"every tensor is cast to {output.dtype} and otherwise" if output.dtype else "every tensor is copied bit for bit,"
         copied = f"{before.num_kv_heads} KV heads are what the source has: {how} unchanged"
         return (copied,), ("the calibration text is not used",) if text else ()
-    traits = family.traits(source.config)
-    traits = traits.behind_projections if behind else traits
     notes = []
     if method.text is not TextUse.IGNORED and traits.qk_norm:
         note = "queries and keys are normalised, which costs in this class"

@@ -115,7 +115,7 @@ def plan_latent(
         _target(source, family, method, host, before, replace(whole, pad_rank=padded), dtype)
         for whole in _whole(source, family, before, size, host, dtype, engine)
     ]
-    targets = [one for one in targets if not targets[1:] or not _is_unchanged(one)]
+    targets = [one for one in targets if not _is_unchanged(one)] or targets
     target = targets[0]
     if _is_unchanged(target):
         raise Refusal(
