@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.linalg import multi_dot
 
-from attention.encoding import rounded, rounded_heads
+from attention.encoding import rounded
 from attention.qk_norm import LinearisedNorm, QKNorm
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotation, no_rotary
@@ -248,7 +248,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
         latent, key = record.latent(x)[None], rotation(key)
         if (form := record.rounding) is not None:
-            latent, key = (rounded(part, form, form.latent_group) for part in (latent, key))
+            latent, key = (rounded(part, form, "latent") for part in (latent, key))
         return Heads(
             x,
             plain,
@@ -265,7 +265,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
     split = record.rotary.dims if record.rotary else 0
     queries, encoded = _encoded(plain, record.q_norm, rotation), _encoded(keys, record.k_norm, rotation)
     if record.rounding is not None:
-        encoded = rounded_heads(encoded, record.rounding, keys=True)
+        encoded = rounded(encoded, record.rounding, "keys")
     return Heads(
         x,
         plain,
@@ -293,7 +293,7 @@ def values_of(record: Record, heads: Heads) -> torch.Tensor:
     if isinstance(record, FactoredAttention):
         return _project(heads.kept_nope[0], record.up_v, None)
     values = _project(heads.inputs, record.v, record.v_bias)
-    return values if record.rounding is None else rounded_heads(values, record.rounding, keys=False)
+    return values if record.rounding is None else rounded(values, record.rounding, "values")
 
 
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from attention.encoding import rounded, rounded_heads
+from attention.encoding import rounded
 from attention.formats import Format
 from attention.qk_norm import QKNorm
 from attention.record import LatentProjections, Projections
@@ -74,7 +74,7 @@ def grouped_attention(
     repeats = q.shape[0] // k.shape[0]
     queries, keys = encode(queries, q_norm), encode(keys, k_norm)
     if rounding is not None:
-        keys, values = rounded_heads(keys, rounding, keys=True), rounded_heads(values, rounding, keys=False)
+        keys, values = rounded(keys, rounding, "keys"), rounded(values, rounding, "values")
     keys = keys.repeat_interleave(repeats, 1)
     weights = _attention(torch.einsum("bhtd,bhsd->bhts", queries, keys) * scale, scoring)
     context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(repeats, 1))
@@ -144,7 +144,7 @@ def latent_attention(
         latent = latent / torch.linalg.vector_norm(latent, dim=-1, keepdim=True).clamp_min(1e-30)
     latent = latent if gain is None else latent * gain
     if rounding is not None:
-        key, latent = (rounded(part, rounding, rounding.latent_group) for part in (key, latent))
+        key, latent = (rounded(part, rounding, "latent") for part in (key, latent))
     rope = torch.einsum("bhtp,bsp->bhts", rotary.rotate(_of_heads(read, q_rope, q_rope_bias), positions), key)
     nope = torch.einsum("bhtd,hdr,bsr->bhts", _of_heads(read, q_nope, q_nope_bias), up_k, latent)
     weights = _attention((nope + rope) * scale, scoring)
