@@ -124,10 +124,10 @@ def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
         full = states.shape[-2] // form.tokens * form.tokens
         closed = _rounded(states[..., :full, :].mT.contiguous(), form, form.tokens).mT
         return torch.cat((closed, states[..., full:, :]), -2)
-    group, turned = form.grouping(part, states.shape[-1])
-    if turned == 1:
+    group, rotation = form.grouping(part, states.shape[-1])
+    if rotation == 1:
         return _rounded(states, form, group)
-    return rotated(_rounded(rotated(states, turned), form, group), turned).to(states.dtype)
+    return rotated(_rounded(rotated(states, rotation), form, group), rotation).to(states.dtype)
 
 
 def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:

@@ -26,11 +26,11 @@ class Grouping(NamedTuple):
 
     Attributes:
         values: That share a scale; 0 for a plain dtype.
-        rotated: That are multiplied by a Hadamard matrix together; 1 for none.
+        rotation: That are multiplied by a Hadamard matrix together; 1 for none.
     """
 
     values: int
-    rotated: int = 1
+    rotation: int = 1
 
 
 @dataclass(frozen=True)

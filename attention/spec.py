@@ -43,7 +43,7 @@ class AttentionSpec:
         kv_lora_rank: R, the size of the latent that is cached instead of keys and values (MLA); None without one.
         qk_rope_head_dim: P, the size of the rotary key that is cached beside the latent.
         qk_nope_head_dim: N, the dims of a head's keys that come from the latent. Values have `head_dim`.
-        layer_ranks: R of each layer, where latents differ in it, at most `kv_lora_rank` on average; None if all have that.
+        layer_ranks: R of each layer, where latents differ in it, in the bytes of `kv_lora_rank` for all; None if all have that.
         q_lora_rank: The rank of a latent of queries, where one was asked for; None for the queries of the output class. Configs
             are not asked for it.
     """

@@ -165,8 +165,8 @@ def stored_pair(
 
 def encoded_rows(states: torch.Tensor, form: Format, part: Part) -> Rows:
     """A part of a cache `[B, heads, T, n]`, each token encoded by itself."""
-    group, turned = form.grouping(part, states.shape[-1])
-    return Rows(encode(states if turned == 1 else rotated(states, turned), form, group), form, group, turned)
+    group, rotation = form.grouping(part, states.shape[-1])
+    return Rows(encode(states if rotation == 1 else rotated(states, rotation), form, group), form, group, rotation)
 
 
 def sliced(encoded: Encoded, start: int, end: int) -> Encoded:

@@ -66,6 +66,7 @@ def operand(cached: torch.Tensor) -> Operand:
     assert codes is not None
     if scales is None:
         return Operand(codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes)
+    assert held.rotation == 1, "kernels read formats that rotate nothing"
     return Operand(codes, scales, offsets, bits=held.form.bits, group=held.group)
 
 

@@ -106,7 +106,10 @@ class Factoring(TypedDict, total=False):
     ]
     portable: Annotated[bool, Option("No biases and no list of frequencies, for engines' own DeepSeek classes. Needs text.")]
     per_layer_ranks: Annotated[
-        bool, Option("Let the text choose the rank of each layer, R on average. Needs text; the result has kvfold's class.")
+        bool,
+        Option(
+            "Let the text choose the rank of each layer, in the bytes of R for all. Needs text; the result has kvfold's class."
+        ),
     ]
 
 

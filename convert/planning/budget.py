@@ -28,8 +28,9 @@ def check_fold(fold: int, rope_dim: int, rotary_dim: int) -> None:
 
 
 def layer_ranks(mean: int, full: int, multiple: int = 1) -> tuple[int, ...]:
-    """The ranks that a layer may have where layers share `mean` ranks each: even steps from a quarter to five halves of
-    it, and full size if that is less.
+    """The ranks that a layer may have where layers share the bytes of `mean` ranks each.
+
+    They are even steps from a quarter to five halves of it, and full size if that is less.
 
     Args:
         mean: R.

@@ -12,11 +12,11 @@ from convert.hosts.engines import engine_of
 from convert.methods.text import TextUse
 from convert.output.destination import Output
 from convert.planning.base import Plan, host_of, readable, require_stored, stored_dtype, text_notes
+from convert.planning.bounds import LatentBounds, smallest_latent
 from convert.planning.calibration import CalibrationOptions, calibration_for
 from convert.planning.memory import require_room_to_write, with_default_healing
 from convert.planning.portable import portable_calibration, portable_hint
-from convert.planning.room import Room, smallest_latent
-from convert.planning.sizes import AUTO, LatentRequest, Sizes
+from convert.planning.sizes import AUTO, LatentRequest, Sizing
 from eval.machine.device import compute_device, require_device
 
 if TYPE_CHECKING:
@@ -63,19 +63,19 @@ def plan_latent(
         )
     dtype, engine = stored_dtype(source, output), engine_of(output.engine)
     # Whether any latent fits the source comes first: it is what most users have to know.
-    room = Room(source, family, _host(source, family, size, engine))
-    size = _for_engine(size, engine, room)
-    sizes = Sizes(room, method, engine, dtype)
-    targets = sizes.targets(size)
+    bounds = LatentBounds(source, family, _host(source, family, size, engine))
+    size = _for_engine(size, engine, bounds)
+    sizing = Sizing(bounds, method, engine, dtype)
+    targets = sizing.targets(size)
     if engine:
-        targets = _checked(engine, room, targets)
+        targets = _checked(engine, bounds, targets)
     check_output(output.path, source.directory, output.overwrite, output.resume)
-    text = _text(source, method, calibration, room.host, size)
+    text = _text(source, method, calibration, bounds.host, size)
     remarks = text_notes(method, text, family.traits(source.config).behind_projections)
     if targets[0].copies:
         target, text, remarks = targets[0], None, ["the calibration text is not used"] if text else []
     else:
-        target = _tried(sizes, size, targets, text)
+        target = _with_choices(sizing, size, targets, text)
     require_room_to_write(source, text, compute_device(device))
     text = with_default_healing(source, text, compute_device(device))
     return Plan(source, family, target, text, output, device, seed, tuple(remarks))
@@ -90,24 +90,24 @@ def _host(source: Source, family: Family, size: LatentRequest, engine: Engine | 
     return host_of(hosts, family, source, smallest, engine, portable_hint(family, source, smallest, engine))
 
 
-def _for_engine(size: LatentRequest, engine: Engine | None, room: Room) -> LatentRequest:
-    """The request with what the engine needs, if it stores the format that is asked for."""
+def _for_engine(size: LatentRequest, engine: Engine | None, bounds: LatentBounds) -> LatentRequest:
+    """The request with what the engine needs; refused if it does not store the format that is asked for."""
     if engine is None:
         return size
     if size.cache_dtype != AUTO:
         require_stored(engine, size.cache_dtype, engine.caches)
-    if engine.query_latent(room.before) and size.q_lora_rank is None:
-        return replace(size, q_lora_rank=room.host.full_query_rank(room.source.decoder.hidden_size))
+    if engine.query_latent(bounds.before) and size.q_lora_rank is None:
+        return replace(size, q_lora_rank=bounds.host.full_query_rank(bounds.source.decoder.hidden_size))
     return size
 
 
-def _checked(engine: Engine, room: Room, targets: list[LatentTarget]) -> list[LatentTarget]:
+def _checked(engine: Engine, bounds: LatentBounds, targets: list[LatentTarget]) -> list[LatentTarget]:
     """The targets, with what the engine's user should know of the first; refused if the engine does not run them."""
     for target in targets:
-        require_stored(engine, target.cache_dtype, engine.stores(room.host, target.spec))
+        require_stored(engine, target.cache_dtype, engine.stores(bounds.host, target.spec))
     first, *others = targets
-    _check_engine(engine, room.host, room.family, first.spec, room.source.config)
-    note = engine.note(room.before)
+    _check_engine(engine, bounds.host, bounds.family, first.spec, bounds.source.config)
+    note = engine.note(bounds.before)
     return [replace(first, notes=(*first.notes, note)) if note else first, *others]
 
 
@@ -135,26 +135,21 @@ def _text(
     return text
 
 
-def _tried(sizes: Sizes, size: LatentRequest, targets: list[LatentTarget], text: Calibration | None) -> LatentTarget:
+def _with_choices(sizing: Sizing, size: LatentRequest, targets: list[LatentTarget], text: Calibration | None) -> LatentTarget:
     """The first target, with all that the text chooses among."""
     target, *others = targets
     if others and text is None:
         raise Refusal(
             "--cache-dtype auto needs calibration text, by which it chooses", hint="leave out --no-text, or name a format"
         )
-    if others and sizes.method.folds:
-        raise Refusal(
-            f"--cache-dtype auto compares latents of several sizes, and method {sizes.method.name} tries one",
-            hint="use --method weighted, or name a format",
-        )
-    if text is None or size.kv_lora_rank is not None or not sizes.chosen_by_text:
+    if text is None or size.kv_lora_rank is not None or not sizing.chosen_by_text:
         return target
     if not target.spec.qk_rope_head_dim and not others:
         return target
     note = "the search starts from this split of the cache; the text decides the split, one for all layers"
     if others:
-        note = f"the text decides the format, among {_listed(targets, sizes.dtype)}, and then the split of the cache"
-    splits = tuple(split for start in targets for split in sizes.splits(start, size))
+        note = f"the text decides the format, among {_listed(targets, sizing.dtype)}, and then the split of the cache"
+    splits = tuple(split for start in targets for split in sizing.splits(start, size))
     return replace(target, splits=splits, notes=(*target.notes, note))
 
 

@@ -1,4 +1,4 @@
-"""Sizes of a latent: from what is asked for, numbers or a budget, to targets, all from the config."""
+"""Sizing of a latent: from what is asked for, numbers or a budget, to targets, all from the config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from convert.hosts import Host
     from convert.hosts.engines import Engine
     from convert.methods.latent import LatentMethod
-    from convert.planning.room import Room
+    from convert.planning.bounds import LatentBounds
 
 AUTO = "auto"
 _TRIED = ("fp8", "int8", "int4", "int3", "int2")  # formats that --cache-dtype auto tries beside the dtype of the weights
@@ -39,7 +39,7 @@ class LatentRequest:
         pad_rank: Whether the rank may exceed full rank, with channels of zeros.
         q_lora_rank: The rank of a latent of queries; None for what the output class needs.
         portable: Whether engines' own DeepSeek classes have to run the result.
-        per_layer_ranks: Whether the text chooses the rank of each layer; R is then their mean, at most.
+        per_layer_ranks: Whether the text chooses the rank of each layer, in the bytes of R everywhere.
         cache_dtype: The format of the cache that the result is for; None for the dtype of its weights, and `AUTO` for the one
             that keeps most at a budget.
     """
@@ -57,17 +57,17 @@ class LatentRequest:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizing:
     """The targets that a request allows.
 
     Attributes:
-        room: The source, and the output class.
-        method: Of the conversion.
-        engine: That has to run the result, or None.
-        dtype: Of the weights of the result.
+        bounds: The source, and the output class.
+        method: The conversion's method.
+        engine: The engine that has to run the result, or None.
+        dtype: The dtype of the result's weights.
     """
 
-    room: Room
+    bounds: LatentBounds
     method: LatentMethod
     engine: Engine | None
     dtype: str
@@ -78,11 +78,11 @@ class Sizes:
         Raises:
             Refusal: There is none, or the source has that size already.
         """
-        padded = request.pad_rank or (self._of_engine and request.kv_lora_rank is None)
+        padded = request.pad_rank or (self._few_sizes and request.kv_lora_rank is None)
         found = [self._target(replace(whole, pad_rank=padded)) for whole in self._whole(request)]
         changed = [target for target in found if not _is_unchanged(target)]
         if not changed:
-            reference, target = self.room.source.reference, found[0]
+            reference, target = self.bounds.source.reference, found[0]
             raise Refusal(
                 f"{reference} is {target.spec.kind} already: a conversion to that size copies it, for any cache",
                 hint=f"train it for such a cache with `convert heal --teacher MODEL --cache-dtype {target.cache_dtype}`, or "
@@ -100,11 +100,11 @@ class Sizes:
 
     @property
     def chosen_by_text(self) -> bool:
-        """Whether splits of a budget are tried: the method folds no frequencies, and the engine takes more than a few sizes."""
-        return not self.method.folds and not self._of_engine
+        """Whether the text chooses among splits of a budget: no folds of frequencies and no engine limit the sizes."""
+        return not self.method.folds and not self._few_sizes
 
     @property
-    def _of_engine(self) -> bool:
+    def _few_sizes(self) -> bool:
         """Whether the engine takes a few sizes only."""
         return self.engine is not None and bool(self.engine.latents)
 
@@ -117,6 +117,12 @@ class Sizes:
             raise Refusal(
                 "--cache-dtype auto chooses the format of a budget",
                 hint="give --kv-budget, or name a format with --cache-dtype",
+            )
+        if not self.chosen_by_text:
+            what = f"method {self.method.name}" if self.engine is None else f"--engine {self.engine.name}"
+            raise Refusal(
+                f"--cache-dtype auto chooses a format by what the text says of several latents, and {what} allows one only",
+                hint="use --method weighted and no engine, or name a format",
             )
         found, refusals = [], []
         stored = _TRIED if self.engine is None else [cache.form for cache in self.engine.caches if cache.tried]
@@ -132,7 +138,7 @@ class Sizes:
     def _numbers(self, request: LatentRequest) -> tuple[int, int]:
         """R and P, as given or of a budget."""
         given = (request.kv_lora_rank, request.qk_rope_head_dim)
-        rotates = self.room.rotary_dim > 0
+        rotates = self.bounds.rotary_dim > 0
         if request.kv_share is None and request.kv_bytes is None:
             if request.kv_lora_rank is None or (rotates and request.qk_rope_head_dim is None):
                 raise Refusal(f"give --kv-lora-rank{' and --qk-rope-head-dim' if rotates else ''}, or --kv-budget")
@@ -144,7 +150,7 @@ class Sizes:
                 "give either --kv-budget or --pad-rank: a budget never goes beyond full size, where there is nothing to pad",
                 hint="for channels of zeros give --kv-lora-rank and --qk-rope-head-dim",
             )
-        source, before = self.room.source, self.room.before
+        source, before = self.bounds.source, self.bounds.before
         share, whole = request.kv_share or 0.0, before.bytes_per_token(source.dtype)
         budget = int(share * whole) if request.kv_bytes is None else request.kv_bytes
         if budget > whole:
@@ -153,16 +159,16 @@ class Sizes:
 
     def _of_budget(self, budget: int, form: str) -> tuple[int, int]:
         """R and P of a budget of bytes per token in all layers, for a cache in that format."""
-        room, step = self.room, format_named(form).multiple
-        values = budget * 8 // (room.before.num_layers * format_named(form).bits)
-        if self.engine is not None and self.engine.latents:
+        bounds, step = self.bounds, format_named(form).multiple
+        values = budget * 8 // (bounds.before.num_layers * format_named(form).bits)
+        if self.engine is not None and self._few_sizes:
             return self.engine.fitting(values)
-        most = min(room.most_rotary_dims, max(2, step)) if room.rotary_dim else 0
-        least = room.before.latent(-(-room.with_reserved(1) // step) * step, most)
+        fewest = min(bounds.most_rotary_dims, max(2, step)) if bounds.rotary_dim else 0
+        least = bounds.before.latent(-(-bounds.with_reserved(1) // step) * step, fewest)
         least_bytes = least.bytes_per_token(form)  # refuses a model whose rotary dims are too few for the format
         try:
             while True:
-                if found := self._within(*room.for_budget(values), budget, form):
+                if found := self._within(*bounds.for_budget(values), budget, form):
                     return found
                 values -= 1
         except Refusal as error:
@@ -178,52 +184,52 @@ class Sizes:
         """
         step = format_named(form).multiple
         kept = -(-rope_dim // step) * step
-        kept = kept if kept <= self.room.most_rotary_dims else rope_dim // step * step
+        kept = kept if kept <= self.bounds.most_rotary_dims else rope_dim // step * step
         rank = (rank + rope_dim - kept) // step * step
         if rank < 1 or (rope_dim and not kept):
             return None
-        return (rank, kept) if self.room.before.latent(rank, kept).bytes_per_token(form) <= budget else None
+        return (rank, kept) if self.bounds.before.latent(rank, kept).bytes_per_token(form) <= budget else None
 
     def _alternatives(self, start: LatentTarget) -> list[tuple[int, int]]:
         """R and P of each split."""
-        room, spec, form = self.room, replace(start.spec, layer_ranks=None), start.cache_dtype or self.dtype
+        bounds, spec, form = self.bounds, replace(start.spec, layer_ranks=None), start.cache_dtype or self.dtype
         kept = spec.qk_rope_head_dim
         values = (spec.kv_lora_rank or 0) + kept
         found: list[tuple[int, int]] = []
         budget, step = spec.bytes_per_token(form), format_named(form).multiple
         for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
-            rank, full = values - rope_dim, room.full_rank(rope_dim)
-            channels = rank - room.host.reserved(rank) if rank > 0 else 0
-            if rope_dim % step == 0 and 2 <= rope_dim <= room.most_rotary_dims and 1 <= channels <= full:
+            rank, full = values - rope_dim, bounds.full_rank(rope_dim)
+            channels = rank - bounds.host.reserved(rank) if rank > 0 else 0
+            if rope_dim % step == 0 and 2 <= rope_dim <= bounds.most_rotary_dims and 1 <= channels <= full:
                 # Groups of values that share a scale are filled differently by another split.
-                served = (served_rank(most, room.with_reserved(full), values) for most in range(rank, 0, -1))
+                served = (served_rank(most, bounds.with_reserved(full), values) for most in range(rank, 0, -1))
                 fitting = (self._within(one, rope_dim, budget, form) for one in served)
                 found += next(([split] for split in fitting if split), [])
         return found or [(spec.kv_lora_rank or 0, kept)]
 
     def _target(self, request: LatentRequest) -> LatentTarget:
         """The target of a request that has both numbers."""
-        room, host, before = self.room, self.room.host, self.room.before
+        bounds, host, before = self.bounds, self.bounds.host, self.bounds.before
         rank, rope_dim = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
         self._check_rotary(rope_dim)
-        spec = replace(before.latent(rank, rope_dim), q_lora_rank=_query_rank(room, request.q_lora_rank))
+        spec = replace(before.latent(rank, rope_dim), q_lora_rank=_query_rank(bounds, request.q_lora_rank))
         self._check_kept(rope_dim)
         if request.per_layer_ranks:
             spec = replace(spec, layer_ranks=(rank,) * before.num_layers)
-        full = room.full_rank(rope_dim)
-        used = self._channels(rank, rope_dim, padded=request.pad_rank or spec == before)
-        fold = _freqfold(self.method, request.freqfold, rope_dim, room.rotary_dim)
+        full = bounds.full_rank(rope_dim)
+        used = self._channels(rank, rope_dim, any_rank=request.pad_rank or spec == before)
+        fold = _freqfold(self.method, request.freqfold, rope_dim, bounds.rotary_dim)
         form = request.cache_dtype or self.dtype
         ranks = layer_ranks(rank, full, format_named(form).multiple) if request.per_layer_ranks else ()
         (replace(spec, layer_ranks=ranks) if ranks else spec).bytes_per_token(form)  # refuses what the format does not take
         target = LatentTarget(
             before, spec, self.method, host, used, fold, request.pad_rank, ranks, cache_dtype=request.cache_dtype
         )
-        return replace(target, notes=tuple(self._notes(target, ranks)))
+        return replace(target, notes=tuple(self._notes(target)))
 
     def _check_rotary(self, rope_dim: int) -> None:
         """Refuse a RoPE key where nothing rotates, and none where something does."""
-        reference, rotates = self.room.source.reference, self.room.rotary_dim > 0
+        reference, rotates = self.bounds.source.reference, self.bounds.rotary_dim > 0
         if rope_dim and not rotates:
             raise Refusal(
                 f"{reference} has no RoPE, so it has no RoPE key of {rope_dim} dims: all of its keys go into the latent",
@@ -237,29 +243,35 @@ class Sizes:
 
     def _check_kept(self, rope_dim: int) -> None:
         """Refuse more dims than rotate, and frequencies that the output class cannot keep."""
-        room, rotary, most = self.room, self.room.rotary_dim, self.room.most_rotary_dims
+        bounds, rotary, most = self.bounds, self.bounds.rotary_dim, self.bounds.most_rotary_dims
         if rope_dim > most:
-            why = f"of each key's {room.before.head_dim} dims only {rotary} have RoPE, which makes {most}"
-            if room.host.portable:
+            why = f"of each key's {bounds.before.head_dim} dims only {rotary} have RoPE, which makes {most}"
+            if bounds.host.portable:
                 why = f"a portable result keeps each of its {most // 2} frequencies once, which makes at most {most}"
-            raise Refusal(f"cannot keep {rope_dim} rotary dims of {room.source.reference}: {why}")
-        if room.host.portable and self.method.folds and rotary % rope_dim:
+            raise Refusal(f"cannot keep {rope_dim} rotary dims of {bounds.source.reference}: {why}")
+        if bounds.host.portable and self.method.folds and rotary % rope_dim:
             raise Refusal(
                 f"method {self.method.name} spreads {rope_dim} rotary dims evenly over {rotary}, which is not a geometric "
                 "ladder of frequencies, as a portable result needs",
                 hint=f"give a --qk-rope-head-dim that divides {rotary}",
             )
 
-    def _channels(self, rank: int, rope_dim: int, padded: bool) -> int:
-        """The channels that carry keys and values; refused if there are none, or more than full size that are not padded."""
-        host, full, reference = self.room.host, self.room.full_rank(rope_dim), self.room.source.reference
+    def _channels(self, rank: int, rope_dim: int, any_rank: bool) -> int:
+        """The channels that carry keys and values; refused if there are none, or more than full size.
+
+        Args:
+            rank: R.
+            rope_dim: P.
+            any_rank: Whether it may exceed full size, because it is padded, or the source's own.
+        """
+        host, full, reference = self.bounds.host, self.bounds.full_rank(rope_dim), self.bounds.source.reference
         channels = rank - host.reserved(rank)
         if channels < 1:
             raise Refusal(
                 f"a latent of rank {rank} holds nothing: {host.name} needs {host.reserved(rank)} channel(s) for itself"
             )
-        if channels > full and not padded:
-            whole = self.room.with_reserved(full)
+        if channels > full and not any_rank:
+            whole = self.bounds.with_reserved(full)
             added = f"{whole - full} {'more channel' if host.portable else 'constant channel(s)'} of {host.name}"
             raise Refusal(
                 f"rank {rank} exceeds full size: at {rope_dim} rotary dims, keys and values of {reference} have {full} dims, "
@@ -268,25 +280,25 @@ class Sizes:
             )
         return min(channels, full)
 
-    def _notes(self, target: LatentTarget, ranks: tuple[int, ...]) -> Iterator[str]:
+    def _notes(self, target: LatentTarget) -> Iterator[str]:
         """What the user should know of a target."""
-        spec, host, source = target.spec, self.room.host, self.room.source
+        spec, ranks, host, source = target.spec, target.ranks, self.bounds.host, self.bounds.source
         if target.copies:
             copied = "every tensor is copied bit for bit, unchanged"
             yield f"{spec.kind} is what the source has" + (f": {copied}" if self.dtype == source.dtype else "")
             return
         rank = spec.kv_lora_rank or 0
         if ranks:
-            yield f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, and {rank} on average"
+            yield f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, in the bytes of {rank} everywhere"
         else:
             yield _channels_note(rank, target.channels, host)
-            yield from host.notes(source.config) if spec.q_lora_rank is None else _query_notes(self.room, spec)
+            yield from host.notes(source.config) if spec.q_lora_rank is None else _query_notes(self.bounds, spec)
         if target.freqfold > 1:
             yield f"inexact at any rank: {target.freqfold} neighbouring frequencies are taken for one"
         if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:
             which = f"rank {rank} is not a multiple" if odd == [rank] else "some of these ranks are not multiples"
             yield f"{which} of {RANK_STEP}: on NVIDIA GPUs plain torch decodes such layers, not kvfold's kernel"
-        if spec.bytes_per_token(target.cache_dtype or self.dtype) >= self.room.before.bytes_per_token(source.dtype):
+        if spec.bytes_per_token(target.cache_dtype or self.dtype) >= self.bounds.before.bytes_per_token(source.dtype):
             yield "the cache is not smaller than the source's"
 
 
@@ -309,11 +321,11 @@ def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, rotary_dim:
     return chosen
 
 
-def _query_rank(room: Room, rank: int | None) -> int | None:
+def _query_rank(bounds: LatentBounds, rank: int | None) -> int | None:
     """The rank of a latent of queries as asked for, if the output class can have it."""
     if rank is None:
         return None
-    source, host = room.source, room.host
+    source, host = bounds.source, bounds.host
     full = host.full_query_rank(source.decoder.hidden_size)
     if full is None:
         raise Refusal(
@@ -334,9 +346,9 @@ def _query_rank(room: Room, rank: int | None) -> int | None:
     return rank
 
 
-def _query_notes(room: Room, spec: AttentionSpec) -> tuple[str, ...]:
+def _query_notes(bounds: LatentBounds, spec: AttentionSpec) -> tuple[str, ...]:
     """The cost and the gain of a latent of queries."""
-    source, family, host = room.source, room.family, room.host
+    source, family, host = bounds.source, bounds.family, bounds.host
     config, layout = source.config, host.layout(family)
 
     def weights(of: Family, sized: Any) -> int:

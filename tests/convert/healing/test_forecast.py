@@ -37,6 +37,15 @@ def test_training_everything_is_three_forward_passes_beside_the_teachers(convert
     assert found == pytest.approx((3 + measured) * mine + (1 + measured) * theirs, rel=0.1)  # the head's weights are one less
 
 
+def test_an_evaluation_counts_each_model_also_in_the_format_of_the_cache(converted: Path, text: Path, tmp_path: Path) -> None:
+    plans = (
+        heal(converted, tmp_path / "out", text=text, dry_run=True, **SIZES, **more).plan
+        for more in ({}, {"cache_dtype": "int8"})
+    )
+    plain, rounded = (work_of(plan, 6000, 128, 1000).flops - work_of(plan, 6000, 128).flops for plan in plans)
+    assert rounded == 2 * plain > 0
+
+
 def test_what_a_healing_does_adds_to_its_work(converted: Path, text: Path, tmp_path: Path) -> None:
     def given(**changes: Any) -> float:
         return flops(converted, tmp_path / "out", text, **changes)

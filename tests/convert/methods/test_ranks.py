@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ def test_a_price_need_not_be_in_proportion_to_its_rank() -> None:
     assert shared_out(costs, STEPS, prices, 11) == (4, 6)
     assert shared_out(costs, STEPS, STEPS, 11) == (4, 6)
     assert shared_out(costs, STEPS, prices, 10) == (4, 4)
+    costs, prices = [[10.0, 10.0, 4.0, 4.0], [10.0, 8.2, 8.2, 8.2]], (2, 3, 6, 7)
+    assert shared_out(costs, STEPS, STEPS, 8) == (6, 2), "4 ranks for 6 are steeper than 2 for 1.8"
+    assert shared_out(costs, STEPS, prices, 8)[1] == 4, "a price of 4 for 6 is less steep than one of 1 for 1.8"
 
 
 def test_a_flat_step_before_a_steep_one_is_no_obstacle() -> None:
@@ -67,11 +70,17 @@ def test_where_costs_fall_ever_less_no_choice_is_better(costs: list[list[float]]
 
 
 @settings(deadline=None)
-@given(costs=st.lists(st.lists(st.floats(0, 10), min_size=4, max_size=4), min_size=1, max_size=5), spare=st.integers(0, 30))
-def test_ranks_never_sum_to_more_than_allowed(costs: list[list[float]], spare: int) -> None:
-    found = shared_out(costs, STEPS, STEPS, 2 * len(costs) + spare)
+@given(
+    costs=st.lists(st.lists(st.floats(0, 10), min_size=4, max_size=4), min_size=1, max_size=5),
+    steps=st.lists(st.integers(1, 5), min_size=4, max_size=4),
+    spare=st.integers(0, 30),
+)
+def test_ranks_never_take_more_than_allowed(costs: list[list[float]], steps: list[int], spare: int) -> None:
+    prices = list(accumulate(steps))
+    total = prices[0] * len(costs) + spare
+    found = shared_out(costs, STEPS, prices, total)
     assert set(found) <= set(STEPS)
-    assert sum(found) <= 2 * len(costs) + spare
+    assert sum(prices[STEPS.index(rank)] for rank in found) <= total
 
 
 def test_costs_between_those_measured_fall_by_equal_shares() -> None:

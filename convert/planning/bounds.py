@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Room:
+class LatentBounds:
     """What bounds the latents of a source.
 
     Attributes:
@@ -34,7 +34,7 @@ class Room:
         """The source's attention."""
         return self.family.spec(self.source.config)
 
-    @property
+    @cached_property
     def rotary_dim(self) -> int:
         """Rotary dims of one head in layers with RoPE; 0 if there are none."""
         return rotary_dim(self.source, self.family)
