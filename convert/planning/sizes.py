@@ -119,7 +119,7 @@ class Sizing:
                 hint="give --kv-budget, or name a format with --cache-dtype",
             )
         if not self.chosen_by_text:
-            what = f"method {self.method.name}" if self.engine is None else f"--engine {self.engine.name}"
+            what = f"--engine {self.engine.name}" if self.engine and self._few_sizes else f"method {self.method.name}"
             raise Refusal(
                 f"--cache-dtype auto chooses a format by what the text says of several latents, and {what} allows one only",
                 hint="use --method weighted and no engine, or name a format",
