@@ -152,9 +152,7 @@ def _mistake(shape: Shape, device: str) -> str | None:
     return f"on a trial it was {100 * off:.3g} % away from what torch computes"
 
 
-# Custom operators: compiled code calls them as they are and does not trace Triton's launches.
-@torch.library.custom_op("kvfold::mla_decode", mutates_args=())
-def mla(
+def run_mla(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     latent: torch.Tensor,
@@ -166,6 +164,21 @@ def mla(
     from attention.kernels.mla_decode import mla_decode
 
     return mla_decode(q_latent, q_rope, latent, k_rope, mask, scaling)
+
+
+def run_gqa(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """`attention.kernels.gqa_decode.gqa_decode`, which imports Triton."""
+    from attention.kernels.gqa_decode import gqa_decode
+
+    return gqa_decode(query, keys, values, mask, scaling)
+
+
+# Custom operators: compiled code calls them as they are and does not trace Triton's launches.
+# It gets caches decoded: over those that are not, no operator is needed.
+mla = torch.library.custom_op("kvfold::mla_decode", run_mla, mutates_args=())
+gqa = torch.library.custom_op("kvfold::gqa_decode", run_gqa, mutates_args=())
 
 
 @mla.register_fake
@@ -180,33 +193,6 @@ def _(
     return q_latent.new_empty(q_latent.shape)
 
 
-@torch.library.custom_op("kvfold::gqa_decode", mutates_args=())
-def gqa(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
-    """`attention.kernels.gqa_decode.gqa_decode`, which imports Triton."""
-    from attention.kernels.gqa_decode import gqa_decode
-
-    return gqa_decode(query, keys, values, mask, scaling)
-
-
 @gqa.register_fake
 def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], values.shape[3]))
-
-
-# Compiled code gets caches decoded: over those that are not, no operator is needed.
-def mla_stored(
-    q_latent: torch.Tensor, q_rope: torch.Tensor, latent: Stored, k_rope: Stored, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
-    """`mla` over an encoded cache."""
-    from attention.kernels.mla_decode import mla_decode
-
-    return mla_decode(q_latent, q_rope, latent, k_rope, mask, scaling)
-
-
-def gqa_stored(query: torch.Tensor, keys: Stored, values: Stored, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    """`gqa` over an encoded cache."""
-    from attention.kernels.gqa_decode import gqa_decode
-
-    return gqa_decode(query, keys, values, mask, scaling)

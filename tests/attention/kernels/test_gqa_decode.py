@@ -140,7 +140,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(name)
             return torch_decode.decode_grouped(*arguments)
 
-        monkeypatch.setitem(GROUPED, name, attention.kernels.Entry(run, entry.objection))
+        monkeypatch.setitem(GROUPED, name, replace(entry, run=run))
     monkeypatch.setattr(attention.kernels, "_warned", set())
     return names
 
