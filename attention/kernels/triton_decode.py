@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
+from attention.errors import one_line
 from attention.formats import Format
 from attention.kernels.operand import parts
 from attention.kernels.tiling import Shape, Tiling, choose, machine
@@ -136,7 +137,7 @@ def _failure(shape: Shape, tiling: Tiling, device: str) -> str | None:
         # A full GPU says nothing about the kernel, and the next call may find room.
         if "out of memory" in str(error):
             raise
-        return f"Triton cannot build it here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"Triton cannot build it here: {type(error).__name__}: {one_line(error)}"
     return None
 
 
