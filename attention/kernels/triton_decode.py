@@ -1,4 +1,4 @@
-"""Triton as a backend: which calls it cannot serve, whether its kernels work here, and those kernels as torch operators."""
+"""Triton as a backend: which calls it cannot serve, and whether its kernels work here."""
 
 from __future__ import annotations
 
@@ -151,49 +151,3 @@ def _mistake(shape: Shape, device: str) -> str | None:
     if off <= tolerance(shape.dtype):
         return None
     return f"on a trial it was {100 * off:.3g} % away from what torch computes"
-
-
-def run_mla(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    """`attention.kernels.mla_decode.mla_decode`, which imports Triton."""
-    from attention.kernels.mla_decode import mla_decode
-
-    return mla_decode(q_latent, q_rope, latent, k_rope, mask, scaling)
-
-
-def run_gqa(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
-    """`attention.kernels.gqa_decode.gqa_decode`, which imports Triton."""
-    from attention.kernels.gqa_decode import gqa_decode
-
-    return gqa_decode(query, keys, values, mask, scaling)
-
-
-# Custom operators: compiled code calls them as they are and does not trace Triton's launches.
-# It gets caches decoded: over those that are not, no operator is needed.
-mla = torch.library.custom_op("kvfold::mla_decode", run_mla, mutates_args=())
-gqa = torch.library.custom_op("kvfold::gqa_decode", run_gqa, mutates_args=())
-
-
-@mla.register_fake
-def _(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    return q_latent.new_empty(q_latent.shape)
-
-
-@gqa.register_fake
-def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    return query.new_empty((*query.shape[:3], values.shape[3]))

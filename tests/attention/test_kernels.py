@@ -35,7 +35,7 @@ import attention.kernels
 from attention import absorb, absorbed
 from attention.errors import Refusal
 from attention.kernels import LATENT, decode, split_kv, torch_decode, triton_decode
-from attention.kernels.mla_decode import mla_decode
+from attention.kernels.operators import mla_decode
 from attention.kernels.tiling import H200, INTERPRETED, Machine, Shape, Tiling, choose, machine
 
 pytestmark = [
@@ -663,9 +663,9 @@ def test_triton_is_imported_by_the_first_call_that_it_serves() -> None:
         import attention.patch
         q, r, c, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 8), torch.randn(1, 5, 16), torch.randn(1, 5, 8)
         decode(q, r, c, k, None, 1.0)
-        assert "attention.kernels.mla_decode" not in sys.modules
+        assert "attention.kernels.split_kv" not in sys.modules
         decode(q, r, c, k, None, 1.0, "triton")
-        assert "attention.kernels.mla_decode" in sys.modules
+        assert "attention.kernels.split_kv" in sys.modules
     """
     done = run_forked(textwrap.dedent(code))
     assert done.returncode == 0, done.stderr

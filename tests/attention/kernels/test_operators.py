@@ -19,7 +19,7 @@ pytest.importorskip("triton")  # there are no wheels for other systems than Linu
 import attention.kernels
 from attention.errors import Refusal
 from attention.kernels import GROUPED, decode_grouped, split_kv, torch_decode, trial, triton_decode
-from attention.kernels.gqa_decode import gqa_decode
+from attention.kernels.operators import gqa_decode
 from attention.kernels.tiling import Shape, Tiling, choose, machine
 
 pytestmark = [
