@@ -45,7 +45,6 @@ from transformers import AutoModelForCausalLM
 from attention.errors import Refusal
 from attention.spread import evenly_spread
 from convert import gqa, heal, inspect, mla
-from convert.output.destination import partial_path
 from eval import evaluate
 from eval.inputs.gguf import Described, unpack
 from eval.inputs.loading import tokens_of
@@ -85,7 +84,7 @@ class Step:
     def run(self, model: str, directory: Path) -> Path:
         """Where the result is. One of the same command stays, one that was interrupted is finished, another is refused."""
         path = directory / self.name
-        self.convert(model, path, resume=path.exists() or partial_path(path).exists(), **self.options)
+        self.convert(model, path, resume=True, **self.options)
         return path
 
     def possible(self, model: str, directory: Path) -> bool:
@@ -150,8 +149,7 @@ def healed(paths: list[Path], text: dict[str, Any], tokens: int) -> list[Path]:
     found = []
     for path in (path for path in paths if path.name.endswith(PLAIN)):
         output, begun = path.with_name(f"{path.name}-healed-{tokens}"), time.monotonic()
-        resume = output.exists() or partial_path(output).exists()
-        heal(path, output, tokens=tokens, context=CONTEXTS[0], resume=resume, **text)
+        heal(path, output, tokens=tokens, context=CONTEXTS[0], resume=True, **text)
         print(f"{output.name}: {time.monotonic() - begun:.0f} s", flush=True)
         found.append(output)
     return found
