@@ -134,17 +134,13 @@ class Heads:
     def part(self, heads: slice) -> Heads:
         """Some of the heads, with a G of their number, or of one where all heads share what is kept."""
         count = len(self.plain)
-
-        def chosen(rows: torch.Tensor) -> torch.Tensor:
-            return shared(rows, heads, count)
-
         return replace(
             self,
             plain=self.plain[heads],
             nope=self.nope[heads],
             rope=self.rope[heads],
-            kept_nope=chosen(self.kept_nope),
-            kept_rope=chosen(self.kept_rope),
+            kept_nope=shared(self.kept_nope, heads, count),
+            kept_rope=shared(self.kept_rope, heads, count),
             lift=None if self.lift is None else self.lift[heads],
             scoring=self.scoring.of(heads),
         )
