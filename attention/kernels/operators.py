@@ -88,20 +88,5 @@ gqa = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scaling) -> Tensor",
 )
-
-
-@mla.register_fake
-def _(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    return q_latent.new_empty(q_latent.shape)
-
-
-@gqa.register_fake
-def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    return query.new_empty((*query.shape[:3], values.shape[3]))
+mla.register_fake(lambda q_latent, *_: q_latent.new_empty(q_latent.shape))
+gqa.register_fake(lambda query, keys, values, *_: query.new_empty((*query.shape[:3], values.shape[3])))
