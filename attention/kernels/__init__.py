@@ -31,9 +31,9 @@ class Entry:
     """A backend.
 
     Attributes:
-        run: A function of the same signature.
+        run: Decodes, with the arguments of `decode` or `decode_grouped` but for `backend`.
         run_stored: The same for a cache that is stored encoded (`attention.stored`).
-        objection: Says why it cannot serve a call with one query, or returns None.
+        objection: Says why it cannot serve a call with one query, or returns None; with the tensors among these arguments.
     """
 
     run: Callable[..., torch.Tensor]
