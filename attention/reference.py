@@ -25,8 +25,8 @@ def grouped_attention(x: torch.Tensor, a: Attention) -> torch.Tensor:
     Returns:
         `[B, T, E]`.
     """
-    read, x = _read(x, a.q.shape[0], a.projections)
-    queries, keys, values = _of_heads(read, a.q, a.q_bias), _projected(x, a.k, a.k_bias), _projected(x, a.v, a.v_bias)
+    read, x = _read(x, a.projections)
+    queries, keys, values = _projected(read, a.q, a.q_bias), _projected(x, a.k, a.k_bias), _projected(x, a.v, a.v_bias)
     positions = torch.arange(x.shape[1], device=x.device)
 
     def encode(states: torch.Tensor, norm: QKNorm | None) -> torch.Tensor:
@@ -61,8 +61,8 @@ def latent_attention(x: torch.Tensor, a: FactoredAttention) -> torch.Tensor:
         `[B, T, E]`.
     """
     positions = torch.arange(x.shape[1], device=x.device)
-    read, x = _read(x, a.o.shape[1], a.projections)
-    read = read if a.q_down is None else torch.einsum("bhte,qe->bhtq", read, a.q_down)
+    read, x = _read(x, a.projections)
+    read = read if a.q_down is None else read @ a.q_down.T
     key = _projected(x, a.k_rope[None], None if a.k_rope_bias is None else a.k_rope_bias[None])
     key, latent = a.rotary.rotate(key, positions)[:, 0], torch.einsum("bse,re->bsr", x, a.down)
     if a.normalised:
@@ -70,8 +70,8 @@ def latent_attention(x: torch.Tensor, a: FactoredAttention) -> torch.Tensor:
     latent = latent if a.gain is None else latent * a.gain
     if a.rounding is not None:
         key, latent = (rounded(part, a.rounding, a.rounding.latent_group) for part in (key, latent))
-    rope = torch.einsum("bhtp,bsp->bhts", a.rotary.rotate(_of_heads(read, a.q_rope, a.q_rope_bias), positions), key)
-    nope = torch.einsum("bhtd,hdr,bsr->bhts", _of_heads(read, a.q_nope, a.q_nope_bias), a.up_k, latent)
+    rope = torch.einsum("bhtp,bsp->bhts", a.rotary.rotate(_projected(read, a.q_rope, a.q_rope_bias), positions), key)
+    nope = torch.einsum("bhtd,hdr,bsr->bhts", _projected(read, a.q_nope, a.q_nope_bias), a.up_k, latent)
     weights = _attention((nope + rope) * a.scale, a.scoring)
     context = torch.einsum("bhts,hdr,bsr->bhtd", weights, a.up_v, latent)
     out = torch.einsum("bhtd,ehd->bte", context, a.o)
@@ -79,21 +79,15 @@ def latent_attention(x: torch.Tensor, a: FactoredAttention) -> torch.Tensor:
 
 
 def _projected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`[B, heads, T, D]` of `x [B, T, E]`."""
-    states = torch.einsum("bte,hde->bhtd", x, weight)
+    """`[B, heads, T, D]` of `x [B, T, E]`, or of what each head reads, `[B, heads, T, E]`."""
+    states = torch.einsum("bte,hde->bhtd" if x.ndim == 3 else "bhte,hde->bhtd", x, weight)
     return states if bias is None else states + bias[:, None]
 
 
-def _of_heads(read: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`[B, heads, T, D]` of what each head reads, `[B, heads, T, E]`."""
-    states = torch.einsum("bhte,hde->bhtd", read, weight)
-    return states if bias is None else states + bias[:, None]
-
-
-def _read(x: torch.Tensor, heads: int, projections: Projections | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs of each head's queries `[B, H, T, E]`, and of keys and values `[B, T, E]`."""
+def _read(x: torch.Tensor, projections: Projections | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs of queries `[B, T, E]`, or of each head's queries `[B, H, T, E]`, and of keys and values `[B, T, E]`."""
     if projections is None:
-        return x[:, None].expand(-1, heads, -1, -1), x
+        return x, x
     p = projections
     if isinstance(p, LatentProjections):
         return _read_latent(x, p)
