@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from attention.encoding import Encoded, encode, rotated
+from attention.encoding import Encoded, encode
 from attention.errors import Refusal
-from attention.formats import Format
-from attention.stored import Groups, Rows, Stored, as_read
+from attention.formats import Format, Part, parts_of
+from attention.stored import Groups, Rows, Stored, as_read, encoded_rows
 
 _SPARE = 256  # tokens that there is room for whenever a cache grows: a copy of all that seldom costs nothing
 
@@ -75,10 +75,10 @@ class _Growing:
 
 
 class _HeldRows:
-    """Cached `[B, heads, S, n]`, each token encoded by itself: latents, their RoPE keys, or keys or values of heads."""
+    """Cached `[B, heads, S, n]`, each token encoded by itself."""
 
-    def __init__(self, form: Format, latent: bool, keys: bool) -> None:
-        self.form, self._latent, self._keys = form, latent, keys
+    def __init__(self, form: Format, part: Part) -> None:
+        self.form, self._part = form, part
         self._encoded = _Growing(_SPARE)
 
     @property
@@ -92,10 +92,8 @@ class _HeldRows:
 
     def append(self, new: torch.Tensor, seen: torch.Tensor | None) -> Rows:
         """Cache further tokens `[B, heads, T, n]`; return all."""
-        group = self.form.latent_group if self._latent else self.form.group
-        rotation = 1 if self._latent else self.form.rotation(new.shape[-1], self._keys)
-        added = encode(new if rotation == 1 else rotated(new, rotation), self.form, group)
-        return Rows(self._encoded.append(added), self.form, group, rotation)
+        added = encoded_rows(new, self.form, self._part)
+        return added._replace(encoded=self._encoded.append(added.encoded))
 
     def change(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change all that is stored by a function that leaves its dims in their order."""
@@ -155,13 +153,14 @@ class EncodedLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, form: Format, latent: bool) -> None:
         super().__init__()
         self.form, self.latent = form, latent
-        self.is_croppable = latent or not form.tokens
+        self.is_croppable = not form.along_time(parts_of(latent)[0])
         self.seen: torch.Tensor | None = None  # [B, S], false for padding
         self.reset()
 
     def reset(self) -> None:
-        keys = _HeldRows(self.form, self.latent, keys=True) if self.is_croppable else _HeldGroups(self.form)
-        self.parts: tuple[_HeldRows | _HeldGroups, _HeldRows] = (keys, _HeldRows(self.form, self.latent, keys=False))
+        first, second = parts_of(self.latent)
+        keys = _HeldRows(self.form, first) if self.is_croppable else _HeldGroups(self.form)
+        self.parts: tuple[_HeldRows | _HeldGroups, _HeldRows] = keys, _HeldRows(self.form, second)
         self.is_initialized = False
 
     def stored_bytes(self, full: int) -> int:

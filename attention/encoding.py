@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from attention.formats import Format
+from attention.formats import Format, Part
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
@@ -113,11 +113,25 @@ def rotated(values: torch.Tensor, size: int) -> torch.Tensor:
     return found
 
 
-def rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
-    """Values `[..., n]` as they are read from a cache in which `group` of them share a scale.
+def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
+    """A part of a cache `[..., T, n]` as it is read.
 
-    Gradients pass as if nothing were rounded (the straight-through estimator, arXiv 1308.3432).
+    Of keys that are grouped along time, all full groups are rounded; a query of `attention.cache` reads its own group, at most
+    the newest 32 tokens, in full precision. Gradients pass as if nothing were rounded (the straight-through estimator, arXiv
+    1308.3432).
     """
+    if form.along_time(part):
+        full = states.shape[-2] // form.tokens * form.tokens
+        closed = _rounded(states[..., :full, :].mT.contiguous(), form, form.tokens).mT
+        return torch.cat((closed, states[..., full:, :]), -2)
+    group, turned = form.grouping(part, states.shape[-1])
+    if turned == 1:
+        return _rounded(states, form, group)
+    return rotated(_rounded(rotated(states, turned), form, group), turned).to(states.dtype)
+
+
+def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
+    """Values `[..., n]`, encoded and decoded, of which `group` share a scale."""
     with torch.no_grad():
         if form.group:
             codes, scales, offsets = _quantised(values.float(), form, group)
@@ -126,21 +140,6 @@ def rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
         else:
             read = decode(encode(values, form, group), form, group, values.dtype)
     return values + (read - values).detach() if values.requires_grad else read
-
-
-def rounded_heads(states: torch.Tensor, form: Format, keys: bool) -> torch.Tensor:
-    """Keys or values of heads `[..., T, n]` as they are read; differentiable.
-
-    Of keys that are grouped along time, all full groups are rounded; a query of `attention.cache` reads its own group, at most
-    the newest 32 tokens, in full precision.
-    """
-    if keys and form.tokens:
-        full = states.shape[-2] // form.tokens * form.tokens
-        closed = rounded(states[..., :full, :].mT.contiguous(), form, form.tokens).mT
-        return torch.cat((closed, states[..., full:, :]), -2)
-    if (turn := form.rotation(states.shape[-1], keys)) == 1:
-        return rounded(states, form, form.group)
-    return rotated(rounded(rotated(states, turn), form, form.group), turn).to(states.dtype)
 
 
 def _dtype(form: Format) -> torch.dtype:

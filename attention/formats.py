@@ -10,12 +10,27 @@ matrix (its pull request 21038). It has none for latents.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from attention.errors import Refusal
+
+Part = Literal["keys", "values", "latent"]  # of a cache: keys or values of heads; a latent or the RoPE key beside it
 
 PLAIN = ("float32", "float16", "bfloat16", "float64")  # dtypes that checkpoints have, too
 _SCALE = 2  # bytes of a scale or an offset, in float16
 _PACKED = 8  # integers that are packed together: as many bytes as an integer has bits
+
+
+class Grouping(NamedTuple):
+    """How the values of one token, of one head or of a latent, are encoded together.
+
+    Attributes:
+        values: That share a scale; 0 for a plain dtype.
+        rotated: That are multiplied by a Hadamard matrix together; 1 for none.
+    """
+
+    values: int
+    rotated: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,11 +61,18 @@ class Format:
         """Bytes of a group's scale and its offset, if it has one."""
         return _SCALE if self.steps else 2 * _SCALE
 
-    def rotation(self, size: int, keys: bool) -> int:
-        """Dims of the Hadamard matrix that heads of so many are multiplied by, part by part; 1 for none."""
+    def grouping(self, part: Part, size: int) -> Grouping:
+        """How `size` values of one token are encoded, where they are not grouped along time."""
+        if part == "latent":
+            return Grouping(self.latent_group)
         if not self.hadamard or size % self.hadamard:
-            return 1
-        return size & -size if keys else self.hadamard  # of keys, the largest power of two that divides it
+            return Grouping(self.group)
+        # of keys, the largest power of two that divides their dims
+        return Grouping(self.group, size & -size if part == "keys" else self.hadamard)
+
+    def along_time(self, part: Part) -> bool:
+        """Whether `tokens` consecutive tokens are encoded together, each channel by itself."""
+        return part == "keys" and self.tokens > 0
 
     def row_bytes(self, size: int, latent: bool = False) -> int:
         """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key."""
@@ -100,6 +122,11 @@ FORMATS = {
         Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
     )
 }
+
+
+def parts_of(latent: bool) -> tuple[Part, Part]:
+    """The two parts of a layer's cache, in the order in which transformers' `Cache.update` takes them."""
+    return ("latent", "latent") if latent else ("keys", "values")
 
 
 def rounding_of(name: str | None) -> Format | None:

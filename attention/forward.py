@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.linalg import multi_dot
 
-from attention.encoding import rounded, rounded_heads
+from attention.encoding import rounded
 from attention.qk_norm import LinearisedNorm, QKNorm
 from attention.record import Attention, FactoredAttention, Record
 from attention.rope import Rotation, no_rotary
@@ -244,13 +244,13 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         kept_nope, kept_rope = record.latent(x)[None], rotation(_project(x, record.k_rope[None], key_bias))
         if (form := record.rounding) is not None:
-            kept_nope, kept_rope = (rounded(part, form, form.latent_group) for part in (kept_nope, kept_rope))
+            kept_nope, kept_rope = (rounded(part, form, "latent") for part in (kept_nope, kept_rope))
         lift = record.up_k.float()
     else:
         plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
         queries, keys = _encoded(plain, record.q_norm, rotation), _encoded(keys, record.k_norm, rotation)
         if record.rounding is not None:
-            keys = rounded_heads(keys, record.rounding, keys=True)
+            keys = rounded(keys, record.rounding, "keys")
         split = record.rotary.dims if record.rotary else 0
         rope, nope = queries[..., :split], queries[..., split:]
         kept_rope, kept_nope = keys[..., :split], keys[..., split:]
@@ -271,7 +271,7 @@ def values_of(record: Record, heads: Heads) -> torch.Tensor:
     if isinstance(record, FactoredAttention):
         return _project(heads.kept_nope[0], record.up_v, None)
     values = _project(heads.inputs, record.v, record.v_bias)
-    return values if record.rounding is None else rounded_heads(values, record.rounding, keys=False)
+    return values if record.rounding is None else rounded(values, record.rounding, "values")
 
 
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from attention.encoding import rounded, rounded_heads
+from attention.encoding import rounded
 from attention.qk_norm import QKNorm
 from attention.record import Attention, FactoredAttention, LatentProjections, Projections
 from attention.scoring import Scoring
@@ -39,7 +39,7 @@ def grouped_attention(x: torch.Tensor, a: Attention) -> torch.Tensor:
     repeats = a.q.shape[0] // a.k.shape[0]
     queries, keys = encode(queries, a.q_norm), encode(keys, a.k_norm)
     if a.rounding is not None:
-        keys, values = rounded_heads(keys, a.rounding, keys=True), rounded_heads(values, a.rounding, keys=False)
+        keys, values = rounded(keys, a.rounding, "keys"), rounded(values, a.rounding, "values")
     keys = keys.repeat_interleave(repeats, 1)
     weights = _attention(torch.einsum("bhtd,bhsd->bhts", queries, keys) * a.scale, a.scoring)
     context = torch.einsum("bhts,bhsd->bhtd", weights, values.repeat_interleave(repeats, 1))
@@ -69,7 +69,7 @@ def latent_attention(x: torch.Tensor, a: FactoredAttention) -> torch.Tensor:
         latent = latent / torch.linalg.vector_norm(latent, dim=-1, keepdim=True).clamp_min(1e-30)
     latent = latent if a.gain is None else latent * a.gain
     if a.rounding is not None:
-        key, latent = (rounded(part, a.rounding, a.rounding.latent_group) for part in (key, latent))
+        key, latent = (rounded(part, a.rounding, "latent") for part in (key, latent))
     rope = torch.einsum("bhtp,bsp->bhts", a.rotary.rotate(_projected(read, a.q_rope, a.q_rope_bias), positions), key)
     nope = torch.einsum("bhtd,hdr,bsr->bhts", _projected(read, a.q_nope, a.q_nope_bias), a.up_k, latent)
     weights = _attention((nope + rope) * a.scale, a.scoring)

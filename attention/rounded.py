@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from attention.encoding import rounded, rounded_heads
-from attention.formats import Format
+from attention.encoding import rounded
+from attention.formats import Format, parts_of
 from attention.spec import AttentionSpec
 
 
@@ -23,10 +23,8 @@ class RoundedLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of heads, or a latent and its RoPE key, `[B, heads, T, n]` each, as they are read; differentiable."""
-        if self.latent:
-            group = self.form.latent_group
-            return rounded(key_states, self.form, group), rounded(value_states, self.form, group)
-        return rounded_heads(key_states, self.form, keys=True), rounded_heads(value_states, self.form, keys=False)
+        first, second = parts_of(self.latent)
+        return rounded(key_states, self.form, first), rounded(value_states, self.form, second)
 
     def get_seq_length(self) -> int:
         return 0

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from attention.encoding import Encoded, decode, encode, integers, rotated
-from attention.formats import Format
+from attention.formats import Format, Part, parts_of
 
 
 class Rows(NamedTuple):
@@ -153,13 +153,20 @@ def stored_pair(
     """`values` and `keys` `[B, heads, S, n]`, or a latent and its RoPE key, as a cache of a format has them."""
     if form is None:
         return values, keys
-    group = form.latent_group if latent else form.group
-    held: Rows | Groups = Rows(encode(keys, form, group), form, group)
-    if form.tokens and not latent:
+    of_keys, of_values = parts_of(latent)
+    if form.along_time(of_keys):
         encoded = form.tokens_encoded(keys.shape[2])
         grouped = keys[:, :, :encoded].unflatten(2, (-1, form.tokens)).transpose(3, 4)
-        held = Groups(encode(grouped, form, form.tokens) if encoded else None, keys[:, :, encoded:], form)
-    return Stored(Rows(encode(values, form, group), form, group), values.dtype), Stored(held, keys.dtype)
+        held: Rows | Groups = Groups(encode(grouped, form, form.tokens) if encoded else None, keys[:, :, encoded:], form)
+    else:
+        held = encoded_rows(keys, form, of_keys)
+    return Stored(encoded_rows(values, form, of_values), values.dtype), Stored(held, keys.dtype)
+
+
+def encoded_rows(states: torch.Tensor, form: Format, part: Part) -> Rows:
+    """A part of a cache `[B, heads, T, n]`, each token encoded by itself."""
+    group, turned = form.grouping(part, states.shape[-1])
+    return Rows(encode(states if turned == 1 else rotated(states, turned), form, group), form, group, turned)
 
 
 def sliced(encoded: Encoded, start: int, end: int) -> Encoded:

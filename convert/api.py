@@ -107,7 +107,8 @@ def mla(model: str | Path, output: str | Path, **given: Unpack[options.Mla[bool]
         Failure: Weights, text or machine.
         NotPublished: The result is of no use by a check at the end, and neither a method nor `force` was given.
     """
-    from convert.planning.latent import LatentRequest, plan_latent
+    from convert.planning.latent import plan_latent
+    from convert.planning.sizes import LatentRequest
 
     source, calibration, where = _read(model, output, given)
     sizes = given["kv_lora_rank"], given["qk_rope_head_dim"], *_budget(given["kv_budget"]), given["freqfold"]
@@ -223,7 +224,7 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
 
 def _targets(given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """The groups, latents and methods of a sweep; None for those of which none is given."""
-    from convert.planning.latent import LatentRequest
+    from convert.planning.sizes import LatentRequest
 
     latents = None if given["mla"] is None else [LatentRequest(*size) for size in given["mla"]]
     wanted = given["groups"], latents, given["methods"]

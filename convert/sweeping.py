@@ -30,7 +30,8 @@ from convert.planning.base import Plan, readable
 from convert.planning.calibration import CalibrationOptions, GivenTexts, require_consistent
 from convert.planning.describe import plans_text
 from convert.planning.grouped import plan_grouped
-from convert.planning.latent import LatentRequest, plan_latent
+from convert.planning.latent import plan_latent
+from convert.planning.sizes import LatentRequest
 from eval.inputs.overlap import warn_of_overlap
 from eval.inputs.sealed import seal, unsealed
 from eval.inputs.source import Source

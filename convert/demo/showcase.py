@@ -10,7 +10,7 @@ from attention.errors import Interrupted
 from convert.demo.corpus import VALIDATION, held_out_text
 from convert.output.destination import Output
 from convert.planning.calibration import CalibrationOptions
-from convert.planning.latent import LatentRequest
+from convert.planning.sizes import LatentRequest
 from convert.planning.texts import texts_of
 from convert.sweeping import Wanted, plans_for, sweep
 from eval.inputs.source import Source

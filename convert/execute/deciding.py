@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from attention.errors import Failure
+from attention.formats import format_named
 from attention.forward import attention_output, output_error
 from attention.rope import Rotary, no_rotary
 from attention.spread import evenly_spread
@@ -235,4 +236,6 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
                 )
             costs.append(interpolated(tried, errors, target.ranks))
             done(1)
-    return shared_out(costs, target.ranks, (target.spec.kv_lora_rank or 0) * layers)
+    form = format_named(target.cache_dtype or "float32")  # without scales, any dtype shares out alike
+    prices = [form.row_bytes(rank, latent=True) for rank in target.ranks]
+    return shared_out(costs, target.ranks, prices, layers * form.row_bytes(target.spec.kv_lora_rank or 0, latent=True))

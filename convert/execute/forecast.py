@@ -160,14 +160,14 @@ def work_of(
         plan: The conversion.
         decoder: The source's.
         tokens: Of the calibration text; 0 without.
-        evaluated: Tokens of held-out text, for source and result; 0 without.
+        evaluated: Tokens of held-out text, for source and result, also with their caches in the format of a plan; 0 without.
         surveyed: Whether statistics of the source are there already.
         written: Whether the calibration text that the source writes is there already.
     """
     target, text, layers = plan.target, plan.calibration, plan.before.num_layers
     work = 2 * decoder.load()  # and writing
     if evaluated:
-        work += evaluation_work([decoder, decoder], plan.source, evaluated)
+        work += evaluation_work([decoder, decoder] * (1 if plan.rounding is None else 2), plan.source, evaluated)
     if target.copies:
         return work
     layer = _Layer(plan, decoder, tokens, min(text.context, tokens) if text and tokens else 1)

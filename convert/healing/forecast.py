@@ -33,5 +33,6 @@ def work_of(plan: HealPlan, text_tokens: int, held_out: int, evaluated: int = 0)
     work += student.forward(tokens, plan.context, logits=0) if plan.options.checkpointing else Work()
     work += Work(bytes=_SAVED * _KEPT * trained * -(-plan.steps // plan.every))
     if evaluated:
-        work += evaluation_work([teacher, student, student], plan.converted, evaluated, (plan.context,))
+        models = [teacher, student, student] * (1 if plan.rounding is None else 2)  # also with their caches in the format
+        work += evaluation_work(models, plan.converted, evaluated, (plan.context,))
     return work

@@ -34,25 +34,26 @@ def interpolated(measured: Sequence[int], costs: Sequence[float], ranks: Sequenc
     return found
 
 
-def shared_out(costs: Sequence[Sequence[float]], ranks: Sequence[int], total: int) -> tuple[int, ...]:
+def shared_out(costs: Sequence[Sequence[float]], ranks: Sequence[int], prices: Sequence[int], total: int) -> tuple[int, ...]:
     """A rank for each layer, with the least summed cost that a greedy choice finds.
 
     Args:
         costs: The cost of each layer at each of `ranks`, falling.
         ranks: Rising.
-        total: The most that the ranks may sum to; at least the first of `ranks` for each layer.
+        prices: What each of `ranks` takes of `total`, such as bytes of the cache; rising.
+        total: The most that the layers may take; at least the first price for each.
 
-    Every layer begins with the first rank. Then the layer whose cost falls most per channel has more, as far as its cost falls
-    so steeply.
+    Every layer begins with the first rank. Then the layer whose cost falls most for its price has more, as far as its cost
+    falls so steeply.
     """
-    at, left = [0] * len(costs), total - ranks[0] * len(costs)
+    at, left = [0] * len(costs), total - prices[0] * len(costs)
     queue: list[tuple[float, int, int]] = []
 
     def offer(layer: int) -> None:
         """Queue the layer's steepest step that is left and affordable."""
         now = at[layer]
-        steps = [i for i in range(now + 1, len(ranks)) if ranks[i] - ranks[now] <= left]
-        slopes = [((costs[layer][now] - costs[layer][i]) / (ranks[i] - ranks[now]), -i) for i in steps]
+        steps = [i for i in range(now + 1, len(ranks)) if prices[i] - prices[now] <= left]
+        slopes = [((costs[layer][now] - costs[layer][i]) / (prices[i] - prices[now]), -i) for i in steps]
         if slopes:
             slope, step = max(slopes)
             heapq.heappush(queue, (-slope, layer, -step))
@@ -61,7 +62,7 @@ def shared_out(costs: Sequence[Sequence[float]], ranks: Sequence[int], total: in
         offer(layer)
     while queue:
         _, layer, step = heapq.heappop(queue)
-        price = ranks[step] - ranks[at[layer]]
+        price = prices[step] - prices[at[layer]]
         if price <= left:
             at[layer], left = step, left - price
         offer(layer)  # the next step, or a cheaper one

@@ -15,7 +15,7 @@ from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
 from convert.planning.base import Plan, host_of, readable
-from convert.planning.room import full_rank, latent_for_budget, smallest_latent
+from convert.planning.room import Room, smallest_latent
 from eval.machine.forecast import duration
 from eval.terminal.tables import bytes_text, table
 
@@ -176,14 +176,14 @@ def latent_targets(
             with suppress(Refusal):  # the source has fewer rotary dims
                 fitting.append(spec.latent(*size))
         return [target for target in fitting if target.values_per_token < spec.values_per_token]
-    found = []
+    found, room = [], Room(source, family, host)
     for share in (0.5, 0.25, 0.125):
         with suppress(Refusal):  # too small for a tiny model
             values = int(share * spec.values_per_token) // spec.num_layers
-            found.append(spec.latent(*latent_for_budget(source, family, spec, host, values)))
+            found.append(spec.latent(*room.for_budget(values)))
     rank, rope = 512, 64
     with suppress(Refusal):
-        if rank <= full_rank(source, family, rope) and (rank + rope) * spec.num_layers < spec.values_per_token:
+        if rank <= room.full_rank(rope) and (rank + rope) * spec.num_layers < spec.values_per_token:
             found.append(spec.latent(rank, rope))
     return sorted(set(found), key=lambda target: -target.values_per_token)
 

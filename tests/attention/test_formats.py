@@ -81,5 +81,5 @@ def test_blocks_that_llama_cpp_does_not_store_are_refused() -> None:
 )
 def test_heads_are_rotated_where_llama_cpp_rotates_them(size: int, of_keys: int, of_values: int) -> None:
     for name, form in FORMATS.items():
-        found = form.rotation(size, keys=True), form.rotation(size, keys=False)
+        found = form.grouping("keys", size).rotated, form.grouping("values", size).rotated
         assert found == ((of_keys, of_values) if name in ("q8_0", "q4_0") else (1, 1))

@@ -11,7 +11,7 @@ import pytest
 
 from convert.demo.corpus import HELD_OUT, VALIDATION, held_out_text, training_documents
 from convert.demo.showcase import MODEL
-from convert.planning.latent import LatentRequest
+from convert.planning.sizes import LatentRequest
 
 
 def test_the_bundled_checkpoint_is_small_and_truly_multi_head() -> None:

@@ -72,13 +72,13 @@ def made(checkpoint: Make, case: str, **changes: Any) -> Path:
 
 def full(source: Path) -> list[Any]:
     """The options of full size: every rotary component, and all the rest in the latent."""
-    from convert.planning.room import full_rank
+    from convert.planning.room import Room
 
     read = Source.parse(str(source))
     family = FAMILIES[read.model_type]
     rotaries = [family.rotary(read.config, layer) for layer in range(3)]
     rope = family.spec(read.config).num_kv_heads * max((rotary.dims for rotary in rotaries if rotary), default=0)
-    return sized(full_rank(read, family, rope), rope)
+    return sized(Room(read, family, LATENT_HOST).full_rank(rope), rope)
 
 
 def sized(rank: int, rope: int) -> list[Any]:

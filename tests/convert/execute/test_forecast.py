@@ -59,6 +59,8 @@ def test_every_step_adds_to_the_work(planned: Callable[..., Plan]) -> None:
     written, kept = works_of([planned(text="self")] * 2, 512)
     assert kept.flops < written.flops
     assert flops(plain) < flops(plain, evaluated=100) < flops(plain, evaluated=200)
+    rounded = planned(refit=False, cache_dtype="int8")
+    assert flops(rounded, evaluated=100) - flops(rounded) == 2 * (flops(plain, evaluated=100) - flops(plain))
     assert flops(planned(mla, refit=False)) < flops(planned(mla))
     assert flops(planned(mla, refit=False)) < flops(planned(mla, refit=False, per_layer_ranks=True))
 

@@ -31,13 +31,20 @@ STEPS = (2, 4, 6, 8)
 
 def test_rank_goes_where_it_saves_most() -> None:
     costs = [[9.0, 4.0, 2.0, 1.0], [3.0, 2.5, 2.2, 2.1], [0.0, 0.0, 0.0, 0.0]]
-    assert shared_out(costs, STEPS, 12) == (8, 2, 2)
-    assert shared_out(costs, STEPS, 6) == (2, 2, 2)
-    assert shared_out(costs, STEPS, 100) == (8, 8, 8)
+    assert shared_out(costs, STEPS, STEPS, 12) == (8, 2, 2)
+    assert shared_out(costs, STEPS, STEPS, 6) == (2, 2, 2)
+    assert shared_out(costs, STEPS, STEPS, 100) == (8, 8, 8)
+
+
+def test_a_price_need_not_be_in_proportion_to_its_rank() -> None:
+    costs, prices = [[9.0, 4.0, 2.0, 1.0], [9.0, 5.0, 2.0, 1.0]], (2, 4, 7, 9)
+    assert shared_out(costs, STEPS, prices, 11) == (4, 6)
+    assert shared_out(costs, STEPS, STEPS, 11) == (4, 6)
+    assert shared_out(costs, STEPS, prices, 10) == (4, 4)
 
 
 def test_a_flat_step_before_a_steep_one_is_no_obstacle() -> None:
-    assert shared_out([[9.0, 9.0, 1.0, 1.0], [5.0, 4.0, 3.5, 3.2]], STEPS, 8) == (6, 2)
+    assert shared_out([[9.0, 9.0, 1.0, 1.0], [5.0, 4.0, 3.5, 3.2]], STEPS, STEPS, 8) == (6, 2)
 
 
 convex = st.lists(st.floats(0, 10), min_size=3, max_size=3).map(
@@ -49,7 +56,7 @@ convex = st.lists(st.floats(0, 10), min_size=3, max_size=3).map(
 @given(costs=st.lists(convex, min_size=1, max_size=4), spare=st.integers(0, 12))
 def test_where_costs_fall_ever_less_no_choice_is_better(costs: list[list[float]], spare: int) -> None:
     total = 2 * len(costs) + 2 * spare
-    found = shared_out(costs, STEPS, total)
+    found = shared_out(costs, STEPS, STEPS, total)
 
     def cost(ranks: tuple[int, ...]) -> float:
         return sum(row[STEPS.index(rank)] for row, rank in zip(costs, ranks, strict=True))
@@ -62,7 +69,7 @@ def test_where_costs_fall_ever_less_no_choice_is_better(costs: list[list[float]]
 @settings(deadline=None)
 @given(costs=st.lists(st.lists(st.floats(0, 10), min_size=4, max_size=4), min_size=1, max_size=5), spare=st.integers(0, 30))
 def test_ranks_never_sum_to_more_than_allowed(costs: list[list[float]], spare: int) -> None:
-    found = shared_out(costs, STEPS, 2 * len(costs) + spare)
+    found = shared_out(costs, STEPS, STEPS, 2 * len(costs) + spare)
     assert set(found) <= set(STEPS)
     assert sum(found) <= 2 * len(costs) + spare
 
@@ -172,6 +179,16 @@ def test_a_budget_is_shared_out_too(checkpoint: Make, convert: Convert, on: list
     ok(convert("mla", source, tmp_path / "out", "--kv-budget", "25%", "--per-layer-ranks", *on))
     used = json.loads((tmp_path / "out" / "conversion.json").read_text())["kv_bytes_per_token"]
     assert used["after"] <= used["before"] / 4
+
+
+def test_scales_of_groups_count_in_a_budget(checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path) -> None:
+    """Ranks of 48 and 80 have three groups of up to 64 that share a scale, two ranks of 64 have two."""
+    source = checkpoint("llama", hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=32)
+    damage(source, lambda tensors: tensors["model.layers.1.self_attn.o_proj.weight"].mul_(1e-3))
+    ok(convert("mla", source, tmp_path / "out", "--kv-budget", "168B", "--per-layer-ranks", "--cache-dtype", "int4", *on))
+    provenance = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert len(set(provenance["kv_lora_ranks"])) > 1
+    assert provenance["kv_bytes_per_token"]["after"] <= 168
 
 
 def test_refined_and_healed_results_keep_their_ranks(

@@ -18,7 +18,8 @@ from convert.output.destination import Output
 from convert.planning.base import Plan, host_of, readable, text_notes
 from convert.planning.calibration import Calibration, CalibrationOptions
 from convert.planning.grouped import plan_grouped
-from convert.planning.latent import LatentRequest, plan_latent
+from convert.planning.latent import plan_latent
+from convert.planning.sizes import LatentRequest
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
 

@@ -32,7 +32,8 @@ from convert.planning.describe import (
     support_text,
 )
 from convert.planning.grouped import plan_grouped
-from convert.planning.latent import LatentRequest, plan_latent
+from convert.planning.latent import plan_latent
+from convert.planning.sizes import LatentRequest
 from eval.inputs.source import Source
 
 Sources = Callable[..., Source]

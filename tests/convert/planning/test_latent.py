@@ -17,8 +17,9 @@ from convert.methods import load_latent
 from convert.output.destination import Output
 from convert.planning.base import Plan
 from convert.planning.calibration import CalibrationOptions
-from convert.planning.latent import LatentRequest, plan_latent
-from convert.planning.room import full_rank, latent_for_budget, with_reserved
+from convert.planning.latent import plan_latent
+from convert.planning.room import Room
+from convert.planning.sizes import LatentRequest
 from convert.planning.targets import LatentTarget
 from convert.planning.texts import texts_of
 from eval.inputs.source import Source
@@ -60,17 +61,18 @@ def test_a_plan_is_its_source_its_target_and_what_to_know(source: Sources, outpu
 
 
 def test_what_does_not_rotate_is_the_full_rank(source: Sources) -> None:
-    made = source()
-    assert full_rank(made, family_of("llama"), 8) == 2 * 4 * 8 - 8
-    assert full_rank(made, family_of("llama"), 32) == 32
-    assert full_rank(source(hidden_size=24), family_of("llama"), 8) == 24, "the width of the model, where that is less"
-    mixed = source("smollm3", no_rope_layers=[1, 0, 1], hidden_size=128)
-    assert full_rank(mixed, family_of("smollm3"), 8) == 64, "layers without positions have all of their keys in the latent"
+    room = Room(source(), family_of("llama"), HOST)
+    assert room.full_rank(8) == 2 * 4 * 8 - 8
+    assert room.full_rank(32) == 32
+    narrow = Room(source(hidden_size=24), family_of("llama"), HOST)
+    assert narrow.full_rank(8) == 24, "the width of the model, where that is less"
+    mixed = Room(source("smollm3", no_rope_layers=[1, 0, 1], hidden_size=128), family_of("smollm3"), HOST)
+    assert mixed.full_rank(8) == 64, "layers without positions have all of their keys in the latent"
 
 
 @pytest.mark.parametrize(("channels", "rank"), [(15, 16), (16, 17), (17, 18), (18, 20), (20, 22), (21, 22), (22, 24)])
-def test_constants_come_on_top(channels: int, rank: int) -> None:
-    assert with_reserved(HOST, channels) == rank
+def test_constants_come_on_top(channels: int, rank: int, source: Sources) -> None:
+    assert Room(source(), family_of("llama"), HOST).with_reserved(channels) == rank
     assert rank - HOST.reserved(rank) >= channels
     assert all(less - HOST.reserved(less) < channels for less in range(1, rank))
 
@@ -214,7 +216,7 @@ def test_a_smaller_latent_is_planned_like_any_other(
     made = source("deepseek_v3")
     found = target(made, output, kv_lora_rank=rank, qk_rope_head_dim=rope)
     assert found.spec == AttentionSpec(3, 8, 8, 10, rank, rope, nope)
-    assert full_rank(made, family_of("deepseek_v3"), rope) == full
+    assert Room(made, family_of("deepseek_v3"), HOST).full_rank(rope) == full
     assert found.channels == min(full, rank - HOST.reserved(rank))
     assert not found.copies
     config = found.config(made, family_of("deepseek_v3").rotary(made.config, 0).select(list(range(rope // 2)), "interleaved"))
@@ -251,10 +253,10 @@ def test_a_latent_has_one_rotary_key_to_deal_out(source: Sources) -> None:
         source("deepseek_v3", qk_rope_head_dim=64, head_dim=64, kv_lora_rank=512, hidden_size=2048),
         family_of("deepseek_v3"),
     )
-    before = family.spec(made.config)
-    assert latent_for_budget(made, family, before, HOST, 576) == (512, 64)
-    assert latent_for_budget(made, family, before, HOST, 288) == (224, 64)
-    assert latent_for_budget(made, family, before, HOST, 800) == (512, 64), "no more than there is"
+    room = Room(made, family, HOST)
+    assert room.for_budget(576) == (512, 64)
+    assert room.for_budget(288) == (224, 64)
+    assert room.for_budget(800) == (512, 64), "no more than there is"
 
 
 @pytest.mark.parametrize("changes", [{"q_lora_rank": 12}, {"first_k_dense_replace": 1}, {"attention_bias": False}])
@@ -373,6 +375,11 @@ def test_the_text_chooses_among_formats(source: Sources, output: Output) -> None
     for split in found.splits:
         assert split.spec.bytes_per_token(split.cache_dtype or plan.source.dtype) <= budget
     assert any("the text decides the format" in note for note in plan.notes)
+
+
+def test_auto_needs_a_method_that_tries_several_sizes(source: Sources, output: Output) -> None:
+    error = refused(source(), output, "pca", TEXT, kv_share=0.5, cache_dtype="auto")
+    assert "--cache-dtype auto compares latents of several sizes, and method pca tries one" in str(error)
 
 
 @pytest.mark.parametrize(

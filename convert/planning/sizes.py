@@ -1,0 +1,367 @@
+"""Sizes of a latent: from what is asked for, numbers or a budget, to targets, all from the config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from attention.errors import Refusal
+from attention.formats import format_named, rounding_of
+from attention.spec import RANK_STEP
+from convert.planning.budget import check_fold, default_fold, layer_ranks, served_rank
+from convert.planning.targets import LatentTarget
+
+if TYPE_CHECKING:
+    from attention.spec import AttentionSpec
+    from convert.families import Family
+    from convert.hosts import Host
+    from convert.hosts.engines import Engine
+    from convert.methods.latent import LatentMethod
+    from convert.planning.room import Room
+
+AUTO = "auto"
+_TRIED = ("fp8", "int8", "int4", "int3", "int2")  # formats that --cache-dtype auto tries beside the dtype of the weights
+_FEWEST_QUERY_CHANNELS = 8  # of a latent of queries: at most five are constants
+
+
+@dataclass(frozen=True)
+class LatentRequest:
+    """The size of a latent that the user asks for: rank and rotary dims, or a budget.
+
+    Attributes:
+        kv_lora_rank: R, or None.
+        qk_rope_head_dim: P, or None.
+        kv_share: A share of the source's KV cache, or None.
+        kv_bytes: Bytes per token in all layers, or None.
+        freqfold: How many neighbouring frequencies count as one; None for as few as P allows.
+        pad_rank: Whether the rank may exceed full rank, with channels of zeros.
+        q_lora_rank: The rank of a latent of queries; None for what the output class needs.
+        portable: Whether engines' own DeepSeek classes have to run the result.
+        per_layer_ranks: Whether the text chooses the rank of each layer; R is then their mean, at most.
+        cache_dtype: The format of the cache that the result is for; None for the dtype of its weights, and `AUTO` for the one
+            that keeps most at a budget.
+    """
+
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    kv_share: float | None = None
+    kv_bytes: int | None = None
+    freqfold: int | None = None
+    pad_rank: bool = False
+    q_lora_rank: int | None = None
+    portable: bool = False
+    per_layer_ranks: bool = False
+    cache_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The targets that a request allows.
+
+    Attributes:
+        room: The source, and the output class.
+        method: Of the conversion.
+        engine: That has to run the result, or None.
+        dtype: Of the weights of the result.
+    """
+
+    room: Room
+    method: LatentMethod
+    engine: Engine | None
+    dtype: str
+
+    def targets(self, request: LatentRequest) -> list[LatentTarget]:
+        """The target of a request; for `--cache-dtype auto`, one for each format in which the budget holds any latent.
+
+        Raises:
+            Refusal: There is none, or the source has that size already.
+        """
+        padded = request.pad_rank or (self._of_engine and request.kv_lora_rank is None)
+        found = [self._target(replace(whole, pad_rank=padded)) for whole in self._whole(request)]
+        changed = [target for target in found if not _is_unchanged(target)]
+        if not changed:
+            reference, target = self.room.source.reference, found[0]
+            raise Refusal(
+                f"{reference} is {target.spec.kind} already: a conversion to that size copies it, for any cache",
+                hint=f"train it for such a cache with `convert heal --teacher MODEL --cache-dtype {target.cache_dtype}`, or "
+                "give a smaller size",
+            )
+        return changed
+
+    def splits(self, start: LatentTarget, request: LatentRequest) -> Iterator[LatentTarget]:
+        """A target and its alternatives: as many bytes or a few less, with a quarter of to twice its rotary dims."""
+        wanted = replace(request, pad_rank=False, cache_dtype=start.cache_dtype)
+        for rank, rope_dim in self._alternatives(start):
+            target = self._target(replace(wanted, kv_lora_rank=rank, qk_rope_head_dim=rope_dim))
+            if not _is_unchanged(target):
+                yield target
+
+    @property
+    def chosen_by_text(self) -> bool:
+        """Whether splits of a budget are tried: the method folds no frequencies, and the engine takes more than a few sizes."""
+        return not self.method.folds and not self._of_engine
+
+    @property
+    def _of_engine(self) -> bool:
+        """Whether the engine takes a few sizes only."""
+        return self.engine is not None and bool(self.engine.latents)
+
+    def _whole(self, request: LatentRequest) -> list[LatentRequest]:
+        """The request with both numbers; for `--cache-dtype auto`, one for each format of which the budget holds any."""
+        if request.cache_dtype != AUTO:
+            rank, rope_dim = self._numbers(request)
+            return [replace(request, kv_lora_rank=rank, qk_rope_head_dim=rope_dim)]
+        if request.kv_share is None and request.kv_bytes is None:
+            raise Refusal(
+                "--cache-dtype auto chooses the format of a budget",
+                hint="give --kv-budget, or name a format with --cache-dtype",
+            )
+        found, refusals = [], []
+        stored = _TRIED if self.engine is None else [cache.form for cache in self.engine.caches if cache.tried]
+        for form in (None, *stored):
+            try:
+                found += self._whole(replace(request, cache_dtype=form))
+            except Refusal as refusal:
+                refusals.append(refusal)
+        if not found:
+            raise refusals[-1]
+        return found
+
+    def _numbers(self, request: LatentRequest) -> tuple[int, int]:
+        """R and P, as given or of a budget."""
+        given = (request.kv_lora_rank, request.qk_rope_head_dim)
+        rotates = self.room.rotary_dim > 0
+        if request.kv_share is None and request.kv_bytes is None:
+            if request.kv_lora_rank is None or (rotates and request.qk_rope_head_dim is None):
+                raise Refusal(f"give --kv-lora-rank{' and --qk-rope-head-dim' if rotates else ''}, or --kv-budget")
+            return request.kv_lora_rank, request.qk_rope_head_dim or 0
+        if given != (None, None):
+            raise Refusal("give either --kv-budget or --kv-lora-rank and --qk-rope-head-dim, not both")
+        if request.pad_rank:
+            raise Refusal(
+                "give either --kv-budget or --pad-rank: a budget never goes beyond full size, where there is nothing to pad",
+                hint="for channels of zeros give --kv-lora-rank and --qk-rope-head-dim",
+            )
+        source, before = self.room.source, self.room.before
+        share, whole = request.kv_share or 0.0, before.bytes_per_token(source.dtype)
+        budget = int(share * whole) if request.kv_bytes is None else request.kv_bytes
+        if budget > whole:
+            raise Refusal(f"a budget of {budget} bytes per token exceeds the {whole} of {source.reference}: nothing to save")
+        return self._of_budget(budget, request.cache_dtype or self.dtype)
+
+    def _of_budget(self, budget: int, form: str) -> tuple[int, int]:
+        """R and P of a budget of bytes per token in all layers, for a cache in that format."""
+        room, step = self.room, format_named(form).multiple
+        values = budget * 8 // (room.before.num_layers * format_named(form).bits)
+        if self.engine is not None and self.engine.latents:
+            return self.engine.fitting(values)
+        most = min(room.most_rotary_dims, max(2, step)) if room.rotary_dim else 0
+        least = room.before.latent(-(-room.with_reserved(1) // step) * step, most)
+        least_bytes = least.bytes_per_token(form)  # refuses a model whose rotary dims are too few for the format
+        try:
+            while True:
+                if found := self._within(*room.for_budget(values), budget, form):
+                    return found
+                values -= 1
+        except Refusal as error:
+            raise Refusal(
+                f"a budget of {budget} bytes per token is too small for any rank: {error}",
+                hint=f"the least is {least_bytes} bytes per token in {form}, and little is left of a model there",
+            ) from None
+
+    def _within(self, rank: int, rope_dim: int, budget: int, form: str) -> tuple[int, int] | None:
+        """R and P of as many numbers or less that the format takes, if their cache keeps to a budget of bytes per token.
+
+        P is rounded up, as far as there are rotary dims.
+        """
+        step = format_named(form).multiple
+        kept = -(-rope_dim // step) * step
+        kept = kept if kept <= self.room.most_rotary_dims else rope_dim // step * step
+        rank = (rank + rope_dim - kept) // step * step
+        if rank < 1 or (rope_dim and not kept):
+            return None
+        return (rank, kept) if self.room.before.latent(rank, kept).bytes_per_token(form) <= budget else None
+
+    def _alternatives(self, start: LatentTarget) -> list[tuple[int, int]]:
+        """R and P of each split."""
+        room, spec, form = self.room, replace(start.spec, layer_ranks=None), start.cache_dtype or self.dtype
+        kept = spec.qk_rope_head_dim
+        values = (spec.kv_lora_rank or 0) + kept
+        found: list[tuple[int, int]] = []
+        budget, step = spec.bytes_per_token(form), format_named(form).multiple
+        for rope_dim in sorted({kept * eighths // 16 * 2 for eighths in (2, 4, 6, 8, 12, 16)} | {kept}):
+            rank, full = values - rope_dim, room.full_rank(rope_dim)
+            channels = rank - room.host.reserved(rank) if rank > 0 else 0
+            if rope_dim % step == 0 and 2 <= rope_dim <= room.most_rotary_dims and 1 <= channels <= full:
+                # Groups of values that share a scale are filled differently by another split.
+                served = (served_rank(most, room.with_reserved(full), values) for most in range(rank, 0, -1))
+                fitting = (self._within(one, rope_dim, budget, form) for one in served)
+                found += next(([split] for split in fitting if split), [])
+        return found or [(spec.kv_lora_rank or 0, kept)]
+
+    def _target(self, request: LatentRequest) -> LatentTarget:
+        """The target of a request that has both numbers."""
+        room, host, before = self.room, self.room.host, self.room.before
+        rank, rope_dim = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
+        self._check_rotary(rope_dim)
+        spec = replace(before.latent(rank, rope_dim), q_lora_rank=_query_rank(room, request.q_lora_rank))
+        self._check_kept(rope_dim)
+        if request.per_layer_ranks:
+            spec = replace(spec, layer_ranks=(rank,) * before.num_layers)
+        full = room.full_rank(rope_dim)
+        used = self._channels(rank, rope_dim, padded=request.pad_rank or spec == before)
+        fold = _freqfold(self.method, request.freqfold, rope_dim, room.rotary_dim)
+        form = request.cache_dtype or self.dtype
+        ranks = layer_ranks(rank, full, format_named(form).multiple) if request.per_layer_ranks else ()
+        (replace(spec, layer_ranks=ranks) if ranks else spec).bytes_per_token(form)  # refuses what the format does not take
+        target = LatentTarget(
+            before, spec, self.method, host, used, fold, request.pad_rank, ranks, cache_dtype=request.cache_dtype
+        )
+        return replace(target, notes=tuple(self._notes(target, ranks)))
+
+    def _check_rotary(self, rope_dim: int) -> None:
+        """Refuse a RoPE key where nothing rotates, and none where something does."""
+        reference, rotates = self.room.source.reference, self.room.rotary_dim > 0
+        if rope_dim and not rotates:
+            raise Refusal(
+                f"{reference} has no RoPE, so it has no RoPE key of {rope_dim} dims: all of its keys go into the latent",
+                hint="leave out --qk-rope-head-dim",
+            )
+        if rotates and rope_dim < 2:
+            raise Refusal(
+                f"cannot keep {rope_dim} rotary dims of {reference}: where keys rotate, a RoPE key needs at least 2",
+                hint="give --qk-rope-head-dim 2 or more",
+            )
+
+    def _check_kept(self, rope_dim: int) -> None:
+        """Refuse more dims than rotate, and frequencies that the output class cannot keep."""
+        room, rotary, most = self.room, self.room.rotary_dim, self.room.most_rotary_dims
+        if rope_dim > most:
+            why = f"of each key's {room.before.head_dim} dims only {rotary} have RoPE, which makes {most}"
+            if room.host.portable:
+                why = f"a portable result keeps each of its {most // 2} frequencies once, which makes at most {most}"
+            raise Refusal(f"cannot keep {rope_dim} rotary dims of {room.source.reference}: {why}")
+        if room.host.portable and self.method.folds and rotary % rope_dim:
+            raise Refusal(
+                f"method {self.method.name} spreads {rope_dim} rotary dims evenly over {rotary}, which is not a geometric "
+                "ladder of frequencies, as a portable result needs",
+                hint=f"give a --qk-rope-head-dim that divides {rotary}",
+            )
+
+    def _channels(self, rank: int, rope_dim: int, padded: bool) -> int:
+        """The channels that carry keys and values; refused if there are none, or more than full size that are not padded."""
+        host, full, reference = self.room.host, self.room.full_rank(rope_dim), self.room.source.reference
+        channels = rank - host.reserved(rank)
+        if channels < 1:
+            raise Refusal(
+                f"a latent of rank {rank} holds nothing: {host.name} needs {host.reserved(rank)} channel(s) for itself"
+            )
+        if channels > full and not padded:
+            whole = self.room.with_reserved(full)
+            added = f"{whole - full} {'more channel' if host.portable else 'constant channel(s)'} of {host.name}"
+            raise Refusal(
+                f"rank {rank} exceeds full size: at {rope_dim} rotary dims, keys and values of {reference} have {full} dims, "
+                f"which with {added} makes {whole}",
+                hint=f"use --kv-lora-rank {whole}, or --pad-rank for channels of zeros",
+            )
+        return min(channels, full)
+
+    def _notes(self, target: LatentTarget, ranks: tuple[int, ...]) -> Iterator[str]:
+        """What the user should know of a target."""
+        spec, host, source = target.spec, self.room.host, self.room.source
+        if target.copies:
+            copied = "every tensor is copied bit for bit, unchanged"
+            yield f"{spec.kind} is what the source has" + (f": {copied}" if self.dtype == source.dtype else "")
+            return
+        rank = spec.kv_lora_rank or 0
+        if ranks:
+            yield f"the text chooses the rank of each layer, {ranks[0]} to {ranks[-1]}, and {rank} on average"
+        else:
+            yield _channels_note(rank, target.channels, host)
+            yield from host.notes(source.config) if spec.q_lora_rank is None else _query_notes(self.room, spec)
+        if target.freqfold > 1:
+            yield f"inexact at any rank: {target.freqfold} neighbouring frequencies are taken for one"
+        if odd := [each for each in ranks or (rank,) if each % RANK_STEP]:
+            which = f"rank {rank} is not a multiple" if odd == [rank] else "some of these ranks are not multiples"
+            yield f"{which} of {RANK_STEP}: on NVIDIA GPUs plain torch decodes such layers, not kvfold's kernel"
+        if spec.bytes_per_token(target.cache_dtype or self.dtype) >= self.room.before.bytes_per_token(source.dtype):
+            yield "the cache is not smaller than the source's"
+
+
+def _is_unchanged(target: LatentTarget) -> bool:
+    """Whether a latent for a format has the source's own size, so that nothing is made for it."""
+    return target.copies and rounding_of(target.cache_dtype) is not None
+
+
+def _freqfold(method: LatentMethod, fold: int | None, rope_dim: int, rotary_dim: int) -> int:
+    if not method.folds:
+        if fold is not None:
+            raise Refusal(f"method {method.name} does not fold frequencies", hint="leave out --freqfold, or use --method pca")
+        return 1
+    if not rotary_dim:
+        if fold is not None:
+            raise Refusal("there are no frequencies to fold: the source has no RoPE", hint="leave out --freqfold")
+        return 1
+    chosen = default_fold(rope_dim, rotary_dim) if fold is None else fold
+    check_fold(chosen, rope_dim, rotary_dim)
+    return chosen
+
+
+def _query_rank(room: Room, rank: int | None) -> int | None:
+    """The rank of a latent of queries as asked for, if the output class can have it."""
+    if rank is None:
+        return None
+    source, host = room.source, room.host
+    full = host.full_query_rank(source.decoder.hidden_size)
+    if full is None:
+        raise Refusal(
+            f"the result of {source.reference} is a {host.name}, which has no latent of queries, so it has no --q-lora-rank",
+            hint="leave out --q-lora-rank",
+        )
+    if host.portable and rank != full:
+        raise Refusal(
+            f"--q-lora-rank is {rank}, and a portable result of {source.reference} has queries of full rank: {full}",
+            hint="leave it out: --engine llama.cpp adds a latent of queries where one is needed",
+        )
+    if not _FEWEST_QUERY_CHANNELS <= rank <= full:
+        raise Refusal(
+            f"--q-lora-rank is {rank}, and for {source.reference} it must be from {_FEWEST_QUERY_CHANNELS} to {full}, which "
+            "holds the whole input and constants",
+            hint="leave it out for queries that lose nothing",
+        )
+    return rank
+
+
+def _query_notes(room: Room, spec: AttentionSpec) -> tuple[str, ...]:
+    """The cost and the gain of a latent of queries."""
+    source, family, host = room.source, room.family, room.host
+    config, layout = source.config, host.layout(family)
+
+    def weights(of: Family, sized: Any) -> int:
+        return sum(math.prod(shape) for shape in of.shapes(sized, 0).values())
+
+    plain, found = (host.sized(source.raw, config, size) for size in (replace(spec, q_lora_rank=None), spec))
+    counts = weights(layout, found), weights(family, config), weights(layout, plain)
+    saved = (
+        "the attention of a layer has {:,} parameters; the source's has {:,}, and without a latent of queries it would "
+        "have {:,}".format(*counts)
+    )
+    if spec.q_lora_rank == host.full_query_rank(config.hidden_size):
+        return (saved,)
+    return (
+        saved,
+        "a smaller MLA of the result would have kvfold's class, behind the norms of both latents",
+    )
+
+
+def _channels_note(rank: int, used: int, host: Host) -> str:
+    constant = host.reserved(rank)
+    zeros = rank - used - constant
+    note = f"{used} of {rank} latent channels carry keys and values"
+    if host.portable:
+        note += "; one makes the norm of latents nearly constant"
+    elif constant:
+        note += f"; {constant} {'holds a constant' if constant == 1 else 'hold constants'} for the norm of {host.name}"
+    return note + (f"; {zeros} are zero, as --pad-rank allows" if zeros else "")
