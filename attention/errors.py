@@ -46,5 +46,10 @@ class NotPublished(KvfoldError):
     exit_code = 3
 
 
+def one_line(error: Exception, most: int = 200) -> str:
+    """What an error of others says, in one line of at most so many characters."""
+    return " ".join(str(error).split())[:most]
+
+
 def _visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -134,17 +134,13 @@ class Heads:
     def part(self, heads: slice) -> Heads:
         """Some of the heads, with a G of their number, or of one where all heads share what is kept."""
         count = len(self.plain)
-
-        def chosen(rows: torch.Tensor) -> torch.Tensor:
-            return shared(rows, heads, count)
-
         return replace(
             self,
             plain=self.plain[heads],
             nope=self.nope[heads],
             rope=self.rope[heads],
-            kept_nope=chosen(self.kept_nope),
-            kept_rope=chosen(self.kept_rope),
+            kept_nope=shared(self.kept_nope, heads, count),
+            kept_rope=shared(self.kept_rope, heads, count),
             lift=None if self.lift is None else self.lift[heads],
             scoring=self.scoring.of(heads),
         )
@@ -243,41 +239,23 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
     if isinstance(record, FactoredAttention):
         if record.q_down is not None:
             of_queries = of_queries @ record.q_down.float().T
-        plain = _project(of_queries, record.q_nope, record.q_nope_bias)
+        plain = nope = _project(of_queries, record.q_nope, record.q_nope_bias)
+        rope = rotation(_project(of_queries, record.q_rope, record.q_rope_bias))
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
-        rope, key = _project(of_queries, record.q_rope, record.q_rope_bias), _project(x, record.k_rope[None], key_bias)
-        latent, key = record.latent(x)[None], rotation(key)
+        kept_nope, kept_rope = record.latent(x)[None], rotation(_project(x, record.k_rope[None], key_bias))
         if (form := record.rounding) is not None:
-            latent, key = (rounded(part, form, "latent") for part in (latent, key))
-        return Heads(
-            x,
-            plain,
-            plain,
-            rotation(rope),
-            latent,
-            key,
-            record.up_k.float(),
-            rotation,
-            record.scale,
-            record.scoring,
-        )
-    plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
-    split = record.rotary.dims if record.rotary else 0
-    queries, encoded = _encoded(plain, record.q_norm, rotation), _encoded(keys, record.k_norm, rotation)
-    if record.rounding is not None:
-        encoded = rounded(encoded, record.rounding, "keys")
-    return Heads(
-        x,
-        plain,
-        queries[..., split:],
-        queries[..., :split],
-        encoded[..., split:],
-        encoded[..., :split],
-        None,
-        rotation,
-        record.scale,
-        record.scoring,
-    )
+            kept_nope, kept_rope = (rounded(part, form, "latent") for part in (kept_nope, kept_rope))
+        lift = record.up_k.float()
+    else:
+        plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)
+        queries, keys = _encoded(plain, record.q_norm, rotation), _encoded(keys, record.k_norm, rotation)
+        if record.rounding is not None:
+            keys = rounded(keys, record.rounding, "keys")
+        split = record.rotary.dims if record.rotary else 0
+        rope, nope = queries[..., :split], queries[..., split:]
+        kept_rope, kept_nope = keys[..., :split], keys[..., split:]
+        lift = None
+    return Heads(x, plain, nope, rope, kept_nope, kept_rope, lift, rotation, record.scale, record.scoring)
 
 
 def inputs_of(record: Record, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -133,7 +133,7 @@ class LatentAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         attention_mask: torch.Tensor | BlockMask | None,
-        past_key_values: Any,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the class does.
@@ -240,16 +240,7 @@ class LatentAttention(nn.Module):
 class StockLatentAttention(LatentAttention):
     """`LatentAttention` for DeepSeek's class and those that equal it."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | BlockMask | None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as the class does (`attend`)."""
-        return self.attend(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+    forward = LatentAttention.attend
 
     def attention_arguments(self) -> dict[str, Any]:
         """The arguments of attention functions besides tensors and the scale."""

@@ -70,22 +70,21 @@ class QKNorm:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Normalise `states [B, heads, T, D]`."""
-        axes = (-1,) if self.scope == "head" else (-3, -1)
-        if self.kind == "layer":
-            states = states - states.mean(axes, keepdim=True)
-        states = states * (states.square().mean(axes, keepdim=True) + self.eps).rsqrt()
-        states = states * (self.gain.to(states.dtype) + self.gain_offset)[:, None]  # [heads or 1, 1, D]
-        return states if self.bias is None else states + self.bias.to(states.dtype)[:, None]
+        unit, _, gain = self._parts(states)
+        return unit * gain if self.bias is None else unit * gain + self.bias.to(states.dtype)[:, None]
 
     def linearised(self, states: torch.Tensor) -> LinearisedNorm:
         """Its derivative where it normalises `states [heads, T, D]`."""
+        sized = self.scope == "head" or len(states) == 1
+        return LinearisedNorm(*self._parts(states), self.kind == "layer", sized)
+
+    def _parts(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normalised states before gains, one over what they were divided by, and gains, as in `LinearisedNorm`."""
         axes = (-1,) if self.scope == "head" else (-3, -1)
         if self.kind == "layer":
             states = states - states.mean(axes, keepdim=True)
         inverse = (states.square().mean(axes, keepdim=True) + self.eps).rsqrt()
-        gain = (self.gain.to(states.dtype) + self.gain_offset)[:, None]
-        sized = self.scope == "head" or len(states) == 1
-        return LinearisedNorm(states * inverse, inverse, gain, self.kind == "layer", sized)
+        return states * inverse, inverse, (self.gain.to(states.dtype) + self.gain_offset)[:, None]
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,8 @@ def from_config(
         layer_type = None
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        rotary = _unscaled(parameters, head_dim, pairing, partial)
+        share = (parameters.get("partial_rotary_factor") or 1.0) if partial else 1.0
+        rotary = of_base(parameters["rope_theta"], int(head_dim * share), pairing)
     else:
         rotary = _scaled(config, parameters, kind, head_dim, pairing, layer_type)
     if rotary.dims > head_dim:
@@ -204,11 +205,6 @@ def of_base(theta: float, dims: int, pairing: Pairing = "half") -> Rotary:
 
     exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
     return Rotary(theta**-exponents, pairing)
-
-
-def _unscaled(parameters: dict[str, Any], head_dim: int, pairing: Pairing, partial: bool) -> Rotary:
-    dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0)) if partial else head_dim
-    return of_base(parameters["rope_theta"], dims, pairing)
 
 
 def _scaled(

@@ -29,7 +29,6 @@ wait_wisely()
 import torch
 
 from convert import gqa, mla
-from convert.output.destination import partial_path
 from eval import evaluate
 from eval.inputs.sealed import seal_tensors
 from eval.inputs.source import Source
@@ -74,11 +73,10 @@ def rows(args: argparse.Namespace, random: Path) -> Iterator[Row]:
 def losses(row: Row, args: argparse.Namespace, source: dict[str, float]) -> dict[str, float]:
     """Nats over the source, whose own losses are given, on each text to evaluate on."""
     path = args.directory / row.key.replace(" ", "-").replace(",", "")
-    resume = path.exists() or partial_path(path).exists()
     given: dict[str, Any] = {"no_text": True} if row.texts is None else {"text": row.texts, "heal": args.heal}
     if row.texts is not None:
         given |= {"calibration_tokens": row.tokens, "calibration_context": args.context}
-    given |= {"seed": row.seed, "resume": resume, "force": True}
+    given |= {"seed": row.seed, "resume": True, "force": True}
     if "+" in row.target:
         rank, rope = map(int, row.target.split("+"))
         mla(args.model, path, kv_lora_rank=rank, qk_rope_head_dim=rope, **given)

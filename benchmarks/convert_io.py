@@ -40,19 +40,8 @@ def main() -> None:
         print(
             f"source: {size / 1e9:.2f} GB in {len(list(source.glob('*.safetensors')))} shards, {HEADS} → {args.groups} KV heads"
         )
-        convert = [
-            sys.executable,
-            "-m",
-            "convert.command.cli",
-            "gqa",
-            str(source),
-            str(out),
-            "--groups",
-            str(args.groups),
-            "-q",
-        ]
-        convert += ["--method", args.method]
-        convert += ["--max-shard-size", f"{args.shard_megabytes}MB"]
+        convert = [sys.executable, "-m", "convert.command.cli", "gqa", str(source), str(out), "-q"]
+        convert += ["--groups", str(args.groups), "--method", args.method, "--max-shard-size", f"{args.shard_megabytes}MB"]
         _, imports = run([sys.executable, "-c", IMPORTS])
         start = statistics.median(run([*convert, "--dry-run"])[0] for _ in range(args.rounds))
         run(["cp", "-r", str(source), str(copy)])  # warm the page cache

@@ -34,7 +34,7 @@ import torch
 from random_llama import HEAD_DIM, IMPORTS, Watch, build, layer_parameters, run
 
 from attention.record import Attention
-from attention.rope import Rotary
+from attention.rope import Rotary, of_base
 from convert.calibration.refit import refitted, sample_for
 from convert.methods import LATENT, load_grouped, load_latent
 from convert.methods.blocks import Blocks
@@ -69,7 +69,7 @@ class Sizes:
             return (torch.randn(*shape, generator=generator) * 0.02).to(torch.bfloat16).to(device)
 
         heads, kv = self.width // self.head_dim, (self.groups, self.head_dim, self.width)
-        rotary = Rotary(10000.0 ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim))
+        rotary = of_base(10000.0, self.head_dim)
         projections = draw(heads, self.head_dim, self.width), draw(*kv), draw(*kv), draw(self.width, heads, self.head_dim)
         x = torch.randn(self.blocks, self.context, self.width, generator=generator)
         rows = x.flatten(0, 1).double()

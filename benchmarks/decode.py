@@ -12,11 +12,9 @@ kv_a_proj_with_mqa of a 7B Llama's size (32 heads, 512 + 64) would be faster as 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from eval.machine.threads import wait_wisely
@@ -24,9 +22,9 @@ from eval.machine.threads import wait_wisely
 wait_wisely()
 
 import torch
-import transformers
+from side_by_side import full, in_turns, load_at_the_end, machine, milliseconds
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from attention import absorb, absorbed, restore
 from attention.latent import absorbs
@@ -52,23 +50,15 @@ def build(dtype: torch.dtype) -> Any:
     return model
 
 
-def fill(model: Any, cache: Any, cached: int) -> Any:
-    """`cache` with `cached` random tokens in every layer; the constant channel is zero, as it always is."""
-    for layer in range(LAYERS):
-        latent, rope = (torch.randn(1, 1, cached, dim, dtype=model.dtype) for dim in (RANK, ROPE))
-        latent[..., 0] = 0
-        cache.update(latent, rope, layer)
-    return cache
-
-
 def static(model: Any, cached: int, queries: int = 1) -> Callable[[], Any]:
     """A function that gives a full static cache of which the last `queries` tokens can be written again and again."""
-    cache = fill(model, StaticCache(config=model.config, max_cache_len=cached), cached)
+    workload = full(model, 1, cached)
+    for layer in workload.cache.layers:
+        layer.keys[..., 0] = 0  # the constant channel, as it always is
 
     def rewound() -> Any:
-        for layer in cache.layers:
-            layer.cumulative_length.fill_(cached - queries)
-        return cache
+        workload.rewind(cached - queries)
+        return workload.cache
 
     return rewound
 
@@ -95,39 +85,31 @@ def attention(model: Any, cache: Callable[[], Any], queries: int = 1) -> Callabl
     return run
 
 
-def seconds(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 @torch.inference_mode()
 def duel(model: Any, run: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """Median milliseconds of `run` with the stock modules and absorbed, in turns, who is first changing."""
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(2 + rounds):
-        for ours in (False, True) if turn % 2 else (True, False):
-            if ours:
-                with absorbed(model, when="always"):
-                    taken = seconds(run)
-            else:
-                taken = seconds(run)
-            if turn >= 2:  # the first two warm up
-                times[ours].append(taken * 1e3)
-    return statistics.median(times[False]), statistics.median(times[True])
+    """Median milliseconds of `run` with the stock modules and absorbed, in turns."""
+
+    def absorbing() -> float:
+        with absorbed(model, when="always"):
+            return milliseconds(run)
+
+    stock, ours = in_turns((lambda: milliseconds(run), absorbing), rounds)
+    return stock, ours
 
 
 @torch.inference_mode()
 def copying(model: Any, cached: int, rounds: int) -> float:
     """Median milliseconds that a DynamicCache takes to append one token in all layers: it copies everything before."""
-    cache = fill(model, DynamicCache(config=model.config), cached)
+    cache = DynamicCache(config=model.config)
+    for index, layer in enumerate(static(model, cached)().layers):
+        cache.update(layer.keys, layer.values, index)
     token = [torch.randn(1, 1, 1, dim, dtype=model.dtype) for dim in (RANK, ROPE)]
 
     def append() -> None:
         for layer in range(LAYERS):
             cache.update(*token, layer)
 
-    return statistics.median(seconds(append) * 1e3 for _ in range(rounds))
+    return statistics.median(milliseconds(append) for _ in range(rounds))
 
 
 def decode_tables(model: Any, lengths: list[int], rounds: int) -> None:
@@ -174,17 +156,11 @@ def projections_table(dtype: torch.dtype, rounds: int) -> None:
     print("| new tokens | two products | one | ratio |\n" + "| --: " * 4 + "|")
     for tokens in (1, 8, 32):
         x = torch.randn(tokens, width, dtype=dtype)
-        runs = (
+        products = (
             lambda x=x: [nn.functional.linear(x, each) for each in apart],
             lambda x=x: nn.functional.linear(x, weight).split((wide, narrow), -1),
         )
-        times: list[list[float]] = [[], []]
-        for turn in range(2 + rounds):
-            for index in (0, 1) if turn % 2 else (1, 0):
-                taken = seconds(runs[index])
-                if turn >= 2:
-                    times[index].append(taken * 1e3)
-        two, one = (statistics.median(each) for each in times)
+        two, one = in_turns([partial(milliseconds, product) for product in products], rounds)
         print(f"| {tokens} | {two:.2f} ms | {one:.2f} ms | {two / one:.2f} |", flush=True)
 
 
@@ -210,8 +186,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     model = build(getattr(torch, args.dtype))
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
-          f"transformers {transformers.__version__}, {args.dtype}, {args.threads} threads")  # fmt: skip
+    print(f"{machine()}, {args.dtype}, {args.threads} threads")
     print(f"logits differ by {agreement(model):.1e} of the largest\n")
     decode_tables(model, args.lengths, args.rounds)
     if args.chunks:
@@ -219,7 +194,7 @@ def main() -> None:
         crossover_table(model, args.lengths, args.chunks, args.crossover_rounds)
     print()
     projections_table(getattr(torch, args.dtype), 2 * args.rounds)
-    print(f"\nload at the end {os.getloadavg()[0]:.1f}: with more than {args.threads}, threads waited for other processes")
+    print(f"\n{load_at_the_end(args.threads)}")
 
 
 if __name__ == "__main__":

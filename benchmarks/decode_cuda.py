@@ -73,7 +73,7 @@ class Latent(NamedTuple):
         return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
 
     def attend(self, tensors: list[torch.Tensor], mask: torch.Tensor, tiling: Any = None) -> torch.Tensor:
-        from attention.kernels.mla_decode import mla_decode
+        from attention.kernels.operators import mla_decode
 
         q, r, c, k = tensors
         return mla_decode(q, r, c, k, mask, scaling(self.rank + ROPE), tiling)
@@ -116,7 +116,7 @@ class Grouped(NamedTuple):
         return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
 
     def attend(self, tensors: list[torch.Tensor], mask: torch.Tensor, tiling: Any = None) -> torch.Tensor:
-        from attention.kernels.gqa_decode import gqa_decode
+        from attention.kernels.operators import gqa_decode
 
         q, k, v = tensors
         return gqa_decode(q, k, v, mask, scaling(HEAD), tiling)
@@ -297,39 +297,19 @@ def build(kind: str, layers: int, device: str, **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
 
-def full_cache(model: Any, batch: int, cached: int) -> Any:
-    """A static cache of random tokens with room for one more."""
-    from transformers import StaticCache
-
-    cache = StaticCache(config=model.config, max_cache_len=cached)
-    model(torch.zeros(batch, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-    for layer in cache.layers:
-        layer.keys.normal_()
-        layer.values.normal_()
-    return rewind(cache, cached)
-
-
-def rewind(cache: Any, cached: int) -> Any:
-    for layer in cache.layers:
-        layer.cumulative_length.fill_(cached - 1)
-    return cache
-
-
 def bytes_per_token(model: Any) -> int:
-    config = model.config
-    if hasattr(config, "kv_lora_rank"):
-        values = config.kv_lora_rank + config.qk_rope_head_dim
-    else:
-        values = 2 * config.num_key_value_heads * config.head_dim
-    return values * config.num_hidden_layers * model.dtype.itemsize
+    from attention.spec import AttentionSpec
+
+    return AttentionSpec.from_config(model.config).bytes_per_token(str(model.dtype).removeprefix("torch."))
 
 
 def timed_steps(model: Any, batch: int, cached: int, rounds: int) -> list[float]:
     """Milliseconds of compiled decode steps over a full cache, again and again at the same place."""
-    cache = full_cache(model, batch, cached)
-    ids = torch.randint(3, 1000, (batch, 1), device=model.device)
-    run = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-    return milliseconds(lambda: run(ids, past_key_values=cache, use_cache=True), rounds, before=lambda: rewind(cache, cached))
+    from side_by_side import full
+
+    workload = full(model, batch, cached)
+    workload.decode = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    return milliseconds(workload.step, rounds, before=workload.to_last)
 
 
 def forget() -> None:

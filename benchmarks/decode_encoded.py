@@ -11,10 +11,7 @@ Prints a Markdown table.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import statistics
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from eval.machine.threads import wait_wisely
 wait_wisely()
 
 import torch
-import transformers
+from side_by_side import in_turns, load_at_the_end, machine, milliseconds
 from transformers import DynamicCache
 
 from attention import load
@@ -52,26 +49,18 @@ def filled(model: Any, length: int, shapes: list[tuple[int, int]]) -> DynamicCac
     return cache
 
 
-def step(model: Any, cache: DynamicCache) -> float:
-    """Milliseconds of one new token."""
-    start = time.perf_counter()
-    model(torch.tensor([[7]]), past_key_values=cache, use_cache=True)
-    return (time.perf_counter() - start) * 1e3
-
-
 @torch.inference_mode()
 def measured(model: Any, forms: list[str], length: int, rounds: int) -> dict[str, float]:
-    """Median milliseconds of a step over a cache of each format, in turns; two turns warm up."""
-    first = stored(model, _OWN)(torch.tensor([[7]]), use_cache=True).past_key_values.layers[0]
+    """Median milliseconds of a step over a cache of each format, in turns."""
+    token = torch.tensor([[7]])
+    first = stored(model, _OWN)(token, use_cache=True).past_key_values.layers[0]
     shapes = [(part.shape[1], part.shape[3]) for part in (first.keys, first.values)]
     caches = {form: filled(stored(model, form), length, shapes) for form in forms}
-    times: dict[str, list[float]] = {form: [] for form in forms}
-    for turn in range(2 + rounds):
-        for form in forms[:: -1 if turn % 2 else 1]:
-            taken = step(stored(model, form), caches[form])
-            if turn >= 2:
-                times[form].append(taken)
-    return {form: statistics.median(each) for form, each in times.items()}
+
+    def step(form: str) -> float:
+        return milliseconds(partial(stored(model, form), token, past_key_values=caches[form], use_cache=True))
+
+    return dict(zip(forms, in_turns([partial(step, form) for form in forms], rounds), strict=True))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -83,8 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
-          f"transformers {transformers.__version__}, {args.threads} threads, {args.length} tokens\n")  # fmt: skip
+    print(f"{machine()}, {args.threads} threads, {args.length} tokens\n")
     forms = [_OWN, "float32", *args.formats]
     print("| " + " | ".join(["model", *forms]) + " |\n" + "| --: " * (1 + len(forms)) + "|")
     for path in args.models:
@@ -92,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         for title, base in (("ms", 1.0), ("of none", found[_OWN]), ("of float32", found["float32"])):
             figures = (f"{found[form] / base:.{1 if base == 1 else 2}f}" for form in forms)
             print(f"| {path.name}: {title} | " + " | ".join(figures) + " |", flush=True)
-    print(f"\nload at the end {os.getloadavg()[0]:.1f}: with more than {args.threads}, threads waited for other processes")
+    print(f"\n{load_at_the_end(args.threads)}")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,6 @@ also through torch.compile. Stock and packed take turns, medians are reported, a
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,8 +19,8 @@ from eval.machine.threads import wait_wisely
 wait_wisely()
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from side_by_side import full, in_turns, machine, milliseconds
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from attention import pack
 
@@ -57,33 +53,15 @@ def dynamic(model: Any, cached: int) -> Callable[[], torch.Tensor]:
 
 def static(model: Any, cached: int, backend: str | None) -> Callable[[], torch.Tensor]:
     """A step, compiled by `backend` if there is one, that writes the last token of a full StaticCache again and again."""
-    cache = StaticCache(config=model.config, max_cache_len=cached)
-    model(torch.tensor([[7]]), past_key_values=cache)
-    torch.manual_seed(1)
-    for layer in cache.layers:
-        layer.keys.normal_()
-        layer.values.normal_()
-    run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False) if backend else model
+    workload = full(model, 1, cached)
+    if backend:
+        workload.decode = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
 
     def step() -> torch.Tensor:
-        for layer in cache.layers:
-            layer.cumulative_length.fill_(cached - 1)
-        logits: torch.Tensor = run(torch.tensor([[7]]), past_key_values=cache, use_cache=True).logits
-        return logits
+        workload.to_last()
+        return workload.step()
 
     return step
-
-
-def duel(steps: list[Callable[[], torch.Tensor]], rounds: int) -> list[float]:
-    """Median milliseconds of each, in turns, who is first changing; three turns warm up."""
-    times: list[list[float]] = [[] for _ in steps]
-    for turn in range(3 + rounds):
-        for index in range(len(steps))[:: -1 if turn % 2 else 1]:
-            start = time.perf_counter()
-            steps[index]()
-            if turn >= 3:
-                times[index].append((time.perf_counter() - start) * 1e3)
-    return [statistics.median(each) for each in times]
 
 
 @torch.inference_mode()
@@ -98,9 +76,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
-          f"transformers {transformers.__version__}, {args.dtype}, {args.layers} layers, "
-          f"{args.threads} threads, {args.length} tokens\n")  # fmt: skip
+    print(f"{machine()}, {args.dtype}, {args.layers} layers, {args.threads} threads, {args.length} tokens\n")
     print("| KV heads of 16 | dynamic, no mask: stock | packed | static: stock | packed | static, compiled: stock | packed |")
     print("| --: " * 7 + "|")
     for groups in args.groups:
@@ -116,7 +92,7 @@ def main() -> None:
             steps += [way(model, args.length) for model in models[1:]]
             stock, *ours = (step() for step in steps)
             assert all((each - stock).abs().max() <= 2e-2 * stock.abs().max() for each in ours)
-            taken = duel(steps, args.rounds)
+            taken = in_turns([partial(milliseconds, step) for step in steps], args.rounds)
             columns += [f"{ms:.1f} ms" for ms in taken] + [""] * (2 - len(taken))
         print(f"| {groups} | " + " | ".join(columns) + " |", flush=True)
 

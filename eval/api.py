@@ -42,13 +42,13 @@ def evaluate(models: str | Path | Sequence[str | Path], **given: Unpack[options.
     if ratio is not None and (len(sources) < 2 or not ratio > 0):
         raise Refusal("--max-perplexity-ratio needs two models or more, and a ratio above 0")
     tasks, limit, task_path = given["tasks"], given["limit"], given["task_path"]
-    names = (tasks,) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
+    names = names_of(tasks)
     wanted = TaskSettings(names, limit, Path(task_path) if task_path is not None else None) if names else None
     if wanted is None and (limit is not None or task_path is not None):
         raise Refusal("--limit and --task-path are of --tasks", hint="name the tasks, or leave these out")
     contexts = contexts_of(given["context"])
     how = given["protocol"], contexts, given["max_tokens"], given["dtype"], given["device"], given["recall"]
-    settings = EvaluationSettings(*how, wanted, formats_of(given["cache_dtype"]))
+    settings = EvaluationSettings(*how, wanted, names_of(given["cache_dtype"]))
     check(sources, settings)  # refuse configs before reading a text
     if output is not None:
         report.require_room(Path(output), report.NAMES, given["overwrite"])
@@ -99,8 +99,8 @@ def _sources(models: str | Path | Sequence[str | Path], trust_remote_code: bool)
     return [Source.parse(str(model), trust_remote_code) for model in named]
 
 
-def formats_of(names: str | Sequence[str]) -> tuple[str, ...]:
-    """The formats that a caller gives as a name or several."""
+def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
+    """The formats or tasks that a caller gives as a name or several, each once."""
     return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
 
 

@@ -10,12 +10,10 @@ training tokens and the loss on the validation modules as it fell and flattened.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import json
 import math
 import platform
-import sys
 import time
 from pathlib import Path
 
@@ -24,18 +22,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from convert.demo.corpus import HELD_OUT, VALIDATION, held_out_text, training_documents
+from eval.machine.memory import keep_freed
 
 VOCABULARY, CONTEXT, BATCH, PEAK_RATE, WARM_UP = 2048, 512, 16, 2e-3, 100
 END = "<|endoftext|>"
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc not to hand memory back after every step: mapping it again costs up to half of the time."""
-    if sys.platform == "linux":
-        trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 1 << 30)
-        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
@@ -98,7 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    keep_freed_memory()
+    keep_freed()  # mapping memory anew at every step costs up to half of the time
     torch.manual_seed(args.seed)
     documents = training_documents()
     tokenizer = train_tokenizer(documents)

@@ -45,7 +45,7 @@ def repeated(a: Attention, times: int) -> Attention:
 
 def run(a: Attention) -> torch.Tensor:
     x = torch.randn(2, 9, 10, generator=torch.Generator().manual_seed(5)).to(a.q.dtype)
-    return grouped_attention(x, **{field.name: getattr(a, field.name) for field in dataclasses.fields(a)})
+    return grouped_attention(x, a)
 
 
 def merge(method: str, a: Attention, groups: int, seed: int = 0, statistics: Statistics | None = None) -> Attention:

@@ -129,14 +129,14 @@ def measured_behind(projections: Projections, x: torch.Tensor) -> Statistics:
 def run(a: Record, x: torch.Tensor) -> torch.Tensor:
     """Its output by the naive reference, in fp64."""
 
-    def doubled(part: Any) -> dict[str, Any]:
-        fields: dict[str, Any] = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-        return {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in fields.items()}
+    def doubled(part: Any) -> Any:
+        fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+        return dataclasses.replace(part, **{name: v.double() for name, v in fields.items() if isinstance(v, torch.Tensor)})
 
-    values = doubled(a)
-    if a.projections:
-        values["projections"] = type(a.projections)(**doubled(a.projections))
-    return (latent_attention if isinstance(a, FactoredAttention) else grouped_attention)(x.double(), **values)
+    if a.projections is not None:
+        a = dataclasses.replace(a, projections=doubled(a.projections))
+    a = doubled(a)
+    return latent_attention(x.double(), a) if isinstance(a, FactoredAttention) else grouped_attention(x.double(), a)
 
 
 def width_of(a: Record) -> int:

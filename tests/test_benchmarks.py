@@ -56,9 +56,8 @@ def test_the_benchmark_steps_down_to_what_fits(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return [2.0] * rounds
 
-    model = SimpleNamespace(
-        config=SimpleNamespace(num_hidden_layers=1, num_key_value_heads=8, head_dim=16), dtype=torch.float32
-    )
+    config = tiny_config("llama", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8, head_dim=16)
+    model = SimpleNamespace(config=config, dtype=torch.float32)
     monkeypatch.setattr(benchmark, "build", lambda *_: model)
     monkeypatch.setattr(benchmark, "timed_steps", timed_steps)
     monkeypatch.setattr(attention, "absorb", lambda *_, **__: None)

@@ -1,8 +1,7 @@
 """Attention of one new token over its cache, by the fastest backend that can serve the call. Only this module chooses.
 
 `decode` attends to a latent (MLA), `decode_grouped` to keys and values that query heads share (GQA, MQA). A backend
-has a function of the same signature, one that says why it cannot serve a call, and an entry in `LATENT` or `GROUPED`; for
-caches that are stored encoded (`attention.stored`), in `LATENT_STORED` or `GROUPED_STORED`.
+has an entry in `LATENT` or `GROUPED`.
 
 FlashMLA and FlashInfer are not backends. FlashMLA wants latent and rotary key joined, in pages of 64 tokens, and lengths in
 place of a mask: the first would copy the cache of transformers, the second cannot express that a prompt is padded on the left.
@@ -21,7 +20,7 @@ from typing import Literal
 import torch
 
 from attention.errors import Refusal
-from attention.kernels import torch_blocks, torch_decode, triton_decode
+from attention.kernels import operators, torch_blocks, torch_decode, triton_decode
 from attention.stored import Stored
 
 Backend = Literal["auto", "triton", "torch"]
@@ -29,9 +28,16 @@ Backend = Literal["auto", "triton", "torch"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A backend: its function, and `objection`, which says why it cannot serve a call with one query, or returns None."""
+    """A backend.
+
+    Attributes:
+        run: Decodes, with the arguments of `decode` or `decode_grouped` but for `backend`.
+        run_stored: The same for a cache that is stored encoded (`attention.stored`).
+        objection: Says why it cannot serve a call with one query, or returns None; with the tensors among these arguments.
+    """
 
     run: Callable[..., torch.Tensor]
+    run_stored: Callable[..., torch.Tensor]
     objection: Callable[..., str | None]
 
 
@@ -71,7 +77,7 @@ def decode(
     if q_latent.shape[2] != 1:
         _note("torch", None)
         return LATENT["torch"].run(*tensors, scaling)
-    return _serve(LATENT_STORED if isinstance(latent, Stored) else LATENT, tensors, scaling, backend)
+    return _serve(LATENT, tensors, scaling, backend, isinstance(latent, Stored))
 
 
 def decode_grouped(
@@ -101,8 +107,7 @@ def decode_grouped(
     """
     _check_mask(mask, keys.shape[2])
     check(backend)
-    entries = GROUPED_STORED if isinstance(keys, Stored) else GROUPED
-    return _serve(entries, (query, keys, values, mask), scaling, backend)
+    return _serve(GROUPED, (query, keys, values, mask), scaling, backend, isinstance(keys, Stored))
 
 
 def _check_mask(mask: torch.Tensor | None, cached: int) -> None:
@@ -114,20 +119,23 @@ def _check_mask(mask: torch.Tensor | None, cached: int) -> None:
 
 
 def _serve(
-    entries: Mapping[str, Entry], tensors: tuple[torch.Tensor | None, ...], scaling: float, backend: str
+    entries: Mapping[str, Entry], tensors: tuple[torch.Tensor | None, ...], scaling: float, backend: str, stored: bool
 ) -> torch.Tensor:
+    def run(name: str, warned: str | None) -> torch.Tensor:
+        _note(name, warned)
+        entry = entries[name]
+        return (entry.run_stored if stored else entry.run)(*tensors, scaling)
+
     first = tensors[0]
     if backend == "auto" and first is not None and not triton_decode.on_gpu(first):
-        _note("torch", None)
-        return entries["torch"].run(*tensors, scaling)
+        return run("torch", None)
     warned = None
     for name, entry in entries.items():
         if backend not in ("auto", name):
             continue
         reason = entry.objection(*tensors)
         if reason is None:
-            _note(name, warned)
-            return entry.run(*tensors, scaling)
+            return run(name, warned)
         if backend == name:
             raise Refusal(f"the {name} backend cannot decode here: {reason}", 'leave the choice to backend="auto"')
         warned = f"decoding without the {name} backend: {reason}"
@@ -184,18 +192,10 @@ def _nothing(*_: torch.Tensor | None) -> None:
 
 
 LATENT: dict[str, Entry] = {
-    "triton": Entry(triton_decode.mla, triton_decode.latent_objection),
-    "torch": Entry(torch_decode.decode, _nothing),
+    "triton": Entry(operators.mla, operators.mla_decode, triton_decode.latent_objection),
+    "torch": Entry(torch_decode.decode, torch_blocks.decode, _nothing),
 }
 GROUPED: dict[str, Entry] = {
-    "triton": Entry(triton_decode.gqa, triton_decode.grouped_objection),
-    "torch": Entry(torch_decode.decode_grouped, _nothing),
-}
-LATENT_STORED: dict[str, Entry] = {
-    "triton": Entry(triton_decode.mla_stored, triton_decode.latent_objection),
-    "torch": Entry(torch_blocks.decode, _nothing),
-}
-GROUPED_STORED: dict[str, Entry] = {
-    "triton": Entry(triton_decode.gqa_stored, triton_decode.grouped_objection),
-    "torch": Entry(torch_blocks.decode_grouped, _nothing),
+    "triton": Entry(operators.gqa, operators.gqa_decode, triton_decode.grouped_objection),
+    "torch": Entry(torch_decode.decode_grouped, torch_blocks.decode_grouped, _nothing),
 }

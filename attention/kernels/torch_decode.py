@@ -18,19 +18,7 @@ def decode(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention of H heads over one latent, which is the key and the value of all heads.
-
-    Args:
-        q_latent: `[B, H, T, R]`, nope queries times W_UK.
-        q_rope: `[B, H, T, P]`, rotated.
-        latent: `[B, S, R]`.
-        k_rope: `[B, S, P]`, rotated.
-        mask: `[B, 1, T, S]` or what broadcasts to it: true where a token is seen, or a number added to the scores; or None.
-        scaling: What scores are multiplied by.
-
-    Returns:
-        `[B, H, T, R]`, the mean latent that each query sees; zero if it sees no token.
-    """
+    """As `attention.kernels.decode`, over a `latent [B, S, R]` and a `k_rope [B, S, P]`."""
     mean = read(probabilities(q_latent, q_rope, latent, k_rope, mask, scaling), latent)
     if mask is None:
         return mean
@@ -83,18 +71,7 @@ def read(probabilities: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
 def decode_grouped(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """One query per head, by torch's own attention: the heads of a group become queries of its one KV head.
-
-    Args:
-        query: `[B, H, 1, D]`; H / G consecutive heads share a KV head.
-        keys: `[B, G, S, D]`.
-        values: `[B, G, S, Dv]`.
-        mask: `[B or 1, 1 or H, 1, S]`: true where a token is seen, or a number added to the scores; or None.
-        scaling: What scores are multiplied by.
-
-    Returns:
-        `[B, H, 1, Dv]`.
-    """
+    """As `attention.kernels.decode_grouped`, by torch's own attention: a group's heads become queries of its one KV head."""
     batch, heads, _, dim = query.shape
     groups = keys.shape[1]
     rows = query.reshape(batch, groups, -1, dim)

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attention.kernels import torch_decode
+from attention.kernels.operators import gqa_decode, mla_decode
 from attention.kernels.tiling import Shape, choose, machine
 from attention.stored import stored_pair
 
@@ -21,9 +22,6 @@ def deviation(shape: Shape, device: str) -> float:
     The inputs are random but the same each time, and torch's generators stay untouched; of three sequences one is padded on the
     left and one on the right.
     """
-    from attention.kernels.gqa_decode import gqa_decode
-    from attention.kernels.mla_decode import mla_decode
-
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Triton as a backend: which calls it cannot serve, whether its kernels work here, and those kernels as torch operators."""
+"""Triton as a backend: which calls it cannot serve, and whether its kernels work here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
+from attention.errors import one_line
 from attention.formats import Format
 from attention.kernels.operand import parts
 from attention.kernels.tiling import Shape, Tiling, choose, machine
@@ -136,7 +137,7 @@ def _failure(shape: Shape, tiling: Tiling, device: str) -> str | None:
         # A full GPU says nothing about the kernel, and the next call may find room.
         if "out of memory" in str(error):
             raise
-        return f"Triton cannot build it here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"Triton cannot build it here: {type(error).__name__}: {one_line(error)}"
     return None
 
 
@@ -150,63 +151,3 @@ def _mistake(shape: Shape, device: str) -> str | None:
     if off <= tolerance(shape.dtype):
         return None
     return f"on a trial it was {100 * off:.3g} % away from what torch computes"
-
-
-# Custom operators: compiled code calls them as they are and does not trace Triton's launches.
-@torch.library.custom_op("kvfold::mla_decode", mutates_args=())
-def mla(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    """`attention.kernels.mla_decode.mla_decode`, which imports Triton."""
-    from attention.kernels.mla_decode import mla_decode
-
-    return mla_decode(q_latent, q_rope, latent, k_rope, mask, scaling)
-
-
-@mla.register_fake
-def _(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    return q_latent.new_empty(q_latent.shape)
-
-
-@torch.library.custom_op("kvfold::gqa_decode", mutates_args=())
-def gqa(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
-    """`attention.kernels.gqa_decode.gqa_decode`, which imports Triton."""
-    from attention.kernels.gqa_decode import gqa_decode
-
-    return gqa_decode(query, keys, values, mask, scaling)
-
-
-@gqa.register_fake
-def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    return query.new_empty((*query.shape[:3], values.shape[3]))
-
-
-# Compiled code gets caches decoded: over those that are not, no operator is needed.
-def mla_stored(
-    q_latent: torch.Tensor, q_rope: torch.Tensor, latent: Stored, k_rope: Stored, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
-    """`mla` over an encoded cache."""
-    from attention.kernels.mla_decode import mla_decode
-
-    return mla_decode(q_latent, q_rope, latent, k_rope, mask, scaling)
-
-
-def gqa_stored(query: torch.Tensor, keys: Stored, values: Stored, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    """`gqa` over an encoded cache."""
-    from attention.kernels.gqa_decode import gqa_decode
-
-    return gqa_decode(query, keys, values, mask, scaling)

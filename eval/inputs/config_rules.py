@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from attention import models
-from attention.errors import Refusal
+from attention.errors import Refusal, one_line
 
 _MAX_DEPTH = 32  # nested objects and lists; real configs have about six levels
 _MAX_LAYERS = 2048
@@ -221,7 +221,7 @@ def _text_config(config: Any, where: str) -> Any:
     try:
         text = config.get_text_config(decoder=True)
     except (AttributeError, TypeError, ValueError) as error:
-        raise Refusal(f"{where} has no single text config: {' '.join(str(error).split())[:200]}") from None
+        raise Refusal(f"{where} has no single text config: {one_line(error)}") from None
     if not hasattr(text, "get_text_config"):
         raise Refusal(f"{where} has a text config that model type {config.model_type!r} does not read", hint="take it out")
     return text

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention.errors import Failure, Refusal
+from attention.errors import Failure, Refusal, one_line
 from eval.inputs.gguf_header import require_sound
 
 # Architectures whose weights were compared with what had been written.
@@ -76,8 +76,8 @@ class Described:
         except OSError as error:
             raise Failure(f"cannot read {path}: {error}") from None
         except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise Refusal(f"{path} is not a GGUF file, or is incomplete: {reason}", hint="download it again") from None
+            said = f"{path} is not a GGUF file, or is incomplete: {one_line(error)}"
+            raise Refusal(said, hint="download it again") from None
         sizes: Counter[str] = Counter()
         for tensor in reader.tensors:
             if len(tensor.shape) > 1:
@@ -185,8 +185,7 @@ def unpack(described: Described, directory: Path) -> None:
                 )
             tokenizer = AutoTokenizer.from_pretrained(**where)
         except Exception as error:  # transformers raises several exception types of its own
-            reason = " ".join(str(error).split())[:300]
-            raise Refusal(f"transformers cannot read {path}: {reason}", hint=_ORIGINAL) from error
+            raise Refusal(f"transformers cannot read {path}: {one_line(error, 300)}", hint=_ORIGINAL) from error
     described.check_read(model, loaded)
     model.config.architectures = [type(model).__name__]
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attention.caps import keep_caps
-from attention.errors import Failure, Refusal
+from attention.errors import Failure, Refusal, one_line
 from eval.inputs.source import FLOATS, Source
 from eval.inputs.text import Text, Tokens, reach, tokenize
 
@@ -39,10 +39,8 @@ def load(source: Source, dtype: str = "auto", device: str = "auto") -> Iterator[
         except Failure:
             raise
         except Exception as error:  # safetensors, torch, transformers and the file system raise different classes
-            reason = " ".join(str(error).split())[:300]
-            raise Failure(
-                f"cannot load {source.reference}: {type(error).__name__}: {reason}", hint="is it whole? -v shows more"
-            ) from error
+            said = f"cannot load {source.reference}: {type(error).__name__}: {one_line(error, 300)}"
+            raise Failure(said, hint="is it whole? -v shows more") from error
         if info["missing_keys"] or info["mismatched_keys"]:
             bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
             # transformers fills such weights with random numbers and continues, so figures would be wrong.

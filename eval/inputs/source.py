@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attention import models
-from attention.errors import Failure, Refusal
+from attention.errors import Failure, Refusal, one_line
 from eval.inputs import config_rules
 from eval.inputs.unpacked import unpacked
 
@@ -167,10 +167,8 @@ class Source:
         except KeyError as error:
             raise Refusal(f"config.json of {self.reference} lacks {error}", hint="complete it") from None
         except Exception as error:  # transformers raises several exception types of its own
-            reason = " ".join(str(error).split())[:300]
-            raise Refusal(
-                f"transformers does not accept the config of {self.reference}: {reason}", hint="correct its config.json"
-            ) from error
+            said = f"transformers does not accept the config of {self.reference}: {one_line(error, 300)}"
+            raise Refusal(said, hint="correct its config.json") from error
 
     def _config_class(self) -> type:
         from transformers import CONFIG_MAPPING
@@ -228,10 +226,8 @@ class Source:
         except Failure:
             raise
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise Failure(
-                f"cannot load the tokenizer of {self.reference}: {reason}", hint="copy the tokenizer's files beside the weights"
-            ) from error
+            said = f"cannot load the tokenizer of {self.reference}: {one_line(error, 300)}"
+            raise Failure(said, hint="copy the tokenizer's files beside the weights") from error
 
     @property
     def decoder(self) -> Any:
@@ -287,15 +283,11 @@ class Source:
                 str(self.repository), revision=revision, allow_patterns=patterns, ignore_patterns=_UNWANTED
             )
         except Exception as error:
-            raise self._unreachable(error) from None
+            raise Failure(
+                f"cannot get {self.reference!r} from the Hub: {one_line(error)}",
+                hint="no directory of that name exists either; check the spelling, the network and `hf auth login`",
+            ) from None
         return Path(path)
-
-    def _unreachable(self, error: Exception) -> Failure:
-        reason = " ".join(str(error).split())[:200]
-        return Failure(
-            f"cannot get {self.reference!r} from the Hub: {reason}",
-            hint="no directory of that name exists either; check the spelling, the network and `hf auth login`",
-        )
 
 
 def position_limit(sources: Sequence[Source]) -> int | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from attention.errors import Failure, Refusal
+from attention.errors import Failure, Refusal, one_line
 from attention.spread import evenly_spread
 from eval.inputs import large_file
 from eval.inputs.encoding import PIECE, UNSURE, encoded
@@ -199,8 +199,8 @@ def load_dataset(name: str, split: Literal["test", "train"] = "test") -> Text:
     try:
         rows = datasets.load_dataset(repository, configuration, split=split)[column]
     except Exception as error:  # any error of the network, the Hub or the cache
-        reason = " ".join(str(error).split())[:200]
-        raise Failure(f"cannot load the dataset {repository}: {reason}", hint="download it once, or use --text FILE") from None
+        said = f"cannot load the dataset {repository}: {one_line(error)}"
+        raise Failure(said, hint="download it once, or use --text FILE") from None
     return Text(f"{name} ({configuration}, {split})", joint.join(rows))
 
 

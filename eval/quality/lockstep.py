@@ -7,7 +7,6 @@ all models before the next one begins, so every model is loaded once per portion
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 import tempfile
@@ -66,13 +65,6 @@ class KeptLogits:
 
     def _file(self, number: int) -> Path:
         return self._directory / f"{number}.pt"
-
-
-@contextlib.contextmanager
-def kept_logits() -> Iterator[KeptLogits]:
-    """Room for logits in the system's temporary directory, removed with the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="kvfold-logits-") as directory:
-        yield KeptLogits(Path(directory))
 
 
 def room_for_logits() -> int:
@@ -152,7 +144,8 @@ def score_all(
             "(TMPDIR names another directory)", tempfile.gettempdir(), len(parts),
         )  # fmt: skip
     for turn, portion in enumerate(parts):
-        with kept_logits() as kept:
+        with tempfile.TemporaryDirectory(prefix="kvfold-logits-") as directory:
+            kept = None if alone else KeptLogits(Path(directory))
             for order, group in enumerate(groups):
                 with ExitStack() as stack:
                     source = stack.enter_context(opened(0)) if order == 0 else None
@@ -162,7 +155,7 @@ def score_all(
                     total = sum(len(job.batch.targets) for job in portion)
                     room = memory_for("the evaluation", "free some, or give --device cpu, or a shorter --context")
                     with stage(progress, f"evaluate {name}", total, "token") as done, room:
-                        score_group(portion, source, models, None if alone else kept, done)
+                        score_group(portion, source, models, kept, done)
                     if turn == 0:
                         _visit([(0, source), *models] if source is not None else models, visit)
                     del source, models  # or they would stay in memory while the next ones are loaded

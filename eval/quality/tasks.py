@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from attention import absorbed
-from attention.errors import Failure, KvfoldError, Refusal
+from attention.errors import Failure, KvfoldError, Refusal, one_line
 from attention.spec import AttentionSpec
 from eval.inputs.source import Source, position_limit
 from eval.inputs.text import Tokens
@@ -182,8 +182,7 @@ def _one_line(what: str, hint: str) -> Iterator[None]:
     except Exception as error:
         if out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())[:200]
-        raise Failure(f"{what}: {type(error).__name__}: {reason}", hint=hint) from error
+        raise Failure(f"{what}: {type(error).__name__}: {one_line(error)}", hint=hint) from error
 
 
 @contextlib.contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from eval.terminal.escapes import printable
 
@@ -30,6 +30,20 @@ STYLE = {
 }
 
 
+def drawn(style: Mapping[str, Any], width: int, height: int, plot: Callable[[Figure, Axes], object], **saving: Any) -> str:
+    """An SVG of `width` by `height` pixels; `plot` draws into the figure and its axes, `saving` goes to `Figure.savefig`."""
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    # "default" overrides the user's matplotlibrc.
+    with matplotlib.style.context(["default", style]):
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+        plot(figure, figure.add_subplot())
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", **saving)
+    return stream.getvalue()
+
+
 def inside_of_svg(salt: str, width: int, height: int, plot: Callable[[Figure, Axes], object]) -> str:
     """The inside of an SVG of `width` by `height`; its colours are variables of the page's style sheet.
 
@@ -39,16 +53,7 @@ def inside_of_svg(salt: str, width: int, height: int, plot: Callable[[Figure, Ax
         height: In pixels.
         plot: Draws into the figure and its axes.
     """
-    import matplotlib.style
-    from matplotlib.figure import Figure
-
-    # "default" overrides the user's matplotlibrc.
-    with matplotlib.style.context(["default", {**STYLE, "svg.hashsalt": salt}]):
-        figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
-        plot(figure, figure.add_subplot())
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", transparent=True)
-    svg = stream.getvalue()
+    svg = drawn({**STYLE, "svg.hashsalt": salt}, width, height, plot, transparent=True)
     svg = svg[svg.index("<g id=") : svg.rindex("</svg>")]  # what precedes it is the document type and a dated note
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # all drawings use the same numbers, and nothing refers to them
     for role, colour in COLOURS.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from eval.terminal.tables import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Report = dict[str, Any]
 Model = dict[str, Any]
@@ -131,20 +131,15 @@ def _protocol(setup: dict[str, Any]) -> str:
 
 def to_svg(report: Report) -> str:
     """Step time against context: one line per model and batch, with bars from the fastest to the slowest round."""
-    import matplotlib.style
-    from matplotlib.figure import Figure
 
-    # The style of the quality curve without its colours, which belong to the HTML page.
-    style = {key: value for key, value in drawing.STYLE.items() if value not in drawing.COLOURS.values()}
-    with matplotlib.style.context(["default", {**style, "grid.color": "#d9dde2", "svg.hashsalt": "bench"}]):
-        figure = Figure(figsize=(760 / 72, 440 / 72), dpi=72, layout="constrained")
-        axes = figure.add_subplot()
+    def plot(figure: Figure, axes: Axes) -> None:
         _plot(axes, report)
         longest = max(len(label) for label in axes.get_legend_handles_labels()[1])
         figure.legend(loc="outside upper left", ncols=max(1, 760 // (7 * longest + 60)), handlelength=2.5)
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()
+
+    # The style of the quality curve without its colours, which belong to the HTML page.
+    style = {key: value for key, value in drawing.STYLE.items() if value not in drawing.COLOURS.values()}
+    return drawing.drawn({**style, "grid.color": "#d9dde2", "svg.hashsalt": "bench"}, 760, 440, plot, metadata={"Date": None})
 
 
 def _plot(axes: Axes, report: Report) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attention.errors import one_line
 from eval.machine.device import free_memory
 from eval.speed.model_run import ModelRun, loaded
 from eval.speed.workload import Workload, fits
@@ -38,7 +39,7 @@ def _largest(run: ModelRun, model: Any, context: int, device: torch.device) -> L
 
 
 def _failed(run: ModelRun, error: Exception) -> str:
-    return f"the search failed for {run.source.name}: {' '.join(str(error).split())[:200] or type(error).__name__}"
+    return f"the search failed for {run.source.name}: {one_line(error) or type(error).__name__}"
 
 
 def largest_batch(model: Any, context: int, room: int, bytes_per_sequence: int) -> int:

@@ -15,7 +15,7 @@ from attention.errors import Refusal
 from attention.grouped import is_packed
 from attention.latent import LatentAttention
 from attention.spec import AttentionSpec, dtype_bytes
-from eval.inputs.loading import load
+from eval.inputs.loading import compute_dtype, load
 from eval.inputs.source import Source
 from eval.machine.capacity import count_parameters
 from eval.speed.workload import weight_bytes
@@ -42,8 +42,7 @@ def model_runs(source: Source, dtype: str, device: torch.device, stock: bool) ->
     MHA only runs in transformers' runtime.
     """
     spec = AttentionSpec.from_config(source.config)
-    if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else source.dtype
+    dtype = compute_dtype(source, dtype, device.type)
     weights = count_parameters(source.config, source.trust_remote_code) * dtype_bytes(dtype)
     ours = spec.kind != "MHA"
     return [ModelRun(source, spec, dtype, way, weights) for way in ((True, False) if ours and stock else (ours,))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attention.errors import Failure, KvfoldError, Refusal
+from attention.errors import Failure, KvfoldError, Refusal, one_line
 
 
 @pytest.mark.parametrize("kind", [Refusal, Failure])
@@ -13,3 +13,8 @@ def test_nothing_in_an_error_reaches_a_terminal_raw(kind: type[KvfoldError]) -> 
     assert str(error) == "tensor a\\x1b[31m\\n lacks é → 12 %"
     assert error.hint == "see \\u202efile\\udce9"
     assert kind("plain").hint is None
+
+
+def test_an_error_of_others_becomes_one_short_line() -> None:
+    assert one_line(ValueError("a  tensor\n\tis\nlost")) == "a tensor is lost"
+    assert one_line(ValueError("long " * 100), 7) == "long lo"

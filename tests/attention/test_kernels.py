@@ -35,7 +35,7 @@ import attention.kernels
 from attention import absorb, absorbed
 from attention.errors import Refusal
 from attention.kernels import LATENT, decode, split_kv, torch_decode, triton_decode
-from attention.kernels.mla_decode import mla_decode
+from attention.kernels.operators import mla_decode
 from attention.kernels.tiling import H200, INTERPRETED, Machine, Shape, Tiling, choose, machine
 
 pytestmark = [
@@ -244,7 +244,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(name)
             return torch_decode.decode(*arguments)
 
-        monkeypatch.setitem(LATENT, name, attention.kernels.Entry(run, entry.objection))
+        monkeypatch.setitem(LATENT, name, replace(entry, run=run))
     monkeypatch.setattr(attention.kernels, "_warned", set())
     return names
 
@@ -319,7 +319,8 @@ def test_torch_steps_in_with_one_warning_a_reason(
         monkeypatch.setattr(triton_decode, "_TRITON", False)
     monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q)
     call = (q, r, c, k)
-    monkeypatch.setitem(LATENT, "torch", attention.kernels.Entry(lambda *_: served.append("torch") or q, lambda *_: None))
+    entry = replace(LATENT["torch"], run=lambda *_: served.append("torch") or q)
+    monkeypatch.setitem(LATENT, "torch", entry)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -517,7 +518,7 @@ def test_projections_around_a_step_copy_no_weight(monkeypatch: pytest.MonkeyPatc
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: products.append((a, b)) or bmm(a, b))
     monkeypatch.setattr(torch_decode, "decode", lambda q, *_: q.clone())
-    monkeypatch.setitem(LATENT, "torch", attention.kernels.Entry(lambda q, *_: q.clone(), lambda *_: None))
+    monkeypatch.setitem(LATENT, "torch", replace(LATENT["torch"], run=lambda q, *_: q.clone()))
     queries = module.queries(torch.randn(3, 1, 64))
     q_nope, q_rope = queries.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
     with torch.no_grad():
@@ -662,9 +663,9 @@ def test_triton_is_imported_by_the_first_call_that_it_serves() -> None:
         import attention.patch
         q, r, c, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 8), torch.randn(1, 5, 16), torch.randn(1, 5, 8)
         decode(q, r, c, k, None, 1.0)
-        assert "attention.kernels.mla_decode" not in sys.modules
+        assert "attention.kernels.split_kv" not in sys.modules
         decode(q, r, c, k, None, 1.0, "triton")
-        assert "attention.kernels.mla_decode" in sys.modules
+        assert "attention.kernels.split_kv" in sys.modules
     """
     done = run_forked(textwrap.dedent(code))
     assert done.returncode == 0, done.stderr

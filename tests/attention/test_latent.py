@@ -19,6 +19,7 @@ from attention import absorb, absorbed, restore
 from attention.errors import Refusal
 from attention.kernels.torch_decode import decode
 from attention.latent import LatentAttention, absorbs, dense_mask, neutral_constants, query_bias_channel
+from attention.record import FactoredAttention
 from attention.reference import latent_attention
 from attention.rope import from_config
 
@@ -65,13 +66,13 @@ def oracle(model: Any, x: torch.Tensor) -> torch.Tensor:
         queries[:, :64] *= 2
     queries = queries.unflatten(0, (HEADS, -1))
     up = module.kv_b_proj.weight.detach().double().unflatten(0, (HEADS, -1))[..., true]
-    return latent_attention(
-        torch.cat((x.double(), torch.ones(*x.shape[:2], 1).double()), -1),
+    attention = FactoredAttention(
         q_nope=queries[:, :NOPE], q_rope=queries[:, NOPE:], k_rope=k_rope, down=latent[true],
         up_k=up[:, :NOPE], up_v=up[:, NOPE:], o=module.o_proj.weight.detach().double().unflatten(1, (HEADS, -1)),
         o_bias=module.o_proj.bias.detach().double(), scale=(NOPE + ROPE) ** -0.5,
         rotary=from_config(config, ROPE, "interleaved" if config.rope_interleave else "half"),
     )  # fmt: skip
+    return latent_attention(torch.cat((x.double(), torch.ones(*x.shape[:2], 1).double()), -1), attention)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -93,7 +92,7 @@ def test_a_layers_attention_is_the_reference(way: str, kv_heads: int, attention:
         for layer, (x, out) in enumerate(calls):
             tensors = {name: model.state_dict()[name] for name in family.shapes(model.config, layer)}
             record = family.split(tensors, model.config, layer)
-            expected = grouped_attention(x, **{f.name: getattr(record, f.name) for f in dataclasses.fields(record)})
+            expected = grouped_attention(x, record)
             assert error(out, expected) < 3e-6
             back = family.join(record, family.spec(model.config), layer)
             assert back.keys() == tensors.keys()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
 
 from attention.qk_norm import QKNorm
+from attention.record import Attention, FactoredAttention
 from attention.reference import grouped_attention, latent_attention
 from attention.rope import Rotary
 
@@ -63,15 +64,15 @@ def test_attention_is_that_of_torch(groups: int, share: int, dim: int, length: i
         project("q"), project("k"), project("v"), is_causal=True, scale=0.37, enable_gqa=True
     )
     expected = linear(context.transpose(1, 2).flatten(2), w["o"].flatten(1), b["o_bias"])
-    torch.testing.assert_close(grouped_attention(x, **w, **b, scale=0.37), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(grouped_attention(x, Attention(**w, **b, scale=0.37)), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("position", [1, 4, 7])
 def test_a_future_token_changes_nothing_before_it(position: int) -> None:
     x, changed = random(1, 8, WIDTH), random(1, 8, WIDTH)
     changed[:, position] += 1
-    options: dict[str, Any] = {"scale": 0.5, "rotary": rotary(2)} | weights(4, 2, 6) | biases(4, 2, 6)
-    before, after = grouped_attention(x, **options), grouped_attention(changed, **options)
+    attention = Attention(**weights(4, 2, 6), **biases(4, 2, 6), scale=0.5, rotary=rotary(2))
+    before, after = grouped_attention(x, attention), grouped_attention(changed, attention)
     assert torch.equal(before[:, :position], after[:, :position])
     assert ((before[:, position:] - after[:, position:]).abs().amax(-1) > 1e-6).all()
 
@@ -79,26 +80,25 @@ def test_a_future_token_changes_nothing_before_it(position: int) -> None:
 def test_a_bias_is_a_weight_on_a_constant_input() -> None:
     x, w, b = random(2, 7, WIDTH), weights(4, 2, 6), biases(4, 2, 6)
     with_constant = {name: torch.cat((w[name], b[f"{name}_bias"][..., None]), -1) for name in "qkv"}
-    expected = grouped_attention(
-        torch.cat((x, torch.ones(2, 7, 1)), -1), **with_constant, o=w["o"], scale=0.5, rotary=rotary(3)
-    )
-    found = grouped_attention(x, **w, **b, scale=0.5, rotary=rotary(3))
+    widened = Attention(**with_constant, o=w["o"], scale=0.5, rotary=rotary(3))
+    expected = grouped_attention(torch.cat((x, torch.ones(2, 7, 1)), -1), widened)
+    found = grouped_attention(x, Attention(**w, **b, scale=0.5, rotary=rotary(3)))
     torch.testing.assert_close(found, expected + b["o_bias"], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["q_bias", "k_bias", "v_bias", "o_bias"])
 def test_every_bias_matters(name: str) -> None:
     x, w, b = random(1, 7, WIDTH), weights(4, 2, 6), biases(4, 2, 6)
-    without = {key: value for key, value in b.items() if key != name}
-    options: dict[str, Any] = {"scale": 0.5, "rotary": rotary(3)}
-    difference = grouped_attention(x, **w, **b, **options) - grouped_attention(x, **w, **without, **options)
+    attention = Attention(**w, **b, scale=0.5, rotary=rotary(3))
+    without: Any = {name: None}
+    difference = grouped_attention(x, attention) - grouped_attention(x, dataclasses.replace(attention, **without))
     assert difference.abs().max() > 1e-2
 
 
 def test_a_key_bias_cancels_where_nothing_turns() -> None:
     x, w = random(1, 7, WIDTH), weights(4, 2, 6)
-    biased = grouped_attention(x, **w, k_bias=random(2, 6, seed=5), scale=0.5)
-    torch.testing.assert_close(biased, grouped_attention(x, **w, scale=0.5), rtol=1e-10, atol=1e-10)
+    biased = grouped_attention(x, Attention(**w, k_bias=random(2, 6, seed=5), scale=0.5))
+    torch.testing.assert_close(biased, grouped_attention(x, Attention(**w, scale=0.5)), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before rotary", "after rotary"])
@@ -116,11 +116,11 @@ def test_queries_and_keys_are_normalised_on_the_right_side_of_the_rotation(after
         place("q", q_norm), place("k", k_norm), values, is_causal=True, scale=0.5, enable_gqa=True
     )
     expected = torch.einsum("bhtd,ehd->bte", context, w["o"])
-    options: dict[str, Any] = {"scale": 0.5, "rotary": rotation}
-    found = grouped_attention(x, **w, **options, q_norm=q_norm, k_norm=k_norm)
+    attention = Attention(**w, scale=0.5, rotary=rotation, q_norm=q_norm, k_norm=k_norm)
+    found = grouped_attention(x, attention)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     other = dataclasses.replace(q_norm, after_rotary=not after)
-    assert not torch.allclose(found, grouped_attention(x, **w, **options, q_norm=other, k_norm=k_norm))
+    assert not torch.allclose(found, grouped_attention(x, dataclasses.replace(attention, q_norm=other)))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -200,16 +200,16 @@ def test_latent_attention_is_that_of_torch_on_expanded_heads(heads: int, dim: in
         values.append(linear(latent, w["up_v"][h]))
     context = scaled_dot_product_attention(*(torch.stack(s, 1) for s in (queries, keys, values)), is_causal=True, scale=0.37)
     expected = linear(context.transpose(1, 2).flatten(2), w["o"].flatten(1), b["o_bias"])
-    found = latent_attention(x, **w, **b, scale=0.37, rotary=rotation)
+    found = latent_attention(x, FactoredAttention(**w, **b, scale=0.37, rotary=rotation))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["q_nope_bias", "q_rope_bias", "k_rope_bias", "o_bias"])
 def test_every_bias_of_latent_attention_matters(name: str) -> None:
     x, w, b = random(1, 7, WIDTH), latent_weights(2, 3, 4, 5), latent_biases(2, 3, 4)
-    options: dict[str, Any] = {"scale": 0.05, "rotary": rotary(2)}
-    without = {key: value for key, value in b.items() if key != name}
-    difference = latent_attention(x, **w, **b, **options) - latent_attention(x, **w, **without, **options)
+    attention = FactoredAttention(**w, **b, scale=0.05, rotary=rotary(2))
+    without: Any = {name: None}
+    difference = latent_attention(x, attention) - latent_attention(x, dataclasses.replace(attention, **without))
     assert difference.abs().max() > 1e-2
 
 
@@ -232,21 +232,21 @@ def test_grouped_attention_is_latent_attention_with_every_pair_turning(groups: i
         up_k[h, :, g * nope : (g + 1) * nope] = torch.eye(nope)
         up_v[h, :, groups * nope + g * dim : groups * nope + (g + 1) * dim] = torch.eye(dim)
     constant = torch.einsum("ehd,hd->e", w["o"], b["v_bias"].repeat_interleave(heads // groups, 0))
-    found = latent_attention(
-        x, q_nope=w["q"][:, 2 * pairs :], q_rope=q_rope, k_rope=k_rope,
+    latent = FactoredAttention(
+        q_nope=w["q"][:, 2 * pairs :], q_rope=q_rope, k_rope=k_rope,
         down=torch.cat((w["k"][:, 2 * pairs :].flatten(0, 1), w["v"].flatten(0, 1))), up_k=up_k, up_v=up_v, o=w["o"],
         scale=0.5, rotary=whole, q_nope_bias=b["q_bias"][:, 2 * pairs :], q_rope_bias=q_rope_bias,
         k_rope_bias=k_rope_bias, o_bias=b["o_bias"] + constant,
     )  # fmt: skip
-    expected = grouped_attention(x, **w, **b, scale=0.5, rotary=rotation)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    expected = grouped_attention(x, Attention(**w, **b, scale=0.5, rotary=rotation))
+    torch.testing.assert_close(latent_attention(x, latent), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("position", [1, 4, 7])
 def test_a_future_token_changes_no_latent_attention_before_it(position: int) -> None:
     x, changed = random(1, 8, WIDTH), random(1, 8, WIDTH)
     changed[:, position] += 1
-    options: dict[str, Any] = {"scale": 0.05, "rotary": rotary(2)} | latent_weights(2, 3, 4, 5)
-    before, after = latent_attention(x, **options), latent_attention(changed, **options)
+    attention = FactoredAttention(**latent_weights(2, 3, 4, 5), scale=0.05, rotary=rotary(2))
+    before, after = latent_attention(x, attention), latent_attention(changed, attention)
     assert torch.equal(before[:, :position], after[:, :position])
     assert ((before[:, position:] - after[:, position:]).abs().amax(-1) > 1e-6).all()

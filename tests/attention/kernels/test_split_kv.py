@@ -15,8 +15,7 @@ pytest.importorskip("triton")  # there are no wheels for other systems than Linu
 from attention.cache import EncodedLayer
 from attention.formats import FORMATS
 from attention.kernels import decode, decode_grouped, torch_decode, trial
-from attention.kernels.gqa_decode import gqa_decode
-from attention.kernels.mla_decode import mla_decode
+from attention.kernels.operators import gqa_decode, mla_decode
 from attention.kernels.tiling import Shape
 from attention.stored import Stored
 

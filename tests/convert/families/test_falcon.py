@@ -60,7 +60,7 @@ def test_every_architecture_is_read_as_its_class_computes_it(case: str) -> None:
         normalised, x, out = seen
         record = family.split(layer_tensors(model, family, 0), model.config, 0)
         assert torch.equal(normalised, x)
-        torch.testing.assert_close(grouped_attention(x, **vars(record)), out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grouped_attention(x, record), out, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

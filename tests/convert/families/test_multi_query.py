@@ -44,7 +44,7 @@ def test_the_record_computes_what_the_class_computes(multi_query: bool, scaled: 
     mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     with torch.inference_mode():
         expected = model.transformer.h[1].attn(x, attention_mask=mask)[0]
-        found = grouped_attention(x, **{name: getattr(record, name) for name in vars(record)})
+        found = grouped_attention(x, record)
     assert float((found - expected).abs().max()) < 1e-9
 
 

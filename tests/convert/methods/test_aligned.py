@@ -139,8 +139,7 @@ def test_aligned_costs_few_decompositions(groups: int, monkeypatch: pytest.Monke
 
 
 def over(x: torch.Tensor, a: Attention) -> torch.Tensor:
-    a = widened(a)
-    return grouped_attention(x.double(), **{field.name: getattr(a, field.name) for field in dataclasses.fields(a)})
+    return grouped_attention(x.double(), widened(a))
 
 
 def test_heads_that_nobody_reads_cost_the_others_nothing() -> None:

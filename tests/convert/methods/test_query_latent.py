@@ -96,8 +96,7 @@ def test_what_queries_meet_weighs_their_errors() -> None:
 def test_the_record_computes_what_the_reference_does() -> None:
     a, x = latent(), inputs()
     found = through(a, 7, x)
-    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    expected = latent_attention(x, **fields).flatten(0, 1)
+    expected = latent_attention(x, found).flatten(0, 1)
     torch.testing.assert_close(attention_output(found, list(x)), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(attention_output(found.expanded(), list(x)), expected, rtol=1e-4, atol=1e-4)
 

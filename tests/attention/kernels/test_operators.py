@@ -19,7 +19,7 @@ pytest.importorskip("triton")  # there are no wheels for other systems than Linu
 import attention.kernels
 from attention.errors import Refusal
 from attention.kernels import GROUPED, decode_grouped, split_kv, torch_decode, trial, triton_decode
-from attention.kernels.gqa_decode import gqa_decode
+from attention.kernels.operators import gqa_decode
 from attention.kernels.tiling import Shape, Tiling, choose, machine
 
 pytestmark = [
@@ -140,7 +140,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(name)
             return torch_decode.decode_grouped(*arguments)
 
-        monkeypatch.setitem(GROUPED, name, attention.kernels.Entry(run, entry.objection))
+        monkeypatch.setitem(GROUPED, name, replace(entry, run=run))
     monkeypatch.setattr(attention.kernels, "_warned", set())
     return names
 

@@ -1,0 +1,92 @@
+"""Decoding by Triton's kernels (`split_kv`), and the same as torch operators. Triton is imported by the first call."""
+
+from __future__ import annotations
+
+import torch
+
+from attention.kernels.operand import operand
+from attention.kernels.tiling import Tiling, choose, machine
+
+
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """`attention.kernels.decode` for one query per request, without its checks: one read serves all heads.
+
+    Args:
+        q_latent: `[B, H, 1, R]`, R a multiple of 16.
+        q_rope: `[B, H, 1, P]`.
+        latent: `[B, S, R]`, any strides but 1 in the last dim; or, as a `Stored` is, `[B, 1, S, R]`.
+        k_rope: `[B, S, P]`, likewise.
+        mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
+        scaling: The factor of the scores.
+        tiling: Sizes to use instead of those that `attention.kernels.tiling` chooses, for tests and measurements.
+
+    Returns:
+        `[B, H, 1, R]`, contiguous.
+    """
+    from attention.kernels import split_kv
+
+    heads, rank = q_latent.shape[1], q_latent.shape[3]
+    tiling = tiling or choose(heads, rank, q_rope.shape[3], q_rope.element_size(), machine(q_rope.device))
+    assert tiling is not None
+    held, turned = (operand(part if part.ndim == 4 else part[:, None]) for part in (latent, k_rope))
+    with torch.cuda.device_of(q_rope):
+        return split_kv.decode(q_latent, q_rope, held, turned, mask, scaling, tiling)
+
+
+def gqa_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """`attention.kernels.decode_grouped` without its checks. Each KV head is one request of H / G query heads, and read once.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        keys: `[B, G, S, D]`; its strides let B and G be one dim, and the last is 1; or `Stored` of such tensors, like `values`.
+        values: `[B, G, S, Dv]`, likewise; Dv a multiple of 16.
+        mask: None, or bool or floating `[B or 1, 1, 1, S]` of any strides.
+        scaling: The factor of the scores.
+        tiling: As in `mla_decode`; chosen are those for H / G heads, rank Dv and rope D.
+
+    Returns:
+        `[B, H, 1, Dv]`, contiguous.
+    """
+    from attention.kernels import split_kv
+
+    batch, groups, _, dim = keys.shape
+    shared, rank = query.shape[1] // groups, values.shape[3]
+    tiling = tiling or choose(shared, rank, dim, query.element_size(), machine(query.device))
+    assert tiling is not None
+    rows = query.reshape(batch * groups, shared, 1, dim)
+    with torch.cuda.device_of(query):
+        out = split_kv.decode(None, rows, operand(values), operand(keys), mask, scaling, tiling, groups)
+    return out.view(batch, groups * shared, 1, rank)
+
+
+# Custom operators: compiled code calls them as they are and does not trace Triton's launches.
+# It gets caches decoded: over those that are not, no operator is needed.
+mla = torch.library.custom_op(
+    "kvfold::mla_decode",
+    mla_decode,
+    mutates_args=(),
+    schema="(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? mask, float scaling) -> Tensor",
+)
+gqa = torch.library.custom_op(
+    "kvfold::gqa_decode",
+    gqa_decode,
+    mutates_args=(),
+    schema="(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scaling) -> Tensor",
+)
+mla.register_fake(lambda q_latent, *_: q_latent.new_empty(q_latent.shape))
+gqa.register_fake(lambda query, keys, values, *_: query.new_empty((*query.shape[:3], values.shape[3])))
