@@ -3,7 +3,8 @@
 Integers are codes in 0 … 2^bits − 1. With an offset, x ≈ offset + scale · code: offset is the smallest value of a group and
 scale its range over 2^bits − 1, both rounded to float16. So an error is at most half a scale, plus what that rounding adds.
 Without one, x ≈ scale · (code − 2^(bits−1)): the value of largest magnitude over the scale is 127, or −8 of −8 … 7, as in
-llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0.
+llama.cpp's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, but for values half-way between two codes of q8_0. Classes of
+`mixed` have x ≈ scale · (code − 2^(bits−1) + ½).
 """
 
 from __future__ import annotations
@@ -40,10 +41,14 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
     Args:
         values: In any floating dtype.
         form: The format; n is a multiple of 8 where values take less than a byte.
-        group: Consecutive values that share a scale.
+        group: Consecutive values that share a scale; n where channels have classes.
         seen: `[..., n]`, broadcast; false for values that no scale should count. None for all.
     """
-    if not form.group:
+    if form.classes:
+        parts = [encode(part, own, part.shape[-1]) for own, part in _classes(values, form)]
+        scales = [part.scales for part in parts if part.scales is not None]
+        return Encoded(torch.cat([part.codes for part in parts], -1), torch.cat(scales, -1))
+    if not group:
         if form.name == "fp8":
             values = torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan)
         return Encoded(values.to(_dtype(form)))
@@ -62,6 +67,11 @@ def _quantised(
         inverse = (1 / exact).masked_fill(exact == 0, 0)  # of the scale before it is rounded, as llama.cpp has it
         codes = (given * _spread(inverse, group, size) + (2 ** (form.bits - 1) + 0.5)).floor()
         return codes.nan_to_num(0).clamp(0, top).to(torch.uint8), exact.half(), None
+    if form.reach:
+        magnitudes = _each_group(given if seen is None else given.where(seen, 0), group, 0).abs().amax(-1)
+        scales = (magnitudes * (form.reach / (2 ** (form.bits - 1) - 0.5))).half()
+        steps = _spread(scales.float().masked_fill(scales == 0, 1), group, size)
+        return (given / steps + 2 ** (form.bits - 1)).floor().nan_to_num(0).clamp(0, top).to(torch.uint8), scales, None
     low, high = given, given
     if seen is not None:
         low, high = given.where(seen, torch.inf), given.where(seen, -torch.inf)
@@ -78,6 +88,12 @@ def _quantised(
 
 def decode(stored: Encoded, form: Format, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., n]` of what `encode` returned with the same format and group."""
+    if form.classes:
+        assert stored.scales is not None
+        cut = [(own, count) for own, count in form.cut(group) if count]
+        codes = stored.codes.split([count * own.bits // 8 for own, count in cut], -1)
+        parts = zip(cut, codes, stored.scales.split(1, -1), strict=True)
+        return torch.cat([decode(Encoded(part, scale), own, count, dtype) for (own, count), part, scale in parts], -1)
     if stored.scales is None:
         fp8 = stored.codes.dtype == torch.float8_e4m3fn
         return (_from_fp8(stored.codes) if fp8 else stored.codes).to(dtype)
@@ -97,7 +113,7 @@ def _read(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | Non
     of_group = codes.unflatten(-1, (-1, width))
     scales = _spread(scales, group // width, size // width)[..., None]
     if offsets is None:
-        return of_group.sub_(2 ** (form.bits - 1)).mul_(scales).flatten(-2)
+        return of_group.sub_(2 ** (form.bits - 1) - (0.5 if form.reach else 0)).mul_(scales).flatten(-2)
     return of_group.mul_(scales).add_(_spread(offsets, group // width, size // width)[..., None]).flatten(-2)
 
 
@@ -124,6 +140,9 @@ def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
         full = states.shape[-2] // form.tokens * form.tokens
         closed = _rounded(states[..., :full, :].mT.contiguous(), form, form.tokens).mT
         return torch.cat((closed, states[..., full:, :]), -2)
+    form = form.of(part)
+    if form.classes:
+        return torch.cat([_rounded(channels, own, channels.shape[-1]) for own, channels in _classes(states, form)], -1)
     group, rotation = form.grouping(part, states.shape[-1])
     if rotation == 1:
         return _rounded(states, form, group)
@@ -133,13 +152,20 @@ def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
 def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
     """Values `[..., n]`, encoded and decoded, of which `group` share a scale."""
     with torch.no_grad():
-        if form.group:
+        if group:
             codes, scales, offsets = _quantised(values.float(), form, group)
             wide = torch.promote_types(values.dtype, torch.float32)
             read = _read(codes.to(wide), scales, offsets, form, group).to(values.dtype)
         else:
             read = decode(encode(values, form, group), form, group, values.dtype)
     return values + (read - values).detach() if values.requires_grad else read
+
+
+def _classes(values: torch.Tensor, form: Format) -> list[tuple[Format, torch.Tensor]]:
+    """The classes of channels of `values [..., n]` that have any, with their formats."""
+    cut = form.cut(values.shape[-1])
+    parts = values.split([count for _, count in cut], -1)
+    return [(own, part) for (own, count), part in zip(cut, parts, strict=True) if count]
 
 
 def _dtype(form: Format) -> torch.dtype:
@@ -175,9 +201,11 @@ def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """
     if bits == 8:
         return codes
-    if bits == 3:  # crosses bytes
-        parts = codes.unflatten(-1, (-1, 3)).long()
-        word = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
+    if bits in (3, 5, 6, 7):  # crosses bytes
+        parts = codes.unflatten(-1, (-1, bits)).long()
+        word = parts[..., 0]
+        for byte in range(1, bits):
+            word = word | parts[..., byte] << 8 * byte
     else:
         word = codes.to(torch.int16 if bits == 4 else torch.int32)
     size = part = word.element_size()  # integers of a word, and of the parts that it is divided into

@@ -4,17 +4,19 @@ A format is a plain dtype, or integers of a few bits with a scale, and mostly an
 Values of heads and latents are grouped within one token. In `int4` to `int2` (KIVI, arXiv 2402.02750), keys of heads are
 grouped along time, per channel: a group is as many consecutive tokens as share a scale, and stays in full precision while a
 token of it is the newest. `q8_0` and `q4_0` are what llama.cpp stores: no offsets, and heads of 64 n dims behind a Hadamard
-matrix (its pull request 21038). It has none for latents.
+matrix (its pull request 21038). It has none for latents. `mixed` gives the channels of a latent, which come in the order of
+their energies, fewer bits the less they hold (reverse water-filling), with one scale for each of three classes of channels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from attention.errors import Refusal
 
-Part = Literal["keys", "values", "latent"]  # of a cache: keys or values of heads; a latent or the RoPE key beside it
+Part = Literal["keys", "values", "latent", "rope"]  # of a cache: keys or values of heads; a latent, the RoPE key beside it
 
 PLAIN = ("float32", "float16", "bfloat16", "float64")  # dtypes that checkpoints have, too
 _SCALE = 2  # bytes of a scale or an offset, in float16
@@ -39,13 +41,18 @@ class Format:
 
     Attributes:
         name: As options name it.
-        bits: Of one value, without scales.
+        bits: Of one value, without scales; the fewest where channels differ.
         group: Values of one token that share a scale; 0 for a plain dtype.
         latent_group: The same for a latent and its RoPE key.
         tokens: Tokens whose keys share a scale per channel; 0 where keys of heads are grouped as values are.
         steps: The integer that a group's value of largest magnitude is: the scale is that value over it, and there is no
             offset. 0 where groups have one.
         hadamard: Heads whose dims are a multiple of it are multiplied by a Hadamard matrix; 0 for none.
+        reach: Codes are the middles of even steps about zero, without an offset; the outermost is this share of a group's
+            largest magnitude, and what is beyond becomes it. 0 where another rule holds.
+        classes: Of a latent, in the order of its channels: the share of them that a class has, and its format. Channels of a
+            class share a scale. Such a format takes no heads.
+        beside: The format of the RoPE key beside such a latent.
     """
 
     name: str
@@ -55,15 +62,34 @@ class Format:
     tokens: int = 0
     steps: int = 0
     hadamard: int = 0
+    reach: float = 0.0
+    classes: tuple[tuple[float, Format], ...] = ()
+    beside: Format | None = None
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of a group's scale and its offset, if it has one."""
-        return _SCALE if self.steps else 2 * _SCALE
+        return _SCALE if self.steps or self.reach else 2 * _SCALE
+
+    def of(self, part: Part) -> Format:
+        """The format of a part of a cache in this one."""
+        return self.beside if part == "rope" and self.beside is not None else self
+
+    def cut(self, size: int) -> list[tuple[Format, int]]:
+        """The classes of a latent of that size, with their channels, multiples of 8 but for the last.
+
+        Channels that are constant, fewer than 8, may be left out: the others have the same classes.
+        """
+        whole, shares = -(-size // _PACKED), accumulate(share for share, _ in self.classes)
+        bounds = [min(size, round(share * whole) * _PACKED) for share in shares]
+        bounds[-1] = size
+        return [(form, end - start) for (_, form), start, end in zip(self.classes, (0, *bounds), bounds, strict=False)]
 
     def grouping(self, part: Part, size: int) -> Grouping:
         """How `size` values of one token are encoded, where they are not grouped along time."""
-        if part == "latent":
+        if self.classes:
+            return Grouping(size)
+        if part in ("latent", "rope"):
             return Grouping(self.latent_group)
         if not self.hadamard or size % self.hadamard:
             return Grouping(self.group)
@@ -74,10 +100,13 @@ class Format:
         """Whether `tokens` consecutive tokens are encoded together, each channel by itself."""
         return part == "keys" and self.tokens > 0
 
-    def row_bytes(self, size: int, latent: bool = False) -> int:
+    def row_bytes(self, size: int, part: Part = "values") -> int:
         """Bytes of `size` values of one token: of one head, or of a latent or its RoPE key."""
-        group = self.latent_group if latent else self.group
-        return size * self.bits // 8 + (self.scale_bytes * -(-size // group) if group else 0)
+        form = self.of(part)
+        if form.classes:
+            return sum(count * own.bits // 8 + own.scale_bytes for own, count in form.cut(size) if count)
+        group = form.grouping(part, size).values
+        return size * form.bits // 8 + (form.scale_bytes * -(-size // group) if group else 0)
 
     def tokens_encoded(self, cached: int) -> int:
         """How many of so many cached tokens have encoded keys of heads: all but the group of the newest token."""
@@ -98,6 +127,11 @@ class Format:
 
     def require(self, what: str, *sizes: int) -> None:
         """Refuse sizes of `what`, such as "head", that the format does not take."""
+        if self.classes and what == "head":
+            raise Refusal(
+                f"heads cannot be cached in {self.name}, which is for latents: it takes channels in the order of their energies",
+                hint="choose int8, int4 or another format, or convert to MLA",
+            )
         for size in sizes:
             if size % self.multiple:
                 raise Refusal(
@@ -105,6 +139,13 @@ class Format:
                     hint="choose int8, fp8, bfloat16, float16 or float32",
                 )
 
+
+def _class(bits: int, reach: float) -> Format:
+    """A class of `mixed`. Behind a rotation its channels are nearly normal, which decides where it pays to cut them off."""
+    return Format(f"{bits} bits", bits, reach=reach)
+
+
+_INT4 = Format("int4", 4, 32, 64, 32)
 
 FORMATS = {
     form.name: form
@@ -115,18 +156,19 @@ FORMATS = {
         Format("bfloat16", 16),
         Format("fp8", 8),
         Format("int8", 8, 64, 64),
-        Format("int4", 4, 32, 64, 32),
+        _INT4,
         Format("int3", 3, 32, 64, 32),
         Format("int2", 2, 32, 64, 32),
         Format("q8_0", 8, 32, 32, steps=127, hadamard=64),
         Format("q4_0", 4, 32, 32, steps=-8, hadamard=64),
+        Format("mixed", 2, classes=((0.2, _class(5, 1.0)), (0.5, _class(3, 0.78)), (0.3, _class(2, 0.58))), beside=_INT4),
     )
 }
 
 
 def parts_of(latent: bool) -> tuple[Part, Part]:
     """The two parts of a layer's cache, in the order in which transformers' `Cache.update` takes them."""
-    return ("latent", "latent") if latent else ("keys", "values")
+    return ("latent", "rope") if latent else ("keys", "values")
 
 
 def rounding_of(name: str | None) -> Format | None:

@@ -244,7 +244,7 @@ def heads_of(record: Record, x: torch.Tensor) -> Heads:
         key_bias = None if record.k_rope_bias is None else record.k_rope_bias[None]
         kept_nope, kept_rope = record.latent(x)[None], rotation(_project(x, record.k_rope[None], key_bias))
         if (form := record.rounding) is not None:
-            kept_nope, kept_rope = (rounded(part, form, "latent") for part in (kept_nope, kept_rope))
+            kept_nope, kept_rope = rounded(kept_nope, form, "latent"), rounded(kept_rope, form, "rope")
         lift = record.up_k.float()
     else:
         plain, keys = _project(of_queries, record.q, record.q_bias), _project(x, record.k, record.k_bias)

@@ -69,7 +69,7 @@ def latent_attention(x: torch.Tensor, a: FactoredAttention) -> torch.Tensor:
         latent = latent / torch.linalg.vector_norm(latent, dim=-1, keepdim=True).clamp_min(1e-30)
     latent = latent if a.gain is None else latent * a.gain
     if a.rounding is not None:
-        key, latent = (rounded(part, a.rounding, "latent") for part in (key, latent))
+        key, latent = rounded(key, a.rounding, "rope"), rounded(latent, a.rounding, "latent")
     rope = torch.einsum("bhtp,bsp->bhts", a.rotary.rotate(_projected(read, a.q_rope, a.q_rope_bias), positions), key)
     nope = torch.einsum("bhtd,hdr,bsr->bhts", _projected(read, a.q_nope, a.q_nope_bias), a.up_k, latent)
     weights = _attention((nope + rope) * a.scale, a.scoring)

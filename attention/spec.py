@@ -160,8 +160,8 @@ class AttentionSpec:
             return self.num_layers * self.num_kv_heads * one
         stored.require("latent", *self.ranks)
         stored.require("RoPE key", self.qk_rope_head_dim)
-        rope = stored.row_bytes(self.qk_rope_head_dim, latent=True)
-        return cached * sum(stored.row_bytes(rank, latent=True) + rope for rank in self.ranks)
+        rope = stored.row_bytes(self.qk_rope_head_dim, "rope")
+        return cached * sum(stored.row_bytes(rank, "latent") + rope for rank in self.ranks)
 
     def takes(self, form: str) -> bool:
         """Whether a cache of these sizes can be stored in that format."""

@@ -34,7 +34,8 @@ class Rows(NamedTuple):
     def shape(self) -> torch.Size:
         """Of what is decoded."""
         codes = self.encoded.codes
-        return torch.Size((*codes.shape[:3], codes.shape[3] * codes.element_size() * 8 // self.form.bits))
+        size = self.group if self.form.classes else codes.shape[3] * codes.element_size() * 8 // self.form.bits
+        return torch.Size((*codes.shape[:3], size))
 
     def block(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Tokens `start` … `end` - 1, decoded."""
@@ -153,7 +154,7 @@ def stored_pair(
     """`values` and `keys` `[B, heads, S, n]`, or a latent and its RoPE key, as a cache of a format has them."""
     if form is None:
         return values, keys
-    of_keys, of_values = parts_of(latent)
+    of_keys, of_values = reversed(parts_of(latent)) if latent else parts_of(latent)
     if form.along_time(of_keys):
         encoded = form.tokens_encoded(keys.shape[2])
         grouped = keys[:, :, :encoded].unflatten(2, (-1, form.tokens)).transpose(3, 4)
@@ -165,6 +166,7 @@ def stored_pair(
 
 def encoded_rows(states: torch.Tensor, form: Format, part: Part) -> Rows:
     """A part of a cache `[B, heads, T, n]`, each token encoded by itself."""
+    form = form.of(part)
     group, rotation = form.grouping(part, states.shape[-1])
     return Rows(encode(states if rotation == 1 else rotated(states, rotation), form, group), form, group, rotation)
 

@@ -67,7 +67,7 @@ def _objection(
         devices = ", ".join(str(tensor.device) for tensor in tensors) + ("" if mask is None else f" and {mask.device}")
         return f"it takes tensors on one device, and these are on {devices}"
     form = _form(values)
-    if form is not None and (form.name == "float64" or form.steps):
+    if form is not None and (form.name == "float64" or form.steps or form.classes):
         return f"it does not read a cache in {form.name}"
     if values.dtype not in _DTYPES or any(tensor.dtype != values.dtype for tensor in tensors):
         return f"it takes float16, bfloat16 or float32, all alike, not {', '.join(str(t.dtype)[6:] for t in tensors)}"

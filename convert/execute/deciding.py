@@ -236,6 +236,6 @@ def _ranks(job: Job, target: LatentTarget, allocation: Allocation, statistics: S
                 )
             costs.append(interpolated(tried, errors, target.ranks))
             done(1)
-    form = format_named(target.cache_dtype or "float32")  # formats without scales all share out alike
-    prices = [form.row_bytes(rank, latent=True) for rank in target.ranks]
-    return shared_out(costs, target.ranks, prices, layers * form.row_bytes(target.spec.kv_lora_rank or 0, latent=True))
+    form = format_named(target.cache_dtype or "float32")  # without scales, any dtype shares out alike
+    prices = [form.row_bytes(rank, "latent") for rank in target.ranks]
+    return shared_out(costs, target.ranks, prices, layers * form.row_bytes(target.spec.kv_lora_rank or 0, "latent"))

@@ -117,8 +117,8 @@ def balance(job: Job, target: Target, before: Attention, after: Record, layer: i
     if form is None:
         return after
     if isinstance(after, FactoredAttention):
-        after = balanced(after, statistics)
-    elif sample is not None and job.shows_attention:
+        return balanced(replace(after, rounding=form), statistics)
+    if sample is not None and job.shows_attention:
         after = balanced_heads(after, sample.to(after.k.device))
     return replace(after, rounding=form)
 

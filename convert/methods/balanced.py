@@ -4,13 +4,15 @@ With C the second moment of what is cached, and M the matrix by which an error o
 costs about tr(A C Aᵀ) tr(A⁻ᵀ M A⁻¹). That is least where both are equal (Moore 1981): A = Λ^-¼ Vᵀ M^½ with M^½ C M^½ = V Λ Vᵀ.
 A rotation then makes all channels alike, as formats in which several share a scale want them (QuaRot, arXiv 2404.00456). What
 makes the cached numbers and what reads them absorb A. Latents and values may have any A, keys with RoPE one factor for each
-pair of dims.
+pair of dims. Where a format gives channels different bits, they stay in the order of Λ, and the rotation is within its classes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -31,7 +33,8 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     as good as A. So the channel that makes the norm constant is cached no larger than it has to be.
 
     Args:
-        a: Nothing but such a norm is between its `down` and what reads it. Channels that nothing makes or reads stay apart.
+        a: Nothing but such a norm is between its `down` and what reads it. Channels that nothing makes or reads stay apart. If
+            its `rounding` has classes of channels, it has no such norm.
         statistics: Of the layer's input.
     """
     if a.gain is not None:
@@ -41,7 +44,8 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     used = [channel for channel in range(len(alive)) if alive[channel]]
     if not used:
         return a
-    there, back = _coordinates(second[used][:, used], read[used][:, used])
+    sizes = None if a.rounding is None else [count for _, count in a.rounding.cut(len(a.down))]
+    there, back = _coordinates(second[used][:, used], read[used][:, used], sizes)
     gain = None
     if a.normalised:
         _, sizes, there = torch.linalg.svd(there)
@@ -160,7 +164,9 @@ def _moments(a: FactoredAttention, statistics: Statistics) -> tuple[torch.Tensor
     return second, sum((part / seen for part, seen in parts if seen > 0), torch.zeros_like(second))
 
 
-def _coordinates(second: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _coordinates(
+    second: torch.Tensor, read: torch.Tensor, classes: Sequence[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The map A to balanced coordinates, and its inverse, `[n, n]` each, fp64.
 
     Directions that the text hardly shows count as if it did a little, so that A is well-conditioned.
@@ -168,15 +174,22 @@ def _coordinates(second: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor
     Args:
         second: C, with a diagonal above zero.
         read: M, with a diagonal above zero.
+        classes: How many channels are alike each, those with the most energy first; None if all are.
     """
     sizes = read.diagonal().sqrt()
     correlations = read / sizes / sizes[:, None]
     (weigh,), (unweigh,) = roots((correlations + _PRIOR * torch.eye(len(read)).to(correlations))[None], 0)
     weigh, unweigh = weigh * sizes, unweigh / sizes[:, None]
-    energies, vectors = torch.linalg.eigh(weigh @ second @ weigh.T)
+    energies, vectors = (found.flip(-1) for found in torch.linalg.eigh(weigh @ second @ weigh.T))
     scale = (energies.clamp_min(0) + _PRIOR * energies.mean())[:, None] ** 0.25
-    rotation = _rotation(len(read)).to(weigh)
+    rotation = torch.block_diag(*map(_rotation, _within(classes or [len(read)], len(read)))).to(weigh)
     return rotation @ (vectors.T / scale) @ weigh, unweigh @ (vectors * scale.T) @ rotation.T
+
+
+def _within(classes: Sequence[int], size: int) -> list[int]:
+    """As many channels of the classes as there are."""
+    ends = [min(end, size) for end in accumulate(classes)]
+    return [end - start for start, end in pairwise((0, *ends)) if end > start]
 
 
 @cache
