@@ -46,9 +46,9 @@ def encode(values: torch.Tensor, form: Format, group: int, seen: torch.Tensor | 
     """
     if form.classes:
         parts = [encode(part, own, part.shape[-1]) for own, part in _classes(values, form)]
-        scales = [part.scales for part in parts if part.scales is not None]
-        return Encoded(torch.cat([part.codes for part in parts], -1), torch.cat(scales, -1))
-    if not group:
+        of_classes = [part.scales for part in parts if part.scales is not None]
+        return Encoded(torch.cat([part.codes for part in parts], -1), torch.cat(of_classes, -1))
+    if not (form.group or form.reach):
         if form.name == "fp8":
             values = torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan)
         return Encoded(values.to(_dtype(form)))
@@ -152,7 +152,7 @@ def rounded(states: torch.Tensor, form: Format, part: Part) -> torch.Tensor:
 def _rounded(values: torch.Tensor, form: Format, group: int) -> torch.Tensor:
     """Values `[..., n]`, encoded and decoded, of which `group` share a scale."""
     with torch.no_grad():
-        if group:
+        if form.group or form.reach:
             codes, scales, offsets = _quantised(values.float(), form, group)
             wide = torch.promote_types(values.dtype, torch.float32)
             read = _read(codes.to(wide), scales, offsets, form, group).to(values.dtype)
@@ -188,8 +188,8 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Integers `[..., n]` of some bits, in uint8, as bytes `[..., n · bits / 8]`."""
     if bits == 8:
         return codes
-    apart = codes.unflatten(-1, (-1, 8)).int()
-    shifts = bits * torch.arange(8, device=codes.device, dtype=torch.int32)
+    apart = codes.unflatten(-1, (-1, 8)).to(torch.int32 if bits <= 4 else torch.int64)
+    shifts = bits * torch.arange(8, device=codes.device, dtype=apart.dtype)
     word = (apart << shifts).sum(-1, dtype=torch.int64)
     shifted = word[..., None] >> 8 * torch.arange(bits, device=codes.device)
     return (shifted & 255).to(torch.uint8).flatten(-2)
@@ -203,9 +203,9 @@ def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
         return codes
     if bits in (3, 5, 6, 7):  # crosses bytes
         parts = codes.unflatten(-1, (-1, bits)).long()
-        word = parts[..., 0]
-        for byte in range(1, bits):
-            word = word | parts[..., byte] << 8 * byte
+        word = (parts << 8 * torch.arange(bits, device=codes.device)).sum(-1)
+        if bits > 4:  # halves would overlap while they move
+            return (word[..., None] >> bits * torch.arange(8, device=codes.device) & 2**bits - 1).to(torch.uint8).flatten(-2)
     else:
         word = codes.to(torch.int16 if bits == 4 else torch.int32)
     size = part = word.element_size()  # integers of a word, and of the parts that it is divided into

@@ -129,7 +129,7 @@ class Format:
         """Refuse sizes of `what`, such as "head", that the format does not take."""
         if self.classes and what == "head":
             raise Refusal(
-                f"heads cannot be cached in {self.name}, which is for latents: it takes channels in the order of their energies",
+                f"heads cannot be cached in {self.name}: it is for latents, whose channels come in the order of their energies",
                 hint="choose int8, int4 or another format, or convert to MLA",
             )
         for size in sizes:

@@ -44,8 +44,8 @@ def balanced(a: FactoredAttention, statistics: Statistics) -> FactoredAttention:
     used = [channel for channel in range(len(alive)) if alive[channel]]
     if not used:
         return a
-    sizes = None if a.rounding is None else [count for _, count in a.rounding.cut(len(a.down))]
-    there, back = _coordinates(second[used][:, used], read[used][:, used], sizes)
+    classes = a.rounding.cut(len(a.down)) if a.rounding is not None and a.rounding.classes else []
+    there, back = _coordinates(second[used][:, used], read[used][:, used], [count for _, count in classes])
     gain = None
     if a.normalised:
         _, sizes, there = torch.linalg.svd(there)
@@ -164,9 +164,7 @@ def _moments(a: FactoredAttention, statistics: Statistics) -> tuple[torch.Tensor
     return second, sum((part / seen for part, seen in parts if seen > 0), torch.zeros_like(second))
 
 
-def _coordinates(
-    second: torch.Tensor, read: torch.Tensor, classes: Sequence[int] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _coordinates(second: torch.Tensor, read: torch.Tensor, classes: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
     """The map A to balanced coordinates, and its inverse, `[n, n]` each, fp64.
 
     Directions that the text hardly shows count as if it did a little, so that A is well-conditioned.
@@ -174,13 +172,15 @@ def _coordinates(
     Args:
         second: C, with a diagonal above zero.
         read: M, with a diagonal above zero.
-        classes: How many channels are alike each, those with the most energy first; None if all are.
+        classes: How many channels are alike each, those with the most energy first; none if all are.
     """
     sizes = read.diagonal().sqrt()
     correlations = read / sizes / sizes[:, None]
     (weigh,), (unweigh,) = roots((correlations + _PRIOR * torch.eye(len(read)).to(correlations))[None], 0)
     weigh, unweigh = weigh * sizes, unweigh / sizes[:, None]
-    energies, vectors = (found.flip(-1) for found in torch.linalg.eigh(weigh @ second @ weigh.T))
+    energies, vectors = torch.linalg.eigh(weigh @ second @ weigh.T)
+    if classes:
+        energies, vectors = energies.flip(0), vectors.flip(1)
     scale = (energies.clamp_min(0) + _PRIOR * energies.mean())[:, None] ** 0.25
     rotation = torch.block_diag(*map(_rotation, _within(classes or [len(read)], len(read)))).to(weigh)
     return rotation @ (vectors.T / scale) @ weigh, unweigh @ (vectors * scale.T) @ rotation.T

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from attention.errors import Failure, Interrupted, Refusal
-from attention.formats import rounding_of
+from attention.formats import format_named, rounding_of
 from attention.spec import AttentionSpec
 from convert.output.destination import Output, check_output, read_provenance, stated_cache
 from convert.output.lock import exclusive
@@ -181,7 +181,8 @@ def _formats(provenance: dict[str, Any], models: tuple[Source, ...]) -> tuple[st
     if form is None or rounding_of(form) is None:
         return ()
     for model in models:
-        if not AttentionSpec.from_config(model.config).takes(form):
+        spec = AttentionSpec.from_config(model.config)
+        if not spec.takes(form) and not (format_named(form).classes and spec.kv_lora_rank is None):
             _log.warning("evaluated without caches in %s, which %s cannot have", form, model.reference)
             return ()
     return (form,)

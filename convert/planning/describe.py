@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Refusal
+from attention.formats import format_named
 from attention.spec import AttentionSpec
 from convert.families import FAMILIES, UNREAD
 from convert.hosts import HOSTS
@@ -140,6 +141,8 @@ def capacity(
     if host:
         sizes = latent_targets(source, family, spec, host, engine)
         targets += [("mla", target) for target in sizes if target.takes(cache_dtype or dtype)]
+    if format_named(cache_dtype or dtype).classes:  # of latents
+        targets = [(kind, target) for kind, target in targets if target.kv_lora_rank] or targets
     for kind, target in targets:
         if target == spec:
             add(target, partial(family.shapes, config), None)

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from convert.planning.bounds import LatentBounds
 
 AUTO = "auto"
-_TRIED = ("fp8", "int8", "int4", "int3", "int2")  # formats that --cache-dtype auto tries beside the dtype of the weights
+_TRIED = (
+    "fp8",
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "mixed",
+)  # formats that --cache-dtype auto tries beside the dtype of the weights
 _FEWEST_QUERY_CHANNELS = 8  # of a latent of queries: at most five are constants
 
 
@@ -220,6 +227,11 @@ class Sizing:
         used = self._channels(rank, rope_dim, any_rank=request.pad_rank or spec == before)
         fold = _freqfold(self.method, request.freqfold, rope_dim, bounds.rotary_dim)
         form = request.cache_dtype or self.dtype
+        if host.portable and format_named(form).classes:
+            raise Refusal(
+                f"a portable result cannot be made for {form}: its norm reads all channels, so that none may have fewer bits",
+                hint="use int4 or q4_0, or leave out --portable",
+            )
         ranks = layer_ranks(rank, full, format_named(form).multiple) if request.per_layer_ranks else ()
         (replace(spec, layer_ranks=ranks) if ranks else spec).bytes_per_token(form)  # refuses what the format does not take
         target = LatentTarget(

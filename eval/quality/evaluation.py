@@ -12,6 +12,7 @@ from typing import Any
 
 from attention.encoded_forward import store_encoded
 from attention.errors import GateMissed, Refusal
+from attention.formats import format_named
 from attention.padding import pad_values
 from attention.spec import AttentionSpec, dtype_bytes
 from eval.inputs.loading import calibration_tokens, compute_dtype, load, require_causal, tokens_of
@@ -118,7 +119,9 @@ def report_of(
 def _with_formats(sources: Sequence[Source], forms: Sequence[str]) -> tuple[list[Source], list[str | None]]:
     """Each model as it is, then each once for each format of the cache that its dtype is not; formats beside them."""
     rows: list[tuple[Source, str | None]] = [(source, None) for source in sources]
-    rows += [(source, form) for source in sources for form in forms if form != source.dtype]
+    rows += [
+        (source, form) for source in sources for form in forms if form != source.dtype and not _lacks(sources, source, form)
+    ]
     named = [source if form is None else replace(source, label=f"{source.name} ({form} cache)") for source, form in rows]
     return named, [form for _, form in rows]
 
@@ -219,6 +222,13 @@ def prepare(sources: Sequence[Source], text: Text, settings: EvaluationSettings)
     return protocols, tokens
 
 
+def _lacks(sources: Sequence[Source], source: Source, form: str) -> bool:
+    """Whether a format of latents alone is for others of the models: this one caches heads."""
+    specs = {one.reference: AttentionSpec.from_config(one.config) for one in sources}
+    alone = format_named(form).classes and specs[source.reference].kv_lora_rank is None
+    return bool(alone) and any(spec.kv_lora_rank is not None for spec in specs.values())
+
+
 def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Protocol]:
     """Check everything that configs can show. Returns a protocol for each context; all models allow these."""
     require_device(settings.device)
@@ -232,6 +242,8 @@ def check(sources: Sequence[Source], settings: EvaluationSettings) -> list[Proto
         )
     for source in sources:
         for form in (source.dtype, *settings.cache_dtypes):
+            if _lacks(sources, source, form):
+                continue
             try:
                 AttentionSpec.from_config(source.config).bytes_per_token(form)
             except Refusal as refusal:

@@ -14,6 +14,7 @@ from attention.formats import FORMATS
 
 GROUPED = [name for name, form in FORMATS.items() if form.tokens]
 LOSSY = ["fp8", "int8", *GROUPED]
+CASES = [(form, latent) for form in LOSSY for latent in (False, True)] + [("mixed", True)]
 LONG = 75  # tokens: two full groups of keys and a part of one
 
 
@@ -48,8 +49,7 @@ def held(layer: EncodedLayer) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("latent", [False, True])
-@pytest.mark.parametrize("form", LOSSY)
+@pytest.mark.parametrize(("form", "latent"), CASES)
 def test_memory_is_within_a_twentieth_of_what_is_stored(form: str, latent: bool) -> None:
     layer = EncodedLayer(FORMATS[form], latent)
     for new in torch.zeros(2, 1, 1, 6016, 16).split(32, 3):
@@ -63,8 +63,7 @@ def places(layer: EncodedLayer) -> list[int]:
     return [tensor.data_ptr() for part in layer.parts if isinstance(part, _HeldRows) for tensor in part._encoded._held]
 
 
-@pytest.mark.parametrize("latent", [False, True])
-@pytest.mark.parametrize("form", LOSSY)
+@pytest.mark.parametrize(("form", "latent"), CASES)
 @torch.no_grad()
 def test_a_step_copies_nothing_but_its_token(form: str, latent: bool) -> None:
     layer, token = EncodedLayer(FORMATS[form], latent), torch.zeros(2, 1, 2, 1, 16)

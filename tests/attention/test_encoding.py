@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention.encoding import Encoded, decode, encode, rotated
-from attention.formats import FORMATS, Format
+from attention.encoding import Encoded, decode, encode, rotated, rounded
+from attention.formats import FORMATS, Format, Part
 
 INTEGERS = [form for form in FORMATS.values() if form.group]
 OFFSET = [form for form in INTEGERS if not form.steps]
 SYMMETRIC = [form for form in INTEGERS if form.steps]
-EVERY = list(FORMATS.values())
+MIXED = FORMATS["mixed"]
+CENTRED = [form for _, form in MIXED.classes]
+EVERY = [form for form in FORMATS.values() if form is not MIXED]
 
 
 def named(form: Format) -> str:
@@ -54,6 +56,41 @@ def test_integers_without_an_offset_err_by_half_a_scale_and_that_scale_s_roundin
         assert ((found - part).abs() <= torch.maximum(step / 2, (cut - part).abs()) + rounding).all()
         assert ((found - part).abs() < step + rounding).all()
         assert (found.gather(-1, part.abs().argmax(-1, keepdim=True)) - largest).abs().le(2**-11 * largest.abs()).all()
+
+
+@pytest.mark.parametrize("form", CENTRED, ids=named)
+def test_classes_err_by_half_a_step_within_their_reach(form: Format) -> None:
+    values = draw(2, 3, 50, 48)
+    read = back(values, form, 48)
+    largest = values.abs().amax(-1, keepdim=True) * form.reach
+    step = largest / (2 ** (form.bits - 1) - 0.5)
+    cut = values.clamp(-largest - step / 2, largest + step / 2)
+    assert ((read - cut).abs() <= step / 2 + 2**-9 * largest).all()
+    assert read.abs().amax(-1, keepdim=True).sub(largest).abs().le(2**-10 * largest).all()
+    assert (read != 0).all()
+    assert read.unique().numel() <= 2**form.bits * 300
+
+
+@pytest.mark.parametrize("size", [8, 24, 32, 64, 120, 159, 160])
+def test_a_latent_is_cut_into_classes_of_whole_bytes(size: int) -> None:
+    cut = MIXED.cut(size)
+    assert [form.bits for form, _ in cut] == [5, 3, 2]
+    assert sum(count for _, count in cut) == size
+    assert all(count % 8 == 0 for _, count in MIXED.cut(-(-size // 8) * 8))
+    assert [count for _, count in MIXED.cut(160)] == [32, 80, 48]
+    assert [count for _, count in MIXED.cut(159)] == [32, 80, 47], "a constant that is left out moves no other channel"
+
+
+def test_each_class_of_a_latent_is_encoded_as_if_alone() -> None:
+    values = draw(2, 3, 160)
+    apart = [
+        back(part, form, part.shape[-1]) for (form, _), part in zip(MIXED.cut(160), values.split([32, 80, 48], -1), strict=True)
+    ]
+    assert torch.equal(back(values, MIXED, 160), torch.cat(apart, -1))
+    assert torch.equal(rounded(values, MIXED, "latent"), torch.cat(apart, -1))
+    assert torch.equal(rounded(values[..., :32], MIXED, "rope"), rounded(values[..., :32], FORMATS["int4"], "latent"))
+    unpacked = rounded(values[..., :159], MIXED, "latent")  # fits round latents without their constant channel
+    assert torch.equal(unpacked[..., :112], torch.cat(apart[:2], -1))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -102,9 +139,11 @@ def test_all_codes_are_used_and_survive_packing(form: Format) -> None:
 @pytest.mark.parametrize("form", EVERY, ids=named)
 @pytest.mark.parametrize("size", [8, 64, 80, 160])
 def test_bytes_are_those_of_the_format(form: Format, size: int) -> None:
-    for group, latent in ((form.group, False), (form.latent_group, True)):
-        stored = encode(draw(2, 3, 5, size), form, group)
-        assert stored.nbytes == 2 * 3 * 5 * form.row_bytes(size, latent)
+    parts: tuple[Part, ...] = "values", "latent", "rope"
+    for part in parts:
+        stored = encode(draw(2, 3, 5, size), form, form.grouping(part, size).values)
+        assert stored.nbytes == 2 * 3 * 5 * form.row_bytes(size, part)
+    assert encode(draw(2, 3, 5, size), MIXED, size).nbytes == 2 * 3 * 5 * MIXED.row_bytes(size, "latent")
 
 
 @pytest.mark.parametrize("form", EVERY, ids=named)

@@ -60,8 +60,17 @@ def test_sizes_that_do_not_fill_bytes_are_refused() -> None:
     assert AttentionSpec(2, 4, 2, 6).bytes_per_token("int8") == 2 * 2 * 2 * (6 + 4)
 
 
+def test_channels_of_a_latent_may_differ_in_bits() -> None:
+    """Of 160: 32 in five, 80 in three, 48 in two bits, and a scale of two bytes each; the RoPE key as in int4."""
+    assert LATENT.bytes_per_token("mixed") == 30 * ((32 * 5 + 80 * 3 + 48 * 2) // 8 + 3 * 2 + 16 + 4)
+    with pytest.raises(Refusal, match="heads cannot be cached in mixed: it is for latents"):
+        HEADS.bytes_per_token("mixed")
+    with pytest.raises(Refusal, match="a latent of 100 values cannot be cached in mixed: it must be a multiple of 8"):
+        HEADS.latent(100, 32).bytes_per_token("mixed")
+
+
 def test_an_unknown_format_is_refused_with_all_that_there_are() -> None:
-    with pytest.raises(Refusal, match=r"no KV cache is kept in 'int5' \(choose float64, .*bfloat16.*int2.*q4_0\)"):
+    with pytest.raises(Refusal, match=r"no KV cache is kept in 'int5' \(choose float64, .*bfloat16.*int2.*q4_0, mixed\)"):
         format_named("int5")
 
 

@@ -33,7 +33,7 @@ def through(model: Any, ids: torch.Tensor, form: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("make", "form"), [(heads, "int8"), (heads, "fp8"), (latent, "int4"), (latent, "int2"), (latent, "fp8")]
+    ("make", "form"), [(heads, "int8"), (heads, "fp8"), (latent, "int4"), (latent, "int2"), (latent, "fp8"), (latent, "mixed")]
 )
 def test_a_text_is_read_as_from_an_encoded_cache(make: Any, form: str) -> None:
     model, ids = make(), tokens(2, 40)

@@ -11,7 +11,7 @@ from attention.formats import FORMATS
 from attention.kernels.operand import operand, parts
 from attention.stored import Groups, Rows, Stored
 
-FORMS = [name for name, form in FORMATS.items() if form.bits < 32 and not form.steps]  # llama.cpp's are refused
+FORMS = [name for name, form in FORMATS.items() if form.bits < 32 and not (form.steps or form.classes)]  # refused
 
 
 def stored(form: str, latent: bool, length: int) -> tuple[Stored, Stored]:

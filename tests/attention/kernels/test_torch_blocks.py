@@ -14,7 +14,8 @@ from attention.kernels import torch_blocks, torch_decode
 from attention.kernels.triton_decode import grouped_objection
 from attention.stored import Stored
 
-FORMS = [name for name, form in FORMATS.items() if form.bits < 64]
+FORMS = [name for name, form in FORMATS.items() if form.bits < 64 and not form.classes]
+CASES = [(form, latent) for form in FORMS for latent in (False, True)] + [("mixed", True)]
 LONG = 75  # tokens: two full groups of keys and a part of one
 CPU = torch.device("cpu")
 
@@ -50,7 +51,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("kind", ["none", "bool", "one for all", "added"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "mixed"])
 @pytest.mark.usefixtures("block")
 def test_latents(form: str, kind: str) -> None:
     latent, k_rope = stored(form, draw(3, 1, LONG, 80), draw(3, 1, LONG, 16, seed=1), True)
@@ -97,8 +98,7 @@ def test_a_query_that_sees_nothing_is_zero_and_the_least_number_hides_nothing_al
         assert bool(found[0].any()) == (mask is least)
 
 
-@pytest.mark.parametrize("latent", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "latent"), CASES)
 def test_no_copy_of_the_whole_cache_is_made(form: str, latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_blocks, "_VALUES", {"cpu": 1})
     first, second = stored(form, draw(1, 1, LONG, 16), draw(1, 1, LONG, 16, seed=1), latent)
