@@ -43,10 +43,15 @@ def model_card(plan: Plan, provenance: dict[str, Any]) -> str:
 
 
 def compared(entries: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The source and the result of an evaluation: first as they are, then with their caches in each format."""
-    forms = dict.fromkeys(entry["cache_format"] for entry in entries)
-    found = [tuple(entry for entry in entries if entry["cache_format"] == form) for form in forms]
-    return [(pair[0], pair[1]) for pair in found]
+    """The source and the result of an evaluation: first as they are, then with their caches in each format.
+
+    A source whose heads cannot have a format is compared as it is.
+    """
+    found = []
+    for form in dict.fromkeys(entry["cache_format"] for entry in entries):
+        *sources, result = (entry for entry in entries if entry["cache_format"] == form)
+        found.append((sources[0] if sources else entries[0], result))
+    return found
 
 
 def loading_of(plan: Plan) -> dict[str, Any]:

@@ -696,6 +696,22 @@ def test_a_result_for_a_format_is_an_ordinary_checkpoint_that_says_so(
     assert "with its cache in int4" in done.output
 
 
+def test_heads_of_the_source_have_no_row_in_a_format_of_latents(
+    checkpoint: Make, convert: Convert, on: list[Any], letters: Path, tmp_path: Path
+) -> None:
+    source, out = checkpoint(), tmp_path / "out"
+    done = convert(*FORMATTED["mla"][:1], source, out, *FORMATTED["mla"][1:], "--cache-dtype", "mixed", *on, "--heal", 0,
+                   "--evaluate", letters)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    provenance = json.loads((out / "conversion.json").read_text())
+    forms = [(entry["name"], entry["cache_format"]) for entry in provenance["evaluation"]["models"]]
+    assert forms == [("source", None), ("converted", None), ("converted (mixed cache)", "mixed")]
+    assert "perplexity with its cache in mixed |" in (out / "README.md").read_text()
+    refused = convert("gqa", source, tmp_path / "heads", "--groups", 2, "--cache-dtype", "mixed", *on)
+    assert refused.exit_code == 2
+    assert "heads cannot be cached in mixed" in refused.stderr
+
+
 def test_heads_that_stay_are_balanced_without_changing_the_model(
     checkpoint: Make, convert: Convert, on: list[Any], tmp_path: Path, logits: Logits
 ) -> None:

@@ -71,6 +71,22 @@ def test_rounding_a_balanced_latent_costs_less_than_in_other_bases(form: str) ->
     assert cost(found) < cost(a) / 2
 
 
+def test_channels_whose_bits_differ_come_in_the_order_of_their_energies() -> None:
+    a, x, statistics = uneven()
+    form = FORMATS["mixed"]
+    alike, ordered = balanced(a, statistics), balanced(replace(a, rounding=form), statistics)
+    assert (attention_output(replace(ordered, rounding=None), x) - attention_output(a, x)).abs().max() < 1e-5
+    sizes = balancing._moments(ordered, statistics)[0].diagonal()
+    (_, none), (_, first), (_, last) = form.cut(len(sizes))
+    assert (none, first, last) == (0, 8, 8)
+    assert float(sizes[:8].mean()) > 2 * float(sizes[8:].mean())
+    for part in (sizes[:8], sizes[8:]):
+        assert float(part.max()) < 4 * float(part.mean()), "those that share a scale are alike"
+    expected = attention_output(a, x)
+    costs = [float((attention_output(replace(b, rounding=form), x) - expected).square().sum()) for b in (ordered, alike)]
+    assert costs[0] < costs[1]
+
+
 def divided(biased: bool = False) -> tuple[FactoredAttention, torch.Tensor, Statistics]:
     """A latent that its norm divides, which one channel makes nearly constant. The others count more, the smaller they are."""
     a, x = factored(biased=biased, rank=16), inputs(20)

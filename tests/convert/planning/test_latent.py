@@ -370,11 +370,17 @@ def test_the_text_chooses_among_formats(source: Sources, output: Output) -> None
     plan = planned(source(head_dim=32), output, "weighted", TEXT, kv_share=0.125, cache_dtype="auto")
     found = plan.target
     assert isinstance(found, LatentTarget)
-    assert {split.cache_dtype for split in found.splits} == {None, "fp8", "int8", "int4", "int3", "int2"}
+    assert {split.cache_dtype for split in found.splits} == {None, "fp8", "int8", "int4", "int3", "int2", "mixed"}
     budget = plan.before.bytes_per_token(plan.source.dtype) / 8
     for split in found.splits:
         assert split.spec.bytes_per_token(split.cache_dtype or plan.source.dtype) <= budget
     assert any("the text decides the format" in note for note in plan.notes)
+
+
+def test_a_portable_result_has_no_channels_of_fewer_bits(source: Sources, output: Output) -> None:
+    size: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "portable": True, "cache_dtype": "mixed"}
+    error = refused(source(), output, "weighted", TEXT, **size)
+    assert "a portable result cannot be made for mixed: its norm reads all channels" in str(error)
 
 
 def test_auto_needs_a_method_that_tries_several_sizes(source: Sources, output: Output) -> None:

@@ -157,7 +157,11 @@ def test_what_is_required_of_models_is_not_required_of_their_caches(pair: list[S
 
 @pytest.mark.parametrize(
     ("form", "message"),
-    [("int5", "no KV cache is kept in 'int5'"), ("int4", "narrow: a head of 4 values cannot be cached in int4")],
+    [
+        ("int5", "no KV cache is kept in 'int5'"),
+        ("int4", "narrow: a head of 4 values cannot be cached in int4"),
+        ("mixed", "narrow: heads cannot be cached in mixed"),
+    ],
 )
 def test_formats_are_refused_before_weights_are_read(form: str, message: str, checkpoint: Make) -> None:
     narrow = Source.parse(str(checkpoint(name="narrow", head_dim=4)))
