@@ -49,7 +49,8 @@ class Measuring(TypedDict, total=False):
     cache_dtype: Annotated[
         str | Sequence[str],
         Option(
-            "Also evaluate each model with its KV cache in these formats: fp8, int8, int4, int3, int2, q8_0, q4_0, mixed (latents), or a dtype.",
+            "Also evaluate each model with its KV cache in these formats: fp8, int8, int4, int3, int2, q8_0, q4_0, mixed (of "
+            "latents), or a dtype.",
             default=(),
             choices=tuple(FORMATS),
             metavar="NAME,…",
