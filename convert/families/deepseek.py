@@ -70,10 +70,8 @@ class NormalisedLatent(Family):
         return Traits(
             qkv_bias=bool(config.attention_bias),
             o_bias=bool(config.attention_bias),
-            qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
             adds_output=self.adds_output,
-            extra_features={},
             latent_norm=_NORM,
         )
 

@@ -76,10 +76,8 @@ class LatentLayout(Family):
         return Traits(
             qkv_bias=config.q_lora_rank is not None,
             o_bias=True,
-            qk_norm=None,
             layers_with_rotary=config.num_hidden_layers,
             adds_output=getattr(config, "scale_depth", depth) == depth,
-            extra_features={},
         )
 
     def latent_dims(self, config: Any, rope_dim: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attention.record import Attention, Record
 from convert.families import FAMILIES
 from convert.families.base import WINDOWS
-from convert.families.multi_query import MultiQueryProjections
+from convert.families.multi_query import GPT_BIGCODE, MultiQueryProjections
 from convert.hosts.base import Host, architecture, carried
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Scaled(MultiQueryProjections):
         return super().join(replace(record, q=record.q * factor, q_bias=bias), spec, layer)
 
 
-_LAYOUT = _Scaled()
+_LAYOUT = _Scaled(**GPT_BIGCODE)
 
 
 class GPTBigCode(Host):
