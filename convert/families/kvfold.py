@@ -24,6 +24,7 @@ from convert.families.projections import (
     join_projections,
     latent_shapes,
     projection_shapes,
+    split_factors,
     split_latent,
     split_projections,
 )
@@ -82,12 +83,12 @@ class KvfoldProjections(Family):
         if self.needs_projections(config):
             renamed, rotary = _renamed(local), self.rotary(config, layer)
             if spec.kv_lora_rank:
-                record = _split_factors(renamed, spec, scale, rotary)
+                record = split_factors(renamed, spec, scale, rotary or no_rotary())
             else:
                 record = split_projections(renamed, spec.head_dim, scale, rotary)
             record = replace(record, projections=_projections(local, config))
         elif spec.kv_lora_rank:
-            record = _split_factors(local, spec, scale, self.rotary(config, layer))
+            record = split_factors(local, spec, scale, self.rotary(config, layer) or no_rotary())
         else:
             record = split_projections(local, spec.head_dim, scale, self.rotary(config, layer))
         return replace(record, scoring=self.scoring(config, layer))
@@ -230,34 +231,8 @@ def _join_projected(p: Projections | Attention) -> dict[str, torch.Tensor]:
     return local
 
 
-def _split_factors(
-    local: Mapping[str, torch.Tensor], spec: AttentionSpec, scale: float, rotary: Rotary | None
-) -> FactoredAttention:
-    """The record of these tensors, as views."""
-    nope, rank = spec.qk_nope_head_dim, spec.kv_lora_rank or 0
-    queries, down, up, o = (local[f"{name}.weight"] for name in _NAMES)
-    queries, up = (rows.unflatten(0, (spec.num_heads, -1)) for rows in (queries, up))
-    q_bias = local["q_proj.bias"].unflatten(0, (spec.num_heads, -1)) if "q_proj.bias" in local else None
-    k_bias = local.get("kv_a_proj_with_mqa.bias")
-    return FactoredAttention(
-        q_nope=queries[:, :nope],
-        q_rope=queries[:, nope:],
-        k_rope=down[rank:],
-        down=down[:rank],
-        up_k=up[:, :nope],
-        up_v=up[:, nope:],
-        o=o.unflatten(1, (spec.num_heads, -1)),
-        scale=scale,
-        rotary=rotary or no_rotary(),
-        q_nope_bias=None if q_bias is None else q_bias[:, :nope],
-        q_rope_bias=None if q_bias is None else q_bias[:, nope:],
-        k_rope_bias=None if k_bias is None else k_bias[rank:],
-        o_bias=local.get("o_proj.bias"),
-    )
-
-
 def _join_factors(record: FactoredAttention, rank: int) -> dict[str, torch.Tensor]:
-    """The inverse of `_split_factors`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
+    """The inverse of `split_factors`, in a latent of `rank` channels. Pairs of rotary dims are written P/2 dims apart."""
     import torch
 
     assert record.q_down is None, "the class has no latent of queries"
