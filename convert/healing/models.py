@@ -1,4 +1,4 @@
-"""The two models of a healing: the student, and the teacher as it runs or as a cache of it on disk."""
+"""The two models of a healing, and its training: the student, and the teacher as it runs or as a cache of it on disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.cache_utils import Cache
 
 from attention.errors import Failure
@@ -17,7 +16,9 @@ from attention.rounded import rounding_cache
 from convert.checkpoint.reader import Reader
 from convert.healing.batches import TrainingText
 from convert.healing.cache import Kept, TeacherCache
+from convert.healing.loop import Outcome, healed
 from convert.healing.plan import HealPlan
+from convert.healing.states import Progressed, States
 from convert.healing.student import compute_layers_again, trained, without_dropout
 from convert.healing.teacher import Running, Teacher
 from convert.healing.team import Team
@@ -35,20 +36,38 @@ def cache_of(plan: HealPlan) -> Callable[[], Cache] | None:
     return partial(rounding_cache, plan.rounding, plan.spec)
 
 
-@contextlib.contextmanager
-def learning(
-    plan: HealPlan, text: TrainingText, reader: Reader, team: Team, progress: Progress
-) -> Iterator[tuple[Trainer, dict[str, str]]]:
-    """The trainer, and which parameter each tensor to write holds. Every process calls this."""
+def train(
+    plan: HealPlan,
+    text: TrainingText,
+    reader: Reader,
+    team: Team,
+    states: Path,
+    progress: Progress,
+    kept: Callable[[Progressed], object] = lambda progressed: None,
+) -> tuple[Outcome, dict[str, str]]:
+    """Train the student, from its last state on. Every process calls this.
+
+    Args:
+        plan: The plan.
+        text: The text to train on.
+        reader: Reads the converted checkpoint.
+        team: The processes that train.
+        states: The directory of states.
+        progress: Called with the tokens seen.
+        kept: As of `healed`.
+
+    Returns:
+        The outcome, and the trained parameter that each tensor to write holds.
+    """
     with teacher_of(plan, text, team, progress) as teacher, student_of(plan, team.device) as student:
         names = trained(student, plan.family, plan.spec.num_layers, plan.options.train)
         where = held_parameters(student, reader, names)  # before LoRA gives parameters other names
-        yield trainer_of(plan, text, student, teacher, names, team), where
-
-
-def stored(reader: Reader, where: dict[str, str]) -> dict[str, torch.dtype]:
-    """The dtype that each trained parameter is written in."""
-    return {parameter: reader.infos[name].dtype for name, parameter in where.items()}
+        stored = {parameter: reader.infos[name].dtype for name, parameter in where.items()}
+        trainer = trainer_of(plan, text, student, teacher, names, team)
+        outcome = healed(plan, trainer, States(states, trainer), stored, kept, progress)
+        del trainer
+        team.accelerator.free_memory()
+    return outcome, where
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,15 +148,6 @@ class Team:
         """The device that models are loaded to; parts of them go to this process's own later."""
         device = torch.device("cpu") if self.shards else self.accelerator.device
         return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.current_device()}"
-
-    def tell(self, states: Path | None) -> None:
-        """Tell the others where states are, and so to train; or None, that there is nothing to do."""
-        self.agreed(states)
-
-    def told(self) -> Path | None:
-        """What the first process told."""
-        found: Path | None = self.agreed(None)
-        return found
 
     def agreed(self, mine: Any) -> Any:
         """The first process's argument. Every process calls this, and waits for it."""

@@ -16,6 +16,7 @@ from typing import Any
 from attention.errors import Failure, Interrupted, KvfoldError, Refusal
 from convert.output.destination import CHECKPOINT, INPUTS, PUBLISHED, is_published, partial_path
 from eval.inputs.sealed import checksum, read_object, seal, sync_directory, sync_tree, unsealed, write_whole
+from eval.machine.device import out_of_memory
 
 # In the work directory, beside the inputs and the growing checkpoint: a note for each finished shard, results of the survey,
 # states of a training, and a checkpoint that was at OUTPUT before.
@@ -104,6 +105,19 @@ class WorkDirectory:
     def keep(self) -> None:
         """From now on, leave the directory for `--resume` even after a failure, which is then not due to the data."""
         self._kept = True
+
+    @contextlib.contextmanager
+    def kept_without_memory(self, device: Any, hint: str) -> Iterator[None]:
+        """Turn a lack of memory on a device, in the block, into `Failure`; the directory stays for `--resume`."""
+        try:
+            yield
+        except KvfoldError:
+            raise
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self.keep()
+            raise Failure(f"no memory left on {device}: {' '.join(str(error).split())[:120]}", hint=hint) from None
 
     def _known_inputs(self) -> dict[str, Any] | None:
         """None if it was killed before it was written, or lost with the power: begin again."""

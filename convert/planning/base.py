@@ -118,11 +118,9 @@ class Plan:
 
     def recipe(self) -> dict[str, Any]:
         """The command that reproduces the result, as `convert run` reads it from any directory; OUTPUT is left out."""
-        file, directory = self.source.file, self.source.directory
-        location = file.absolute() if file else directory.resolve() if directory else None
         return {
             self.target.command: {
-                "model": str(location) if location else f"{self.source.repository}@{self.source.commit}",
+                "model": location_of(self.source),
                 **self.target.recipe(),
                 "method": self.target.method.name,
                 "seed": self.seed,
@@ -158,6 +156,12 @@ class Plan:
             "output": str(self.output.path),
             "notes": list(self.notes),
         }
+
+
+def location_of(source: Source) -> str:
+    """Where a checkpoint is, for a recipe that is read from another directory."""
+    path = source.file.absolute() if source.file else source.directory.resolve() if source.directory else None
+    return str(path) if path else f"{source.repository}@{source.commit}"
 
 
 def _with_unit(size: int) -> str:
