@@ -211,21 +211,20 @@ def _swept(
     return found
 
 
-def with_durations(plans: Sequence[Plan], tokens: int, evaluated: int, settings: EvaluationSettings) -> list[PlannedConversion]:
+def with_durations(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> list[PlannedConversion]:
     """Each result of a sweep with the seconds that it takes with its evaluation; the first one also those of the source.
 
     Args:
         plans: From `plans_for`.
-        tokens: Of the calibration text.
-        evaluated: Of the held-out text.
+        evaluated: Tokens of the held-out text.
         settings: How it is evaluated.
     """
-    works = _works(plans, tokens, evaluated, settings)
+    works = _works(plans, evaluated, settings)
     return [PlannedConversion(plan, expected_duration(plan, work)) for plan, work in zip(plans, works, strict=True)]
 
 
-def _works(plans: Sequence[Plan], tokens: int, evaluated: int, settings: EvaluationSettings) -> list[Work]:
-    source = plans[0].source
+def _works(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> list[Work]:
+    source, tokens = plans[0].source, next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
     decoder = Decoder.of(source.config, source.trust_remote_code)
     decoders = [decoder] * (1 + len(settings.cache_dtypes))
     one = evaluation_work(decoders, source, evaluated, settings.contexts, settings.protocol)
@@ -235,9 +234,8 @@ def _works(plans: Sequence[Plan], tokens: int, evaluated: int, settings: Evaluat
 
 def _foretell(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> None:
     """Say how long a sweep takes from its beginning."""
-    source, tokens = plans[0].source, next((plan.calibration.about_tokens for plan in plans if plan.calibration), 0)
-    work = sum(_works(plans, tokens, evaluated, settings), Work())
-    foretell(work, compute_device(settings.device), source.decoder.hidden_size)
+    work = sum(_works(plans, evaluated, settings), Work())
+    foretell(work, compute_device(settings.device), plans[0].source.decoder.hidden_size)
 
 
 class _Candidate(NamedTuple):

@@ -20,11 +20,11 @@ from convert.calibration.least_squares import (
     SPAN,
     TOKENS,
     centred,
-    conjugate_gradients,
     diagonal,
     fitted_spans,
     inverse,
     missing,
+    solved,
 )
 from convert.methods.query_latent import joined_met
 
@@ -141,7 +141,7 @@ class _QueryFit:
     Attributes:
         met: What the heads meet.
         probabilities: `[h, t, s]` of each span of fitted tokens, the source's attention p.
-        wanted: `[h, D, N + P]`, the descent of half the squared error where A is not changed.
+        wanted: As of `Fit`, `[h, D, N + P]`.
     """
 
     met: _Met
@@ -160,7 +160,7 @@ class _QueryFit:
         return self.met.queries.shape[1]
 
     def curvature(self, change: torch.Tensor) -> torch.Tensor:
-        """`[h, D, N + P]`, the gradient of half the squared error less that where A is not changed."""
+        """As of `Fit`, `[h, D, N + P]`."""
         return self.met.gradient(map(centred, self.met.logits(change), self.probabilities))
 
     def moments(self, sampled: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,12 +172,9 @@ class _QueryFit:
             sampled: Of how many tokens to rotate keys back.
         """
         nope, rope = self._nope_spread(), self._rope_spread(-(-sampled // len(self.probabilities)))
-        split = nope.shape[-1]
-        spread = nope.new_zeros(len(nope), split + rope.shape[-1], split + rope.shape[-1])
-        spread[:, :split, :split], spread[:, split:, split:] = nope, rope
-        queries, norm = self.met.queries, self.met.jacobian.norm
+        spread, queries, norm = joined_met(nope, rope), self.met.queries, self.met.jacobian.norm
         if norm is not None:
-            queries, gain = queries * norm.inverse, norm.gain.roll(split, -1)  # nope dims first
+            queries, gain = queries * norm.inverse, norm.gain.roll(nope.shape[-1], -1)  # nope dims first
             spread = gain.mT * spread * gain
         return queries.mT @ queries, spread
 
@@ -223,10 +220,7 @@ def _free(before: Attention, after: Record) -> torch.Tensor:
 
 
 def _solved(fits: list[_QueryFit], free: torch.Tensor) -> torch.Tensor:
-    """`[h, D, N + P]`, the change of A after a few steps of conjugate gradients, over tokens of all blocks.
-
-    Entries that are not `free` stay zero: gradients and preconditioned steps are projected onto the others.
-    """
+    """`[h, D, N + P]`, the change of A. Entries that are not `free` stay zero."""
     moments, count = [fit.moments(-(-_SAMPLED // len(fits))) for fit in fits], sum(fit.count for fit in fits)
     queries, kept = (torch.stack(parts).sum(0) for parts in zip(*moments, strict=True))
     used = queries.flatten(1).any(-1) & kept.flatten(1).any(-1)  # else a head without queries, or that meets nothing
@@ -238,12 +232,11 @@ def _solved(fits: list[_QueryFit], free: torch.Tensor) -> torch.Tensor:
     queries = queries / count
     queries = queries + (RIDGE * diagonal(queries).mean(-1, keepdim=True)).expand(-1, queries.shape[-1]).diag_embed()
     left, right = inverse(queries, used), inverse(kept + (ridge + 1e-9 * spread).diag_embed(), used)
-
-    def applied(change: torch.Tensor) -> torch.Tensor:
-        return free * (torch.stack([fit.curvature(change) for fit in fits]).sum(0) + queries @ change * ridge[:, None])
-
-    wanted = free * torch.stack([fit.wanted for fit in fits]).sum(0)
-    return conjugate_gradients(wanted, applied, lambda residual: free * (left @ residual @ right))
+    return solved(
+        fits,
+        lambda change: queries @ change * ridge[:, None],
+        lambda residual: free * (left @ (free * residual) @ right),
+    )
 
 
 def _applied(before: Attention, after: Record, change: torch.Tensor) -> Record:

@@ -9,8 +9,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,20 @@ import torch
 
 from attention.errors import Failure, KvfoldError
 from convert.calibration.own_text import own_text
+from convert.calibration.survey import survey
 from convert.checkpoint.loadable import require_loadable
 from convert.checkpoint.reader import Reader, TensorInfo
+from convert.checkpoint.shelf import Shelf
 from convert.execute.card import model_card
 from convert.execute.checking import Sample, checked
 from convert.execute.conversion import Conversion, decided, splits_of
-from convert.execute.deciding import Decision, decide
+from convert.execute.deciding import Decision, StatisticsOf, decide
 from convert.execute.forecast import foretell_conversion, reads_text
 from convert.execute.job import Job, device_of
 from convert.execute.layer import Layer
 from convert.execute.manifest import Manifest, manifest_of
 from convert.execute.provenance import provenance_of, with_healing
 from convert.execute.sequence import in_sequence
-from convert.execute.surveyed import Surveyed
 from convert.execute.weights import MakeLayer, require_space, write_weights
 from convert.launch import require_alone
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
@@ -226,7 +227,7 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
     try:
         require_space(job, manifest)
         named = tokenizer_class(job.plan.source, job.plan.target.config(job.plan.source, None))
-        surveyed = Surveyed(job, job.text) if job.text and reads_text(job.plan) else None
+        surveyed = _surveyed(job, job.text) if job.text and reads_text(job.plan) else None
         decision = decide(job, surveyed or job.assumed)
         manifest = manifest_of(decision.plan, job.reader) if decision.plan is not job.plan else manifest
         layers = write_weights(job, manifest, _layers(job, manifest, decision, surveyed))
@@ -243,6 +244,19 @@ def _convert(job: Job, manifest: Manifest) -> tuple[Plan, dict[str, Any]]:
             f"a decomposition failed: {' '.join(str(error).split())[:120]}",
             hint="the model's weights or activations are extreme; please report it",
         ) from None
+
+
+def _surveyed(job: Job, text: CalibrationText) -> StatisticsOf:
+    """Maps a layer to its statistics on the text, which are surveyed when they are first asked for."""
+    seen = text.surveyed()
+
+    @cache
+    def found() -> StatisticsOf:
+        plan, spool, shelf = job.plan, job.statistics_in / "source-inputs", Shelf(job.statistics_in, "source")
+        stream = job.stream(seen, plan.source.config, plan.family.module, job.reader.__getitem__, job.reader.infos, spool)
+        return survey(stream, shelf, lambda layer: job.read_layer(layer)[1], job.shows_attention, job.progress)
+
+    return lambda layer: replace(found()(layer), context=seen.calibration.max_context)
 
 
 def inputs_of(plan: Plan, reader: Reader, texts: GivenTexts | None) -> dict[str, Any]:
@@ -266,7 +280,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     return {"command": command, **without_text(options), "heal": None}
 
 
-def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: Surveyed | None) -> MakeLayer:
+def _layers(job: Job, manifest: Manifest, decision: Decision, surveyed: StatisticsOf | None) -> MakeLayer:
     """Maps a layer's index to the converted layer."""
     change, statistics = decision.change, surveyed or job.assumed
     if job.text and surveyed and job.text.calibration.in_sequence and change is not None:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from transformers import AutoConfig
 
 from attention.record import Attention, Record
 from attention.rounded import rounding_cache
 from convert.calibration.outputs import OutputFit
 from convert.calibration.refine import refined
-from convert.calibration.refit import normed_sample_for, sample_for
+from convert.calibration.refit import sample_for
 from convert.calibration.stream import LayerStream
 from convert.calibration.survey import Moments
 from convert.checkpoint.shelf import Shelf
@@ -91,8 +92,6 @@ class _Pair:
 
     @classmethod
     def of(cls, job: Job, text: CalibrationText, manifest: Manifest, decision: Decision) -> _Pair:
-        from transformers import AutoConfig
-
         plan, work = decision.plan, job.work.survey
         layout = plan.target.host.layout(plan.family)
         config = AutoConfig.for_model(**plan.target.config(plan.source, decision.rotary))
@@ -131,8 +130,8 @@ class _Pair:
 
     def observed(self, layer: int, attention: Attention, shown: bool) -> Statistics:
         """Statistics of the inputs of the source's layer."""
-        fitting = normed_sample_for if self.plan.target.host.portable else sample_for
-        sample = fitting(self.teacher.width) if self.text.calibration.refit else EXCERPT
+        portable = self.plan.target.host.portable
+        sample = sample_for(self.teacher.width, normed=portable) if self.text.calibration.refit else EXCERPT
         moments = Moments(layer, self.teacher, attention, sample, shown)
         self.teacher.observe(layer, moments.see)
         return replace(moments.statistics(), context=self.text.calibration.max_context)

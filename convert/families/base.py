@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from attention import rope
 from attention.qk_norm import NormForm
 from attention.record import Record
 from attention.rope import Rotary
@@ -193,9 +194,12 @@ class Family(ABC):
 
     def rotary(self, config: Any, layer: int) -> Rotary | None:
         """How the layer's queries and keys rotate with position, or None if they do not."""
-        from attention import rope
-
         return rope.from_config(config, self.spec(config).head_dim)
+
+    def first_rotary(self, config: Any) -> Rotary | None:
+        """How the first layer that has RoPE rotates; None if none has."""
+        rotaries = (self.rotary(config, layer) for layer in range(self.spec(config).num_layers))
+        return next((rotary for rotary in rotaries if rotary), None)
 
     def inner_window(self, config: Any, layer: int) -> int | None:
         """How many tokens a layer sees, if its class has that window inside its attention, so that its masks lack it."""
@@ -250,8 +254,7 @@ class Family(ABC):
     def describe(self, config: Any) -> dict[str, Any]:
         """The facts about a config that `convert inspect` prints, read without weights."""
         traits = self.traits(config)
-        rotaries = (self.rotary(config, layer) for layer in range(self.spec(config).num_layers))
-        rotary = next((rotary for rotary in rotaries if rotary), None)
+        rotary = self.first_rotary(config)
         parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {"rope_type": "default"}
         return {
             "qkv_bias": traits.qkv_bias,

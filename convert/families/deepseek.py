@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from attention import rope
 from attention.qk_norm import NormForm
+from attention.record import FactoredAttention, LatentProjections, Record
+from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.names import NameTable, in_layers
@@ -20,9 +23,6 @@ from convert.families.tables import EXPERTS, LLAMA
 
 if TYPE_CHECKING:
     import torch
-
-    from attention.record import FactoredAttention, Record
-    from attention.rope import Rotary
 
 _SIZE = 2.0**8  # of latents that are divided by their norm
 _NORM = NormForm("rms", "head", False, False, 1e-6)  # whatever the config's rms_norm_eps
@@ -76,8 +76,6 @@ class NormalisedLatent(Family):
         )
 
     def rotary(self, config: Any, layer: int) -> Rotary:
-        from attention import rope
-
         pairing = self.pairing
         if pairing == "config":
             pairing = "interleaved" if config.rope_interleave else "half"
@@ -114,8 +112,6 @@ class NormalisedLatent(Family):
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         import torch
-
-        from attention.record import FactoredAttention, LatentProjections
 
         assert isinstance(record, FactoredAttention), "only latent attention is written as such"
         if record.normalised:

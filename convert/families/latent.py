@@ -15,8 +15,11 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from attention import rope
 from attention.errors import Failure
 from attention.neutral import constant_channels
+from attention.record import FactoredAttention, Record
+from attention.rope import Pairing, Rotary
 from attention.spec import AttentionSpec
 from convert.families.base import Family, Traits
 from convert.families.deepseek import MINICPM3, V3
@@ -38,9 +41,6 @@ from convert.families.tables import LLAMA
 
 if TYPE_CHECKING:
     import torch
-
-    from attention.record import FactoredAttention, Record
-    from attention.rope import Pairing, Rotary
 
 
 class LatentLayout(Family):
@@ -85,8 +85,6 @@ class LatentLayout(Family):
         return rank - len(constants(rank)) + config.qk_rope_head_dim - rope_dim
 
     def rotary(self, config: Any, layer: int) -> Rotary:
-        from attention import rope
-
         return rope.from_config(config, config.qk_rope_head_dim, self.pairing)
 
     def shapes(self, config: Any, layer: int) -> dict[str, tuple[int, ...]]:
@@ -124,8 +122,6 @@ class LatentLayout(Family):
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         import torch
-
-        from attention.record import FactoredAttention
 
         assert isinstance(record, FactoredAttention), "only latent attention is written as such"
         a, rank = record.paired(self.pairing), spec.kv_lora_rank or 0

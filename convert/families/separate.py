@@ -129,22 +129,17 @@ class SeparateProjections(Family):
         within: Where the projections are in the attention's module, if not directly.
         norm: How the QK-norm is stored; None without one.
         pairing: Which two dims form a rotary pair (see `Rotary`).
-        rope_stride: See `Family`; so is `scales_rope`.
         scaled_by: The softmax scale, or the config field that it is read from, raised to `scale_power`; D^-½ if None.
         partial_rotary: Whether only the share `partial_rotary_factor` of D is rotary.
         rotary_dims: The config field with the number of rotary dims, in classes older than `rope_parameters`; None in others.
         rotates: Which layers have RoPE.
         local: Which layers see `window_size` tokens, by a mask inside their attention.
-        names: The table of all other tensors of a checkpoint.
         adds_output: Whether a layer continues with the plain sum of its input and its attention's output.
         extra_features: Config fields that, when set, make the class do more than the record describes.
         extra_switch: The config field that switches those on; always on if None.
-        shares_heads: Whether its own class can share KV heads.
-        attention_path: Where a layer's attention is.
-        base: The name of the base model in the class, if there are checkpoints of the base model alone.
-        computed: See `Family`.
         required_values: (field, the only value that can be read, the reason for refusing any other), for fields of the config.
-        restarts_cache: Whether generation computes the cache anew where LongRoPE changes its frequencies.
+
+    The others are as in `Family`.
     """
 
     model_type: str

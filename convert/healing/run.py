@@ -13,7 +13,7 @@ from attention.errors import Refusal
 from attention.models import AUTO_MAP, CODE, names_ours, provides
 from attention.spec import AttentionSpec
 from convert.calibration.own_text import own_text, writing_work
-from convert.checkpoint.reader import Reader
+from convert.checkpoint.reader import SAFETENSORS, Reader
 from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
 from convert.healing.card import card
 from convert.healing.describe import facts, healed_text, plan_text
@@ -26,7 +26,7 @@ from convert.healing.states import Progressed
 from convert.healing.team import Team, computes_in
 from convert.healing.texts import TrainingTexts
 from convert.healing.tracking import tracked
-from convert.healing.weights import write
+from convert.healing.weights import write_files
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
 from convert.output.destination import calibration_hashes, finished, read_provenance, without_text
 from convert.output.life import Held, Made, Task, carry_out
@@ -238,7 +238,10 @@ class _Healing(Task):
             team.agreed(work.training)
             outcome, where = train(plan, text, reader, team, work.training, self.progress, kept)
             kept(outcome.progressed)  # also of a run that took no step
-        write(work.path, plan.converted.files, reader, outcome.weights, where, self.progress)
+        for _ in write_files(work.path, reader, outcome.weights, where, self.progress):
+            pass
+        if (index := plan.converted.files / f"{SAFETENSORS}.index.json").is_file():
+            shutil.copyfile(index, work.path / index.name)
         shutil.copyfile(plan.converted.files / "config.json", work.path / "config.json")
         ours = provides(plan.converted.model_type)
         copy_companions(work.path, plan.converted.files, bool(plan.converted.raw.get("auto_map")) and not ours)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from convert.checkpoint.writer import write_shard
 from convert.healing.training import Point, State, Trainer
@@ -114,8 +115,6 @@ class States:
 
     def best(self, step: int) -> dict[str, torch.Tensor]:
         """The weights that were kept for this step, fp32 in main memory."""
-        from safetensors.torch import load_file
-
         return load_file(self._best(step))
 
     def _save_best(self, step: int, weights: dict[str, torch.Tensor]) -> None:

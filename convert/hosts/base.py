@@ -39,7 +39,7 @@ class Host(ABC):
     """
 
     name: str
-    loads_in: str
+    loads_in: str = "transformers"
     served_by: str
     opened_by: str
     remarks: tuple[str, ...] = ()
@@ -125,6 +125,16 @@ def architecture(name: str, activation: str, computed: Sequence[str] = GELUS) ->
         computed: What engines' classes compute.
     """
     return name if activation in computed else "TransformersForCausalLM"
+
+
+def refuses_restarts(family: Family, rotary: Rotary | None) -> str | None:
+    """Why another class cannot carry a source with this RoPE whose own class computes its cache anew; None if it does not."""
+    if not family.restarts_cache or rotary is None or rotary.long_frequencies is None:
+        return None
+    return (
+        f"its LongRoPE has other frequencies beyond {rotary.long_beyond} tokens, where its own class computes the cache anew, "
+        "and this one does not"
+    )
 
 
 def carried(raw: Mapping[str, Any], config: Any, fields: Iterable[str]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ class Falcon(Host):
     """The stock class `falcon` with `multi_query`."""
 
     name = "falcon"
-    loads_in = "transformers"
     served_by = "vLLM serves it if the activation is gelu and the MLP four times as wide as the model, and refuses others"
     opened_by = "transformers ≥ 5.19 loads it without kvfold, and caches one KV head."
     replaces = "became query_key_value and dense"

@@ -66,7 +66,6 @@ class GPTBigCode(Host):
     """The stock class `gpt_bigcode`."""
 
     name = "gpt_bigcode"
-    loads_in = "transformers"
     served_by = "vLLM serves it; llama.cpp has this class for activations that are a GELU, and was not tried"
     opened_by = "transformers loads it without kvfold."
     remarks = (

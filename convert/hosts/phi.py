@@ -29,7 +29,6 @@ class Phi(Host):
     """The stock class `phi`."""
 
     name = _MODEL_TYPE
-    loads_in = "transformers"
     served_by = "vLLM serves it; the Phi classes of SGLang and llama.cpp have as many KV heads as query heads"
     opened_by = "transformers ≥ 5.19 loads it without kvfold."
     remarks = (

@@ -9,17 +9,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
+from convert.methods.blocks import Blocks
 from convert.methods.text import TextUse
 from convert.planning.texts import DEFAULT, OWN, Texts, as_options, names_of, shared_out, written_before
+from eval.inputs.loading import calibration_tokens
+from eval.inputs.text import Text, Tokens, joined
 
 if TYPE_CHECKING:
     import torch
 
-    from convert.methods.blocks import Blocks
     from convert.methods.grouped import GroupedMethod
     from convert.methods.latent import LatentMethod
     from eval.inputs.source import Source
-    from eval.inputs.text import Text, Tokens
 
 _log = logging.getLogger("kvfold")
 _TOKENS, _CONTEXT = 32768, 2048
@@ -199,8 +200,6 @@ class GivenTexts:
 
 
 def _encoded(source: Source, calibration: Calibration, text: Text, blocks: int) -> Tokens:
-    from eval.inputs.loading import calibration_tokens
-
     tokens = calibration_tokens(source, text, blocks * calibration.context)
     if len(tokens.ids) < calibration.context:
         raise Failure(
@@ -211,8 +210,6 @@ def _encoded(source: Source, calibration: Calibration, text: Text, blocks: int) 
 
 
 def _own(written: torch.Tensor | None) -> Tokens:
-    from eval.inputs.text import Tokens
-
     assert written is not None, "the model writes where a text is its own"
     return Tokens(OWN.label, written.flatten(), 0, 0.0, None)
 
@@ -238,15 +235,11 @@ class CalibrationText:
     @functools.cached_property
     def tokens(self) -> Tokens:
         """All of them, one text after the other."""
-        from eval.inputs.text import joined
-
         return joined(self.parts)
 
     @property
     def blocks(self) -> Blocks:
         """The ids, `[n, T]`."""
-        from convert.methods.blocks import Blocks
-
         return Blocks.mixed(self.tokens.blocks(self.calibration.context))
 
     def surveyed(self) -> CalibrationText:
