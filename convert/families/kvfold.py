@@ -77,21 +77,16 @@ class KvfoldProjections(Family):
         return {f"{self.module(layer)}.{name}": shape for name, shape in shapes.items()}
 
     def split(self, tensors: Mapping[str, torch.Tensor], config: Any, layer: int) -> Record:
-        prefix, spec, scale = f"{self.module(layer)}.", self.spec(config).of_layer(layer), self.scale(config)
+        prefix, spec, behind = f"{self.module(layer)}.", self.spec(config).of_layer(layer), self.needs_projections(config)
         local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        own, scale, rotary = _renamed(local) if behind else local, self.scale(config), self.rotary(config, layer)
         record: Record
-        if self.needs_projections(config):
-            renamed, rotary = _renamed(local), self.rotary(config, layer)
-            if spec.kv_lora_rank:
-                record = split_factors(renamed, spec, scale, rotary or no_rotary())
-            else:
-                record = split_projections(renamed, spec.head_dim, scale, rotary)
-            record = replace(record, projections=_projections(local, config))
-        elif spec.kv_lora_rank:
-            record = split_factors(local, spec, scale, self.rotary(config, layer) or no_rotary())
+        if spec.kv_lora_rank:
+            record = split_factors(own, spec, scale, rotary or no_rotary())
         else:
-            record = split_projections(local, spec.head_dim, scale, self.rotary(config, layer))
-        return replace(record, scoring=self.scoring(config, layer))
+            record = split_projections(own, spec.head_dim, scale, rotary)
+        projections = _projections(local, config) if behind else None
+        return replace(record, projections=projections, scoring=self.scoring(config, layer))
 
     def join(self, record: Record, spec: AttentionSpec, layer: int) -> dict[str, torch.Tensor]:
         rank = spec.of_layer(layer).kv_lora_rank or 0

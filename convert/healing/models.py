@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers.cache_utils import Cache
-
 from attention.errors import Failure
 from attention.padding import pad_values
 from attention.rounded import rounding_cache
@@ -27,13 +25,6 @@ from convert.healing.training import Distillation, Schedule, Trainer
 from convert.healing.weights import held_parameters
 from eval.inputs.loading import load
 from eval.terminal.progress import Progress, stage
-
-
-def cache_of(plan: HealPlan) -> Callable[[], Cache] | None:
-    """Makes the student's cache of a pass; None where its cache is not rounded."""
-    if plan.rounding is None:
-        return None
-    return partial(rounding_cache, plan.rounding, plan.spec)
 
 
 def train(
@@ -99,7 +90,7 @@ def running(plan: HealPlan, device: str, dtype: str = "auto") -> Iterator[Runnin
 
 def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, progress: Progress) -> TeacherCache:
     """A cache with all blocks that the training sees. Every process adds its part of those that are not there."""
-    cache, group = opened(plan, directory, text, team), team.accelerator
+    cache, group = TeacherCache.of(plan, directory, text, team), team.accelerator
     seen = text.seen(max(plan.steps, plan.trial_steps), plan.batch, plan.seed).tolist()
     missing = cache.missing(seen[group.process_index :: group.num_processes])
     if missing:
@@ -121,11 +112,6 @@ def _filled(plan: HealPlan, directory: Path, text: TrainingText, team: Team, pro
     return cache
 
 
-def opened(plan: HealPlan, directory: Path, text: TrainingText, team: Team) -> TeacherCache:
-    """The cache of a plan, made if it is not there."""
-    return TeacherCache.of(plan, directory, text, f"{team.accelerator.device.type}, {'bf16' if team.bfloat16 else 'no'}")
-
-
 def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teacher, names: list[str], team: Team) -> Trainer:
     """The trainer of a student, whose parameters of these names train."""
     rank = plan.options.lora_rank
@@ -133,5 +119,6 @@ def trainer_of(plan: HealPlan, text: TrainingText, student: Any, teacher: Teache
     if plan.options.checkpointing:
         compute_layers_again(student)
     schedule = Schedule(plan.steps, plan.batch, plan.micro_batch, plan.options.lr or 0.0, plan.seed)
-    module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary, cache_of(plan))
+    cache = None if plan.rounding is None else partial(rounding_cache, plan.rounding, plan.spec)
+    module = Distillation(student, teacher, plan.options.ce, plan.converted.vocabulary, cache)
     return Trainer(team.accelerator, module, text, schedule, what, team.autocast)

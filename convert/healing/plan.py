@@ -173,9 +173,8 @@ class HealPlan:
         )
 
     def _of_refinement(self) -> tuple[str, ...]:
-        made = read_provenance(self.converted.files).get("recipe")
-        options = next(iter(made.values())) if isinstance(made, dict) and made else None
-        if not isinstance(options, dict) or "refine" in options or "converted" in options:
+        options = _stated_options(self.converted)
+        if options is None or "refine" in options or "converted" in options:
             return ()
         return (
             "its layers were not refined: --refine 300 in the conversion takes half to two thirds of the loss from small "
@@ -361,7 +360,13 @@ def _named_teacher(converted: Source) -> str:
 
 def _stated_source(converted: Source) -> str | None:
     """The model that conversion.json says it was made from; None if it says nothing."""
+    options = _stated_options(converted) or {}
+    named = options.get("teacher") or options.get("model")
+    return named if isinstance(named, str) else None
+
+
+def _stated_options(converted: Source) -> dict[str, Any] | None:
+    """The options by which conversion.json says that it was made; None if it says nothing."""
     recipe = read_provenance(converted.files).get("recipe")
     options = next(iter(recipe.values()), None) if isinstance(recipe, dict) else None
-    named = (options.get("teacher") or options.get("model")) if isinstance(options, dict) else None
-    return named if isinstance(named, str) else None
+    return options if isinstance(options, dict) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from attention.spec import AttentionSpec
 from convert.calibration.own_text import own_text, writing_work
 from convert.checkpoint.reader import SAFETENSORS, Reader
 from convert.healing.batches import LEAST_HELD_OUT, SPARED, TrainingText
+from convert.healing.cache import TeacherCache
 from convert.healing.card import card
 from convert.healing.describe import facts, healed_text, plan_text
 from convert.healing.forecast import work_of
 from convert.healing.memory import disk, expected
-from convert.healing.models import opened, train
+from convert.healing.models import train
 from convert.healing.plan import HealPlan
 from convert.healing.provenance import provenance_of
 from convert.healing.states import Progressed
@@ -228,13 +229,13 @@ class _Healing(Task):
 
         def kept(progressed: Progressed) -> None:
             work.keep()
-            lines = [json.dumps(point.as_dict()) + "\n" for point in progressed.curve]
+            lines = [json.dumps(asdict(point)) + "\n" for point in progressed.curve]
             write_whole(work.path / _CURVE, "".join(lines).encode())
 
         tracking = tracked(team.accelerator, plan.options.track, plan.recipe()["heal"])
         with work.kept_without_memory(compute_device(plan.device), _LESS_MEMORY), tracking:
             if plan.options.teacher_cache is not None:
-                opened(plan, plan.options.teacher_cache, text, team)  # before the others look for it
+                TeacherCache.of(plan, plan.options.teacher_cache, text, team)  # before the others look for it
             team.agreed(work.training)
             outcome, where = train(plan, text, reader, team, work.training, self.progress, kept)
             kept(outcome.progressed)  # also of a run that took no step
