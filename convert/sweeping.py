@@ -253,7 +253,8 @@ class _Candidate(NamedTuple):
 
 
 def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
-    heads, everything = _kv_heads(source), wanted.groups is None and wanted.latents is None
+    heads = readable(source).spec(source.config).num_kv_heads
+    everything = wanted.groups is None and wanted.latents is None
     groups = [heads >> i for i in range(1, heads.bit_length()) if heads % (1 << i) == 0] if everything else wanted.groups
     latents = [LatentRequest(kv_share=share) for share in _SHARES] if everything else wanted.latents
     return [
@@ -311,10 +312,6 @@ def _chosen(known: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.methods is None:
         return [name for name in known if name not in methods.CONTROLS]
     return [name for name in known if name in wanted.methods]
-
-
-def _kv_heads(source: Source) -> int:
-    return readable(source).spec(source.config).num_kv_heads
 
 
 def _size_name(size: LatentRequest) -> str:

@@ -242,10 +242,16 @@ class LayerStream:
 
     @contextlib.contextmanager
     def _loaded(self, names: Iterable[str], weights: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
-        """Load these parameters and buffers into the model during the block."""
-        read, buffers = self._finite(weights), dict(self._model.named_buffers())
+        """Load these parameters and buffers into the model during the block; fails if one is not finite."""
+        buffers = dict(self._model.named_buffers())
         # The class computes buffers that the checkpoint lacks.
         given = [name for name in names if name not in buffers or name not in self._tensors.missing]
+
+        def read(name: str) -> torch.Tensor:
+            tensor = weights[name] if weights and name in weights else self._read(name)
+            require_finite(name, tensor)
+            return tensor
+
         try:
             for name in given:
                 dtype = buffers[name].dtype if name in buffers else torch.float32
@@ -258,16 +264,6 @@ class LayerStream:
                     set_module_tensor_to_device(self._model, name, self.device, value=buffers[name])
                 else:
                     set_module_tensor_to_device(self._model, name, "meta")
-
-    def _finite(self, weights: Mapping[str, torch.Tensor] | None = None) -> Read:
-        """A `read` that fails if a tensor is not finite."""
-
-        def read(name: str) -> torch.Tensor:
-            tensor = weights[name] if weights and name in weights else self._read(name)
-            require_finite(name, tensor)
-            return tensor
-
-        return read
 
     @contextlib.contextmanager
     def _watched(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attention import rope
@@ -73,12 +74,8 @@ class LatentLayout(Family):
 
     def traits(self, config: Any) -> Traits:
         depth = math.sqrt(config.num_hidden_layers)  # the class scales what layers add by scale_depth / depth
-        return Traits(
-            qkv_bias=config.q_lora_rank is not None,
-            o_bias=True,
-            layers_with_rotary=config.num_hidden_layers,
-            adds_output=getattr(config, "scale_depth", depth) == depth,
-        )
+        adds_output = getattr(config, "scale_depth", depth) == depth
+        return replace(super().traits(config), qkv_bias=config.q_lora_rank is not None, o_bias=True, adds_output=adds_output)
 
     def latent_dims(self, config: Any, rope_dim: int) -> int:
         rank = config.kv_lora_rank

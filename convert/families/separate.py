@@ -294,6 +294,8 @@ GPTJ: dict[str, Any] = {
     "computed": ("inv_freq", ".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),  # masks of old checkpoints
 }
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_GRANITE: dict[str, Any] = {**_ATTENTION_BIAS, "adds_output": False, "scaled_by": "attention_multiplier"}
+_COHERE: dict[str, Any] = {**_ATTENTION_BIAS, "adds_output": False, "pairing": "interleaved", "rope_stride": 2}
 _LIKE_OPT: dict[str, Any] = {"o_name": "out_proj", "rotates": nowhere, "shares_heads": False}
 _POST_NORM: dict[str, Any] = {"names": NORMS_BEHIND, "adds_output": False}
 _GEMMA2: dict[str, Any] = {**_ATTENTION_BIAS, "scaled_by": "query_pre_attn_scalar", "scale_power": -0.5}
@@ -321,7 +323,7 @@ ROWS = [
     SeparateProjections(
         "smollm3", **_ATTENTION_BIAS, rotates=_no_rope_layers, extra_features=WINDOW, extra_switch="use_sliding_window"
     ),
-    SeparateProjections("granite", adds_output=False, **_ATTENTION_BIAS, scaled_by="attention_multiplier"),
+    SeparateProjections("granite", **_GRANITE),
     SeparateProjections(
         "granitemoe",
         names=LLAMA.replacing(
@@ -329,16 +331,12 @@ ROWS = [
             in_llama("block_sparse_moe.input_linear", "mlp.experts.gate", "mlp.experts.up"),
             in_llama("block_sparse_moe.output_linear", "mlp.experts.down"),
         ),
-        adds_output=False,
-        **_ATTENTION_BIAS,
-        scaled_by="attention_multiplier",
+        **_GRANITE,
     ),
     SeparateProjections(
         "hyperclovax",
         names=LLAMA.replacing(in_llama("post_norm1", "attention_output_norm"), in_llama("post_norm2", "mlp_output_norm")),
-        adds_output=False,
-        **_ATTENTION_BIAS,
-        scaled_by="attention_multiplier",
+        **_GRANITE,
     ),
     SeparateProjections("gemma", names=LLAMA.storing_gains_less_one(), **_ATTENTION_BIAS, extra_features=_BIDIRECTIONAL),
     SeparateProjections(
@@ -415,22 +413,9 @@ ROWS = [
     ),
     SeparateProjections("phimoe", names=NUMBERED_EXPERTS, **_ATTENTION_BIAS, scales_rope=True, extra_features=WINDOW),
     SeparateProjections(
-        "cohere",
-        adds_output=False,
-        **_ATTENTION_BIAS,
-        norm=NormRow(kind="layer", storage="matrix", switch="use_qk_norm", eps="layer_norm_eps"),
-        pairing="interleaved",
-        rope_stride=2,
+        "cohere", **_COHERE, norm=NormRow(kind="layer", storage="matrix", switch="use_qk_norm", eps="layer_norm_eps")
     ),
-    SeparateProjections(
-        "cohere2",
-        adds_output=False,
-        **_ATTENTION_BIAS,
-        pairing="interleaved",
-        rope_stride=2,
-        rotates=_sliding_layers,
-        extra_features=WINDOW,
-    ),
+    SeparateProjections("cohere2", **_COHERE, rotates=_sliding_layers, extra_features=WINDOW),
     SeparateProjections("glm", names=FUSED_MLP, qkv_bias="attention_bias", pairing="interleaved", partial_rotary=True),
     SeparateProjections(
         "glm4",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -156,20 +155,13 @@ class Team:
         from accelerate.utils import broadcast_object_list
 
         said = [mine]
-        with _together():
+        try:
             broadcast_object_list(said)
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
+            raise Interrupted(
+                f"another process has ended: {' '.join(str(error).split())[:120]}",
+                hint="fix what that one says and rerun with --resume",
+            ) from error
         return said[0]
-
-
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """Work of all processes at once; an error means that one has ended, and says why itself."""
-    try:
-        yield
-    except RuntimeError as error:
-        if out_of_memory(error):
-            raise
-        raise Interrupted(
-            f"another process has ended: {' '.join(str(error).split())[:120]}",
-            hint="fix what that one says and rerun with --resume",
-        ) from error
