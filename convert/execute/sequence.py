@@ -55,14 +55,15 @@ def in_sequence(job: Job, text: CalibrationText, manifest: Manifest, decision: D
         for layer in range(begin, layers):
             if shelf.has(layer):
                 converted = _get(shelf, layer)
-                pair.skip(layer)
+                pair.teacher.advance(layer, keep=True)
             else:
                 converted = _converted(job, pair, decision, layer)
                 shelf.put(layer, converted.tensors, converted.note)
             if layer + 1 < layers:
                 pair.student.advance(layer, weights=converted.tensors)
             done(1)
-    pair.discard()
+    for stream in (pair.teacher, pair.student):
+        stream.discard()
     return partial(_get, shelf)
 
 
@@ -113,15 +114,6 @@ class _Pair:
             stream.discard()
             stream.embed()
         return 0
-
-    def skip(self, layer: int) -> None:
-        """Run the source past a layer that is converted already."""
-        self.teacher.advance(layer, keep=True)
-
-    def discard(self) -> None:
-        """Remove the files on disk."""
-        for stream in (self.teacher, self.student):
-            stream.discard()
 
     def write(self, layer: int, record: Record) -> dict[str, torch.Tensor]:
         """The layer's attention in the result's layout, fp32."""

@@ -29,7 +29,7 @@ from convert.healing.texts import TrainingTexts
 from convert.healing.tracking import tracked
 from convert.healing.weights import write_files
 from convert.output.companions import copy_code, copy_companions, write_config, write_own_text
-from convert.output.destination import calibration_hashes, finished, read_provenance, without_text
+from convert.output.destination import CHECKPOINT, calibration_hashes, finished, partial_path, read_provenance, without_text
 from convert.output.life import Held, Made, Task, carry_out
 from convert.output.provenance import versions
 from convert.output.workdir import WorkDirectory
@@ -321,6 +321,6 @@ def _follow(plan: HealPlan, texts: TrainingTexts, team: Team) -> None:
     if (states := team.agreed(None)) is None:
         return
     if rows := texts.rows_to_write:  # the first process has written them
-        file = WorkDirectory.of_another(plan.output.path).path / OWN_TEXT
+        file = partial_path(plan.output.path) / CHECKPOINT / OWN_TEXT
         text = texts.with_own(written_before(plan.teacher, file, rows, plan.context))
     train(plan, text, Reader(plan.converted.files), team, states, silent)

@@ -40,7 +40,13 @@ class WorkDirectory:
     """
 
     def __init__(self, output: Path, inputs: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-        self._set_paths(output)
+        self._output = output
+        self._root = partial_path(output)
+        self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
+        self._kept = False
+        self.path, self._notes, self.survey, self.training = (
+            self._root / part for part in (CHECKPOINT, _NOTES, _SURVEY, _TRAINING)
+        )
         inputs = json.loads(json.dumps(inputs))  # as read back from a file
         begun = self._known_inputs() if resume else None
         if begun != inputs and overwrite:
@@ -69,22 +75,6 @@ class WorkDirectory:
             part.mkdir(exist_ok=True)
         sync_directory(self._root)
         sync_directory(self._root.parent)
-
-    @classmethod
-    def of_another(cls, output: Path) -> WorkDirectory:
-        """The work directory that another process has opened, and that this one only reads."""
-        work = cls.__new__(cls)
-        work._set_paths(output)
-        return work
-
-    def _set_paths(self, output: Path) -> None:
-        self._output = output
-        self._root = partial_path(output)
-        self._done: dict[str, str] = {}  # the notes, as JSON, of shards that this run has written or checked
-        self._kept = False
-        self.path, self._notes, self.survey, self.training = (
-            self._root / part for part in (CHECKPOINT, _NOTES, _SURVEY, _TRAINING)
-        )
 
     @classmethod
     @contextlib.contextmanager
