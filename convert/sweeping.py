@@ -179,7 +179,8 @@ def sweep(
     require_alone("a sweep")
     directory, source = plans[0].output.path.parent, plans[0].source
     _, held_out = prepare([source], evaluate_on, settings)  # errors in a text should come before the work
-    _foretell(plans, len(held_out.ids[: settings.max_tokens]), settings)
+    work = sum(_works(plans, len(held_out.ids[: settings.max_tokens]), settings), Work())
+    foretell(work, compute_device(settings.device), source.decoder.hidden_size)
     with explained("sweep", directory), exclusive(directory):
         ledger = _Ledger(directory, plans)
         if ledger.texts:
@@ -230,12 +231,6 @@ def _works(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) 
     one = evaluation_work(decoders, source, evaluated, settings.contexts, settings.protocol)
     first, *others = works_of(plans, tokens)
     return [first + 2 * one, *(work + one for work in others)]
-
-
-def _foretell(plans: Sequence[Plan], evaluated: int, settings: EvaluationSettings) -> None:
-    """Say how long a sweep takes from its beginning."""
-    work = sum(_works(plans, evaluated, settings), Work())
-    foretell(work, compute_device(settings.device), plans[0].source.decoder.hidden_size)
 
 
 class _Candidate(NamedTuple):

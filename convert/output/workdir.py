@@ -68,7 +68,7 @@ class WorkDirectory:
         elif (self._root / PUBLISHED).exists():  # the run stopped before the checkpoint moved to OUTPUT
             (self._root / PUBLISHED).replace(self._root / INPUTS)
         self._root.mkdir(parents=True, exist_ok=begun is not None)
-        write_whole(self._root / INPUTS, _json(inputs))
+        write_whole(self._root / INPUTS, json.dumps(inputs, indent=1).encode())
         for part in (self.path, self._notes, self.survey, self.training):
             if part.is_symlink() or part.is_file():
                 part.unlink()
@@ -184,7 +184,3 @@ class WorkDirectory:
 
 def _short(value: Any) -> str:
     return "others" if isinstance(value, dict) else str(value)
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, indent=1).encode()
