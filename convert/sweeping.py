@@ -22,7 +22,7 @@ from convert.healing.closing import heal_result
 from convert.launch import require_alone
 from convert.methods.grouped import GroupedMethod
 from convert.methods.latent import LatentMethod
-from convert.methods.text import TextUse
+from convert.methods.text import Method, TextUse
 from convert.output.destination import Output, check_output, partial_path, read_provenance
 from convert.output.life import explained
 from convert.output.lock import exclusive
@@ -243,7 +243,7 @@ class _Candidate(NamedTuple):
     """
 
     name: str
-    method: GroupedMethod | LatentMethod
+    method: Method
     plan: Callable[[Output], Plan]
 
 
@@ -267,7 +267,7 @@ def _all(source: Source, wanted: Wanted) -> list[_Candidate]:
     ]
 
 
-def _require_use(wanted: CalibrationOptions, made_by: Iterable[GroupedMethod | LatentMethod]) -> None:
+def _require_use(wanted: CalibrationOptions, made_by: Iterable[Method]) -> None:
     """Refuse text that no method of the sweep uses, and steps that none takes."""
     uses = {method.text for method in made_by}
     steps = wanted.steps.flags
@@ -281,8 +281,7 @@ def _require_use(wanted: CalibrationOptions, made_by: Iterable[GroupedMethod | L
 
 def _ours() -> list[str]:
     """Our own methods: with text, they can take the steps beyond a method."""
-    found: list[GroupedMethod | LatentMethod] = [methods.load_grouped(name) for name in methods.GROUPED]
-    found += [methods.load_latent(name) for name in methods.LATENT]
+    found: list[Method] = [*map(methods.load_grouped, methods.GROUPED), *map(methods.load_latent, methods.LATENT)]
     return [method.name for method in found if method.text is TextUse.USED]
 
 
@@ -296,7 +295,7 @@ def _latent(source: Source, wanted: Wanted, size: LatentRequest, method: LatentM
     return lambda output: plan_latent(source, size, method, text, wanted.device, output, wanted.seed)
 
 
-def _calibration(method: GroupedMethod | LatentMethod, wanted: Wanted) -> CalibrationOptions:
+def _calibration(method: Method, wanted: Wanted) -> CalibrationOptions:
     text = wanted.calibration
     if method.text is TextUse.IGNORED:
         return CalibrationOptions()

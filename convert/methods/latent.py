@@ -20,7 +20,7 @@ from attention.rope import Rotary
 from attention.spec import AttentionSpec
 from convert.methods.algebra import fix_signs
 from convert.methods.statistics import Statistics
-from convert.methods.text import TextUse
+from convert.methods.text import Method
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,10 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class LatentMethod:
+class LatentMethod(Method):
     """The registry entry of a method that makes a latent.
 
     Attributes:
-        name: As on the command line.
-        summary: One line for help, plans and cards.
-        source: The paper, or "".
-        text: How it uses calibration text.
         folds: Whether it can count neighbouring frequencies as one (`Allocation.freqfold`).
         measure: `(attention, statistics, fewest P/2) -> what `allocate` needs` from each layer with RoPE; or None.
         allocate: `(results of measure, P/2, allocation without pairs) -> allocations with pairs`; if several, the one with
@@ -74,10 +70,6 @@ class LatentMethod:
         measured_bytes: `spec -> bytes` that the result of `measure` takes per layer; None if negligible.
     """
 
-    name: str
-    summary: str
-    source: str
-    text: TextUse
     folds: bool
     measure: Callable[[Attention, Statistics, int], Any] | None
     allocate: Callable[[list[Any], int, Allocation], list[Allocation]]

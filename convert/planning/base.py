@@ -11,7 +11,7 @@ from attention.formats import rounding_of
 from attention.spec import AttentionSpec
 from convert.families import family_of
 from convert.families.base import unmodelled_fields
-from convert.methods.text import TextUse
+from convert.methods.text import Method, TextUse
 
 if TYPE_CHECKING:
     from attention.formats import Format
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from convert.families.base import Traits
     from convert.hosts import Host
     from convert.hosts.engines import CacheOption, Engine
-    from convert.methods.grouped import GroupedMethod
-    from convert.methods.latent import LatentMethod
     from convert.output.destination import Output
     from convert.planning.calibration import Calibration
     from convert.planning.targets import LatentTarget, Target
@@ -287,7 +285,7 @@ def unfit(host: Host, family: Family, source: Source, target: AttentionSpec, eng
     return None
 
 
-def text_notes(method: GroupedMethod | LatentMethod, text: Calibration | None, traits: Traits) -> Sequence[str]:
+def text_notes(method: Method, text: Calibration | None, traits: Traits) -> Sequence[str]:
     """Notes about missing text that the method could use, and about a refit that the source rules out."""
     if text is None and method.text is TextUse.USED:
         return [f"no calibration text: {method.name} uses weights and norm gains alone, which ruins most models"]

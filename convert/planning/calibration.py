@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.errors import Failure, Refusal
 from convert.methods.blocks import Blocks
-from convert.methods.text import TextUse
+from convert.methods.text import Method, TextUse
 from convert.planning.texts import DEFAULT, OWN, Texts, as_options, names_of, shared_out, written_before
 from eval.inputs.loading import calibration_tokens
 from eval.inputs.text import Text, Tokens, joined
@@ -18,8 +18,6 @@ from eval.inputs.text import Text, Tokens, joined
 if TYPE_CHECKING:
     import torch
 
-    from convert.methods.grouped import GroupedMethod
-    from convert.methods.latent import LatentMethod
     from eval.inputs.source import Source
 
 _log = logging.getLogger("kvfold")
@@ -271,9 +269,7 @@ def surveyed_tokens(calibration: Calibration, tokens: int) -> int:
     return min(tokens, max(_DECIDED_ON, calibration.context)) if calibration.in_sequence else tokens
 
 
-def calibration_for(
-    source: Source, method: GroupedMethod | LatentMethod, wanted: CalibrationOptions, without: Sequence[str]
-) -> Calibration | None:
+def calibration_for(source: Source, method: Method, wanted: CalibrationOptions, without: Sequence[str]) -> Calibration | None:
     """Check the options and decide their numbers; None if there is no text and none is needed.
 
     Args:
