@@ -36,9 +36,6 @@ class Falcon(Host):
     replaces = "became query_key_value and dense"
     families: frozenset[str] = frozenset({"gpt_neox"})
 
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        return frozenset({"transformers"})
-
     def layout(self, family: Family) -> Family:
         return FAMILIES["falcon"]
 

@@ -66,6 +66,7 @@ class GPTBigCode(Host):
     """The stock class `gpt_bigcode`."""
 
     name = "gpt_bigcode"
+    runs = frozenset({"transformers", "vllm"})
     served_by = "vLLM serves it; llama.cpp has this class for activations that are a GELU, and was not tried"
     opened_by = "transformers loads it without kvfold."
     remarks = (
@@ -73,9 +74,6 @@ class GPTBigCode(Host):
     )
     replaces = "became part of c_attn or c_proj"
     families: frozenset[str] = frozenset(_SETTINGS)
-
-    def engines(self, family: Family, config: Any = None) -> frozenset[str]:
-        return frozenset({"transformers", "vllm"})
 
     def layout(self, family: Family) -> Family:
         return _LAYOUT
