@@ -98,8 +98,7 @@ class _LayerFit:
             for optimiser, rates in zip(optimisers, schedule, strict=True):
                 optimiser.step()
                 rates.step()
-        with torch.no_grad():
-            return weights.record()
+        return weights.detached()
 
     def _error(self, record: Record, rows: Sequence[int]) -> torch.Tensor:
         """The error on these rows."""
@@ -148,9 +147,15 @@ class _Weights:
             parameter.grad = gradient
 
     def record(self) -> Record:
-        """The record with the current weights, differentiable."""
-        shaped: dict[str, Any] = {name: p.view(self._values[name].shape) for name, p in self.parameters.items()}
-        return replace(self._start, **shaped)
+        """The record with the current weights; differentiable."""
+        return replace(self._start, **self._shaped())
+
+    def detached(self) -> Record:
+        """The record with the current weights."""
+        return replace(self._start, **{name: value.detach() for name, value in self._shaped().items()})
+
+    def _shaped(self) -> dict[str, Any]:
+        return {name: parameter.view(self._values[name].shape) for name, parameter in self.parameters.items()}
 
     def optimisers(self, rate: float) -> list[torch.optim.Optimizer]:
         scale = {name: max(float(p.detach().square().mean().sqrt()), 1e-12) for name, p in self.parameters.items()}
