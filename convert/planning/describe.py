@@ -16,7 +16,6 @@ from convert.hosts import HOSTS
 from convert.hosts.engines import running, storing
 from convert.planning.base import Plan, host_of, readable
 from convert.planning.room import full_rank, latent_for_budget, smallest_latent
-from eval.machine.capacity import count_parameters, fit
 from eval.machine.forecast import duration
 from eval.terminal.tables import bytes_text, table
 
@@ -123,6 +122,8 @@ def capacity(
         engine: What has to run the targets; None for nothing in particular.
         cache_dtype: The format of the cache; None for `dtype`.
     """
+    from eval.machine.capacity import count_parameters, fit
+
     family = readable(source)
     config, spec = source.config, family.spec(source.config)
     whole, own = count_parameters(config, source.trust_remote_code), _parameters(partial(family.shapes, config), spec)

@@ -55,5 +55,5 @@ def rotary_keys(before: AttentionSpec, host: Host) -> int:
 
 def rotary_dim(family: Family, source: Source) -> int:
     """Rotary dims of one head in layers with RoPE; 0 if there are none."""
-    rotary = family.first_rotary(source.config)
-    return rotary.dims if rotary else 0
+    rotaries = (family.rotary(source.config, layer) for layer in range(source.decoder.num_hidden_layers))
+    return next((rotary.dims for rotary in rotaries if rotary), 0)
